@@ -1,0 +1,65 @@
+"""Options: what the environment may say, and what it may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_rocm import options
+from hf_rocm.errors import OptionError
+from hf_rocm.options import Switch, parse
+
+
+def test_nothing_set_is_auto_everywhere():
+    parsed = parse({})
+    assert parsed.tiers == {} and parsed.probe
+    assert set(parsed.aiter.values()) == {Switch.AUTO}
+
+
+def test_one_tier_for_all_or_one_each():
+    assert parse({"HF_ROCM_TIER": "torch"}).tiers == dict.fromkeys(options.OPERATIONS, "torch")
+    assert parse({"HF_ROCM_TIER": "attention=torch, linear=eager"}).tiers == {"attention": "torch", "linear": "eager"}
+
+
+@pytest.mark.parametrize("text", ["cuda", "attention", "attention=cuda", "attention=torch,,", "softmax=torch"])
+def test_a_tier_that_is_not_understood_names_itself_and_what_is_known(text):
+    with pytest.raises(OptionError, match="HF_ROCM_TIER=") as caught:
+        parse({"HF_ROCM_TIER": text})
+    assert "attention" in str(caught.value) and "eager" in str(caught.value)
+
+
+def test_aiter_switches():
+    parsed = parse({"USE_AITER_ATTENTION": "1", "USE_AITER_GEMM": "0", "USE_OPTIMIZED_OPS": "0"})
+    assert parsed.aiter == {
+        "attention": Switch.REQUIRED,
+        "linear": Switch.OFF,
+        "act_and_mul": Switch.OFF,
+        "rms_norm": Switch.OFF,
+    }
+
+
+@pytest.mark.parametrize("name", ["USE_AITER_ATTENTION", "HF_ROCM_PROBE", "FORCE_EAGER_ATTENTION"])
+def test_a_value_that_is_not_understood_is_an_error(name):
+    with pytest.raises(OptionError, match=f"{name}=maybe"):
+        parse({name: "maybe"})
+
+
+def test_force_eager_attention():
+    assert parse({"FORCE_EAGER_ATTENTION": "1"}).tier("attention") == "eager"
+    with pytest.raises(OptionError, match="contradicts"):
+        parse({"FORCE_EAGER_ATTENTION": "1", "HF_ROCM_TIER": "torch"})
+
+
+def test_an_override_ends_with_its_block():
+    before = options.current()
+    with options.override(tier="eager") as inside:
+        assert options.current() is inside and inside.tier("linear") == "eager"
+    assert options.current() is before
+
+
+def test_every_variable_that_is_read_is_listed():
+    """The README's table is made from VARIABLES; a variable that is read but not listed would be missing there."""
+    import inspect
+    import re
+
+    read = set(re.findall(r'"((?:HF_ROCM|USE|FORCE)_[A-Z_]+)"', inspect.getsource(options)))
+    assert read == {variable.name for variable in options.VARIABLES}

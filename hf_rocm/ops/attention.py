@@ -1,0 +1,101 @@
+"""attention: softmax(q kᵀ · scale) v with grouped key/value heads, which are never expanded.
+
+One definition for all tiers. Causality and the window are aligned bottom-right: query i of S_q stands at position
+S_k − S_q + i. A row that may see nothing is zero.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_rocm.ops import attention_eager, attention_torch
+from hf_rocm.ops.aiter import attention as aiter
+from hf_rocm.ops.probe import checked
+from hf_rocm.ops.registry import Implementation, Operation, route
+
+
+class AttentionSpec(NamedTuple):
+    """What the choice of an attention implementation depends on."""
+
+    dtype: torch.dtype
+    device: torch.device
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    one_query: bool  # S_q == 1
+    square: bool  # S_q == S_k
+    more_queries: bool  # S_q > S_k
+    causal: bool
+    window: int | None
+    softcap: bool
+    sinks: bool
+    mask: torch.dtype | None
+    grad: bool
+    weights: bool
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled dot-product attention over grouped heads.
+
+    query: [B, H, S_q, D]; key: [B, Hkv, S_k, D]; value: [B, Hkv, S_k, D_v]; H a multiple of Hkv.
+    mask: [B | 1, H | 1, S_q | 1, ≥ S_k], bool (True = visible) or additive in query's dtype; further keys of the mask
+    are ignored. window: how many keys a query sees, itself included. softcap: c · tanh(score / c). sinks: [H] logits
+    that take part in the softmax and carry no value. Everything that restricts is combined.
+    Returns ([B, S_q, H, D_v] contiguous, weights [B, H, S_q, S_k] if asked for, else None).
+    """
+    _, heads, s_q, head_dim = query.shape
+    _, kv_heads, s_k, value_dim = value.shape
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    spec = (
+        query.dtype,
+        query.device,
+        heads,
+        kv_heads,
+        head_dim,
+        value_dim,
+        s_q == 1,
+        s_q == s_k,
+        s_q > s_k,
+        causal,
+        window,
+        softcap is not None,
+        sinks is not None,
+        None if mask is None else mask.dtype,
+        grad,
+        weights,
+    )
+    serve = route(_operation, spec, query, key, value)
+    result: tuple[Tensor, Tensor | None] = serve(
+        query, key, value, scale=scale, causal=causal, mask=mask, window=window, softcap=softcap, sinks=sinks
+    )
+    return result
+
+
+_operation = Operation("attention", AttentionSpec)
+_operation.register(
+    Implementation(
+        "aiter", "flash_attn_func", aiter.flash_attn_func_refuses, aiter.flash_attn_func, checked("attention")
+    )
+)
+_operation.register(Implementation("aiter", "mha_fwd", aiter.mha_fwd_refuses, aiter.mha_fwd, checked("attention")))
+_operation.register(
+    Implementation("aiter", "mha_fwd, sinks by lse", aiter.mha_fwd_lse_refuses, aiter.mha_fwd_lse, checked("attention"))
+)
+_operation.register(Implementation("torch", "SDPA", attention_torch.refuses, attention_torch.attention))
+_operation.register(Implementation("eager", "softmax", attention_eager.refuses, attention_eager.attention))

@@ -1,0 +1,77 @@
+"""Attention in plain PyTorch: the oracle of every other tier, and the one that can return its weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hf_rocm.device import Device
+    from hf_rocm.ops.attention import AttentionSpec
+
+
+def refuses(spec: AttentionSpec, device: Device) -> str | None:
+    return None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """See `hf_rocm.ops.attention`. The softmax runs in fp32 (fp64 for fp64)."""
+    b, h, s_q, _ = query.shape
+    kv_heads, s_k, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    wide = torch.promote_types(query.dtype, torch.float32)
+
+    # The group's queries are stacked below each other, so one product serves them against their one key head.
+    rows = query.reshape(b, kv_heads, -1, query.shape[3])  # [B, Hkv, G·S_q, D]
+    scores = torch.matmul(rows, key.transpose(2, 3)).to(wide) * scale
+    scores = scores.view(b, h, s_q, s_k)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+
+    seen = visible(s_q, s_k, causal=causal, window=window, device=query.device)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if mask is not None:
+        mask = mask[..., :s_k]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+
+    # exp and sum by hand: a row that sees nothing comes out as zeros, not NaN, and a sink joins the sum alone
+    peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min)
+    if sinks is not None:
+        sink = sinks.to(wide).view(1, h, 1, 1)
+        peak = torch.maximum(peak, sink)
+    exponentials = torch.exp(scores - peak)
+    total = exponentials.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - peak)
+    weights = (exponentials / total.clamp(min=torch.finfo(wide).tiny)).to(query.dtype)
+
+    stacked = weights.view(b, kv_heads, -1, s_k)
+    output = torch.matmul(stacked, value).view(b, h, s_q, value_dim)
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def visible(s_q: int, s_k: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    """[S_q, S_k] bool, True where query i may see key j; None if every query sees every key."""
+    if not causal and window is None:
+        return None
+    position = torch.arange(s_k - s_q, s_k, device=device)[:, None]
+    keys = torch.arange(s_k, device=device)[None, :]
+    seen = torch.ones(s_q, s_k, dtype=torch.bool, device=device)
+    if causal:
+        seen = seen & (keys <= position)
+    if window is not None:
+        seen = seen & (keys > position - window)
+    return seen

@@ -1,0 +1,140 @@
+"""The router: order, refusals, named tiers, switches, caching, and no graph break."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops import registry
+from hf_rocm.ops.registry import Implementation, Operation, Refusal, route
+
+
+class Spec(NamedTuple):
+    device: torch.device
+    size: int
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def operation(monkeypatch):
+    """An operation of our own, under the name of one whose options exist, with aiter, torch and eager candidates."""
+    monkeypatch.setattr(registry, "_operations", dict(registry._operations))
+    made = Operation("linear", Spec)
+    made.probes = []
+
+    def probe(spec, device):
+        made.probes.append(spec.size)
+        return "its probe was wrong by 3" if spec.size == 13 else None
+
+    def refuses(spec, device):
+        return f"size {spec.size} is odd" if spec.size % 2 and spec.size != 13 else None
+
+    made.register(Implementation("eager", "last", lambda spec, device: None, lambda: "eager"))
+    made.register(Implementation("aiter", "first", refuses, lambda: "aiter", probe))
+    made.register(Implementation("torch", "second", lambda spec, device: None, lambda: "torch"))
+    return made
+
+
+def test_tiers_are_tried_in_order_whatever_the_order_of_registration(operation):
+    assert [each.tier for each in operation.implementations] == ["aiter", "torch", "eager"]
+    assert route(operation, (CPU, 2))() == "aiter"
+
+
+def test_a_refusal_falls_through_and_is_kept(operation):
+    choice = operation.choose((CPU, 3))
+    assert choice.implementation.tier == "torch"
+    assert choice.refusals == (Refusal("aiter", "first", "size 3 is odd"),)
+
+
+def test_a_failed_probe_is_a_refusal_with_its_reason(operation):
+    choice = operation.choose((CPU, 13))
+    assert choice.implementation.tier == "torch"
+    assert choice.refusals == (Refusal("aiter", "first", "its probe was wrong by 3"),)
+
+
+def test_probes_can_be_switched_off(operation):
+    with options.override(probe=False):
+        assert operation.choose((CPU, 13)).implementation.tier == "aiter"
+    assert operation.probes == []
+
+
+def test_a_choice_is_made_once(operation):
+    for _ in range(3):
+        route(operation, (CPU, 2))
+    assert operation.probes == [2]
+
+
+def test_a_named_tier_serves_or_raises_with_every_reason(operation):
+    with options.override(tier="torch"):
+        assert route(operation, (CPU, 2))() == "torch"
+    with options.override(tier="aiter"), pytest.raises(TierUnavailable) as caught:
+        route(operation, (CPU, 3))
+    assert "aiter/first" in str(caught.value) and "size 3 is odd" in str(caught.value)
+    assert "size=3" in str(caught.value)
+
+
+def test_a_tier_without_an_implementation_says_so(operation):
+    with options.override(tier="triton"), pytest.raises(TierUnavailable, match="no triton implementation of linear"):
+        route(operation, (CPU, 2))
+
+
+def test_required_aiter_raises_instead_of_falling_back(operation):
+    required = {**options.current().aiter, "linear": options.Switch.REQUIRED}
+    with options.override(aiter=required):
+        assert route(operation, (CPU, 2))() == "aiter"
+        with pytest.raises(TierUnavailable, match="size 3 is odd"):
+            route(operation, (CPU, 3))
+
+
+def test_switched_off_aiter_is_passed_over(operation):
+    off = {**options.current().aiter, "linear": options.Switch.OFF}
+    with options.override(aiter=off):
+        choice = operation.choose((CPU, 2))
+    assert choice.implementation.tier == "torch"
+    assert choice.refusals[0].reason == "switched off by an environment variable"
+
+
+def test_options_changed_mean_choices_made_anew(operation):
+    assert route(operation, (CPU, 2))() == "aiter"
+    with options.override(tier="eager"):
+        assert route(operation, (CPU, 2))() == "eager"
+    assert route(operation, (CPU, 2))() == "aiter"
+
+
+def test_recording_sees_only_its_own_block():
+    x = torch.ones(2, 4)
+    with ops.recording() as outer:
+        ops.act_and_mul(x, activation="silu")
+        with ops.recording() as inner:
+            ops.rms_norm(x, torch.ones(4), eps=1e-6)
+    ops.rms_norm(x, torch.ones(4), eps=1e-6)
+    assert [each.operation for each in outer] == ["act_and_mul", "rms_norm"]
+    assert [each.operation for each in inner] == ["rms_norm"]
+    assert inner[0].shapes == ((2, 4), (4,))
+
+
+@pytest.mark.parametrize("tier", ["torch", "eager"])
+def test_no_graph_break_and_the_same_numbers(tier):
+    def every_operation(query, key, x, weight):
+        attended, _ = ops.attention(query, key, key, scale=0.3, causal=True)
+        normed = ops.rms_norm(ops.act_and_mul(x, activation="silu"), weight, eps=1e-6)
+        return attended, ops.linear(normed, torch.eye(8))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(every_operation, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), options.override(tier=tier):
+        for length in (7, 9, 12):  # dynamic from the second on
+            arguments = (
+                torch.randn(2, 4, length, 16),
+                torch.randn(2, 2, length, 16),
+                torch.randn(3, 16),
+                torch.randn(8),
+            )
+            for actual, expected in zip(compiled(*arguments), every_operation(*arguments), strict=True):
+                torch.testing.assert_close(actual, expected)

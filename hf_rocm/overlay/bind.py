@@ -106,7 +106,7 @@ def replaces(cls: type, *, fuses: tuple[str, ...] = ()) -> Callable[[Forward], F
         # An overlay that is activated again revives its dispatcher: instances may still hold it as an attribute.
         binding.replacement, binding.fuses = function, fuses
         if not isinstance(function.__globals__.get("__hf_rocm_activation__"), str):
-            binding.mode = _installed_mode()
+            binding.mode = installed_mode()
         if cls.__dict__["forward"] is binding.stock:
             cls.forward = binding.dispatcher  # type: ignore[attr-defined]
         binding.bound = True
@@ -115,7 +115,8 @@ def replaces(cls: type, *, fuses: tuple[str, ...] = ()) -> Callable[[Forward], F
     return bind
 
 
-def _installed_mode() -> str:
+def installed_mode() -> str:
+    """How far an installed block reaches on this machine: everywhere if forced, else inputs on a GPU."""
     from hf_rocm import options
 
     return ON if options.force_requested() else GPU

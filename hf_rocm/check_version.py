@@ -1,0 +1,108 @@
+"""`python -m hf_rocm.check_version`: is what is installed what was verified?
+
+Under a second, and without importing torch, transformers or the command line's libraries, so that every rank of a
+job and every health check can afford it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hf_rocm import __version__
+from hf_rocm.cli.output import print_error, print_facts, print_json, print_states
+from hf_rocm.errors import HfRocmError
+from hf_rocm.overlay.facts import AiterFacts, RocmFacts, TorchFacts, aiter_facts, rocm_facts, torch_facts
+from hf_rocm.overlay.state import GOOD, FileState, Installed, Match
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: every overlay that was asked for is installed and matches; 1: not so; 2: usage."""
+    options = _parser().parse_args(arguments)
+    torch, rocm, aiter = torch_facts(), rocm_facts(), aiter_facts()
+    facts = {"torch": torch.to_dict(), "rocm": rocm.to_dict(), "aiter": aiter.to_dict()}
+    try:
+        from hf_rocm.overlay.commands import status
+
+        installation, states = status(options.models, transformers_path=options.transformers_path)
+    except HfRocmError as error:
+        if options.json:
+            print_json({"hf_rocm": __version__, "ok": False, **facts, **error.to_dict()})
+        print_error(error)
+        return 1
+    unmet = [state for state in states if not _meets(state, strict=options.strict)]
+    ok = bool(states) and not unmet
+    if options.json:
+        transformers = {"version": installation.version, "path": str(installation.root)}
+        files = [state.to_dict() for state in states]
+        print_json({"hf_rocm": __version__, "ok": ok, "transformers": transformers, **facts, "files": files})
+        return 0 if ok else 1
+    print_facts(
+        {
+            "hf-rocm": __version__,
+            "transformers": f"{installation.version}  {installation.root}",
+            "torch": _torch_sentence(torch),
+            "ROCm": _rocm_sentence(torch, rocm),
+            "aiter": _aiter_sentence(aiter),
+        }
+    )
+    print()
+    if states:
+        print_states(states)
+    for hint in _hints(states, unmet, installation.version):
+        print(f"\nhint: {hint}", file=sys.stderr)
+    return 0 if ok else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_rocm.check_version",
+        description="Is what is installed what was verified? Exits with 0 if every overlay that is asked for is "
+        "installed and matches this transformers, else with 1.",
+    )
+    parser.add_argument("models", metavar="MODEL", nargs="*", help="model folders such as llama (none: all)")
+    parser.add_argument("--strict", action="store_true", help="accept only files that were verified whole")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--transformers-path", metavar="PATH", help="the transformers that is meant")
+    return parser
+
+
+def _meets(state: FileState, *, strict: bool) -> bool:
+    accepted = (Match.VERIFIED,) if strict else GOOD
+    return state.installed is Installed.YES and state.match in accepted
+
+
+def _hints(states: Sequence[FileState], unmet: Sequence[FileState], release: str) -> list[str]:
+    if not states:
+        return [f"no overlay is made for transformers {release}; upgrade hf-rocm, or install a release that it covers"]
+    differing = [state.model for state in unmet if state.match not in GOOD or state.installed is Installed.EDITED]
+    missing = [state.model for state in unmet if state.installed in (Installed.NO, Installed.OLD)]
+    hints = []
+    if differing:
+        hints.append(f"run `hf-rocm status --diff {differing[0]}` to see what differs")
+    elif missing:
+        hints.append("run `hf-rocm install-overlays`")
+    elif unmet:
+        hints.append("every definition is a known one, but not every whole file: drop --strict, or upgrade hf-rocm")
+    return hints
+
+
+def _torch_sentence(torch: TorchFacts) -> str:
+    if torch.version is None:
+        return "not installed"
+    build = f"for ROCm {torch.hip}" if torch.hip else f"for CUDA {torch.cuda}" if torch.cuda else "for the CPU"
+    return f"{torch.version}  {build}"
+
+
+def _rocm_sentence(torch: TorchFacts, rocm: RocmFacts) -> str:
+    here = f"{rocm.version or 'not installed'}, {'a device' if rocm.device else 'no device'}"
+    return here if torch.hip else f"{here}; this torch does not use it, so installed overlays stay stock"
+
+
+def _aiter_sentence(aiter: AiterFacts) -> str:
+    return f"{aiter.sentence}  {aiter.path}" if aiter.path else aiter.sentence
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""The `hf-rocm` command: one thin module per subcommand. Only this package prints and sets exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (`sys.argv[1:]` if none is given) and return its exit code.
+
+    0: done, or nothing to do; 1: refused, and the user can fix it; 2: usage; 3: a bug of ours; 128 + n: signal n.
+    """
+    from hf_rocm.cli.app import run
+
+    return run(arguments)

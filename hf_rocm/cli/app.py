@@ -1,0 +1,71 @@
+"""The command table, and the one place where errors become text and exit codes."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from hf_rocm import __version__
+from hf_rocm.cli.install_overlays import install_overlays
+from hf_rocm.cli.output import print_error, print_json
+from hf_rocm.cli.status import status
+from hf_rocm.cli.uninstall_overlays import uninstall_overlays
+from hf_rocm.errors import HfRocmError
+from hf_rocm.overlay.install import Interrupted
+
+COMMANDS: tuple[Callable[..., Any], ...] = (install_overlays, uninstall_overlays, status)
+
+REFUSED, BUG = 1, 3
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    try:
+        build()(args=None if arguments is None else list(arguments), prog_name="hf-rocm")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except HfRocmError as error:
+        if "--json" in (sys.argv[1:] if arguments is None else arguments):
+            print_json(error.to_dict())
+        print_error(error)
+        return REFUSED
+    except Interrupted as interrupted:
+        print(interrupted, file=sys.stderr)
+        return 128 + interrupted.signal
+    except Exception:  # noqa: BLE001 (whatever else escapes is a bug of ours, and is reported as one)
+        traceback.print_exc()
+        print(f"\nerror: this is a bug in hf-rocm {__version__}; please report it with the text above", file=sys.stderr)
+        return BUG
+    return 0
+
+
+def build() -> typer.Typer:
+    """The application, with every command of `COMMANDS` under its function's name."""
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        help="Stock Hugging Face transformers, fast and right on AMD GPUs, and taken off without a trace.",
+    )
+    app.callback()(_options)
+    for command in COMMANDS:
+        app.command()(command)
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hf-rocm {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass

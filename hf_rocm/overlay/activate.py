@@ -1,0 +1,98 @@
+"""Overlays in memory: the same text that the installer appends, executed as a module of its own.
+
+This is what `from_pretrained` does where nothing is installed: read-only site-packages, notebooks. The installed
+stock text is checked against the same digests first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from types import ModuleType
+
+from hf_rocm import options
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay import bind
+from hf_rocm.overlay import catalog as catalogs
+from hf_rocm.overlay.catalog import Catalog, Overlay
+from hf_rocm.overlay.facts import torch_facts
+from hf_rocm.overlay.locate import locate
+from hf_rocm.overlay.state import FileState, Installed
+from hf_rocm.overlay.survey import survey
+
+_PACKAGE = "hf_rocm._active"
+_lock = threading.RLock()
+
+
+def activate(*models: str, everywhere: bool = True, catalog: Catalog | None = None) -> list[str]:
+    """Bind the overlays of these models (none named: all that this release has) in this process.
+
+    everywhere: every instance of the stock classes runs ours, as with an installed overlay; without ROCm and
+    without `HF_ROCM_FORCE=1` nothing is done then. False: only instances that the loader marks do, on any machine.
+    Returns the models that are bound, sorted. Binds all or none. Raises `DigestMismatch` or `OverlayError`.
+    """
+    if everywhere and not (options.force_requested() or _rocm()):
+        return []
+    with _lock:
+        states = survey(locate(), catalog or catalogs.load(), models)
+        overlays = [_usable(state) for state in states if models or state.overlay is not None]
+        for overlay in overlays:
+            bound = _bound_by(_execute(overlay))
+            if everywhere:
+                for binding in bound:
+                    binding.mode = bind.installed_mode()
+        return sorted(overlay.model for overlay in overlays)
+
+
+def deactivate(*models: str) -> list[str]:
+    """Give the stock classes of these models (none named: all) their forwards back. Returns the models unbound."""
+    with _lock:
+        found = [binding for binding in bind.bindings() if not models or binding.model in models]
+        for binding in found:
+            bind.unbind(binding.cls)
+        return sorted({binding.model for binding in found})
+
+
+def _rocm() -> bool:
+    torch = sys.modules.get("torch")
+    return (torch_facts().hip if torch is None else torch.version.hip) is not None
+
+
+def _usable(state: FileState) -> Overlay:
+    if state.installed is Installed.EDITED:
+        raise OverlayError(
+            f"{state.file.name} was edited since its overlay was installed",
+            facts={"file": state.file, "expected": "the stock file, or one that hf-rocm wrote", "found": state.detail},
+            hint=state.reinstall(),
+        )
+    mismatch = state.mismatch()
+    if mismatch is not None:
+        raise mismatch
+    assert state.overlay is not None
+    return state.overlay
+
+
+def _execute(overlay: Overlay) -> ModuleType:
+    """The overlay's module, executed unless it is there and everything that it binds is still in force."""
+    name = f"{_PACKAGE}.{overlay.directory.replace('-', '_').replace('.', '_')}.{overlay.model}"
+    module = sys.modules.get(name)
+    if module is not None and _bound_by(module):
+        return module
+    importlib.import_module(overlay.module)
+    module = ModuleType(name, f"The overlay {overlay.id}, active in memory.")
+    module.__file__ = str(overlay.path)  # tracebacks and inspect read the lines there
+    module.__dict__["__hf_rocm_activation__"] = overlay.id
+    sys.modules[name] = module
+    try:
+        exec(compile(overlay.text, str(overlay.path), "exec"), module.__dict__)
+    except BaseException:
+        for binding in _bound_by(module):
+            bind.unbind(binding.cls)
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _bound_by(module: ModuleType) -> list[bind.Binding]:
+    return [binding for binding in bind.bindings() if binding.replacement.__globals__ is module.__dict__]

@@ -1,0 +1,161 @@
+"""The overlays that this release of hf-rocm carries, and which of them serves a model in a release of transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay import manifest
+from hf_rocm.overlay.manifest import Manifest, Record
+
+_PREFIX = "transformers-"
+_MODEL = re.compile(r"[a-z0-9_]+")
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """One overlay: the text for one stock modeling file, in one range of releases."""
+
+    model: str
+    directory: str
+    path: Path
+    requires: str
+    record: Record
+
+    @property
+    def id(self) -> str:
+        return f"{self.directory}/{self.model}"
+
+    @property
+    def module(self) -> str:
+        """The stock module that the overlay is for."""
+        return f"transformers.models.{self.model}.modeling_{self.model}"
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_bytes().decode()
+
+
+@dataclass(frozen=True)
+class Directory:
+    """One `overlays/transformers-*` directory."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Every overlay file of this directory, by model."""
+        found = {}
+        for path in sorted(self.path.glob("models/*/modeling_*.py")):
+            model = path.parent.name
+            if _MODEL.fullmatch(model) and path.name == f"modeling_{model}.py" and not path.is_symlink():
+                found[model] = path
+        return found
+
+    def overlay(self, model: str) -> Overlay | None:
+        """The overlay of a model, unless its digests are not recorded: then nothing could be checked."""
+        record = self.manifest.records.get(model)
+        if record is None:
+            return None
+        return Overlay(model, self.name, self.files[model], self.manifest.transformers, record)
+
+    def covers(self, release: str) -> bool:
+        try:
+            return Version(release) in self._range
+        except InvalidVersion:
+            return False
+
+    @cached_property
+    def _range(self) -> SpecifierSet:
+        # nightlies and local builds count: the content decides, not the version's spelling
+        return SpecifierSet(self.manifest.transformers, prereleases=True)
+
+
+class Catalog:
+    """Every overlay directory under one root, the oldest first."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.directories = sorted(_directories(root), key=lambda directory: _first_release(directory.path))
+
+    def models(self) -> list[str]:
+        """Every model that some directory has an overlay for."""
+        return sorted({model for directory in self.directories for model in directory.files})
+
+    def serving(self, model: str, release: str) -> Directory | None:
+        """The newest directory that has the model and covers the release."""
+        for directory in reversed(self.directories):
+            if model in directory.files and directory.covers(release):
+                return directory
+        return None
+
+    def find(self, model: str, release: str) -> Overlay | None:
+        """The overlay that serves a model in this release."""
+        directory = self.serving(model, release)
+        return directory.overlay(model) if directory else None
+
+    def for_release(self, release: str) -> list[Overlay]:
+        """Every overlay that serves this release, by model."""
+        found = (self.find(model, release) for model in self.models())
+        return [overlay for overlay in found if overlay is not None]
+
+    def ranges(self, model: str | None = None) -> list[str]:
+        """The ranges of releases that are covered, of one model or of any."""
+        return [d.manifest.transformers for d in self.directories if model is None or model in d.files]
+
+
+def load(root: Path | None = None) -> Catalog:
+    """The overlays that travel with the imported hf_rocm: package data, or a checkout's `overlays/`."""
+    if root is not None:
+        return Catalog(root)
+    package = Path(__file__).resolve().parent.parent
+    for candidate in (package / "_overlays", package.parent / "overlays"):
+        if candidate.is_dir():
+            return Catalog(candidate)
+    raise OverlayError(
+        "hf-rocm was installed without its overlays",
+        facts={"expected": package / "_overlays"},
+        hint="reinstall hf-rocm",
+    )
+
+
+def release_span(releases: Iterable[str]) -> str:
+    """Releases in words: `5.4.0–5.23.0`, or the one."""
+    ordered = sorted(releases, key=Version)
+    if not ordered:
+        return "no release"
+    return ordered[0] if len(ordered) == 1 else f"{ordered[0]}–{ordered[-1]}"
+
+
+def _directories(root: Path) -> Iterator[Directory]:
+    for path in root.glob(f"{_PREFIX}*"):
+        file = path / "manifest.toml"
+        if not file.is_file():
+            continue
+        parsed = manifest.parse(file.read_text(encoding="utf-8"), source=file)
+        try:
+            SpecifierSet(parsed.transformers)
+            _first_release(path)
+        except (InvalidSpecifier, InvalidVersion) as error:
+            raise OverlayError(
+                "an overlay directory names no valid range of releases",
+                facts={"file": file, "found": error},
+                hint="reinstall hf-rocm",
+            ) from error
+        yield Directory(path, parsed)
+
+
+def _first_release(path: Path) -> Version:
+    return Version(path.name.removeprefix(_PREFIX))

@@ -1,0 +1,73 @@
+"""What the commands do, as functions: locate, look, plan, write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from hf_rocm.overlay import catalog as catalogs
+from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.install import execute
+from hf_rocm.overlay.locate import Installation, check_writable, locate
+from hf_rocm.overlay.lock import exclusive
+from hf_rocm.overlay.plan import Plan, plan_install, plan_uninstall
+from hf_rocm.overlay.state import FileState
+from hf_rocm.overlay.survey import no_overlay, survey
+
+
+def install(
+    models: Iterable[str] = (),
+    *,
+    transformers_path: Path | str | None = None,
+    dry_run: bool = False,
+    catalog: Catalog | None = None,
+) -> tuple[Plan, list[str]]:
+    """Append the overlays of these models (none named: all that this release has).
+
+    Returns the plan, and notices for the user. A plan with refusals was not executed, nor was a dry run's.
+    Raises `OverlayError` where no plan can be made, or where writing it failed.
+    """
+    catalog = catalog or catalogs.load()
+    installation = locate(transformers_path)
+    check_writable(installation)
+    if not catalog.for_release(installation.version):
+        raise no_overlay(installation, catalog)
+    with _lock(installation, dry_run) as notices:
+        plan = plan_install(installation, survey(installation, catalog, models))
+        if not models:
+            # a block that is left of a model which this release no longer serves is nothing to install
+            plan = plan_install(installation, [state for state in plan.states if state.overlay is not None])
+        if not dry_run and not plan.refusals:
+            execute(plan)
+    return plan, notices
+
+
+def uninstall(
+    models: Iterable[str] = (),
+    *,
+    transformers_path: Path | str | None = None,
+    dry_run: bool = False,
+    catalog: Catalog | None = None,
+) -> tuple[Plan, list[str]]:
+    """Take the overlays of these models off again (none named: every block that is there). As `install`."""
+    catalog = catalog or catalogs.load()
+    installation = locate(transformers_path)
+    check_writable(installation)
+    with _lock(installation, dry_run) as notices:
+        plan = plan_uninstall(installation, survey(installation, catalog, models))
+        if not dry_run and not plan.refusals:
+            execute(plan)
+    return plan, notices
+
+
+def status(
+    models: Iterable[str] = (), *, transformers_path: Path | str | None = None, catalog: Catalog | None = None
+) -> tuple[Installation, list[FileState]]:
+    """Where transformers is, and the state of each file. Writes nothing."""
+    installation = locate(transformers_path)
+    return installation, survey(installation, catalog or catalogs.load(), models)
+
+
+def _lock(installation: Installation, dry_run: bool) -> AbstractContextManager[list[str]]:
+    return nullcontext([]) if dry_run else exclusive(installation.root)

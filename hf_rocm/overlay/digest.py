@@ -1,0 +1,125 @@
+"""The canonical digest of one top-level definition in a Python source text.
+
+Releases of transformers are compared by what their definitions do, not by their version numbers. A digest ignores
+layout, comments, docstrings and annotations, and is the same on every Python from 3.10 on (`ast.dump` is not).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator
+
+_LENGTH = 16  # hex characters
+_IGNORED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_ignores", "type_params"})
+_DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def digests(source: bytes | str, names: Iterable[str]) -> dict[str, str | None]:
+    """The digest of each name that the module binds at its top level, None for those that it doesn't.
+
+    A name may be a function, a class, an assignment or an import; one that is bound more than once, or under an
+    `if` or `try`, is digested with all of its bindings and their conditions. Raises `SyntaxError`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # another project's invalid escapes are not ours to report
+        tree = ast.parse(source)
+    bound: dict[str, list[str]] = {name: [] for name in names}
+    for name, canonical in _bindings(tree.body, wanted=bound.keys(), condition=""):
+        bound[name].append(canonical)
+    return {name: _hash("\n".join(forms)) if forms else None for name, forms in bound.items()}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
+
+
+def _bindings(body: list[ast.stmt], *, wanted: Iterable[str], condition: str) -> Iterator[tuple[str, str]]:
+    for statement in body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            for alias in statement.names:
+                name = alias.asname or alias.name.split(".")[0]
+                if name in wanted:
+                    yield name, f"{condition}import {_origin(statement)}:{alias.name}"
+        elif isinstance(statement, (ast.If, ast.Try)):
+            for inner, text in _branches(statement):
+                yield from _bindings(inner, wanted=wanted, condition=condition + text)
+        else:
+            for name in _names_bound_by(statement):
+                if name in wanted:
+                    yield name, condition + "".join(_canonical(statement))
+
+
+def _branches(statement: ast.If | ast.Try) -> Iterator[tuple[list[ast.stmt], str]]:
+    if isinstance(statement, ast.If):
+        test = "".join(_canonical(statement.test))
+        yield statement.body, f"if {test}: "
+        yield statement.orelse, f"unless {test}: "
+        return
+    yield statement.body, "try: "
+    for handler in statement.handlers:
+        caught = "".join(_canonical(handler.type)) if handler.type else ""
+        yield handler.body, f"except {caught}: "
+    yield statement.orelse, "else: "
+    yield statement.finalbody, "finally: "
+
+
+def _origin(statement: ast.Import | ast.ImportFrom) -> str:
+    if isinstance(statement, ast.Import):
+        return ""
+    return "." * statement.level + (statement.module or "")
+
+
+def _names_bound_by(statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, _DOCUMENTED):
+        yield statement.name
+    elif isinstance(statement, ast.Assign):
+        for target in statement.targets:
+            yield from (node.id for node in ast.walk(target) if isinstance(node, ast.Name))
+    elif isinstance(statement, (ast.AnnAssign, ast.AugAssign)) and isinstance(statement.target, ast.Name):
+        yield statement.target.id
+
+
+def _canonical(value: object) -> Iterator[str]:
+    """Pieces of a text that is equal for equal trees: fields by name, empty ones and `_IGNORED` left out."""
+    if isinstance(value, ast.AST):
+        yield f"({type(value).__name__}"
+        for name, child in ast.iter_fields(value):
+            if name == "body" and isinstance(value, _DOCUMENTED):
+                child = _without_docstring(child)
+            elif name == "values" and isinstance(value, ast.JoinedStr):
+                child = _joined(child)
+            if name in _IGNORED or child is None or child == []:
+                continue
+            yield f" {name}="
+            yield from _canonical(child)
+        yield ")"
+    elif isinstance(value, list):
+        yield "["
+        for child in value:
+            yield from _canonical(child)
+            yield ","
+        yield "]"
+    else:
+        # ascii, not repr: which characters repr escapes depends on Python's Unicode tables
+        yield ascii(value)
+
+
+def _joined(values: list[ast.expr]) -> list[ast.expr]:
+    """An f-string's parts, neighbouring literals as one: some releases of Python split them."""
+    parts: list[ast.expr] = []
+    for value in values:
+        last = parts[-1] if parts else None
+        if isinstance(value, ast.Constant) and isinstance(last, ast.Constant):
+            parts[-1] = ast.Constant(str(last.value) + str(value.value))
+        else:
+            parts.append(value)
+    return [part for part in parts if not (isinstance(part, ast.Constant) and part.value == "")]
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return body[1:]
+    return body

@@ -1,0 +1,202 @@
+"""Executes a plan: the only code that writes to an installed transformers.
+
+Every file is replaced by a finished new one, never opened for writing: package managers hard-link site-packages into
+a cache that other environments share. All new files are on disk before the first one takes its place; if anything
+fails after that, or a signal arrives, what this run did is undone. Each file is valid at every moment.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay.block import sha256
+from hf_rocm.overlay.bytecode import compiled_forms
+from hf_rocm.overlay.disk import Disk
+from hf_rocm.overlay.plan import Action, Plan
+
+# Not `.py`: transformers reads every `*.py` in its model folders when it is imported.
+LEFTOVER = ".hf-rocm-tmp"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal arrived while files were being written, and everything was undone. signal: its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}; everything was undone")
+        self.signal = number
+
+
+def execute(plan: Plan, *, disk: Disk | None = None) -> None:
+    """Write what the plan says, all or nothing. The caller holds the lock and has made the plan under it.
+
+    Raises `OverlayError` for refusals, for what the file system refused and for files that changed meanwhile.
+    """
+    plan.check()
+    disk = disk or Disk()
+    _check_directories(plan)
+    with _deferred_signals() as check_signals:
+        try:
+            _run(plan, disk, check_signals)
+        except OSError as error:
+            raise OverlayError(
+                f"{plan.command} could not write, and everything was undone",
+                facts={"file": error.filename or plan.installation.root, "found": error.strerror or error},
+                hint="free space or fix the permissions, then run it again",
+            ) from error
+
+
+def _run(plan: Plan, disk: Disk, check_signals: Callable[[], None]) -> None:
+    staged: list[tuple[Action, Path]] = []
+    begun: list[Action] = []
+    try:
+        _sweep(plan.installation.root, disk)
+        for action in plan.writes:
+            check_signals()
+            staged.append((action, _stage(action, disk)))
+        for action, temporary in staged:
+            check_signals()
+            begun.append(action)
+            _put(action, temporary, disk)
+        for action in begun:
+            _sync_directory(action.file.parent, disk)
+            _verify(action, disk)
+        check_signals()
+    except BaseException as error:
+        for _, temporary in staged:
+            with suppress(OSError):  # the cause is what the user must see; the next run sweeps
+                disk.remove(temporary)
+        _undo(begun, disk, cause=error)
+        raise
+
+
+def _stage(action: Action, disk: Disk) -> Path:
+    """The new content in a finished file beside the old one, with its owner and mode."""
+    if disk.read(action.file) != action.before:
+        raise OverlayError(
+            f"{action.file.name} was changed by someone else just now",
+            facts={"file": action.file, "expected": "the content that the plan was made for", "found": "other content"},
+            hint="run the command again",
+        )
+    old = disk.stat(action.file)
+    temporary = action.file.with_name(f".{action.file.name}.{secrets.token_hex(8)}{LEFTOVER}")
+    descriptor = disk.create(temporary)
+    try:
+        try:
+            view = memoryview(action.after)
+            while view:
+                view = view[disk.write(descriptor, bytes(view)) :]
+            new = os.fstat(descriptor)
+            if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+                disk.own(descriptor, old.st_uid, old.st_gid)
+            disk.mode(descriptor, stat.S_IMODE(old.st_mode))
+            disk.sync(descriptor)
+        finally:
+            disk.close(descriptor)
+    except BaseException:
+        with suppress(OSError):
+            disk.remove(temporary)
+        raise
+    return temporary
+
+
+def _put(action: Action, temporary: Path, disk: Disk) -> None:
+    _drop_compiled(action.file, disk)
+    disk.replace(temporary, action.file)
+    # once more: an importer may have compiled the old text in between
+    _drop_compiled(action.file, disk)
+
+
+def _drop_compiled(source: Path, disk: Disk) -> None:
+    for path in compiled_forms(source, disk):
+        disk.remove(path)
+
+
+def _verify(action: Action, disk: Disk) -> None:
+    found = disk.read(action.file)
+    if found != action.after:
+        raise OverlayError(
+            f"{action.file.name} does not hold what was written",
+            facts={
+                "file": action.file,
+                "expected": f"sha256 {sha256(action.after)}",
+                "found": f"sha256 {sha256(found)}" if found is not None else "no file",
+            },
+            hint="check the file system, then run the command again",
+        )
+
+
+def _undo(begun: list[Action], disk: Disk, *, cause: BaseException) -> None:
+    """Put back the files of this run that hold the new content. What a third party wrote is left alone."""
+    failed = []
+    for action in reversed(begun):
+        try:
+            if disk.read(action.file) == action.after:
+                _put(action, _stage(action.inverse(), disk), disk)
+                _sync_directory(action.file.parent, disk)
+        except (OSError, OverlayError) as error:
+            failed.append(f"{action.file}: {error}")
+    if failed:
+        raise OverlayError(
+            "writing failed, and so did undoing it for some files (each is valid, stock or patched)",
+            facts={"cause": cause, **{f"file {n}": text for n, text in enumerate(failed, 1)}},
+            hint="run `hf-rocm status`, then `hf-rocm uninstall-overlays` once the cause is gone",
+        ) from cause
+
+
+def _sync_directory(directory: Path, disk: Disk) -> None:
+    descriptor = disk.open_directory(directory)
+    try:
+        disk.sync(descriptor)
+    finally:
+        disk.close(descriptor)
+
+
+def _sweep(root: Path, disk: Disk) -> None:
+    """Remove what killed runs left. Safe under the lock: nobody else is writing."""
+    for left in root.glob(f"models/*/.modeling_*{LEFTOVER}"):
+        disk.remove(left)
+
+
+def _check_directories(plan: Plan) -> None:
+    for action in plan.writes:
+        if not os.access(action.file.parent, os.W_OK | os.X_OK):
+            raise OverlayError(
+                "the folder of a stock file can't be written to",
+                facts={"file": action.file, "expected": "a writable folder", "found": "read-only, or another owner"},
+                hint="run as the owner of this environment, or patch in memory: hf_rocm.activate()",
+            )
+
+
+@contextmanager
+def _deferred_signals() -> Iterator[Callable[[], None]]:
+    """Hold signals back while files are being put in place; the function given raises `Interrupted` if one came."""
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    def check() -> None:
+        if arrived:
+            raise Interrupted(arrived[0])
+
+    if threading.current_thread() is not threading.main_thread():
+        yield check  # Python delivers signals to the main thread only
+        return
+    previous = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield check
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if arrived:  # after the last file was done: nothing to undo, but the signal still counts
+        signal.raise_signal(arrived[0])

@@ -1,0 +1,229 @@
+"""Which transformers is meant, found without importing it, and whether it may be written to.
+
+Looking is always allowed; `check_writable` refuses whatever a package manager did not put there for this
+environment alone: checkouts, zips, symlinks, another environment's packages, one of several on the path.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import importlib.util
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from hf_rocm.errors import OverlayError
+
+_VERSION = re.compile(r"^__version__\s*=\s*[\"']([^\"']+)[\"']", re.MULTILINE)
+_PACKAGE_DIRECTORIES = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True)
+class Installation:
+    """One transformers package on disk. `named`: the user pointed at it with a path."""
+
+    root: Path
+    version: str
+    metadata: Path | None
+    named: bool = False
+
+    def file(self, module: str) -> Path:
+        """Where `transformers.x.y` lies, as a module or, if that is there, a package."""
+        stem = self.root.joinpath(*module.split(".")[1:])
+        package = stem / "__init__.py"
+        return package if package.is_file() else stem.with_name(f"{stem.name}.py")
+
+    def recorded_sha256(self, file: Path) -> str | None:
+        """The hash that the package manager wrote into RECORD for this file, if it did."""
+        return self._record.get(file.relative_to(self.root.parent).as_posix())
+
+    @cached_property
+    def _record(self) -> dict[str, str]:
+        record = self.metadata / "RECORD" if self.metadata else None
+        if record is None or not record.is_file():
+            return {}
+        with record.open(encoding="utf-8", newline="") as lines:
+            rows = [row for row in csv.reader(lines) if len(row) == 3 and row[1].startswith("sha256=")]
+        return {path: _hex(value.removeprefix("sha256=")) for path, value, _ in rows}
+
+    def reinstall_hint(self) -> str:
+        return f"reinstall it: pip install --force-reinstall --no-deps transformers=={self.version}"
+
+
+def locate(path: Path | str | None = None) -> Installation:
+    """The transformers that `import transformers` would find here, or the one at `path`.
+
+    path: the package's directory, or the directory that holds it. Raises `OverlayError`.
+    """
+    root = _find() if path is None else _named(Path(path))
+    metadata = _metadata(root)
+    version = _version(root, metadata)
+    return Installation(root, version, metadata, named=path is not None)
+
+
+def check_writable(installation: Installation) -> None:
+    """Raise `OverlayError` if this installation must not be patched, with what to do about it."""
+    root = installation.root
+    facts = {"path": root}
+    if (checkout := _checkout(installation)) is not None:
+        raise OverlayError(
+            "transformers is an editable or source checkout, and its files belong to whoever edits it",
+            facts={**facts, "found": checkout, "expected": "a copy that pip or uv installed"},
+            hint="pip install transformers without -e, or patch in memory: hf_rocm.activate()",
+        )
+    if (link := _symlink(root)) is not None:
+        raise OverlayError(
+            "the transformers package is a symbolic link, so its files belong to something else as well",
+            facts={**facts, "found": f"{link} → {link.readlink()}", "expected": "an ordinary directory"},
+            hint=f"install transformers here, or name the real one: --transformers-path {root.resolve()}",
+        )
+    if installation.named:
+        return
+    others = [other for other in _all_on_path() if not _same(other, root)]
+    if others:
+        raise OverlayError(
+            "more than one transformers is on the path",
+            facts={"found": root, **{f"and {n}": other for n, other in enumerate(others, 1)}, "expected": "one"},
+            hint=f"uninstall all but one, or say which: --transformers-path {root}",
+        )
+    if sys.prefix != sys.base_prefix and not _belongs_to(root, Path(sys.prefix)):
+        raise OverlayError(
+            "this transformers does not belong to the environment that is running",
+            facts={**facts, "expected": f"a directory under {sys.prefix}"},
+            hint=f"install transformers into this environment, or say that you mean it: --transformers-path {root}",
+        )
+
+
+def _find() -> Path:
+    try:
+        spec = importlib.util.find_spec("transformers")
+    except ValueError:  # something put a module without a spec into sys.modules
+        spec = None
+    if spec is None:
+        raise OverlayError(
+            "transformers is not installed in this environment",
+            facts={"python": sys.executable, "expected": "transformers 4.53 or newer"},
+            hint="pip install transformers, or name one with --transformers-path",
+        )
+    if spec.origin is None:
+        raise OverlayError(
+            "transformers is not installed in this environment: only a folder without it is left",
+            facts={"found": ", ".join(spec.submodule_search_locations or ()), "expected": "transformers/__init__.py"},
+            hint="remove that folder, then pip install transformers",
+        )
+    origin = Path(spec.origin)
+    if not origin.is_file():
+        raise OverlayError(
+            "transformers is imported from an archive, which can't be patched",
+            facts={"found": origin, "expected": "a directory"},
+            hint="install transformers with pip or uv",
+        )
+    return origin.parent.absolute()
+
+
+def _named(path: Path) -> Path:
+    for candidate in (path, path / "transformers"):
+        if (candidate / "__init__.py").is_file() and (candidate / "models").is_dir():
+            return Path(os.path.abspath(candidate))  # noqa: PTH100 (Path.resolve would hide a symbolic link)
+    raise OverlayError(
+        "there is no transformers at this path",
+        facts={"path": path, "expected": "the package's directory, or the one that holds it"},
+        hint="python -c 'import importlib.util as u; print(u.find_spec(\"transformers\").origin)' shows yours",
+    )
+
+
+def _metadata(root: Path) -> Path | None:
+    beside = sorted(root.parent.glob("transformers-*.dist-info"))
+    if len(beside) > 1:
+        raise OverlayError(
+            "the package manager left two records of transformers, so its version is unclear",
+            facts={"found": " and ".join(path.name for path in beside), "path": root.parent},
+            hint="remove both folders, then reinstall transformers",
+        )
+    return beside[0] if beside else None
+
+
+def _version(root: Path, metadata: Path | None) -> str:
+    match = _VERSION.search((root / "__init__.py").read_text(encoding="utf-8", errors="replace"))
+    recorded = metadata.name.removeprefix("transformers-").removesuffix(".dist-info") if metadata else None
+    if match is None:
+        raise OverlayError(
+            "this transformers does not say its version",
+            facts={"file": root / "__init__.py", "expected": '__version__ = "…"', "found": "no such line"},
+            hint="reinstall transformers",
+        )
+    # A local build may tag one of the two: 5.4.0 beside 5.4.0+rocm1
+    if recorded is not None and recorded.split("+")[0] != match[1].split("+")[0]:
+        raise OverlayError(
+            "transformers' files and its package record are of different releases",
+            facts={"file": root / "__init__.py", "expected": f"{recorded} ({metadata})", "found": match[1]},
+            hint="reinstall transformers",
+        )
+    return match[1]
+
+
+def _checkout(installation: Installation) -> str | None:
+    root = installation.root
+    if any(part in _PACKAGE_DIRECTORIES for part in (root.parent.name, root.parent.parent.name)):
+        metadata = installation.metadata
+    else:
+        for parent in (root, root.parent, root.parent.parent):
+            if (parent / ".git").exists():
+                return f"{parent / '.git'}"
+        if root.parent.name == "src" and (root.parent.parent / "setup.py").is_file():
+            return f"{root.parent.parent / 'setup.py'}"
+        # an editable install keeps its record in site-packages, away from the files
+        metadata = installation.metadata
+        if metadata is None and not installation.named:
+            metadata = next(_metadata_on_path(), None)
+    return _editable(metadata) if metadata else None
+
+
+def _editable(metadata: Path) -> str | None:
+    file = metadata / "direct_url.json"
+    try:
+        origin = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        return None
+    editable = isinstance(origin, dict) and origin.get("dir_info", {}).get("editable", False)
+    return f"{file} (editable: {origin.get('url', '')})" if editable else None
+
+
+def _metadata_on_path() -> Iterator[Path]:
+    for entry in sys.path:
+        yield from sorted(Path(entry).glob("transformers-*.dist-info"))
+
+
+def _symlink(root: Path) -> Path | None:
+    return next((path for path in (root, root / "models") if stat.S_ISLNK(path.lstat().st_mode)), None)
+
+
+def _all_on_path() -> Iterator[Path]:
+    for entry in dict.fromkeys(sys.path):
+        candidate = Path(entry) / "transformers"
+        if (candidate / "__init__.py").is_file():
+            yield candidate.absolute()
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _belongs_to(root: Path, prefix: Path) -> bool:
+    import site
+
+    homes = [prefix, Path(site.getusersitepackages())] if site.ENABLE_USER_SITE else [prefix]
+    return any(root.resolve().is_relative_to(home.resolve()) for home in homes)
+
+
+def _hex(urlsafe: str) -> str:
+    return base64.urlsafe_b64decode(urlsafe + "=" * (-len(urlsafe) % 4)).hex()

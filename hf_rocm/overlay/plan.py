@@ -1,0 +1,137 @@
+"""What a command will do to which file, as data: the dry run, the JSON and the real run share it.
+
+Pure. Installing and removing are each other's inverse by construction: one's `before` is the other's `after`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay.locate import Installation
+from hf_rocm.overlay.state import FileState, Installed
+
+
+class Verb(str, Enum):
+    INSTALL = "install"
+    UPDATE = "update"
+    REMOVE = "remove"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One file and the bytes that it gets."""
+
+    verb: Verb
+    model: str
+    file: Path
+    before: bytes
+    after: bytes
+    overlay: str
+
+    def inverse(self) -> Action:
+        return Action(self.verb, self.model, self.file, self.after, self.before, self.overlay)
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "action": self.verb.value,
+            "model": self.model,
+            "overlay": self.overlay,
+            "file": str(self.file),
+            "bytes_before": len(self.before),
+            "bytes_after": len(self.after),
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that one command does. Nothing is written while `refusals` is not empty."""
+
+    command: str
+    installation: Installation
+    states: tuple[FileState, ...]
+    actions: tuple[Action, ...]
+    refusals: tuple[OverlayError, ...]
+
+    @property
+    def writes(self) -> tuple[Action, ...]:
+        return tuple(action for action in self.actions if action.verb is not Verb.KEEP)
+
+    def check(self) -> None:
+        """Raise the first refusal, if there is one."""
+        if self.refusals:
+            raise self.refusals[0]
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "command": self.command,
+            "transformers": {"path": str(self.installation.root), "version": self.installation.version},
+            "actions": [action.to_dict() for action in self.actions],
+            "refused": [error.to_dict() for error in self.refusals],
+        }
+
+
+def plan_install(installation: Installation, states: Iterable[FileState]) -> Plan:
+    """Add or renew the block of every file, or say why not."""
+    return _plan("install-overlays", installation, states, _refuse_install, _install)
+
+
+def plan_uninstall(installation: Installation, states: Iterable[FileState]) -> Plan:
+    """Take the block off every file that has one, or say why not."""
+    return _plan("uninstall-overlays", installation, states, _refuse_writing, _remove)
+
+
+def _plan(
+    command: str,
+    installation: Installation,
+    states: Iterable[FileState],
+    refuse: Callable[[FileState], OverlayError | None],
+    act: Callable[[FileState], Action],
+) -> Plan:
+    states = tuple(states)
+    errors = {state.model: error for state in states if (error := refuse(state)) is not None}
+    actions = tuple(act(state) for state in states if state.model not in errors)
+    return Plan(command, installation, states, actions, tuple(errors.values()))
+
+
+def _refuse_install(state: FileState) -> OverlayError | None:
+    return _refuse_writing(state) or state.mismatch()
+
+
+def _refuse_writing(state: FileState) -> OverlayError | None:
+    if state.link is not None:
+        return OverlayError(
+            f"{state.file.name} is a symbolic link, and what it points to may belong to others",
+            facts={"file": state.file, "expected": "an ordinary file", "found": f"a link to {state.link}"},
+            hint="reinstall transformers with copies or hard links (uv: UV_LINK_MODE=copy)",
+        )
+    if state.installed is Installed.EDITED:
+        return OverlayError(
+            f"{state.file.name} was edited since its overlay was installed",
+            facts={
+                "file": state.file,
+                "expected": "the stock file and one block, as hf-rocm wrote them",
+                "found": state.detail,
+            },
+            hint=f"run `hf-rocm status --diff {state.model}` to see it, or {state.reinstall()}",
+        )
+    return None
+
+
+def _install(state: FileState) -> Action:
+    assert state.data is not None and state.overlay is not None
+    if state.installed is Installed.YES:
+        return Action(Verb.KEEP, state.model, state.file, state.data, state.data, state.overlay.id)
+    verb = Verb.INSTALL if state.installed is Installed.NO else Verb.UPDATE
+    return Action(verb, state.model, state.file, state.data, state.rendered(), state.overlay.id)
+
+
+def _remove(state: FileState) -> Action:
+    data = state.data or b""
+    if state.written is None:
+        return Action(Verb.KEEP, state.model, state.file, data, data, state.overlay.id if state.overlay else "")
+    return Action(Verb.REMOVE, state.model, state.file, data, state.stock, state.written.overlay)

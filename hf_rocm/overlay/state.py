@@ -1,0 +1,251 @@
+"""What one stock file is like, on two axes: is our block in it, and does the overlay match it?
+
+Pure: the bytes come from the caller. `survey` reads them from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from hf_rocm import __version__
+from hf_rocm.errors import DigestMismatch, OverlayError
+from hf_rocm.overlay import block
+from hf_rocm.overlay.catalog import Overlay, release_span
+from hf_rocm.overlay.digest import digests
+from hf_rocm.overlay.manifest import Seen
+
+
+class Installed(str, Enum):
+    """Is the block in the file?"""
+
+    NO = "no"
+    YES = "yes"
+    OLD = "old"  # ours and intact, but not what this release of hf-rocm would write
+    EDITED = "edited"  # the block, or the stock part above it, is not what was written
+
+
+class Match(str, Enum):
+    """Is the stock part a file that the overlay was made for?"""
+
+    VERIFIED = "verified"  # the very file of a release that was checked
+    COMPATIBLE = "compatible"  # every definition that the overlay leans on is a known one
+    CHANGED = "changed"  # a definition differs, or the file is not as its package delivered it
+    UNSUPPORTED = "unsupported"  # no overlay for this release
+
+
+GOOD = (Match.VERIFIED, Match.COMPATIBLE)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One definition that is not what the overlay expects. found: its digest, or None if it is not there."""
+
+    name: str
+    file: Path
+    found: str | None
+    expected: Seen
+
+    def to_dict(self) -> dict[str, object]:
+        expected = {digest: list(releases) for digest, releases in self.expected.items()}
+        return {"name": self.name, "file": str(self.file), "found": self.found, "expected": expected}
+
+
+@dataclass(frozen=True)
+class FileState:
+    """One stock file.
+
+    data: its bytes, None if it is not there; stock: those bytes without our block; delivered: the hash that the
+    stock part would have if it were as its release delivered it, where it is not; link: what it points to.
+    """
+
+    model: str
+    file: Path
+    release: str
+    overlay: Overlay | None
+    data: bytes | None
+    stock: bytes
+    installed: Installed
+    match: Match
+    detail: str = ""
+    differences: tuple[Difference, ...] = ()
+    written: block.Split | None = None
+    delivered: str | None = None
+    link: str | None = None
+
+    @property
+    def good(self) -> bool:
+        """Whether what is installed is in order: nothing of ours, or our block on a file that it matches."""
+        return self.installed is Installed.NO or (self.installed is Installed.YES and self.match in GOOD)
+
+    def rendered(self) -> bytes:
+        """The file with this release's block."""
+        assert self.overlay is not None
+        return render(self.stock, self.overlay)
+
+    def mismatch(self) -> OverlayError | None:
+        """Why the overlay must not be used with this file, in memory or on disk; None if it may."""
+        if self.match in GOOD:
+            return None
+        if self.data is None:
+            return OverlayError(
+                f"transformers {self.release} has no {self.file.name}",
+                facts={"file": self.file, "expected": "a file", "found": "none"},
+                hint=self.reinstall(),
+            )
+        if self.match is Match.UNSUPPORTED:
+            return OverlayError(
+                f"no overlay of {self.model} is made for transformers {self.release}",
+                facts={"file": self.file, "expected": self.detail, "found": self.release},
+                hint="upgrade hf-rocm, or install a release of transformers from that range",
+            )
+        return self._changed()
+
+    def reinstall(self) -> str:
+        return f"reinstall transformers: pip install --force-reinstall --no-deps transformers=={self.release}"
+
+    def _changed(self) -> DigestMismatch:
+        cause = "edited" if self.delivered else "edited, or a newer release"
+        if not self.differences:
+            return DigestMismatch(
+                f"{self.file.name} is not the file that transformers {self.release} was delivered with",
+                facts={
+                    "file": self.file,
+                    "expected": f"sha256 {self.delivered}",
+                    "found": f"sha256 {block.sha256(self.stock)} ({cause})",
+                },
+                hint=self.reinstall(),
+            )
+        first = self.differences[0]
+        rest = f" (and {len(self.differences) - 1} more)" if len(self.differences) > 1 else ""
+        return DigestMismatch(
+            f"{first.file.name} is not a file that this overlay was made for",
+            facts={
+                "file": first.file,
+                "expected": f"{first.name}{rest} as in transformers {describe(first.expected)}",
+                "found": f"digest {first.found} ({cause})" if first.found else f"no such definition ({cause})",
+            },
+            hint=f"{self.reinstall()}, or run `hf-rocm status --diff {self.model}`",
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "file": str(self.file),
+            "overlay": self.overlay.id if self.overlay else None,
+            "installed": self.installed.value,
+            "match": self.match.value,
+            "detail": self.detail,
+            "differences": [difference.to_dict() for difference in self.differences],
+            "written_by": self.written.version if self.written else None,
+        }
+
+
+def render(stock: bytes, overlay: Overlay) -> bytes:
+    return block.render(stock, overlay=overlay.id, version=__version__, text=overlay.text)
+
+
+def describe(seen: Seen) -> str:
+    """Digests in words: `5.4.0–5.23.0 (digest 3f9a…)`."""
+    return (
+        ", or ".join(f"{release_span(releases)} (digest {digest})" for digest, releases in seen.items()) or "no release"
+    )
+
+
+def examine(
+    model: str,
+    file: Path,
+    *,
+    release: str,
+    overlay: Overlay | None,
+    data: bytes | None,
+    link: str | None = None,
+    recorded_sha256: str | None = None,
+    ranges: str = "a supported release",
+    find: Callable[[str], Path],
+    read: Callable[[Path], bytes | None],
+) -> FileState:
+    """Place one file on the two axes.
+
+    recorded_sha256: what the package manager recorded for it. find: a module's file; read: a file's bytes.
+    """
+    installed, written, edited = _installed(data, overlay)
+    stock = written.stock if written else block.stock_part(data or b"")
+    state = FileState(
+        model, file, release, overlay, data, stock, installed, Match.UNSUPPORTED, written=written, link=link
+    )
+    if overlay is None:
+        return replace(state, detail=edited or ranges)
+    if data is None:
+        return replace(state, match=Match.CHANGED, detail="the file is missing")
+    actual = block.sha256(stock)
+    known = overlay.record.files.get(actual)
+    delivered = None if known else _as_delivered(overlay, release, recorded_sha256)
+    differences = _differences(overlay, state, known=known is not None, find=find, read=read)
+    if differences:
+        match, detail = Match.CHANGED, f"{', '.join(difference.name for difference in differences)} differs"
+    elif delivered not in (None, actual):
+        match, detail = Match.CHANGED, f"not as transformers {release} was delivered"
+    elif known:
+        match, detail = Match.VERIFIED, f"as in {release_span(known)}"
+    else:
+        match, detail = Match.COMPATIBLE, "a new file whose definitions are all known"
+    delivered = delivered if delivered != actual else None
+    return replace(state, match=match, detail=edited or detail, differences=differences, delivered=delivered)
+
+
+def _installed(data: bytes | None, overlay: Overlay | None) -> tuple[Installed, block.Split | None, str]:
+    try:
+        parts = block.split(data or b"")
+    except OverlayError as error:
+        return Installed.EDITED, None, error.message
+    if parts is None:
+        return Installed.NO, None, ""
+    if overlay is not None and render(parts.stock, overlay) == data:
+        return Installed.YES, parts, ""
+    return Installed.OLD, parts, ""
+
+
+def _as_delivered(overlay: Overlay, release: str, recorded_sha256: str | None) -> str | None:
+    """The hash that the stock part must have if nobody edited it; None if that is not known."""
+    if recorded_sha256 is not None:
+        return recorded_sha256
+    return next((sha256 for sha256, releases in overlay.record.files.items() if release in releases), None)
+
+
+def _differences(
+    overlay: Overlay,
+    state: FileState,
+    *,
+    known: bool,
+    find: Callable[[str], Path],
+    read: Callable[[Path], bytes | None],
+) -> tuple[Difference, ...]:
+    found = []
+    for module, names in _by_module(overlay.record.names).items():
+        own = module == overlay.module
+        if own and known:
+            continue  # the whole file is a known one
+        file = state.file if own else find(module)
+        actual = _digests(state.stock if own else block.stock_part(read(file) or b""), names)
+        for name, expected in names.items():
+            if actual[name] not in expected:
+                found.append(Difference(name, file, actual[name], expected))
+    return tuple(found)
+
+
+def _by_module(names: Mapping[str, Seen]) -> dict[str, dict[str, Seen]]:
+    grouped: dict[str, dict[str, Seen]] = {}
+    for qualified, seen in names.items():
+        module, _, name = qualified.partition(":")
+        grouped.setdefault(module, {})[name] = seen
+    return grouped
+
+
+def _digests(source: bytes, names: Mapping[str, Seen]) -> dict[str, str | None]:
+    try:
+        return digests(source, names)
+    except (SyntaxError, ValueError):  # not Python (any more): no definition is there
+        return dict.fromkeys(names)

@@ -1,0 +1,98 @@
+"""Reads the files of one transformers installation into `FileState`s."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay import block
+from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.locate import Installation
+from hf_rocm.overlay.state import FileState, examine
+
+
+def survey(installation: Installation, catalog: Catalog, models: Iterable[str] = ()) -> list[FileState]:
+    """The state of each named model's file, or of every file that an overlay serves or a block stands in.
+
+    Raises `OverlayError` for a model that neither an overlay nor this transformers knows.
+    """
+    names = list(dict.fromkeys(models))
+    if not names:
+        names = sorted(
+            {overlay.model for overlay in catalog.for_release(installation.version)} | _patched(installation)
+        )
+    return [_state(installation, catalog, model) for model in names]
+
+
+def read_file(path: Path) -> bytes | None:
+    """A file's bytes; None if it is not there. Refuses what is no file (a FIFO would be waited for)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OverlayError(
+                f"{path.name} is not a file",
+                facts={"file": path, "expected": "a file", "found": "a device, a pipe or a folder"},
+                hint="reinstall transformers",
+            )
+        return file.read()
+
+
+def _state(installation: Installation, catalog: Catalog, model: str) -> FileState:
+    release = installation.version
+    overlay = catalog.find(model, release)
+    file = installation.root / "models" / model / f"modeling_{model}.py"
+    data = read_file(file)
+    if overlay is None and (data is None or not block.has_block(data)):
+        raise no_overlay(installation, catalog, model)
+    return examine(
+        model,
+        file,
+        release=release,
+        overlay=overlay,
+        data=data,
+        link=str(file.readlink()) if file.is_symlink() else None,
+        recorded_sha256=installation.recorded_sha256(file),
+        ranges=", ".join(catalog.ranges(model)) or "an overlay of this release of hf-rocm",
+        find=installation.file,
+        read=read_file,
+    )
+
+
+def _patched(installation: Installation) -> set[str]:
+    """Models with a block in their file: an earlier release of hf-rocm may have had more overlays than this one."""
+    found = set()
+    for file in installation.root.glob("models/*/modeling_*.py"):
+        if file.name == f"modeling_{file.parent.name}.py" and file.is_file() and block.has_block(file.read_bytes()):
+            found.add(file.parent.name)
+    return found
+
+
+def no_overlay(installation: Installation, catalog: Catalog, model: str | None = None) -> OverlayError:
+    """The error that says that this release has no overlay (of that model), and which have."""
+    release = installation.version
+    served = [overlay.model for overlay in catalog.for_release(release)]
+    if model is None or model in catalog.models():
+        return OverlayError(
+            f"no overlay{f' of {model}' if model else ''} is made for transformers {release}",
+            facts={
+                "file": installation.root / "__init__.py",
+                "expected": " or ".join(catalog.ranges(model) or catalog.ranges()),
+                "found": release,
+            },
+            hint="upgrade hf-rocm, or install a release of transformers from that range",
+        )
+    return OverlayError(
+        f"hf-rocm has no overlay of {model!r}",
+        facts={
+            "expected": f"one of {', '.join(served) or 'none for this release'}",
+            "found": model,
+            "transformers": f"{release} ({installation.root})",
+        },
+        hint="leave the name out to take every overlay",
+    )

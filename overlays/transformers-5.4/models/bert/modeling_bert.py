@@ -1,0 +1,29 @@
+"""ROCm overlay of transformers.models.bert.modeling_bert, 5.4 and up.
+
+Served: self-attention, with and without a cache. Cross-attention stays stock.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.bert.modeling_bert import BertSelfAttention
+
+    from hf_rocm import layers, ops
+
+    @overlay.replaces(BertSelfAttention, fuses=("query", "key", "value"))
+    def bert_attention(self, stock, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
+        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.dropout.p):
+            return stock(self, hidden_states, attention_mask, past_key_values, **kwargs)
+        batch, length = hidden_states.shape[:-1]
+        heads = (batch, length, -1, self.attention_head_size)
+        parts = layers.project(self, hidden_states, "query", "key", "value")
+        query, key, value = (part.view(heads).transpose(1, 2) for part in parts)  # [B, H, S, D]
+        if past_key_values is not None:
+            cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+            key, value = cache.update(key, value, self.layer_idx)
+        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return output.view(batch, length, -1), weights

@@ -1,0 +1,153 @@
+"""`python -m hf_rocm.check_version`: quick, light, and true."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.check_version import main
+from hf_rocm.overlay import facts
+from hf_rocm.overlay.commands import install
+from tests.cli.conftest import Outcome
+from tests.overlay.conftest import MODELS, Site, next_release
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBE = """
+import sys, runpy
+sys.argv = ["check_version", "--json", *sys.argv[1:]]
+try:
+    runpy.run_module("hf_rocm.check_version", run_name="__main__")
+except SystemExit as stop:
+    heavy = {"torch", "transformers", "typer", "rich", "aiter", "triton", "numpy"} & set(sys.modules)
+    print(sorted(heavy), stop.code, file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def check(site: Site, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    def run(*arguments: str) -> Outcome:
+        code = main(["--transformers-path", str(site.path), *arguments])
+        return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+def test_it_takes_less_than_a_second_and_imports_nothing_heavy(site: Site) -> None:
+    install(transformers_path=site.path)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, "--transformers-path", str(site.path)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        seconds.append(time.perf_counter() - start)
+    assert done.stderr.strip() == "[] 0"
+    assert {file["match"] for file in json.loads(done.stdout)["files"]} == {"verified"}
+    assert min(seconds) < 1.0
+
+
+def test_it_is_zero_only_when_everything_that_was_asked_for_is_installed(
+    check: Callable[..., Outcome], site: Site
+) -> None:
+    missing = check()
+    assert missing.code == 1 and "hf-rocm install-overlays" in missing.err
+    install(["llama"], transformers_path=site.path)
+    assert check("llama").code == 0
+    assert check("llama", "bert").code == 1
+    assert check().code == 1
+    install(transformers_path=site.path)
+    assert check().code == check("--strict").code == 0
+
+
+def test_strict_wants_verified(check: Callable[..., Outcome], site: Site) -> None:
+    site.forget_record()
+    site.release(next_release(site.installation.version))
+    site.model("llama").write_bytes(site.model("llama").read_bytes() + b"# newer\n")
+    install(["llama"], transformers_path=site.path)
+    assert check("llama").code == 0
+    strict = check("llama", "--strict")
+    assert strict.code == 1 and "drop --strict" in strict.err
+
+
+def test_it_shows_which_directory_serves_which_model(check: Callable[..., Outcome], site: Site) -> None:
+    shown = check().out
+    rows = {
+        line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.split()[:1] and "transformers-" in line
+    }
+    assert str(site.root) in shown and site.installation.version in shown
+    for model in MODELS:
+        assert rows[model][0].startswith("transformers-") and rows[model][0].endswith(f"/{model}")
+        assert rows[model][1:3] == ["no", "verified"]
+
+
+def test_json_has_the_two_axes_and_the_facts(check: Callable[..., Outcome]) -> None:
+    found = json.loads(check("--json").out)
+    assert found["ok"] is False
+    assert {file["installed"] for file in found["files"]} == {"no"}
+    assert found["torch"]["version"] and set(found["torch"]) == {"path", "version", "hip", "cuda"}
+    assert set(found["rocm"]) == {"version", "device"}
+    assert set(found["aiter"]) == {"path", "amd", "version", "sentence"}
+
+
+def test_a_refusal_is_one_and_has_the_whole_error(check: Callable[..., Outcome], site: Site) -> None:
+    refused = check("mistrall", "--json")
+    assert refused.code == 1
+    assert json.loads(refused.out)["hint"] and "mistrall" in refused.err
+    site.release("6.1.0")
+    assert check().code == 1
+
+
+def test_usage_errors_are_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--nonsense"])
+    assert stop.value.code == 2
+
+
+def package(folder: Path, name: str, files: dict[str, str]) -> None:
+    for path, text in files.items():
+        (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name / path).write_text(text)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A search path of which only this folder is left, for packages that must not be the real ones."""
+    for name in ("torch", "aiter"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    return tmp_path
+
+
+BROKEN = "raise RuntimeError('imported')\n"
+
+
+def test_torch_is_read_from_its_text(elsewhere: Path) -> None:
+    assert facts.torch_facts().version is None
+    text = "__version__ = '2.9.0+rocm7.1'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.1.25'\n"
+    package(elsewhere, "torch", {"__init__.py": BROKEN, "version.py": text})
+    found = facts.torch_facts()
+    assert (found.version, found.hip, found.cuda) == ("2.9.0+rocm7.1", "7.1.25", None)
+
+
+def test_amd_aiter_is_told_from_its_namesake_without_importing_either(elsewhere: Path) -> None:
+    assert facts.aiter_facts().sentence == "not installed"
+    package(elsewhere, "aiter", {"__init__.py": BROKEN})
+    metadata = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
+    package(elsewhere, "aiter-0.13.dist-info", {"METADATA": metadata.format("aiter", "0.13")})
+    namesake = facts.aiter_facts()
+    assert not namesake.amd and namesake.version == "0.13"
+    assert "unrelated" in namesake.sentence and "pip install amd-aiter" in namesake.sentence
+    package(elsewhere, "aiter", {"jit/core.py": BROKEN, "ops/mha.py": BROKEN})
+    package(elsewhere, "amd_aiter-0.1.9.dist-info", {"METADATA": metadata.format("amd-aiter", "0.1.9")})
+    ours = facts.aiter_facts()
+    assert ours.amd and ours.sentence == "amd-aiter 0.1.9"

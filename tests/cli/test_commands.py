@@ -1,0 +1,210 @@
+"""Commands: data on stdout, everything else on stderr, and exit codes that scripts can rely on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_rocm import __version__
+from hf_rocm.cli import main
+from tests.cli.conftest import Outcome
+from tests.overlay.conftest import MODELS, Site, fingerprint, hashes, next_release
+
+Command = Callable[..., Outcome]
+
+
+def test_install_status_uninstall(command: Command, site: Site) -> None:
+    before = hashes(site.path)
+    installed = command("install-overlays")
+    assert (installed.code, installed.err) == (0, "")
+    assert str(site.root) in installed.out, "the path that is meant is shown"
+    assert [line.split()[:2] for line in installed.out.splitlines()[2:]] == [[model, "installed"] for model in MODELS]
+    assert command("status").code == 0
+    again = command("install-overlays")
+    assert again.code == 0 and "nothing to do" in again.out
+    removed = command("uninstall-overlays")
+    assert removed.code == 0 and removed.out.count("removed") == len(MODELS)
+    assert hashes(site.path) == before
+    assert "nothing to do" in command("uninstall-overlays").out
+
+
+def test_a_dry_run_says_would_and_its_plan_is_the_real_one(command: Command, site: Site) -> None:
+    before = fingerprint(site.path)
+    assert "would install" in command("install-overlays", "--dry-run").out
+    planned = json.loads(command("install-overlays", "--dry-run", "--json").out)
+    assert fingerprint(site.path) == before
+    done = json.loads(command("install-overlays", "--json").out)
+    assert (planned.pop("dry_run"), planned.pop("written")) == (True, False)
+    assert (done.pop("dry_run"), done.pop("written")) == (False, True)
+    assert planned == done
+    assert [action["action"] for action in done["actions"]] == ["install"] * len(MODELS)
+
+
+def one_byte(site: Site) -> Path:
+    site.model("llama").write_bytes(site.model("llama").read_bytes() + b" ")
+    return site.model("llama")
+
+
+def unknown_release(site: Site) -> Path:
+    site.release("6.1.0")
+    return site.root / "__init__.py"
+
+
+def changed_digest(site: Site) -> Path:
+    site.forget_record()
+    site.release(next_release(site.installation.version))
+    file = site.model("llama")
+    file.write_text(file.read_text().replace("class LlamaMLP(nn.Module):", "class LlamaMLP(nn.Module):\n    new = 1\n"))
+    return file
+
+
+def edited_block(site: Site) -> Path:
+    from hf_rocm.overlay.commands import install
+
+    install(["llama"], transformers_path=site.path)
+    file = site.model("llama")
+    file.write_text(file.read_text().replace("# <<< hf-rocm", "mine = 1\n# <<< hf-rocm"))
+    return file
+
+
+@pytest.mark.parametrize("break_it", [one_byte, unknown_release, changed_digest, edited_block])
+@pytest.mark.parametrize("models", [(), ("llama",)])
+def test_a_refusal_names_file_expected_found_and_the_next_step(
+    command: Command, site: Site, break_it: Callable[[Site], Path], models: tuple[str, ...]
+) -> None:
+    file = break_it(site)
+    before = fingerprint(site.path)
+    refused = command("install-overlays", *models)
+    assert refused.code == 1
+    assert refused.out == ""
+    assert refused.err.startswith("error: ")
+    lines = {line.split()[0]: line for line in refused.err.splitlines() if line.strip()}
+    assert str(file) in lines["file"]
+    assert lines["expected"].strip() != "expected" and lines["found"].strip() != "found"
+    assert lines["hint:"].strip() != "hint:"
+    assert fingerprint(site.path) == before
+
+
+def test_an_editable_install_is_refused(command: Command, site: Site) -> None:
+    (site.metadata / "direct_url.json").write_text('{"url": "file:///src", "dir_info": {"editable": true}}')
+    before = fingerprint(site.path)
+    refused = command("install-overlays")
+    assert refused.code == 1
+    assert "error: transformers is an editable or source checkout" in refused.err
+    assert all(f"  {label} " in refused.err for label in ("path", "found", "expected")) and "\nhint: " in refused.err
+    assert fingerprint(site.path) == before
+
+
+def test_a_refusal_as_json_is_data_and_stays_an_error(command: Command, site: Site) -> None:
+    file = one_byte(site)
+    refused = command("install-overlays", "--json")
+    (error,) = json.loads(refused.out)["refused"]
+    assert error["facts"]["file"] == str(file)
+    assert refused.code == 1 and "error: " in refused.err
+    unknown = command("install-overlays", "mistrall", "--json")
+    assert unknown.code == 1
+    assert json.loads(unknown.out)["message"] == "hf-rocm has no overlay of 'mistrall'"
+
+
+@pytest.mark.parametrize("name", ["install-overlays", "uninstall-overlays", "status"])
+def test_a_model_that_is_not_there_is_an_error(command: Command, name: str) -> None:
+    refused = command(name, "llama", "mistrall")
+    assert refused.code == 1
+    assert "mistrall" in refused.err and "llama" in refused.err
+
+
+def test_status_shows_both_axes_and_calls_for_attention(command: Command, site: Site) -> None:
+    command("install-overlays", "llama")
+    shown = command("status")
+    rows = {line.split()[0]: line.split()[2:4] for line in shown.out.splitlines()[2:]}
+    assert rows["llama"] == ["yes", "verified"]
+    assert rows["bert"] == ["no", "verified"]
+    assert "\033" not in shown.out
+    edited_block(site)
+    shown = command("status", "--json")
+    assert shown.code == 1
+    (file,) = (file for file in json.loads(shown.out)["files"] if file["model"] == "llama")
+    assert (file["installed"], file["match"]) == ("edited", "verified")
+
+
+def test_status_diff_of_an_installed_file_shows_the_block_as_added_lines(command: Command) -> None:
+    command("install-overlays")
+    shown = command("status", "--diff", "llama").out
+    assert "+# >>> hf-rocm overlay >>>" in shown
+    assert "+    def llama_mlp(self, stock, x):" in shown
+    assert [line for line in shown.splitlines() if line.startswith("-") and not line.startswith("---")] == []
+
+
+def test_status_diff_of_an_edited_block_shows_the_edit(command: Command, site: Site) -> None:
+    edited_block(site)
+    shown = command("status", "--diff", "llama").out
+    assert "the block was edited" in shown
+    changed = [line for line in shown.splitlines() if line.startswith(("+", "-")) and line[:3] not in ("+++", "---")]
+    assert changed == ["+mine = 1"]
+
+
+def test_status_diff_of_a_changed_definition_names_digests_and_releases(command: Command, site: Site) -> None:
+    changed_digest(site)
+    shown = json.loads(command("status", "--diff", "llama", "--json").out)["files"][0]
+    (difference,) = shown["differences"]
+    assert difference["name"] == "LlamaMLP"
+    assert f"LlamaMLP in {site.model('llama')}: digest {difference['found']}" in shown["diff"]
+    for digest, releases in difference["expected"].items():
+        assert f"expected digest {digest}, as in transformers {releases[0]}" in shown["diff"]
+
+
+@pytest.mark.parametrize("arguments", [["install-overlays", "--nonsense"], ["nonsense"], []])
+def test_usage_errors_are_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hf-rocm {__version__}\n"
+    assert main(["install-overlays", "--help"]) == 0
+    assert "--dry-run" in capsys.readouterr().out
+
+
+def test_a_bug_is_three_and_says_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("hf_rocm.overlay.commands.survey", broken)
+    outcome = command("status")
+    assert outcome.code == 3
+    assert "bug in hf-rocm" in outcome.err and "ZeroDivisionError: ours" in outcome.err
+
+
+def test_a_signal_is_its_number_and_undone(command: Command, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_rocm.overlay.disk import Disk
+
+    real = Disk.replace
+
+    def interrupted(self: Disk, source: Path, target: Path) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        real(self, source, target)
+
+    before = hashes(site.path)
+    monkeypatch.setattr(Disk, "replace", interrupted)
+    outcome = command("install-overlays")
+    assert outcome.code == 128 + signal.SIGTERM
+    assert "everything was undone" in outcome.err
+    monkeypatch.undo()
+    assert hashes(site.path) == before
+
+
+def test_python_m_runs_the_command(site: Site) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_rocm", "status", "--transformers-path", str(site.path), "--json"],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["transformers"]["path"] == str(site.root)

@@ -1,0 +1,126 @@
+"""Copies of the installed transformers to write into; the installed one itself is only ever read."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.overlay import catalog as catalogs
+from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.locate import Installation, locate
+
+MODELS = ("bert", "gemma", "llama", "qwen3")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A directory like site-packages with a transformers in it."""
+
+    path: Path
+
+    @property
+    def root(self) -> Path:
+        return self.path / "transformers"
+
+    @property
+    def installation(self) -> Installation:
+        return locate(self.path)
+
+    @property
+    def metadata(self) -> Path:
+        return next(self.path.glob("transformers-*.dist-info"))
+
+    def model(self, name: str) -> Path:
+        return self.root / "models" / name / f"modeling_{name}.py"
+
+    def release(self, version: str) -> None:
+        """Make it another release: what a package manager would leave, without changing a model."""
+        file = self.root / "__init__.py"
+        file.write_text(file.read_text().replace(self.installation.version, version))
+        self.metadata.rename(self.metadata.with_name(f"transformers-{version}.dist-info"))
+
+    def forget_record(self) -> None:
+        """As a package manager that records no hashes, or a release whose file is another one from the start."""
+        (self.metadata / "RECORD").unlink()
+
+
+def installed_package() -> Path:
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def hashes(folder: Path) -> dict[str, tuple[str, int]]:
+    """Content and mode of every file below a folder; bytecode, which any import writes, left out."""
+    return {
+        path.relative_to(folder).as_posix(): (
+            hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder",
+            stat.S_IMODE(path.lstat().st_mode),
+        )
+        for path in sorted(folder.rglob("*"))
+        if "__pycache__" not in path.parts
+    }
+
+
+def fingerprint(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Inode, size and modification time of every file: what a run that writes nothing leaves alone."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        found[path.relative_to(folder).as_posix()] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return found
+
+
+def next_release(version: str) -> str:
+    """A release that nobody has seen, in the range of the same overlays."""
+    return ".".join([*version.split(".")[:2], "99"])
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    """The parts of the installed transformers that overlays touch, copied."""
+    return make_site(tmp_path / "site")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[str], Site]:
+    return lambda name: make_site(tmp_path / name)
+
+
+def make_site(path: Path) -> Site:
+    source = installed_package()
+    (path / "transformers" / "models").mkdir(parents=True)
+    shutil.copy2(source / "__init__.py", path / "transformers" / "__init__.py")
+    for model in MODELS:
+        shutil.copytree(
+            source / "models" / model,
+            path / "transformers" / "models" / model,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    metadata = next(source.parent.glob("transformers-*.dist-info"))
+    shutil.copytree(metadata, path / metadata.name)
+    return Site(path)
+
+
+@pytest.fixture(scope="session")
+def whole_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The whole installed transformers, copied once; tests leave it as they found it."""
+    path = tmp_path_factory.mktemp("whole")
+    source = installed_package()
+    shutil.copytree(source, path / "transformers")
+    metadata = next(source.parent.glob("transformers-*.dist-info"))
+    shutil.copytree(metadata, path / metadata.name)
+    yield Site(path)
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def catalog() -> Catalog:
+    return catalogs.load()

@@ -1,0 +1,145 @@
+"""The same overlay in memory: checked first, bound to the stock classes, and taken off again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from hf_rocm.errors import DigestMismatch, OverlayError
+from hf_rocm.overlay import bind
+from hf_rocm.overlay.activate import activate, deactivate
+from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.commands import install
+from tests.overlay.conftest import Site
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
+    deactivate()
+    yield
+    deactivate()
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ROCM_FORCE", "1")
+
+
+@pytest.fixture
+def pointed_at(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """Let activation read a copy's files in place of the installed ones."""
+    monkeypatch.setattr("hf_rocm.overlay.activate.locate", lambda: site.installation)
+    return site
+
+
+def llama_bindings() -> dict[str, bind.Binding]:
+    return {binding.cls.__name__: binding for binding in bind.bindings() if binding.model == "llama"}
+
+
+def test_without_rocm_and_without_force_nothing_is_bound() -> None:
+    assert activate("llama") == []
+    assert list(bind.bindings()) == []
+
+
+def test_forced_it_binds_the_stock_classes_everywhere(forced: None) -> None:
+    from transformers.models.llama import modeling_llama
+
+    stock = modeling_llama.LlamaMLP.forward
+    assert activate("llama") == ["llama"]
+    assert modeling_llama.LlamaMLP.forward is not stock
+    assert {"LlamaAttention", "LlamaMLP", "LlamaRMSNorm"} <= set(llama_bindings())
+    assert {binding.mode for binding in llama_bindings().values()} == {bind.ON}
+    assert deactivate("llama") == ["llama"]
+    assert modeling_llama.LlamaMLP.forward is stock
+    assert deactivate("llama") == []
+
+
+def test_the_loader_binds_without_turning_any_class_on() -> None:
+    assert activate("llama", everywhere=False) == ["llama"]
+    assert {binding.mode for binding in llama_bindings().values()} == {bind.OFF}
+
+
+def test_activating_twice_is_activating_once(forced: None) -> None:
+    activate("llama")
+    first = {name: binding.replacement for name, binding in llama_bindings().items()}
+    activate("llama", everywhere=False)
+    assert activate("llama") == ["llama"]
+    assert {name: binding.replacement for name, binding in llama_bindings().items()} == first
+    deactivate()
+    activate("llama")
+    assert set(llama_bindings()) == set(first)
+
+
+def test_without_a_name_every_overlay_of_the_release_is_bound(forced: None, catalog: Catalog) -> None:
+    assert activate() == catalog.models()
+
+
+def test_only_the_named_model_is_bound(forced: None) -> None:
+    activate("llama")
+    assert {binding.model for binding in bind.bindings()} == {"llama"}
+
+
+def test_the_module_that_was_executed_says_where_its_lines_are(forced: None) -> None:
+    activate("llama")
+    (name,) = (name for name in sys.modules if name.startswith("hf_rocm._active.") and name.endswith(".llama"))
+    module = sys.modules[name]
+    assert module.__file__ is not None and module.__file__.endswith("models/llama/modeling_llama.py")
+    assert module.__dict__["__hf_rocm_activation__"].endswith("/llama")
+
+
+def test_a_digest_mismatch_is_refused_and_nothing_is_bound(forced: None, pointed_at: Site) -> None:
+    file = pointed_at.model("llama")
+    file.write_text(
+        file.read_text().replace("class LlamaMLP(nn.Module):", "class LlamaMLP(nn.Module):\n    changed = 1\n")
+    )
+    with pytest.raises(DigestMismatch) as refused:
+        activate("gemma", "llama")
+    assert refused.value.facts["file"] == str(file)
+    assert "LlamaMLP" in refused.value.facts["expected"]
+    assert refused.value.facts["found"].startswith("digest ")
+    assert refused.value.hint
+    assert list(bind.bindings()) == [], "all or none"
+
+
+def test_a_mismatch_of_another_model_does_not_matter(forced: None, pointed_at: Site) -> None:
+    pointed_at.model("bert").write_bytes(b"")
+    assert activate("llama") == ["llama"]
+
+
+def test_the_stock_part_of_an_installed_file_is_what_counts(forced: None, pointed_at: Site) -> None:
+    install(["llama"], transformers_path=pointed_at.path)
+    assert activate("llama") == ["llama"]
+    pointed_at.model("llama").write_bytes(pointed_at.model("llama").read_bytes() + b"x = 1\n")
+    with pytest.raises(OverlayError, match="was edited"):
+        activate("llama")
+
+
+def test_an_unknown_release_and_an_unknown_model_are_refused(forced: None, pointed_at: Site) -> None:
+    with pytest.raises(OverlayError, match="no overlay of 'mistrall'"):
+        activate("mistrall")
+    pointed_at.release("6.1.0")
+    with pytest.raises(OverlayError, match=r"transformers 6\.1\.0"):
+        activate("llama")
+
+
+def test_an_overlay_that_fails_leaves_nothing_bound(
+    forced: None, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    from hf_rocm.overlay import activate as module
+
+    def broken(overlay):
+        path = tmp_path / "broken.py"
+        path.write_text(overlay.text + "\nraise RuntimeError('broken')\n")
+        return type(overlay)(overlay.model, overlay.directory, path, overlay.requires, overlay.record)
+
+    usable = module._usable
+    monkeypatch.setattr(module, "_usable", lambda state: broken(usable(state)))
+    with pytest.raises(RuntimeError, match="broken"):
+        activate("llama")
+    assert list(bind.bindings()) == []
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_ROCM_FORCE", "1")
+    assert activate("llama") == ["llama"]

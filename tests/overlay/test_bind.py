@@ -1,0 +1,155 @@
+"""The dispatcher on stand-in stock classes: who gets which forward, and how it is taken away."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hf_rocm
+from hf_rocm.overlay import bind
+
+
+class Layer(nn.Module):
+    def forward(self, x, *, extra: int = 0):
+        """The stock words."""
+        return "stock", extra
+
+
+class Child(Layer):
+    pass
+
+
+@pytest.fixture
+def binding(monkeypatch):
+    monkeypatch.setattr(bind, "_bindings", {})
+    stock = Layer.forward
+
+    @bind.replaces(Layer, fuses=("a", "b"))
+    def ours(self, stock, x, **arguments):
+        return "ours", *stock(self, x, **arguments)
+
+    yield bind._bindings[Layer]
+    bind.unbind(Layer)
+    assert Layer.forward is stock
+
+
+def served(layer):
+    return layer(torch.ones(1))[0] == "ours"
+
+
+def test_an_installed_binding_reaches_gpu_inputs_only(binding, monkeypatch):
+    assert binding.mode == bind.GPU
+    assert not served(Layer())
+
+    class OnGpu:
+        is_cuda = True
+
+    assert Layer().forward(OnGpu(), extra=3) == ("ours", "stock", 3)
+    assert Layer().forward(x=OnGpu()) == ("ours", "stock", 0)
+    assert Layer().forward(x=torch.ones(1)) == ("stock", 0)
+
+
+def test_force_reaches_every_input(monkeypatch):
+    monkeypatch.setattr(bind, "_bindings", {})
+    monkeypatch.setenv("HF_ROCM_FORCE", "1")
+    bind.replaces(Layer)(lambda self, stock, x: ("ours",))
+    assert served(Layer())
+    bind.unbind(Layer)
+
+
+def test_an_instances_mode_wins(binding):
+    on, off = Layer(), Layer()
+    bind.set_mode(on, bind.ON)
+    binding.mode = bind.ON
+    bind.set_mode(off, bind.OFF)
+    assert served(on) and served(Layer()) and not served(off)
+    bind.set_mode(off, None)
+    assert served(off)
+    assert [bind.mode_of(each) for each in (on, off, Child())] == [bind.ON, bind.ON, bind.OFF]
+
+
+def test_a_subclass_keeps_the_forward_it_was_written_against(binding):
+    binding.mode = bind.ON
+    assert not served(Child())
+
+
+def test_the_mode_travels_with_copies_and_pickles_and_stays_out_of_the_state_dict(binding):
+    layer = Layer()
+    bind.set_mode(layer, bind.ON)
+    assert served(copy.deepcopy(layer)) and served(pickle.loads(pickle.dumps(layer)))
+    assert layer.state_dict() == {}
+
+
+def test_signature_and_words_are_stocks(binding):
+    assert list(inspect.signature(Layer.forward).parameters) == ["self", "x", "extra"]
+    assert Layer.forward.__doc__ == "The stock words." and Layer.forward.__name__ == "forward"
+
+
+def test_unbinding_and_binding_again_keeps_one_dispatcher(binding):
+    layer = Layer()
+    bind.set_mode(layer, bind.ON)
+    layer.forward = layer.forward  # transformers and accelerate leave the bound method on instances
+    assert served(layer)
+    assert bind.unbind(Layer) is None
+    assert not served(layer) and list(bind.bindings()) == []
+    bind.replaces(Layer)(lambda self, stock, x: ("ours", "again"))
+    assert served(layer)
+
+
+def test_unbinding_under_someone_elses_patch_leaves_theirs_and_says_so(binding):
+    ours = Layer.forward
+    Layer.forward = lambda self, x: ("theirs", *ours(self, x))
+    binding.mode = bind.ON
+    try:
+        assert "replaced by someone else" in bind.unbind(Layer)
+        assert Layer()(torch.ones(1)) == ("theirs", "stock", 0)
+    finally:
+        Layer.forward = binding.stock
+
+
+def test_attached_methods_go_with_the_binding(binding):
+    bind.attach(Layer, "_apply", lambda self, function: self)
+    assert "_apply" in vars(Layer)
+    bind.unbind(Layer)
+    assert "_apply" not in vars(Layer)
+
+
+@pytest.mark.parametrize(
+    ("name", "forced", "expected"),
+    [
+        ("hf_rocm._active.llama", False, True),
+        ("transformers.models.llama.modeling_llama", False, False),
+        ("transformers.models.llama.modeling_llama", True, True),
+        ("my_copy_of_modeling_llama", True, False),
+    ],
+)
+def test_wanted(name, forced, expected, monkeypatch):
+    monkeypatch.setenv("HF_ROCM_FORCE", "1" if forced else "0")
+    assert bind.wanted(name) is expected
+
+
+def test_wanted_under_rocm(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert bind.wanted("transformers.models.llama.modeling_llama")
+
+
+def test_wanted_never_raises(monkeypatch):
+    monkeypatch.setenv("HF_ROCM_FORCE", "maybe")
+    with pytest.warns(RuntimeWarning, match="HF_ROCM_FORCE=maybe"):
+        assert not bind.wanted("transformers.models.llama.modeling_llama")
+
+
+def test_a_block_of_another_release_is_not_wanted(monkeypatch):
+    import transformers.models.llama.modeling_llama as module
+
+    monkeypatch.setenv("HF_ROCM_FORCE", "1")
+    monkeypatch.setattr(module, "__hf_rocm_block__", "0.0.1", raising=False)
+    with pytest.warns(RuntimeWarning, match=r"written by hf-rocm 0\.0\.1"):
+        assert not bind.wanted(module.__name__)
+    monkeypatch.setattr(module, "__hf_rocm_block__", hf_rocm.__version__)
+    assert bind.wanted(module.__name__)

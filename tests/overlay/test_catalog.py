@@ -1,0 +1,100 @@
+"""The directory is chosen per model: the newest that has the model and covers the release."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay.catalog import Catalog, release_span
+
+MODELS = ("bert", "gemma", "llama", "qwen3")
+
+
+def directory(root: Path, first: str, requires: str, *models: str, recorded: bool = True) -> None:
+    folder = root / f"transformers-{first}"
+    lines = [f'transformers = "{requires}"']
+    for model in models:
+        (folder / "models" / model).mkdir(parents=True)
+        (folder / "models" / model / f"modeling_{model}.py").write_text('"""Overlay."""\n')
+        if recorded:
+            lines += [f"[{model}.files]", f"[{model}.names]"]
+    (folder / "manifest.toml").write_text("\n".join(lines))
+
+
+@pytest.fixture
+def made_up(tmp_path: Path) -> Catalog:
+    directory(tmp_path, "4.9", ">=4.9,<4.11", "bert", "llama")
+    directory(tmp_path, "4.10", ">=4.10,<4.11", "bert")
+    directory(tmp_path, "5.0", ">=5.0,<6", "llama")
+    return Catalog(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [
+        ("4.8.9", []),
+        ("4.9.0", ["transformers-4.9/bert", "transformers-4.9/llama"]),
+        ("4.10.2", ["transformers-4.10/bert", "transformers-4.9/llama"]),
+        ("4.11.0", []),
+        ("5.0.0", ["transformers-5.0/llama"]),
+        ("5.7.0.dev0", ["transformers-5.0/llama"]),
+        ("5.7.0+rocm1", ["transformers-5.0/llama"]),
+        ("6.0.0", []),
+        ("not a version", []),
+    ],
+)
+def test_the_newest_directory_that_covers_the_release_serves(
+    made_up: Catalog, release: str, expected: list[str]
+) -> None:
+    assert [overlay.id for overlay in made_up.for_release(release)] == expected
+
+
+def test_directories_are_ordered_as_versions(made_up: Catalog) -> None:
+    assert [found.name for found in made_up.directories] == [
+        "transformers-4.9",
+        "transformers-4.10",
+        "transformers-5.0",
+    ]
+
+
+def test_an_overlay_without_digests_is_not_offered_and_an_older_one_does_not_stand_in(tmp_path: Path) -> None:
+    directory(tmp_path, "5.0", ">=5.0,<6", "llama")
+    directory(tmp_path, "5.4", ">=5.4,<6", "llama", recorded=False)
+    assert Catalog(tmp_path).find("llama", "5.5.0") is None
+    assert Catalog(tmp_path).find("llama", "5.3.0") is not None
+
+
+def test_a_symbolic_link_is_no_overlay(tmp_path: Path) -> None:
+    directory(tmp_path, "5.0", ">=5.0,<6", "llama")
+    file = tmp_path / "transformers-5.0/models/llama/modeling_llama.py"
+    file.rename(tmp_path / "elsewhere.py")
+    file.symlink_to(tmp_path / "elsewhere.py")
+    assert Catalog(tmp_path).models() == []
+
+
+def test_an_invalid_range_is_refused_by_name(tmp_path: Path) -> None:
+    directory(tmp_path, "5.0", "five and up", "llama")
+    with pytest.raises(OverlayError) as refused:
+        Catalog(tmp_path)
+    assert refused.value.facts["file"].endswith("transformers-5.0/manifest.toml")
+
+
+def test_every_supported_release_is_served_for_every_model(catalog: Catalog) -> None:
+    recorded = {
+        release
+        for directory in catalog.directories
+        for record in directory.manifest.records.values()
+        for release in record.releases()
+    }
+    assert {"4.53.0", "4.53.3", "4.57.6", "5.0.0", "5.19.0", "5.23.0"} <= recorded
+    for release in recorded:
+        assert tuple(overlay.model for overlay in catalog.for_release(release)) == MODELS
+        for overlay in catalog.for_release(release):
+            assert release in overlay.record.releases(), (overlay.id, release)
+
+
+def test_release_span() -> None:
+    assert release_span(["5.10.0", "5.9.1", "5.4.0"]) == "5.4.0–5.10.0"
+    assert release_span(["5.4.0"]) == "5.4.0"

@@ -1,0 +1,115 @@
+"""Digests see what a definition does and nothing else, on every Python alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_rocm.overlay.digest import digests
+
+SOURCE = '''
+"""Module."""
+from __future__ import annotations
+from .sibling import helper as renamed
+import torch.nn
+
+LIMIT: int = 0x10
+
+if torch.nn:
+    def guarded(x): return x
+else:
+    def guarded(x): return -x
+
+@decorated("RMSNorm", flag=True)
+class Norm(torch.nn.Module, metaclass=type):
+    """Docstring."""
+    eps: float = 1e-6
+
+    def forward(self, x: "Tensor", /, *rest, scale=1.5j, **more) -> "Tensor":
+        """Docstring."""
+        a = f"{x!r:>{scale}} {{}} é\\u2028 {x.shape[0]=}" "tail"
+        b = [y async for y in x] if False else {**more, "k": ...}
+        match a:
+            case {"k": [1, *others], **kw} if others:
+                pass
+        lambda u, *, v=b"\\xff": (yield)
+        return (w := x[1:, ..., None] @ self.weight, *rest, -0.0, 10**400, "x" "y")
+
+def documented_only():
+    """Nothing else."""
+'''
+
+# Written down once: every Python that runs this test must find the same ones.
+EXPECTED = {
+    "renamed": "15e05ef59b02860a",
+    "LIMIT": "e01f7daf6a12b750",
+    "guarded": "1d2d59e3a165f48f",
+    "Norm": "c392270177855184",
+    "documented_only": "910822bb112109dc",
+}
+
+
+def one(source: str, name: str = "f") -> str | None:
+    return digests(source, [name])[name]
+
+
+def test_digests_are_the_same_on_every_python() -> None:
+    assert digests(SOURCE, EXPECTED) == EXPECTED
+
+
+BASE = "def f(a, b=1):\n    return a + b\n"
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        'def f(a, b=1):\n    """Says something."""\n    return a + b\n',
+        "def f(a: int, b: 'str' = 1) -> list[int]:\n    # why\n    return (a + b)\n",
+        "\ufeffdef f(\n    a,\n    b=1,\n):\n\n    return a + b  # done\n",
+        "def f(a, b=1):\r\n\treturn a + b\r\n",
+        "x = 1\n\ndef g(): pass\n\ndef f(a, b=0x1):\n    return a + b\n",
+    ],
+)
+def test_layout_comments_docstrings_and_annotations_do_not_count(same: str) -> None:
+    assert one(same.encode()) == one(BASE)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "def f(a, b=2):\n    return a + b\n",
+        "def f(a, b=1.0):\n    return a + b\n",
+        "def f(a, b=True):\n    return a + b\n",
+        "def f(a, *, b=1):\n    return a + b\n",
+        "def f(a, b=1):\n    return b + a\n",
+        "@cache\ndef f(a, b=1):\n    return a + b\n",
+        "async def f(a, b=1):\n    return a + b\n",
+        "def f(a, b=1):\n    'x'\n    'y'\n    return a + b\n",
+        BASE + BASE.replace("+", "-"),
+        "if x:\n    def f(a, b=1):\n        return a + b\n",
+        "f = lambda a, b=1: a + b\n",
+        "from m import f\n",
+    ],
+)
+def test_everything_else_counts(other: str) -> None:
+    assert one(other) not in (one(BASE), None)
+
+
+def test_a_name_that_is_not_bound_has_no_digest() -> None:
+    assert digests("def f(): pass\ng.h = 1\n", ["h", "F"]) == {"h": None, "F": None}
+
+
+def test_the_origin_of_an_import_counts() -> None:
+    assert one("from .a import f") != one("from ..a import f") != one("from .b import f")
+    assert one("from .a import x as f") != one("from .a import f")
+
+
+def test_conditions_count() -> None:
+    assert one("if a:\n f = 1\nelse:\n f = 2") != one("if a:\n f = 2\nelse:\n f = 1")
+    assert one("try:\n import f\nexcept ImportError:\n f = None") != one(
+        "try:\n import f\nexcept Exception:\n f = None"
+    )
+
+
+def test_broken_source_raises() -> None:
+    with pytest.raises(SyntaxError):
+        one("def f(:\n")

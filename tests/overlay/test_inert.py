@@ -1,0 +1,61 @@
+"""What an inert block costs when its module is imported; `test_running` shows that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.overlay.commands import install
+from tests.overlay.conftest import MODELS, Site
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# torch stands in for itself, with the modules of Python's own that the real one has always imported by then
+TIMED = """
+import dataclasses, inspect, json, pathlib, sys, time, types, typing, warnings
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.version = types.SimpleNamespace(hip=None)
+times = []
+for name, path in json.loads(sys.argv[1]).items():
+    source = open(path, "rb").read()
+    block = compile(source[source.index(b"# >>> hf-rocm overlay >>>"):], path, "exec")
+    namespace = {"__name__": f"transformers.models.{name}.modeling_{name}"}
+    start = time.perf_counter()
+    exec(block, namespace)
+    times.append(time.perf_counter() - start)
+imported = [name for name in sys.modules if name.split(".")[0] == "hf_rocm"]
+print(json.dumps({"times": times, "imported": imported}))
+"""
+
+
+@pytest.fixture
+def blocks(site: Site) -> str:
+    install(transformers_path=site.path)
+    return json.dumps({model: str(site.model(model)) for model in MODELS})
+
+
+def test_an_inert_block_costs_under_five_milliseconds_and_imports_the_dispatcher_alone(
+    blocks: str, tmp_path: Path
+) -> None:
+    unwanted = ("HF_ROCM", "PYTHONDONTWRITEBYTECODE")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    runs = []
+    for _ in range(6):  # the first compiles what an installer would have; then the best: others share the machine
+        done = subprocess.run(
+            [sys.executable, "-c", TIMED, blocks],
+            env={**variables, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        runs.append(json.loads(done.stdout))
+    first, *others = [min(times) for times in zip(*(run["times"] for run in runs), strict=True)]
+    assert first < 0.005, "the first block imports the dispatcher"
+    assert max(others) < 0.001
+    expected = {"hf_rocm", "hf_rocm.errors", "hf_rocm.options", "hf_rocm.overlay", "hf_rocm.overlay.bind"}
+    assert all(set(run["imported"]) == expected for run in runs)

@@ -1,0 +1,358 @@
+"""Writing to an installed transformers: all or nothing, nobody else's files, and back to the byte."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import py_compile
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.commands import install, status, uninstall
+from hf_rocm.overlay.disk import Disk
+from hf_rocm.overlay.install import LEFTOVER, Interrupted, execute
+from hf_rocm.overlay.plan import Plan, Verb, plan_install, plan_uninstall
+from hf_rocm.overlay.state import Installed
+from hf_rocm.overlay.survey import survey
+from tests.overlay.conftest import MODELS, Site, fingerprint, hashes, make_site
+
+CALLS = (
+    "read",
+    "stat",
+    "list",
+    "create",
+    "write",
+    "own",
+    "mode",
+    "sync",
+    "close",
+    "replace",
+    "remove",
+    "open_directory",
+)
+
+
+def states(site: Site) -> dict[str, str]:
+    return {state.model: state.installed.value for state in status(transformers_path=site.path)[1]}
+
+
+def test_uninstall_restores_content_and_mode_of_the_whole_tree(whole_site: Site) -> None:
+    before = hashes(whole_site.path)
+    install(transformers_path=whole_site.path)
+    between = hashes(whole_site.path)
+    assert {path for path in before if before[path] != between[path]} == {
+        f"transformers/models/{model}/modeling_{model}.py" for model in MODELS
+    }
+    assert before.keys() == between.keys(), "nothing of ours lies beside the files"
+    uninstall(transformers_path=whole_site.path)
+    assert hashes(whole_site.path) == before
+
+
+def test_a_second_run_writes_nothing(site: Site) -> None:
+    for command, verb in ((install, Verb.INSTALL), (uninstall, Verb.REMOVE)):
+        plan, _ = command(transformers_path=site.path)
+        assert {action.verb for action in plan.actions} == {verb}
+        before = fingerprint(site.path)
+        plan, _ = command(transformers_path=site.path)
+        assert {action.verb for action in plan.actions} == {Verb.KEEP}
+        assert fingerprint(site.path) == before
+
+
+def test_stock_bytes_stay_where_they_were(site: Site) -> None:
+    stock = site.model("qwen3").read_bytes()
+    install(["qwen3"], transformers_path=site.path)
+    assert site.model("qwen3").read_bytes().startswith(stock)
+
+
+def test_a_dry_run_plans_the_same_and_writes_nothing(site: Site) -> None:
+    before = fingerprint(site.path)
+    planned, _ = install(transformers_path=site.path, dry_run=True)
+    assert fingerprint(site.path) == before
+    done, _ = install(transformers_path=site.path)
+    assert planned.to_dict() == done.to_dict()
+
+
+def test_a_partial_selection_composes(site: Site) -> None:
+    before = hashes(site.path)
+    install(["llama", "bert"], transformers_path=site.path)
+    install(["gemma"], transformers_path=site.path)
+    uninstall(["llama"], transformers_path=site.path)
+    assert states(site) == {"bert": "yes", "gemma": "yes", "llama": "no", "qwen3": "no"}
+    uninstall(transformers_path=site.path)
+    assert hashes(site.path) == before
+
+
+def test_one_bad_file_stops_all(site: Site) -> None:
+    site.model("llama").write_bytes(site.model("llama").read_bytes() + b"#")
+    before = fingerprint(site.path)
+    plan, _ = install(transformers_path=site.path)
+    assert [error.facts["file"] for error in plan.refusals] == [str(site.model("llama"))]
+    assert fingerprint(site.path) == before
+    with pytest.raises(OverlayError):
+        plan.check()
+
+
+def test_an_edited_block_is_neither_updated_nor_removed(site: Site) -> None:
+    install(transformers_path=site.path)
+    data = site.model("llama").read_bytes()
+    site.model("llama").write_bytes(data.replace(b"# <<< hf-rocm", b"mine = 1\n# <<< hf-rocm"))
+    before = fingerprint(site.path)
+    for command in (install, uninstall):
+        plan, _ = command(transformers_path=site.path)
+        (error,) = plan.refusals
+        assert error.facts["found"] == "the block was edited"
+        assert fingerprint(site.path) == before
+
+
+def test_a_block_of_another_release_is_replaced(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = site.model("llama").read_bytes()
+    with monkeypatch.context() as older:
+        older.setattr("hf_rocm.overlay.state.__version__", "0.0.1")
+        install(["llama"], transformers_path=site.path)
+    assert states(site)["llama"] == "old"
+    plan, _ = install(["llama"], transformers_path=site.path)
+    assert [action.verb for action in plan.actions] == [Verb.UPDATE]
+    assert states(site)["llama"] == "yes"
+    assert site.model("llama").read_bytes().startswith(stock)
+
+
+def test_the_openpi_trap_a_reinstalled_transformers_is_not_called_installed(site: Site, tmp_path: Path) -> None:
+    install(transformers_path=site.path)
+    # what pip does: it removes the files of RECORD and whatever folders that empties, then unpacks the wheel again
+    fresh = make_site(tmp_path / "fresh")
+    for file in [path for path in fresh.path.rglob("*") if path.is_file()]:
+        (site.path / file.relative_to(fresh.path)).unlink()
+    assert [path for path in site.path.rglob("*") if not path.is_dir()] == [], "nothing of ours is left behind"
+    fresh_again = make_site(site.path / "again")
+    for name in ("transformers", fresh_again.metadata.name):
+        subprocess.run(["cp", "-r", str(fresh_again.path / name), str(site.path)], check=True)
+    assert set(states(site).values()) == {"no"}
+
+
+def test_a_hard_linked_twin_is_untouched(site: Site, tmp_path: Path) -> None:
+    twin = tmp_path / "cache.py"
+    os.link(site.model("llama"), twin)
+    before, status_before = twin.read_bytes(), twin.stat()
+    install(["llama"], transformers_path=site.path)
+    assert twin.read_bytes() == before
+    assert (twin.stat().st_mtime_ns, twin.stat().st_ino) == (status_before.st_mtime_ns, status_before.st_ino)
+    assert twin.stat().st_nlink == 1
+    uninstall(["llama"], transformers_path=site.path)
+    assert twin.read_bytes() == before == site.model("llama").read_bytes()
+
+
+@pytest.mark.parametrize("mode", [0o444, 0o600, 0o644, 0o664, 0o755])
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_mode_is_kept_whatever_the_umask(site: Site, mode: int, umask: int) -> None:
+    site.model("bert").chmod(mode)
+    previous = os.umask(umask)
+    try:
+        install(["bert"], transformers_path=site.path)
+        assert stat.S_IMODE(site.model("bert").stat().st_mode) == mode
+        uninstall(["bert"], transformers_path=site.path)
+        assert stat.S_IMODE(site.model("bert").stat().st_mode) == mode
+    finally:
+        os.umask(previous)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_owner_is_kept(site: Site) -> None:
+    os.chown(site.model("bert"), 12345, 54321)
+    install(["bert"], transformers_path=site.path)
+    assert (site.model("bert").stat().st_uid, site.model("bert").stat().st_gid) == (12345, 54321)
+
+
+def test_a_read_only_folder_is_refused_before_anything_is_written(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "llama")
+    before = fingerprint(site.path)
+    with pytest.raises(OverlayError, match="can't be written to") as refused:
+        install(transformers_path=site.path)
+    assert refused.value.facts["file"] == str(site.model("llama"))
+    assert "activate" in (refused.value.hint or "")
+    assert fingerprint(site.path) == before
+
+
+def test_every_compiled_form_is_dropped(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = site.model("bert")
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
+    prefixed = Path(importlib.util.cache_from_source(str(source)))
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    cached = [Path(importlib.util.cache_from_source(str(source), optimization=level)) for level in ("", "1", "2")]
+    foreign = source.parent / "__pycache__" / "modeling_bert.cpython-399.pyc"
+    legacy = source.with_suffix(".pyc")
+    stale = [prefixed, *cached, foreign, legacy]
+    others = [
+        source.parent / "__pycache__" / "modeling_bert_other.cpython-311.pyc",
+        source.parent / "configuration_bert.pyc",
+    ]
+    for command in (install, uninstall):
+        for path in stale + others:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            py_compile.compile(str(source), str(path), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+        monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
+        command(["bert"], transformers_path=site.path)
+        monkeypatch.setattr(sys, "pycache_prefix", None)
+        assert [path for path in stale if path.exists()] == []
+        assert all(path.exists() for path in others)
+
+
+class Faulty(Disk):
+    """Fails at the n-th call, of whatever kind, with one errno; counts the calls."""
+
+    def __init__(self, fail_at: int = 0, fault: Callable[[], BaseException] | None = None) -> None:
+        self.calls, self.fail_at, self.fault = 0, fail_at, fault
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name not in CALLS:
+            return value
+
+        def call(*arguments: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.fail_at and self.fault is not None:
+                if name == "close":
+                    value(*arguments)  # the descriptor is gone even when close reports an error
+                raise self.fault()
+            return value(*arguments)
+
+        return call
+
+
+def planned(site: Site, catalog: Catalog, command: str) -> Plan:
+    plan = plan_install if command == "install" else plan_uninstall
+    return plan(site.installation, survey(site.installation, catalog))
+
+
+@pytest.mark.parametrize("command", ["install", "uninstall"])
+@pytest.mark.parametrize("code", ["ENOSPC", "EIO", "EACCES"])
+def test_a_failure_at_any_call_undoes_the_run(site: Site, catalog: Catalog, command: str, code: str) -> None:
+    import errno
+
+    if command == "uninstall":
+        install(transformers_path=site.path)
+    before = hashes(site.path)
+    compiled = Path(importlib.util.cache_from_source(str(site.model("bert"))))
+    compiled.parent.mkdir()
+    compiled.touch()
+    dry = Faulty()
+    execute(planned(site, catalog, command), disk=dry)
+    assert hashes(site.path) != before
+    install(transformers_path=site.path) if command == "uninstall" else uninstall(transformers_path=site.path)
+    assert hashes(site.path) == before
+    assert dry.calls > 40
+    number = getattr(errno, code)
+    undone = 0
+    for place in range(1, dry.calls + 1):
+        compiled.touch()
+        try:
+            execute(planned(site, catalog, command), disk=Faulty(place, lambda: OSError(number, os.strerror(number))))
+        except OverlayError as error:
+            undone += 1
+            assert "everything was undone" in error.message, place
+            assert os.strerror(number) in error.facts["found"], place
+        assert hashes(site.path) == before, f"call {place} of {dry.calls}"
+    assert undone == dry.calls
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_any_call_undoes_the_run(site: Site, catalog: Catalog, number: int) -> None:
+    before = hashes(site.path)
+    dry = Faulty()
+    execute(planned(site, catalog, "install"), disk=dry)
+    uninstall(transformers_path=site.path)
+
+    class Signalled(Faulty):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name in CALLS and self.calls + 1 == self.fail_at:
+                signal.raise_signal(number)
+            return value
+
+    handler = signal.getsignal(number)
+    for place in range(1, dry.calls + 1, 3):
+        with pytest.raises(Interrupted) as interrupted:
+            execute(planned(site, catalog, "install"), disk=Signalled(place))
+        assert interrupted.value.signal == number
+        assert hashes(site.path) == before, place
+        assert signal.getsignal(number) is handler
+
+
+@pytest.mark.parametrize("command", [install, uninstall])
+def test_what_a_killed_run_left_is_swept_by_any_next_run(site: Site, command: Callable[..., Any]) -> None:
+    left = site.model("llama").with_name(f".modeling_llama.py.0123456789abcdef{LEFTOVER}")
+    left.write_bytes(b"half")
+    theirs = site.model("llama").with_name(".modeling_llama.py.swp")
+    theirs.write_bytes(b"")
+    command(["bert"], transformers_path=site.path)
+    assert not left.exists()
+    assert theirs.exists()
+
+
+def test_temporary_files_never_look_like_modules(site: Site, catalog: Catalog) -> None:
+    created = []
+
+    class Watching(Disk):
+        def create(self, path: Path) -> int:
+            created.append(path)
+            return super().create(path)
+
+    execute(planned(site, catalog, "install"), disk=Watching())
+    assert len(created) == len(MODELS)
+    assert all(not path.name.endswith(".py") and path.parent == site.model(path.parent.name).parent for path in created)
+
+
+def test_a_file_that_changes_between_plan_and_write_is_refused(site: Site, catalog: Catalog) -> None:
+    plan = planned(site, catalog, "install")
+    site.model("qwen3").write_bytes(site.model("qwen3").read_bytes() + b"# mine\n")
+    before = hashes(site.path)
+    with pytest.raises(OverlayError, match="changed by someone else"):
+        execute(plan)
+    assert hashes(site.path) == before
+
+
+def test_what_someone_else_writes_meanwhile_is_noticed_and_left_alone(site: Site, catalog: Catalog) -> None:
+    before = hashes(site.path)
+
+    class Shared(Disk):
+        replaced = 0
+
+        def replace(self, source: Path, target: Path) -> None:
+            super().replace(source, target)
+            self.replaced += 1
+            if self.replaced == len(MODELS):
+                site.model("bert").write_bytes(b"theirs")
+
+    with pytest.raises(OverlayError, match="does not hold what was written"):
+        execute(planned(site, catalog, "install"), disk=Shared())
+    after = hashes(site.path)
+    assert [path for path in before if before[path] != after[path]] == ["transformers/models/bert/modeling_bert.py"]
+    assert site.model("bert").read_bytes() == b"theirs"
+
+
+def test_an_undo_that_fails_says_so(site: Site, catalog: Catalog) -> None:
+    import errno
+
+    class Broken(Disk):
+        replaced = 0
+
+        def replace(self, source: Path, target: Path) -> None:
+            self.replaced += 1
+            if self.replaced > 2:
+                raise OSError(errno.EIO, "Input/output error")
+            super().replace(source, target)
+
+    with pytest.raises(OverlayError, match="so did undoing") as failed:
+        execute(planned(site, catalog, "install"), disk=Broken())
+    assert str(site.model("bert")) in "".join(failed.value.facts.values())
+    assert set(states(site).values()) <= {Installed.YES.value, Installed.NO.value}
+    uninstall(transformers_path=site.path)
+    assert set(states(site).values()) == {"no"}

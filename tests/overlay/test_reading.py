@@ -1,0 +1,96 @@
+"""transformers reads the text of its own files: with a block in it, it must read the same."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.overlay.block import stock_part
+from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.commands import install
+from tests.overlay.conftest import MODELS, Site, installed_package
+
+
+def test_all_and_the_import_structure_are_read_the_same(site: Site) -> None:
+    from transformers.utils import import_utils
+
+    models = site.root / "models"
+    create = inspect.unwrap(import_utils.create_import_structure_from_path)
+    before = {model: create(str(models / model)) for model in MODELS}
+    exported = {model: import_utils.fetch__all__(site.model(model).read_text()) for model in MODELS}
+    install(transformers_path=site.path)
+    assert {model: create(str(models / model)) for model in MODELS} == before
+    assert {model: import_utils.fetch__all__(site.model(model).read_text()) for model in MODELS} == exported
+    assert all(exported.values())
+
+
+def verdicts(code: str) -> dict[str, bool]:
+    """What `set_attn_implementation` and its like look for in a module's text, as in 4.56–4.57 and in 5.x."""
+    has_attention = bool(re.search(r"class \w+Attention\(nn.Module\)", code))
+    is_attention = bool(re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE))
+    return {
+        "has attention": has_attention,
+        "is attention": is_attention,
+        "eager": "eager_attention_forward" in code,
+        "by index": "ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]" in code,
+        "by call": "ALL_ATTENTION_FUNCTIONS.get_interface(" in code,
+        "experts": "@use_experts_implementation" in code,
+        "export": "@auto_docstring" in code,
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_search_for_the_attention_interface_finds_the_same(site: Site, model: str) -> None:
+    before = verdicts(site.model(model).read_text(encoding="utf-8"))
+    install([model], transformers_path=site.path)
+    assert verdicts(site.model(model).read_text(encoding="utf-8")) == before
+
+
+def test_no_overlay_of_any_release_has_a_word_that_transformers_looks_for(catalog: Catalog) -> None:
+    empty = verdicts("")
+    for directory in catalog.directories:
+        for path in directory.files.values():
+            assert verdicts(path.read_text(encoding="utf-8")) == empty, path
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_block_binds_no_name_that_the_stock_file_uses(site: Site, model: str) -> None:
+    import ast
+
+    def bound(tree: ast.AST) -> set[str]:
+        return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))} | {
+            (alias.asname or alias.name.split(".")[0])
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+        }
+
+    install([model], transformers_path=site.path)
+    data = site.model(model).read_bytes()
+    stock = stock_part(data)
+    names = {node.id for node in ast.walk(ast.parse(stock)) if isinstance(node, ast.Name)}
+    block = ast.parse(data[len(stock) :])
+    own = {
+        alias.asname or alias.name
+        for node in ast.walk(block)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers.")
+        for alias in node.names
+    }
+    assert bound(block) - own - names == bound(block) - own, bound(block) & names
+
+
+def test_these_are_the_searches_of_the_installed_release() -> None:
+    """A new release that searches for something else must be noticed here."""
+    source = (installed_package() / "modeling_utils.py").read_text(encoding="utf-8")
+    patterns = {
+        r"class \w+Attention\(nn.Module\)",
+        r"^class \w*Attention\w*\(nn\.Module\):",
+    }
+    searches = {found for found in re.findall(r"re\.search\(r\"([^\"]*)\", code", source)}
+    assert searches <= patterns
+    literals = set(re.findall(r"\"([^\"]+)\" in code\b", source))
+    known = set(re.findall(r"\"([^\"]+)\" in code\b", Path(__file__).read_text(encoding="utf-8")))
+    assert literals <= known

@@ -1,0 +1,173 @@
+"""What an installed overlay does when transformers is imported: nothing without force, everything with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.overlay.conftest import MODELS, Site
+from tests.parity import models
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return {name: models.save_checkpoint(name, tmp_path_factory.mktemp(name), torch.float32) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def installed(whole_site, tmp_path_factory) -> Site:
+    """A transformers of its own with every overlay in it."""
+    path = tmp_path_factory.mktemp("installed") / "site"
+    shutil.copytree(whole_site.path, path, copy_function=os.link)
+    done = run(None, "-m", "hf_rocm", "install-overlays", "--transformers-path", str(path / "transformers"))
+    assert done.returncode == 0, done.stderr
+    return Site(path)
+
+
+def run(site: Site | None, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, in which the site's transformers comes first."""
+    paths = [str(REPOSITORY), *([str(site.path)] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if site:
+        paths.reverse()
+        paths.insert(0, str(site.path))
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("HF_ROCM")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**variables, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def report(
+    site: Site, checkpoints: dict[str, Path], body: str, first: str = "", **environment: str
+) -> dict[str, object]:
+    """Run a script that fills `facts` for each model, and return what it found."""
+    script = (
+        first
+        + textwrap.dedent(
+            """
+        import hashlib, json, sys, torch, transformers
+        import transformers.models.bert.modeling_bert, transformers.models.gemma.modeling_gemma
+        import transformers.models.llama.modeling_llama, transformers.models.qwen3.modeling_qwen3
+        assert transformers.__file__.startswith(sys.argv[1]), transformers.__file__
+        torch.set_num_threads(1)
+        checkpoints, facts = json.loads(sys.argv[2]), {}
+        def load(name):
+            auto = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
+            return auto.from_pretrained(checkpoints[name]).eval()
+        def digest(model):
+            with torch.inference_mode():
+                logits = model(input_ids=torch.arange(3, 21).view(2, 9)).logits
+            return hashlib.sha256(logits.numpy().tobytes()).hexdigest()
+        """
+        )
+        + textwrap.dedent(body)
+        + "\nprint(json.dumps(facts))"
+    )
+    folders = json.dumps({name: str(folder) for name, folder in checkpoints.items()})
+    done = run(site, "-c", script, str(site.path), folders, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+INERT = """
+before = set(sys.modules)
+for name in checkpoints:
+    model = load(name)
+    kinds = {type(module) for module in model.modules() if type(module).__module__.startswith("transformers.models")}
+    facts[name] = {
+        "outputs": digest(model),
+        "forwards": sorted(f"{kind.__qualname__}.{kind.forward.__code__.co_filename}" for kind in kinds),
+        "modules": [str(type(module)) for module in model.modules()],
+    }
+facts["ours"] = sorted(module for module in sys.modules if module.split(".")[0] in ("hf_rocm", "aiter", "triton"))
+"""
+
+
+def test_without_force_an_installed_overlay_changes_nothing(installed, whole_site, checkpoints):
+    stock = report(whole_site, checkpoints, INERT)
+    inert = report(installed, checkpoints, INERT)
+    imported = inert.pop("ours")
+    assert not [name for name in imported if name.startswith(("hf_rocm.ops", "hf_rocm.layers", "aiter"))]
+    assert "hf_rocm.overlay.bind" in imported  # the block did run
+    assert [name for name in stock.pop("ours") if name.startswith("hf_rocm")] == []
+    text = json.dumps(inert).replace(str(installed.path), str(whole_site.path))
+    assert json.loads(text) == stock
+
+
+FORCED = """
+from hf_rocm import ops
+for name in checkpoints:
+    model = load(name)
+    with torch.inference_mode(), ops.recording() as routes:
+        model(input_ids=torch.arange(3, 21).view(2, 9))
+    config = model.config
+    attended = [each for each in routes if each.operation == "attention"]
+    facts[name] = {
+        "layers": config.num_hidden_layers,
+        "calls": len(attended),
+        "heads": sorted({each.shapes[0][1] for each in attended}),
+        "kv_heads": sorted({shape[1] for each in attended for shape in each.shapes[1:]}),
+        "expected": [config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)],
+        "norms": sum(each.operation == "rms_norm" for each in routes),
+    }
+facts["active"] = [name for name in sys.modules if name.startswith("hf_rocm._active")]
+"""
+
+
+def test_forced_plain_auto_models_run_our_attention_on_unexpanded_keys_and_values(installed, checkpoints):
+    facts = report(installed, checkpoints, FORCED, HF_ROCM_FORCE="1")
+    assert facts.pop("active") == []  # it is the installed block that runs, not an activation
+    assert facts.keys() == checkpoints.keys()
+    for name, found in facts.items():
+        heads, kv_heads = found["expected"]
+        assert found["calls"] == found["layers"] == 2
+        assert found["heads"] == [heads] and found["kv_heads"] == [kv_heads]
+        assert (found["norms"] > 0) == (name != "bert")
+
+
+def test_without_hf_rocm_an_installed_overlay_is_stock(installed, whole_site, checkpoints):
+    """hf-rocm was uninstalled and its blocks stayed behind."""
+    body = INERT.replace('facts["ours"]', "hidden")
+    gone = "import sys; sys.modules['hf_rocm'] = None\n"
+    without = report(installed, checkpoints, body, gone, HF_ROCM_FORCE="1")
+    stock = report(whole_site, checkpoints, body)
+    assert {name: without[name]["outputs"] for name in checkpoints} == {
+        name: stock[name]["outputs"] for name in checkpoints
+    }
+
+
+def test_a_block_of_another_release_stays_stock_and_says_so_once(installed, checkpoints):
+    script = "import hf_rocm\nhf_rocm.__version__ = '99.0'\n"
+    done = run(
+        installed,
+        "-W",
+        "always",
+        "-c",
+        script + "import transformers.models.llama.modeling_llama as m\nprint(m.LlamaMLP.forward.__code__.co_filename)",
+        HF_ROCM_FORCE="1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("modeling_llama.py")
+    assert done.stderr.count("the model stays stock") == 1 and "hf-rocm install-overlays" in done.stderr
+
+
+def test_a_bad_environment_does_not_make_the_module_unimportable(installed):
+    done = run(
+        installed, "-W", "always", "-c", "import transformers.models.llama.modeling_llama", HF_ROCM_FORCE="maybe"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "HF_ROCM_FORCE=maybe" in done.stderr

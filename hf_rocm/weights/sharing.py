@@ -1,0 +1,51 @@
+"""Which weights of a model are shared: one parameter in two modules, or two tensors over the same memory.
+
+Fusing moves a weight; whoever else reads its old memory would no longer see it change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class _Place(NamedTuple):
+    """Where a tensor's storage lies, and the name of the tensor in the model."""
+
+    device: str
+    start: int
+    end: int
+    name: str
+    tensor: Tensor
+
+
+def shared(model: nn.Module) -> dict[int, str]:
+    """The id of every parameter and buffer that shares memory with another (or has two names), and the sentence."""
+    found: dict[int, str] = {}
+    last: _Place | None = None
+    for place in sorted(_places(model), key=lambda place: place[:4]):
+        if last is not None and place.device == last.device and place.start < last.end:
+            sentence = f"{last.name} and {place.name} share memory"
+            found.setdefault(id(place.tensor), sentence)
+            found.setdefault(id(last.tensor), sentence)
+            if place.end <= last.end:
+                continue
+        last = place
+    return found
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in tensors:
+        if type(tensor) not in (nn.Parameter, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        if start:
+            yield _Place(str(tensor.device), start, start + storage.nbytes(), name, tensor)

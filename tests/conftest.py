@@ -1,0 +1,87 @@
+"""What every test relies on: one thread, no network, hardware suites that say when they did not run, a checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# before torch or transformers is imported by a test module
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# the same examples in every run and no deadline: a red test must mean a bug, not a busy machine
+settings.register_profile("hf_rocm", deadline=None, derandomize=True, database=None)
+settings.load_profile("hf_rocm")
+
+
+def pytest_report_header() -> str:
+    """Say which hf_rocm is being tested: the installed one or the checkout."""
+    found = importlib.util.find_spec("hf_rocm")
+    return f"hf_rocm: {Path(found.origin).parent if found and found.origin else 'not found'}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs hardware that is not here, in words that scripts/test lists as not run."""
+    for marker, present, reason in (
+        ("rocm", _has_amd_gpu, "not run: needs an AMD GPU"),
+        ("gpu", _has_gpu, "not run: needs an NVIDIA or AMD GPU"),
+    ):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and not present():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network() -> Iterator[None]:
+    """Connections of the test process go to this machine or nowhere; subprocesses have HF_HUB_OFFLINE."""
+    connect = socket.socket.connect
+
+    def local_only(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"a test tried to reach {address[0]}; tests run without a network")
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", local_only)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a Llama-type GQA model, trained for a few seconds on real text, and its tokenizer."""
+    out = tmp_path_factory.mktemp("tiny-checkpoint")
+    train_tiny().train(out, steps=12, batch=4, length=64)
+    return out
+
+
+def train_tiny() -> ModuleType:
+    """scripts/train_tiny.py, which the demo runs too."""
+    spec = importlib.util.spec_from_file_location("train_tiny", ROOT / "scripts" / "train_tiny.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _has_amd_gpu() -> bool:
+    import torch
+
+    return torch.version.hip is not None and torch.cuda.is_available()
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,117 @@
+"""Small real models for these tests, groups of plain linears, and the checks that every situation shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_rocm
+from hf_rocm import ops
+from hf_rocm.weights.fuse import STATE, fused, project, unfuse
+from tests.tolerance import assert_as_good_as_eager
+
+LAYERS = 2
+GROUPS = 2 * LAYERS  # attention and MLP of each layer
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
+
+
+def build(**changes: Any) -> Any:
+    """A stock Llama with GQA; q_proj is square, so that a transposed one still multiplies."""
+    arguments = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**arguments))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+    return model.eval()
+
+
+def prepared(**changes: Any) -> Any:
+    model = hf_rocm.prepare(build(**changes), force=True)
+    assert live(model) == 2 * model.config.num_hidden_layers
+    return model
+
+
+def unfused(**changes: Any) -> Any:
+    """A prepared model whose weights are as they were: what remains when a fused one must not differ in any bit."""
+    model = prepared(**changes)
+    for module in model.modules():
+        unfuse(module)
+    assert live(model) == 0
+    return model
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS, use_cache=False).logits
+
+
+def live(model: nn.Module) -> int:
+    """How many groups would run fused now. A pending copy is fused by asking."""
+    with torch.no_grad():
+        return sum(fused(module) is not None for module in model.modules())
+
+
+def blocks(model: nn.Module) -> int:
+    """How many groups hold a block, whether or not they would run it now."""
+    return sum(type(module.__dict__.get(STATE)).__name__ == "Fused" for module in model.modules())
+
+
+def follows(model: Any, groups: int, *, twin: Any = None) -> None:
+    """The model computes what a stock model with its present weights computes, with so many groups fused.
+
+    The route is what ran, not what is stored: the products of fused weights are counted in the recorded calls.
+    """
+    twin = stock_with_weights_of(model) if twin is None else twin
+    eager = logits(twin)
+    with ops.recording() as routes:
+        actual = logits(model)
+    assert_as_good_as_eager(actual, eager, logits(twin.double()))
+    products = [route for route in routes if route.operation == "linear"]
+    assert len(products) == groups
+    assert live(model) == groups
+
+
+def stock_with_weights_of(model: Any) -> Any:
+    """A stock model of the same dtype with copies of the present weights."""
+    twin = build(vocab_size=model.config.vocab_size).to(next(model.parameters()).dtype)
+    twin.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    for name, buffer in model.named_buffers():  # the rotary frequencies are no part of the state dict
+        twin.get_buffer(name).copy_(buffer)
+    return twin
+
+
+class Group(nn.Module):
+    """Linears that read the same input, without a model around them."""
+
+    def __init__(self, *sizes: int, width: int = 16, bias: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name, size in zip("abc", sizes, strict=False):
+            setattr(self, name, nn.Linear(width, size, bias=bias, dtype=dtype))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple("abc"[: len(self._modules)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = project(self, x)
+        return tuple(child(x) for child in self.children()) if parts is None else tuple(parts)
+
+
+def one_by_one(group: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the layers compute when they are called."""
+    return tuple(child(x) for child in group.children())

@@ -1,0 +1,70 @@
+"""A prepared model is saved as a stock one is: the same names, the same bytes, ordinary storages."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import LlamaForCausalLM
+
+import hf_rocm
+from tests.weights import models
+from tests.weights.models import GROUPS, follows, live, logits
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if "safetensors" in path.name
+    }
+
+
+def test_state_dict_is_stocks(model, stock):
+    ours, theirs = model.state_dict(), stock.state_dict()
+    assert list(ours) == list(theirs)
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]) and tensor.is_contiguous()
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    missing, unexpected = models.build().load_state_dict(ours)
+    assert not missing and not unexpected
+
+
+@pytest.mark.parametrize("shard", [None, "60KB"])
+def test_save_pretrained_writes_the_files_that_stock_writes(model, stock, tmp_path, shard):
+    size = {"max_shard_size": shard} if shard else {}
+    stock.save_pretrained(tmp_path / "stock", **size)
+    model.save_pretrained(tmp_path / "ours", **size)
+    assert files(tmp_path / "ours") == files(tmp_path / "stock")
+    assert (len(files(tmp_path / "ours")) > 2) is (shard is not None)
+    follows(model, GROUPS)  # saving left it as it was
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "ours")
+    assert torch.equal(logits(loaded), logits(stock)) and live(loaded) == 0
+    hf_rocm.prepare(loaded, force=True)  # its weights are a mapped file
+    follows(loaded, GROUPS)
+    assert files(tmp_path / "ours") == files(tmp_path / "stock")
+
+
+def test_save_model_of_safetensors(model, stock, tmp_path):
+    safetensors.torch.save_model(model, tmp_path / "model.safetensors")
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in stock.state_dict().items())
+    missing, unexpected = safetensors.torch.load_model(stock, tmp_path / "model.safetensors")
+    assert not missing and not unexpected
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.zero_()
+    safetensors.torch.load_model(model, tmp_path / "model.safetensors")
+    follows(model, GROUPS)
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, stock.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_saved_state_dict_has_the_size_of_stocks(model, stock, tmp_path):
+    torch.save(model.state_dict(), tmp_path / "ours.pt")
+    torch.save(stock.state_dict(), tmp_path / "stock.pt")
+    assert abs((tmp_path / "ours.pt").stat().st_size - (tmp_path / "stock.pt").stat().st_size) < 1024
+    loaded = torch.load(tmp_path / "ours.pt", weights_only=True)
+    stock.load_state_dict(loaded)
+    assert torch.equal(logits(stock), logits(models.build()))

@@ -1,0 +1,1 @@
+"""What runs and why: explanations for people."""

@@ -1,0 +1,189 @@
+"""explain: what was done to a model, what was left alone and why, and which kernel each operation uses.
+
+Everything is read off the model as it is now, so a model that was changed after preparing is told as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_rocm import __version__, options
+from hf_rocm.device import describe, is_rocm
+from hf_rocm.diagnostics.specifications import specifications
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.layers.notes import noted
+from hf_rocm.ops.registry import operations
+from hf_rocm.overlay import bind
+from hf_rocm.weights import fuse
+from hf_rocm.weights.prepare import REPORT, families
+
+
+@dataclass(frozen=True)
+class Part:
+    """One served class of the model: how many of its instances run ours, are fused, or stay stock, and why."""
+
+    cls: str
+    model: str
+    delivery: str  # `installed` or `in memory`
+    instances: int
+    active: int
+    group: tuple[str, ...] = ()  # the linear layers that are fused, if the class has such a group
+    fused: int = 0
+    not_fused: dict[str, int] = field(default_factory=dict)  # reason → instances
+    stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What serves one operation in one situation, and why nothing faster does."""
+
+    operation: str
+    situation: str
+    tier: str
+    kernel: str
+    refused: tuple[tuple[str, str], ...]  # (tier/kernel, reason)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The whole account: `str()` for people, `to_dict()` for programs (builtins only)."""
+
+    model: str
+    state: str
+    machine: dict[str, str]
+    parts: tuple[Part, ...]
+    without_overlay: dict[str, str]
+    kernels: tuple[Kernel, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model}: {self.state}",
+            "  " + ", ".join(f"{key} {value}" for key, value in self.machine.items()),
+        ]
+        if self.parts:
+            lines += ["", "parts"]
+            lines += [line for part in self.parts for line in _part_lines(part)]
+        if self.without_overlay:
+            lines += ["", "without an overlay"]
+            lines += [f"  {name}: {reason}" for name, reason in self.without_overlay.items()]
+        if self.kernels:
+            lines += ["", "kernels"]
+            lines += [line for kernel in self.kernels for line in _kernel_lines(kernel)]
+        return "\n".join(lines)
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What hf_rocm does in this model at this moment. Loads nothing and runs no layer of the model.
+
+    Routing is what the next call would choose, so a kernel that was never used may be probed here.
+    """
+    report = model.__dict__.get(REPORT) or {}
+    parts = tuple(_part(cls, modules) for cls, modules in _bound_modules(model).items())
+    active = any(part.active for part in parts)
+    return Explanation(
+        model=type(model).__name__,
+        state=_state(report, active),
+        machine=_machine(model),
+        parts=parts,
+        without_overlay=_without_overlay(model, report, parts),
+        kernels=tuple(_kernels(model)) if active else (),
+    )
+
+
+def _bound_modules(model: nn.Module) -> dict[type, list[nn.Module]]:
+    found: dict[type, list[nn.Module]] = {}
+    for module in model.modules():
+        if bind.binding_of(module) is not None:
+            found.setdefault(type(module), []).append(module)
+    return found
+
+
+def _part(cls: type, modules: list[nn.Module]) -> Part:
+    binding = bind.binding_of(modules[0])
+    assert binding is not None
+    active = [module for module in modules if bind.mode_of(module) != bind.OFF]
+    reasons = [fuse.why_not(module, binding.fuses) for module in active] if binding.fuses else []
+    in_memory = "__hf_rocm_activation__" in binding.replacement.__globals__
+    return Part(
+        cls=cls.__name__,
+        model=binding.model,
+        delivery="in memory" if in_memory else "installed",
+        instances=len(modules),
+        active=len(active),
+        group=binding.fuses,
+        fused=sum(reason is None for reason in reasons),
+        not_fused=dict(Counter(reason for reason in reasons if reason is not None)),
+        stayed_stock=dict(Counter(reason for module in active if (reason := noted(module)) is not None)),
+    )
+
+
+def _state(report: dict[str, Any], active: bool) -> str:
+    if active:
+        return "served by hf_rocm, forced on this machine" if report.get("forced") else "served by hf_rocm"
+    if report:
+        return "stock, because none of its layers has an overlay that can be used"
+    if not is_rocm() and not options.force_requested():
+        return "stock, because this PyTorch is not a ROCm build and force was not asked for"
+    return "stock: not prepared, or restored (hf_rocm.prepare(model) changes that)"
+
+
+def _without_overlay(model: nn.Module, report: dict[str, Any], parts: tuple[Part, ...]) -> dict[str, str]:
+    """Model families among the layers that nothing serves, and why."""
+    refused = dict(report.get("refused", {}))
+    served = {part.model for part in parts}
+    if report:
+        for name in sorted(families(model) - served - refused.keys()):
+            refused[name] = "hf_rocm has no overlay of this model"
+    return refused
+
+
+def _machine(model: nn.Module) -> dict[str, str]:
+    import transformers
+
+    facts = {"hf_rocm": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    facts["ROCm"] = torch.version.hip or "none"
+    first = next(iter(model.parameters()), None)
+    if first is not None:
+        device = describe(first.device)
+        facts["device"] = f"{first.device} ({device.arch})" if device.arch else str(first.device)
+        facts["dtype"] = str(first.dtype).removeprefix("torch.")
+    return facts
+
+
+def _kernels(model: nn.Module) -> list[Kernel]:
+    known = operations()
+    found = []
+    for operation, situation, key in specifications(model):
+        try:
+            choice = known[operation].choose(key)
+        except TierUnavailable as error:
+            refused = tuple((label, reason) for label, reason in error.facts.items() if label != "call")
+            found.append(Kernel(operation, situation, "none", error.message, refused))
+            continue
+        refused = tuple((f"{each.tier}/{each.name}", each.reason) for each in choice.refusals)
+        found.append(Kernel(operation, situation, choice.implementation.tier, choice.implementation.name, refused))
+    return found
+
+
+def _part_lines(part: Part) -> list[str]:
+    lines = [f"  {part.cls} × {part.instances}  overlay of {part.model}, {part.delivery}"]
+    if part.active < part.instances:
+        lines.append(f"    {part.instances - part.active} stay stock: not prepared, or restored")
+    if part.group and part.active:
+        lines.append(f"    fused {part.fused} of {part.active}: {' + '.join(part.group)}")
+        lines += [f"    not fused × {count}: {reason}" for reason, count in part.not_fused.items()]
+    lines += [f"    last call stock × {count}: {reason}" for reason, count in part.stayed_stock.items()]
+    return lines
+
+
+def _kernel_lines(kernel: Kernel) -> list[str]:
+    lines = [f"  {kernel.operation} ({kernel.situation}): {kernel.tier}, {kernel.kernel}"]
+    return lines + [f"    not {name}: {reason}" for name, reason in kernel.refused]

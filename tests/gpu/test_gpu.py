@@ -1,0 +1,120 @@
+"""The forced path on a real GPU: parity, the route, and memory, allocated and reserved. Not run without one."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import transformers
+
+import hf_rocm
+from hf_rocm import ops
+from tests.parity import models
+from tests.parity.models import DECODERS, fused_ran, served, tokens
+from tests.tolerance import assert_as_good_as_eager
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return lambda name, dtype: models.save_checkpoint(name, tmp_path / name, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", [*DECODERS, "bert"])
+def test_forward(name, padded, dtype, checkpoint):
+    folder = checkpoint(name, dtype)
+    ours, stock = models.load_ours(folder).cuda(), models.load_stock(name, folder).cuda()
+    exact = models.in_float64(models.load_stock(name, folder)).cuda()
+    ids = tokens(3, 33).cuda()
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :7] = 0
+    with torch.inference_mode():
+        with ops.recording() as routes:
+            actual = ours(input_ids=ids, attention_mask=mask).logits
+        served(name, ours, routes, calls=1)
+        fused_ran(ours, routes)  # moving to the GPU fused again
+        expected = exact(input_ids=ids, attention_mask=mask).logits
+        same_dtype = stock(input_ids=ids, attention_mask=mask).logits
+    keep = mask.bool()
+    assert_as_good_as_eager(actual[keep], same_dtype[keep], expected[keep])
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_tokens(name, cache, checkpoint):
+    folder = checkpoint(name, torch.float32)
+    results = []
+    for model in (models.load_ours(folder).cuda(), models.load_stock(name, folder).cuda()):
+        arguments = {"cache_implementation": cache, "disable_compile": True} if cache else {}
+        ids = tokens(2, 8).cuda()
+        results.append(model.generate(input_ids=ids, do_sample=False, max_new_tokens=16, **arguments))
+    assert torch.equal(*results)
+
+
+def large_llama(device):
+    """Four layers of the Llama-3.1-8B shape, made in bf16 at once: a conversion on the GPU would leave holes."""
+    config = transformers.LlamaConfig(
+        vocab_size=1000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return transformers.LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+LAYER = 2 * 14336 * 4096 * 2  # bytes of the largest fused block
+SLACK = 4 * 2**20  # the allocator reserves in steps of 2 MiB
+
+
+def memory():
+    gc.collect()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+def test_memory_of_preparing_and_saving_on_the_gpu(tmp_path):
+    """After preparing: stock ± 1 %, allocated and reserved; the peak within one layer's fused weights."""
+    model = large_llama("cuda")
+    torch.cuda.empty_cache()
+    allocated, reserved = memory()
+    assert allocated > 1e9
+    torch.cuda.reset_peak_memory_stats()
+    hf_rocm.prepare(model, force=True)
+    assert abs(memory()[0] - allocated) <= 0.01 * allocated
+    assert memory()[1] <= 1.01 * reserved + SLACK
+    assert torch.cuda.max_memory_allocated() <= allocated + LAYER + SLACK
+    with torch.inference_mode(), ops.recording() as routes:
+        model(input_ids=torch.arange(10, device="cuda")[None])
+    fused_ran(model, routes)
+
+    torch.cuda.reset_peak_memory_stats()
+    model.save_pretrained(tmp_path)
+    assert torch.cuda.max_memory_allocated() <= allocated + LAYER + SLACK
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, torch_dtype="auto")
+    for mine, theirs in zip(model.state_dict().values(), again.state_dict().values(), strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+
+    hf_rocm.restore(model)
+    assert abs(memory()[0] - allocated) <= 0.01 * allocated
+
+
+def test_memory_of_a_prepared_model_that_moves_to_the_gpu():
+    model = hf_rocm.prepare(large_llama("cpu"), force=True)
+    before = memory()[0]
+    model.cuda()
+    size = sum(each.nbytes for each in model.parameters())
+    assert abs(memory()[0] - before - size) <= 0.01 * size
+    with torch.inference_mode(), ops.recording() as routes:
+        model(input_ids=torch.arange(10, device="cuda")[None])
+    fused_ran(model, routes)  # it was fused again on the way

@@ -1,0 +1,43 @@
+"""Checkpoints and loaded models, made once for each type and dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parity import models
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    made = {}
+
+    def make(name, dtype):
+        if (name, dtype) not in made:
+            folder = tmp_path_factory.mktemp(f"{name}-{str(dtype).split('.')[1]}")
+            made[name, dtype] = models.save_checkpoint(name, folder, dtype)
+        return made[name, dtype]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def trio(checkpoint):
+    """(ours, stock in the same dtype, stock in float64) of one checkpoint."""
+    made = {}
+
+    def load(name, dtype):
+        if (name, dtype) not in made:
+            folder = checkpoint(name, dtype)
+            stock = models.load_stock(name, folder)
+            made[name, dtype] = models.load_ours(folder), stock, models.in_float64(models.load_stock(name, folder))
+            assert stock.dtype == dtype
+        return made[name, dtype]
+
+    return load
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.inference_mode():
+        yield

@@ -1,0 +1,164 @@
+"""Forward passes equal stock's within the derived tolerance, in every served situation, and our path ran."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+import hf_rocm
+from hf_rocm import ops, options
+from tests.parity import models
+from tests.parity.models import DECODERS, MODELS, fused_ran, served, static_cache, tokens
+from tests.tolerance import assert_as_good_as_eager
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+each_tier = pytest.mark.parametrize("tier", ["torch", "eager"])
+each_model = pytest.mark.parametrize("name", MODELS)
+each_decoder = pytest.mark.parametrize("name", DECODERS)
+
+PADDING = {
+    "none": [[1] * 9, [1] * 9],
+    "left": [[0] * 4 + [1] * 5, [1] * 9],
+    "right": [[1] * 5 + [0] * 4, [1] * 9],
+}
+
+
+def compare(name, trio, tier, dtype, run, calls, attended=None):
+    """Run `run(model)`, giving named tensors, on all three and hold ours against stock's own error."""
+    ours, stock, exact = trio(name, dtype)
+    with options.override(tier=tier), ops.recording() as routes:
+        actual = run(ours)
+    assert {each.tier for each in routes} == {tier}
+    served(name, ours, routes, calls)
+    fused_ran(ours, routes)
+    with ops.recording() as routes:
+        same_dtype, expected = run(stock), run(exact)
+    assert routes == []  # the stock models beside ours stayed stock
+    assert actual.keys() == expected.keys()
+    for part in expected:
+        assert_as_good_as_eager(actual[part], same_dtype[part], expected[part])
+
+
+def outputs(result, keep=None):
+    """Logits and every hidden state; keep selects the positions that count."""
+    named = {"logits": result.logits}
+    named.update({f"hidden {layer}": state for layer, state in enumerate(result.hidden_states)})
+    if keep is None:
+        return named
+    return {part: value[keep] for part, value in named.items()}
+
+
+@each_tier
+@each_dtype
+@each_model
+@pytest.mark.parametrize("padding", PADDING)
+def test_forward(name, dtype, tier, padding, trio):
+    mask = torch.tensor(PADDING[padding])
+    # what a padding token computes is nobody's business: stock itself differs there between implementations
+    keep = mask.bool()
+
+    def run(model):
+        result = model(input_ids=tokens(2, 9), attention_mask=mask, output_hidden_states=True)
+        return outputs(result, keep)
+
+    compare(name, trio, tier, dtype, run, calls=1)
+
+
+@each_tier
+@each_dtype
+@each_decoder
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_prefill_decode_and_a_chunk_on_a_filled_cache(name, dtype, tier, cache, padding, trio):
+    mask = torch.tensor(PADDING[padding])
+    prompt, further = tokens(2, 9), tokens(2, 5, seed=1)
+
+    def run(model):
+        past = DynamicCache() if cache == "dynamic" else static_cache(model, 2, 20)
+        seen, results = mask, {}
+        steps = {"prefill": prompt, "decode": further[:, :1], "chunk": further[:, 1:4], "again": further[:, 4:]}
+        start = 0
+        for step, ids in steps.items():
+            if step != "prefill":
+                seen = torch.cat([seen, torch.ones_like(ids)], dim=1)
+            positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            place = torch.arange(start, start + ids.shape[1])
+            result = model(
+                input_ids=ids,
+                attention_mask=seen,
+                position_ids=positions,
+                cache_position=place,
+                past_key_values=past,
+                use_cache=True,
+                output_hidden_states=True,
+            )
+            keep = seen[:, -ids.shape[1] :].bool()
+            results.update({f"{step} {part}": value for part, value in outputs(result, keep).items()})
+            start += ids.shape[1]
+        return results
+
+    compare(name, trio, tier, dtype, run, calls=4)
+
+
+@each_tier
+@each_decoder
+def test_a_static_prefill_without_a_mask(name, tier, trio):
+    """Newer releases drop the mask there and lean on sdpa's top-left alignment; ours is bottom-right."""
+
+    def run(model):
+        past = static_cache(model, 1, 32)
+        first = model(input_ids=tokens(1, 6), past_key_values=past, use_cache=True, output_hidden_states=True)
+        second = model(input_ids=tokens(1, 1, 1), past_key_values=past, use_cache=True, output_hidden_states=True)
+        return outputs(first) | {f"next {part}": value for part, value in outputs(second).items()}
+
+    compare(name, trio, tier, torch.float32, run, calls=2)
+
+
+@each_model
+def test_attentions_of_an_eager_model_are_stocks(name, checkpoint):
+    """Whoever asks for eager gets stock's eager attention, weights included, bit for bit up to the fused product."""
+    folder = checkpoint(name, torch.float32)
+    ours = models.load_ours(folder, attn_implementation="eager")
+    stock = models.load_stock(name, folder, attn_implementation="eager")
+    with ops.recording() as routes:
+        actual = ours(input_ids=tokens(2, 9), output_attentions=True)
+    assert not [each for each in routes if each.operation == "attention"]
+    expected = stock(input_ids=tokens(2, 9), output_attentions=True)
+    assert len(actual.attentions) == len(expected.attentions) == 2
+    for mine, theirs in zip(actual.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")
+@each_model
+def test_attentions_asked_of_sdpa_are_what_stock_gives(name, trio):
+    ours, stock, _ = trio(name, torch.float32)
+    actual = ours(input_ids=tokens(2, 9), output_attentions=True)
+    expected = stock(input_ids=tokens(2, 9), output_attentions=True)
+    assert type(actual.attentions) is type(expected.attentions)
+    for mine, theirs in zip(actual.attentions or (), expected.attentions or (), strict=True):
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bert_decoder_with_a_cache(checkpoint):
+    """Served where the release hands the layer a Cache object of its own line; stock before, with the reason."""
+    folder = checkpoint("bert", torch.float32)
+    ours = models.load_ours(folder, is_decoder=True, auto_class="BertLMHeadModel")
+    stock = transformers.BertLMHeadModel.from_pretrained(folder, is_decoder=True, torch_dtype="auto").eval()
+    ids = tokens(2, 7)
+    results = []
+    for model in (ours, stock):
+        first = model(input_ids=ids[:, :6], use_cache=True)
+        second = model(input_ids=ids[:, 6:], past_key_values=first.past_key_values, use_cache=True)
+        results.append(torch.cat([first.logits, second.logits], dim=1))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    stayed = hf_rocm.explain(ours).parts[0].stayed_stock
+    if transformers.__version__.startswith("4."):
+        assert list(stayed.values()) == [2] and "stock" in next(iter(stayed))
+    else:
+        assert stayed == {}

@@ -1,0 +1,65 @@
+"""Generation: the same greedy tokens in fp32; in bf16 every token is one that stock would stand by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from tests.parity.models import DECODERS, served, tokens
+from tests.tolerance import allowed_error
+
+each_decoder = pytest.mark.parametrize("name", DECODERS)
+each_tier = pytest.mark.parametrize("tier", ["torch", "eager"])
+NEW = 12
+
+
+def greedy(model, ids, mask, **arguments):
+    return model.generate(
+        input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, **arguments
+    )
+
+
+@each_tier
+@each_decoder
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_greedy_tokens_are_equal_in_fp32(name, tier, cache, padded, trio):
+    ours, stock, _ = trio(name, torch.float32)
+    ids = tokens(2, 8)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :3] = 0
+    arguments = {} if cache is None else {"cache_implementation": cache}
+    with options.override(tier=tier), ops.recording() as routes:
+        actual = greedy(ours, ids, mask, **arguments)
+    served(name, ours, routes, calls=NEW)
+    assert torch.equal(actual, greedy(stock, ids, mask, **arguments))
+
+
+@each_tier
+@each_decoder
+def test_bf16_tokens_are_stocks_within_tolerance(name, tier, trio):
+    """Teacher-forced: for each chosen token, stock's own logit lies within tolerance of stock's maximum there."""
+    ours, stock, exact = trio(name, torch.bfloat16)
+    ids = tokens(2, 8)
+    with options.override(tier=tier):
+        chosen = greedy(ours, ids, torch.ones_like(ids))
+    logits = stock(input_ids=chosen).logits[:, 7:-1]
+    reference = exact(input_ids=chosen).logits[:, 7:-1]
+    picked = logits.gather(-1, chosen[:, 8:, None])[..., 0]
+    # both our choice and stock's maximum carry an error of this size
+    allowed = 2 * allowed_error(logits, reference)
+    assert (logits.amax(-1) - picked).max().item() <= allowed
+
+
+@each_decoder
+def test_beams_and_sampling_follow_stock(name, trio):
+    ours, stock, _ = trio(name, torch.float32)
+    ids = tokens(2, 8)
+    for arguments in ({"num_beams": 3, "do_sample": False}, {"do_sample": True, "top_k": 20}):
+        results = []
+        for model in (ours, stock):
+            torch.manual_seed(0)
+            results.append(model.generate(input_ids=ids, max_new_tokens=6, **arguments))
+        assert torch.equal(*results)

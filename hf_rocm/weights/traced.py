@@ -49,9 +49,12 @@ def product(module: nn.Module, x: Tensor, held: object) -> tuple[Tensor, tuple[i
     return torch.ops.hf_rocm.linear_group(x, weights, biases), held.sizes
 
 
+# torch 2.7 and up. Not is_exporting(): until 2.12 the compiler takes it for a constant True.
+_TELLS_EXPORT = hasattr(torch.compiler, "_is_exporting_flag")
+
+
 def _exporting() -> bool:
-    exporting = getattr(torch.compiler, "is_exporting", None)  # torch 2.7 and up
-    return exporting is not None and bool(exporting())
+    return _TELLS_EXPORT and bool(torch.compiler._is_exporting_flag)
 
 
 def _linear_group(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -55,6 +56,15 @@ def no_network() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", local_only)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """scripts/test runs us isolated, to test the wheel: then child processes must not start in the checkout either."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.flags.isolated:
+            patch.chdir(tmp_path_factory.mktemp("elsewhere"))
         yield
 
 

@@ -1,0 +1,206 @@
+"""What the demo runs in processes of their own: a model loaded one way, its outputs and times written to a folder.
+
+    demo_worker.py generate HOW CHECKPOINT OUT      greedy text and teacher-forced logits, fp32 and bf16
+    demo_worker.py embed HOW CHECKPOINT OUT         sentence embeddings, fp32
+    demo_worker.py judge generate|embed CHECKPOINT OUT RUN …    every RUN against the first, and what may differ
+
+HOW is `stock` (plain transformers, whatever its files say) or `loader` (hf_rocm.from_pretrained, forced).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROMPT = 'The "with" statement'
+NEW_TOKENS = 96
+ROUNDS = 5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SENTENCES = (
+    "How do I undo the last commit?",
+    "Ways of reverting the most recent change in version control.",
+    "The cat sleeps on the warm windowsill.",
+    "A kitten naps in the sun.",
+    "Matrix multiplication is limited by memory bandwidth at batch size one.",
+)
+
+
+def generate(how: str, checkpoint: str, out: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    result: dict[str, Any] = {"prompt": PROMPT}
+    tensors = {}
+    for name, dtype in DTYPES.items():
+        began = time.perf_counter()
+        model = load(how, checkpoint, dtype)
+        result[name] = {"load": time.perf_counter() - began}
+        tensors[name] = logits(model, checkpoint)
+        with recording(how) as routes:
+            tokens = greedy(model, prompt)
+        result[name]["tokens"] = tokens[0, prompt.shape[1] :].tolist()
+        result[name]["text"] = tokenizer.decode(tokens[0])
+        if name == "fp32":
+            result[name] |= {"first": timed(greedy, model, prompt, 1), "all": timed(greedy, model, prompt)}
+            result |= account(how, model, routes)
+    save(out, result, tensors)
+
+
+def embed(how: str, checkpoint: str, out: Path) -> None:
+    import transformers  # noqa: F401 (before the clock starts)
+
+    began = time.perf_counter()
+    model = load(how, checkpoint, torch.float32)
+    result: dict[str, Any] = {"sentences": SENTENCES, "fp32": {"load": time.perf_counter() - began}}
+    with recording(how) as routes:
+        tensors = {"fp32": embeddings(model, checkpoint)}
+    result["fp32"]["all"] = timed(embeddings, model, checkpoint)
+    result["similarity"] = (tensors["fp32"] @ tensors["fp32"].T).tolist()
+    save(out, result | account(how, model, routes), tensors)
+
+
+def judge(what: str, checkpoint: str, out: Path, runs: list[Path]) -> None:
+    """Hold every run against the first within what the dtype itself allows.
+
+    The allowance is twice the error of transformers' eager path in that dtype against float64, plus one rounding step
+    of the largest value.
+    """
+    measure: Callable[[Any, str], torch.Tensor] = logits if what == "generate" else embeddings
+    saved = [torch.load(run / "tensors.pt") for run in runs]
+    verdict: dict[str, Any] = {}
+    for name in saved[0]:
+        dtype = DTYPES[name]
+        exact = measure(in_float64(load("stock", checkpoint, dtype)), checkpoint)
+        eager = measure(load("stock", checkpoint, dtype, attn_implementation="eager"), checkpoint)
+        eager_error = (eager.double() - exact).abs().max().item()
+        step = torch.finfo(dtype).eps * exact.abs().max().item()
+        reference = saved[0][name].double()
+        verdict[name] = {
+            "eager_error": eager_error,
+            "step": step,
+            "allowed": 2 * eager_error + step,
+            "difference": [(tensors[name].double() - reference).abs().max().item() for tensors in saved],
+            "error": [(tensors[name].double() - exact).abs().max().item() for tensors in saved],
+            "equal": [torch.equal(tensors[name], saved[0][name]) for tensors in saved],
+            "finite": [bool(torch.isfinite(tensors[name]).all()) for tensors in saved],
+        }
+    save(out, verdict, {})
+
+
+def load(how: str, checkpoint: str, dtype: torch.dtype, **arguments: Any) -> Any:
+    if how == "loader":
+        import hf_rocm
+
+        return hf_rocm.from_pretrained(checkpoint, force=True, dtype=dtype, **arguments).eval()
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    decoder = "CausalLM" in AutoConfig.from_pretrained(checkpoint).architectures[0]
+    auto: Any = AutoModelForCausalLM if decoder else AutoModel
+    return auto.from_pretrained(checkpoint, dtype=dtype, **arguments).eval()
+
+
+def greedy(model: Any, prompt: torch.Tensor, tokens: int = NEW_TOKENS) -> Any:
+    mask = torch.ones_like(prompt)
+    return model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens)
+
+
+@torch.inference_mode()
+def logits(model: Any, checkpoint: str) -> torch.Tensor:
+    """Teacher-forced on a page of the text, so that every run answers for the same tokens."""
+    from train_tiny import pages
+    from transformers import AutoTokenizer
+
+    rows = AutoTokenizer.from_pretrained(checkpoint)(pages()[0], return_tensors="pt")["input_ids"][:, :256]
+    return model(input_ids=rows).logits
+
+
+@torch.inference_mode()
+def embeddings(model: Any, checkpoint: str) -> torch.Tensor:
+    """Mean over the tokens that count, at length one: what sentence-transformers does with this model."""
+    from transformers import AutoTokenizer
+
+    batch = AutoTokenizer.from_pretrained(checkpoint)(list(SENTENCES), padding=True, return_tensors="pt")
+    states = model(**batch).last_hidden_state
+    weights = batch["attention_mask"].unsqueeze(-1).to(states.dtype)
+    return torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=-1)
+
+
+def in_float64(model: Any) -> Any:
+    """The same weights in float64, also in Llama's norm, which would go through float32."""
+    for module in model.double().modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            scale, epsilon = module.weight, module.variance_epsilon
+            module.forward = lambda x, w=scale, e=epsilon: w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + e)
+    return model
+
+
+def timed(call: Callable[..., object], *arguments: object) -> dict[str, float]:
+    """Seconds: median, fastest and slowest of a few rounds after one that warms up."""
+    call(*arguments)
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        call(*arguments)
+        seconds.append(time.perf_counter() - began)
+    return {"median": statistics.median(seconds), "fastest": min(seconds), "slowest": max(seconds)}
+
+
+def recording(how: str) -> AbstractContextManager[list[Any]]:
+    """The routes that our operations take; nothing is imported for a run that has none."""
+    if how != "loader" and "hf_rocm.ops" not in sys.modules:
+        return nullcontext([])
+    from hf_rocm import ops
+
+    return ops.recording()
+
+
+def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
+    """What ran, and on what."""
+    attention = sorted({(each.tier, each.shapes[:3]) for each in routes if each.operation == "attention"}, key=str)
+    facts: dict[str, Any] = {
+        "key_value_heads": getattr(model.config, "num_key_value_heads", model.config.num_attention_heads),
+        "ops_imported": "hf_rocm.ops" in sys.modules,
+        "attention_calls": sum(each.operation == "attention" for each in routes),
+        "attention_shapes": attention[:1] + attention[-1:],
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": str(model.device),
+        "parameters": model.num_parameters(),
+    }
+    if how == "loader":
+        import hf_rocm
+
+        with torch.no_grad():  # as generate runs it: with gradients on, trainable weights are not fused
+            explanation = hf_rocm.explain(model)
+        facts |= {"explain": str(explanation), "explanation": explanation.to_dict()}
+    return facts
+
+
+def save(out: Path, result: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    result["peak_memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    torch.save(tensors, out / "tensors.pt")
+    (out / "result.json").write_text(json.dumps(result, indent=1))
+
+
+def main() -> None:
+    command, how, checkpoint, out, *others = sys.argv[1:]
+    if command == "judge":
+        judge(how, checkpoint, Path(out), [Path(run) for run in others])
+    else:
+        {"generate": generate, "embed": embed}[command](how, checkpoint, Path(out))
+
+
+if __name__ == "__main__":
+    main()

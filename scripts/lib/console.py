@@ -1,0 +1,90 @@
+"""Progress lines with their times, and tables: readable on a terminal and in a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+
+
+class ScriptError(Exception):
+    """What failed, as the user should read it: a sentence, then perhaps the end of a log and a hint."""
+
+
+def live() -> bool:
+    """Whether lines may be redrawn."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def styled(text: str, style: str) -> str:
+    if not live() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
+
+
+def say(text: str = "") -> None:
+    print(text, flush=True)
+
+
+def heading(text: str) -> None:
+    say(f"\n{styled(text, 'bold')}")
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3 min 05 s`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s"
+
+
+def line(title: str, result: str, style: str, seconds: float | None = None) -> None:
+    """One finished step: what, how it ended, how long it took."""
+    took = "" if seconds is None else f"  {styled(duration(seconds), 'dim')}"
+    say(f"  {title:<48} {styled(result, style)}{took}")
+
+
+@contextmanager
+def step(title: str) -> Iterator[None]:
+    """Say what is being done, then how long it took, or that it failed."""
+    began = time.monotonic()
+    if live():
+        print(f"  {title} {styled('…', 'dim')}", end="\r", flush=True)
+    else:
+        say(f"  {title} …")
+    try:
+        yield
+    except BaseException:
+        line(title, "failed", "red", time.monotonic() - began)
+        raise
+    line(title, "done", "green", time.monotonic() - began)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "  ") -> None:
+    """Columns as wide as their contents: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def render(row: Sequence[str]) -> str:
+        first = f"{row[0]:<{widths[0]}}"
+        others = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
+        return indent + "  ".join([first, *others]).rstrip()
+
+    say(styled(render(header), "dim"))
+    for row in rows:
+        say(render(row))
+
+
+def entry_point(main: Callable[[Sequence[str]], int]) -> None:
+    """Run a script: 0 or 1 as it returns, 1 with the message of what failed, 130 when interrupted."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ScriptError as error:
+        sys.exit(f"\n{styled('error', 'red')}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

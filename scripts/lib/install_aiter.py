@@ -1,0 +1,172 @@
+"""scripts/install-aiter: which release of aiter, from where, for this ROCm, torch and GPU; then install it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from lib.console import ScriptError, say, styled
+from lib.environments import ROOT
+
+RELEASE = "0.1.20.post1"
+SOURCE = "git+https://github.com/ROCm/aiter.git"
+BUILD_NEEDS = ("setuptools", "setuptools_scm", "wheel", "packaging", "psutil", "ninja", "pandas", "einops")
+BUILD_NEEDS += ("pybind11>=3.0.1", "flydsl==0.3.1")
+
+PYPI = "0.1.7.post2.dev18"
+PYPI_NEEDS = ("ninja", "pandas", "einops", "psutil", "packaging", "pybind11>=3.0.1")
+PYPI_LACKS = (
+    "it ignores that a weight is shuffled (from 0.1.7.post3 on)",
+    "it never finds its table of tuned GEMMs, and its untuned ones are F.linear",
+    "its attention takes no sinks (from 0.1.10 on), and drops a softcap on bf16 with head dim 128",
+    "it has no (1 + w) norm (from 0.1.17 on)",
+    "it knows no Radeon beyond gfx1100",
+)
+
+SERVED = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
+KEEP = ("torch", "triton", "pytorch-triton-rocm", "torchvision", "torchaudio", "numpy")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides. hip: the ROCm that torch was built for; aiter: the version of AMD's that is installed."""
+
+    torch: str | None
+    hip: str | None
+    arch: str | None
+    hipcc: bool
+    other_aiter: bool
+    aiter: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Commands for `python -m pip`, the environment they need, and words about them."""
+
+    commands: tuple[tuple[str, ...], ...]
+    variables: dict[str, str]
+    words: tuple[str, ...]
+
+
+def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Plan:
+    """What to install here. Raises `ScriptError` where aiter can't be used."""
+    if machine.torch is None or machine.hip is None:
+        found = "no torch" if machine.torch is None else f"torch {machine.torch}, which is not built for ROCm"
+        raise ScriptError(
+            f"aiter needs a ROCm build of PyTorch\n  found  {found}\n\n"
+            "hint: install torch for ROCm first, then run this again"
+        )
+    if machine.arch is None:
+        raise ScriptError(
+            "no AMD GPU was found\n\nhint: run this on the machine with the GPU, or name it: --arch gfx942"
+        )
+    if machine.arch not in SERVED:
+        raise ScriptError(
+            f"hf_rocm uses aiter's kernels on {', '.join(SERVED)} only\n  found  {machine.arch}\n\n"
+            "hint: nothing has to be installed; the other tiers serve this GPU"
+        )
+    words, commands = [], []
+    if machine.other_aiter:
+        words.append("the unrelated package `aiter` (asyncio) is in the way and goes first")
+        commands.append(("uninstall", "--yes", "aiter"))
+    if pypi:
+        words += [f"amd-aiter {PYPI} is what PyPI has; against {RELEASE}:", *(f"  {each}" for each in PYPI_LACKS)]
+        commands.append(("install", *PYPI_NEEDS))
+        commands.append(("install", "--no-deps", f"amd-aiter=={PYPI}"))
+        return Plan(tuple(commands), {}, tuple(words))
+    if not machine.hipcc:
+        raise ScriptError(
+            "aiter compiles its kernels, and there is no hipcc on PATH\n\n"
+            "hint: install ROCm's compiler (hip-dev or rocm-hip-sdk), or add /opt/rocm/bin to PATH"
+        )
+    if machine.aiter == PYPI:
+        words += [f"replaces amd-aiter {PYPI} from PyPI:", *(f"  {each}" for each in PYPI_LACKS)]
+    if machine.arch == "gfx90a":
+        words.append("AMD doesn't list gfx90a for aiter: every kernel is checked before its first use")
+    words.append("kernels are compiled at their first use, minutes each: `hf-rocm warmup MODEL` does it ahead")
+    commands.append(("install", *BUILD_NEEDS))
+    commands.append(("install", "--no-build-isolation", "--no-deps", f"{SOURCE}@v{release}"))
+    return Plan(tuple(commands), {"GPU_ARCHS": machine.arch}, tuple(words))
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/install-aiter",
+        description="Install AMD's aiter beside the ROCm PyTorch of the Python that runs this; torch and triton stay.",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show the commands and run none")
+    parser.add_argument("--release", default=RELEASE, help=f"a release of github.com/ROCm/aiter (default {RELEASE})")
+    parser.add_argument("--pypi", action="store_true", help=f"the old build on PyPI ({PYPI}); says what it lacks")
+    parser.add_argument("--arch", help="the GPU that it is built for (default: the one in this machine)")
+    options = parser.parse_args(arguments)
+    machine = look(options.arch)
+    chosen = plan(machine, release=options.release, pypi=options.pypi)
+    say(f"torch {machine.torch}, ROCm {machine.hip}, {machine.arch}")
+    for line in chosen.words:
+        say(f"  {line}")
+    with tempfile.TemporaryDirectory() as folder:
+        constraints = Path(folder) / "constraints.txt"
+        constraints.write_text("".join(f"{each}\n" for each in pins()), encoding="utf-8")
+        for command in chosen.commands:
+            held = ("--constraint", str(constraints)) if command[0] == "install" else ()
+            shown = ["python", "-m", "pip", *command, *(("--constraint", "<what is installed>") if held else ())]
+            prefix = [f"{name}={value}" for name, value in chosen.variables.items()]
+            say(styled(" ".join([*prefix, *shown]), "bold"))
+            if not options.dry_run:
+                _pip([*command, *held], chosen.variables)
+    return 0
+
+
+def look(arch: str | None = None) -> Machine:
+    """This machine, without importing torch or aiter."""
+    sys.path.append(str(ROOT))
+    from hf_rocm.overlay.facts import aiter_facts, torch_facts
+
+    torch, aiter = torch_facts(), aiter_facts()
+    other = aiter.path is not None and not aiter.amd
+    return Machine(
+        torch=torch.version,
+        hip=torch.hip,
+        arch=arch or _arch(),
+        hipcc=shutil.which("hipcc") is not None,
+        other_aiter=other,
+        aiter=aiter.version if aiter.amd else None,
+    )
+
+
+def pins() -> list[str]:
+    """What must stay as it is: torch, its Triton, and what was built against them."""
+    found = []
+    for name in KEEP:
+        try:
+            found.append(f"{name}=={version(name)}")
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _arch() -> str | None:
+    tool = shutil.which("rocminfo") or "/opt/rocm/bin/rocminfo"
+    if not Path(tool).exists():
+        return None
+    done = subprocess.run([tool], capture_output=True, text=True, check=False)
+    matched = re.search(r"\bgfx[0-9a-f]{3,4}\b", done.stdout)
+    return matched[0] if matched else None
+
+
+def _pip(command: Sequence[str], variables: dict[str, str]) -> None:
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *command], env={**os.environ, **variables}, stdin=subprocess.DEVNULL, check=False
+    )
+    if done.returncode:
+        raise ScriptError(f"pip could not do it\n  command  pip {' '.join(command)}\n  exit     {done.returncode}")

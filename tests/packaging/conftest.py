@@ -1,0 +1,56 @@
+"""The wheel of this checkout, and fresh interpreters to try it in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run this Python in an empty folder, so that only what is installed (and `path`) can be imported."""
+    empty = tmp_path_factory.mktemp("empty")
+
+    def python(*words: str | Path, path: Path | None = None, cwd: Path = empty) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
+        command = [sys.executable, *map(str, words)]
+        return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+
+    return python
+
+
+@pytest.fixture(scope="session")
+def build(run: Run) -> Callable[[str, Path, Path], Path]:
+    """Build an artefact (`wheel` or `sdist`) of a source tree into a folder, offline."""
+    pytest.importorskip("hatchling")
+
+    def make(target: str, source: Path, out: Path) -> Path:
+        done = run("-m", "hatchling", "build", "--target", target, "--directory", out, cwd=source)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (built,) = out.iterdir()
+        return built
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def wheel(build: Callable[[str, Path, Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds nothing but the installed wheel."""
+    target = tmp_path_factory.mktemp("installed")
+    done = run("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target, wheel)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target

@@ -1,0 +1,43 @@
+"""`import hf_rocm` is cheap: it stands in every installed modeling file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.packaging.conftest import Run
+
+LIMIT = 0.050  # seconds
+HEAVY = ("torch", "transformers", "accelerate", "aiter", "triton", "numpy", "typer", "rich")
+
+TIMED = """
+import json, sys, time
+began = time.perf_counter()
+import {module}
+seconds = time.perf_counter() - began
+print(json.dumps([seconds, [name for name in {heavy} if name in sys.modules]]))
+"""
+
+
+@pytest.mark.parametrize("module", ["hf_rocm", "hf_rocm.overlay"])
+def test_the_import_is_fast_and_brings_nothing_along(module: str, run: Run) -> None:
+    seconds = []
+    for _ in range(7):  # the best of several: the others waited for the machine
+        done = run("-c", TIMED.format(module=module, heavy=HEAVY))
+        assert done.returncode == 0, done.stderr
+        took, brought = json.loads(done.stdout)
+        assert brought == []
+        seconds.append(took)
+    assert min(seconds) < LIMIT, seconds
+
+
+def test_check_version_brings_neither_torch_nor_transformers(run: Run) -> None:
+    code = "import sys, hf_rocm.check_version as c; c.main([]); print([n for n in {} if n in sys.modules])"
+    done = run("-c", code.format(HEAVY[:5]))
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_every_public_name_is_there(run: Run) -> None:
+    done = run("-c", "import hf_rocm; print([name for name in hf_rocm.__all__ if not hasattr(hf_rocm, name)])")
+    assert done.stdout.strip() == "[]", done.stderr

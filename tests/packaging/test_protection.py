@@ -1,0 +1,74 @@
+"""Installing hf-rocm beside a ROCm PyTorch leaves that PyTorch and its Triton alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import Run
+
+pytestmark = pytest.mark.slow
+
+# what breaks a ROCm PyTorch when it comes from the ordinary index
+FORBIDDEN = ("torch", "triton", "pytorch-triton", "pytorch-triton-rocm")
+
+# the two ways in which ROCm builds of PyTorch name their Triton
+ROCM_TRITON = {"older": ("pytorch-triton-rocm", "3.5.0"), "newer": ("triton", "3.5.0+rocm7.0.0.gitde6c9b2a")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def index(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A package index to resolve against: without one nothing here can be asked."""
+    out = tmp_path_factory.mktemp("index")
+    if run("-m", "pip", "download", "--quiet", "--no-deps", "--dest", out, "packaging").returncode:
+        pytest.skip("not run: needs a package index to resolve against")
+
+
+def environment(folder: Path, *distributions: tuple[str, str, str]) -> Path:
+    """A virtual environment in which (name, version, requirement) look installed; returns its Python."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    for name, version, requirement in distributions:
+        module = name.replace("-", "_")
+        (site_packages / module).mkdir()
+        (site_packages / module / "__init__.py").write_text("raise ImportError('a stand-in')\n")
+        information = site_packages / f"{module}-{version}.dist-info"
+        information.mkdir()
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Requires-Dist: {requirement}"] if requirement else []
+        (information / "METADATA").write_text("\n".join(lines) + "\n")
+        (information / "INSTALLER").write_text("pip\n")
+        (information / "RECORD").write_text(f"{module}/__init__.py,,\n")
+    return folder / "bin" / "python"
+
+
+def would_install(python: Path, requirement: str, report: Path) -> dict[str, str]:
+    """Name → version of what pip would install; nothing is installed."""
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--dry-run"]
+    command = [*pip, "--report", str(report), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = (item["metadata"] for item in json.loads(report.read_text())["install"])
+    return {metadata["name"].lower(): metadata["version"] for metadata in found}
+
+
+@pytest.mark.parametrize("naming", ROCM_TRITON)
+def test_a_rocm_torch_and_its_triton_are_left_alone(naming: str, wheel: Path, tmp_path: Path) -> None:
+    name, version = ROCM_TRITON[naming]
+    torch = ("torch", "2.9.0+rocm7.0", f"{name}=={version}")
+    python = environment(tmp_path / "environment", torch, (name, version, ""))
+    found = would_install(python, f"hf-rocm[rocm] @ {wheel.as_uri()}", tmp_path / "report.json")
+    assert {"hf-rocm", "amd-aiter", "transformers", "accelerate"} <= found.keys()
+    assert not found.keys() & set(FORBIDDEN), found
+    assert not [name for name in found if name.startswith("nvidia-")], found
+
+
+def test_without_a_torch_one_would_be_installed(wheel: Path, tmp_path: Path) -> None:
+    """The test above can fail: pip's report names a torch when it would install one."""
+    python = environment(tmp_path / "environment")
+    assert "torch" in would_install(python, f"hf-rocm @ {wheel.as_uri()}", tmp_path / "report.json")

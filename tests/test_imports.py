@@ -1,0 +1,194 @@
+"""Who may import what, read from the sources: the rules that keep `import hf_rocm` cheap and the layers apart."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "hf_rocm"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+HEAVY = {"torch", "transformers", "accelerate", "aiter", "triton"}
+CEILING = 400  # lines
+
+# what runs without anyone having asked for a model: the import, the command line, an installed block
+CHEAP = ("hf_rocm", "hf_rocm.__main__", "hf_rocm.check_version", "hf_rocm.cli", "hf_rocm.options", "hf_rocm.overlay")
+MAY_PRINT = ("hf_rocm.cli", "hf_rocm.check_version", "hf_rocm.__main__")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: by whom, on which line, and whether importing the importer imports it."""
+
+    importer: str
+    imported: str
+    line: int
+    at_import: bool
+
+    @property
+    def top(self) -> str:
+        return self.imported.partition(".")[0]
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def test_the_sources_are_found() -> None:
+    assert len(SOURCES) > 10, PACKAGE
+
+
+def test_overlay_imports_neither_torch_nor_transformers() -> None:
+    wrong = [each for each in _all_imports() if each.importer.startswith("hf_rocm.overlay") and each.top in HEAVY]
+    assert not wrong, _listed(wrong)
+
+
+def test_ops_never_import_weights_nor_what_builds_on_them() -> None:
+    above = ("hf_rocm.weights", "hf_rocm.layers", "hf_rocm.loader", "hf_rocm.cli")
+    wrong = [
+        each for each in _all_imports() if each.importer.startswith("hf_rocm.ops") and _inside(each.imported, above)
+    ]
+    assert not wrong, _listed(wrong)
+
+
+def test_library_code_never_imports_the_command_line() -> None:
+    wrong = [
+        each
+        for each in _all_imports()
+        if _inside(each.imported, ("hf_rocm.cli",)) and not _inside(each.importer, MAY_PRINT)
+    ]
+    assert not wrong, _listed(wrong)
+
+
+def test_transformers_aiter_and_triton_are_imported_inside_functions() -> None:
+    wrong = [each for each in _all_imports() if each.at_import and each.top in HEAVY - {"torch"}]
+    assert not wrong, _listed(wrong)
+
+
+@pytest.mark.parametrize("start", CHEAP)
+def test_what_is_cheap_to_import_reaches_nothing_heavy(start: str) -> None:
+    at_import: dict[str, list[Import]] = {}
+    for each in _all_imports():
+        if each.at_import:
+            at_import.setdefault(each.importer, []).append(each)
+    reached, waiting = set[str](), [start]
+    while waiting:
+        module = waiting.pop()
+        if module in reached:
+            continue
+        reached.add(module)
+        for each in at_import.get(module, []):
+            assert each.top not in HEAVY, f"{each}; reached from {start} through {sorted(reached)}"
+            waiting.append(each.imported)
+    assert start in reached
+
+
+def test_only_options_reads_the_environment() -> None:
+    wrong = [
+        f"{name}:{node.lineno}"
+        for name, tree in _trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "environb")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+        and name != "hf_rocm.options"
+    ]
+    assert not wrong, wrong
+
+
+def _names(caught: ast.expr | None) -> list[ast.AST]:
+    return [] if caught is None else list(ast.walk(caught))
+
+
+def test_only_the_command_line_prints_or_exits() -> None:
+    wrong = []
+    for name, tree in _trees():
+        if _inside(name, MAY_PRINT):
+            continue
+        caught = {
+            id(name) for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) for name in _names(node.type)
+        }
+        for node in ast.walk(tree):
+            if id(node) in caught:
+                continue  # aiter's failed builds exit, and must not end the user's program
+            if isinstance(node, ast.Name) and node.id in ("print", "exit", "quit", "SystemExit"):
+                wrong.append(f"{name}:{node.lineno} {node.id}")
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.exit", "os._exit", "sys.stdout"):
+                wrong.append(f"{name}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_stays_readable_and_says_what_it_is(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= CEILING, f"{path.name} is too long: split it"
+    assert ast.get_docstring(ast.parse(text)), f"{path.name} has no docstring"
+
+
+def test_the_reader_of_imports_tells_import_time_from_call_time() -> None:
+    source = """
+from __future__ import annotations
+import torch.nn
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import accelerate
+try:
+    import triton
+except ImportError:
+    pass
+def late():
+    from aiter import ops
+class Body:
+    import transformers
+"""
+    found = {(each.imported, each.at_import) for each in _imports("hf_rocm.x", ast.parse(source)) if each.top in HEAVY}
+    assert found == {
+        ("torch.nn", True),
+        ("triton", True),
+        ("aiter", False),
+        ("aiter.ops", False),
+        ("transformers", True),
+    }
+
+
+def _trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in SOURCES:
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        yield name, ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def _all_imports() -> list[Import]:
+    modules = {name for name, _ in _trees()}
+    found = [each for name, tree in _trees() for each in _imports(name, tree)]
+    # `from hf_rocm import options` names a module, `from hf_rocm.options import current` does not
+    return [each for each in found if each.top != "hf_rocm" or each.imported in modules]
+
+
+def _imports(importer: str, tree: ast.AST, *, at_import: bool = True) -> Iterator[Import]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(importer, alias.name, node.lineno, at_import)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{importer}:{node.lineno}: imports are absolute here"
+            yield Import(importer, node.module or "", node.lineno, at_import)
+            for alias in node.names:
+                yield Import(importer, f"{node.module}.{alias.name}", node.lineno, at_import)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for part in node.orelse:
+                yield from _imports(importer, ast.Module([part], []), at_import=at_import)
+        else:
+            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from _imports(importer, node, at_import=at_import and not inside)
+
+
+def _inside(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def _listed(wrong: list[Import]) -> str:
+    return "\n".join(str(each) for each in wrong)

@@ -1,0 +1,40 @@
+"""What the README claims is what the sources say."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from hf_rocm.overlay import catalog
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_options_table_is_current() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "update-readme"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_models_are_those_that_have_overlays() -> None:
+    (row,) = re.findall(r"^\| models \|(.*)\|$", README, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == set(catalog.load().models())
+
+
+def test_the_tested_releases_are_those_that_the_tests_run_in() -> None:
+    (row,) = re.findall(r"^\| transformers \|(.*)\|$", README, re.MULTILINE)
+    tested = row.split("tested in")[1].split(";")[0]
+    source = (ROOT / "scripts" / "lib" / "environments.py").read_text(encoding="utf-8")
+    (releases,) = re.findall(r"^RELEASES = (\(.*\))$", source, re.MULTILINE)
+    assert re.findall(r"\d+\.\d+\.\d+", tested) == list(ast.literal_eval(releases))
+
+
+def test_every_script_that_it_names_is_there_and_can_be_started() -> None:
+    named = set(re.findall(r"scripts/[\w-]+", README))
+    assert {"scripts/demo", "scripts/test", "scripts/check"} <= named
+    for script in named:
+        assert (ROOT / script).stat().st_mode & 0o111, script

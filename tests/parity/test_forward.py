@@ -162,3 +162,20 @@ def test_a_bert_decoder_with_a_cache(checkpoint):
         assert list(stayed.values()) == [2] and "stock" in next(iter(stayed))
     else:
         assert stayed == {}
+
+
+@each_model
+def test_under_autocast(name, checkpoint):
+    """Mixed precision of an fp32 model: the same dtypes as stock, and no further from float64 than stock is."""
+    folder = checkpoint(name, torch.float32)
+    ours, stock = models.load_ours(folder), models.load_stock(name, folder)
+    exact = models.in_float64(models.load_stock(name, folder))(input_ids=tokens(2, 9), output_hidden_states=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        with ops.recording() as routes:
+            actual = ours(input_ids=tokens(2, 9), output_hidden_states=True)
+        expected = stock(input_ids=tokens(2, 9), output_hidden_states=True)
+    served(name, ours, routes, calls=1)
+    for part, value in outputs(actual).items():
+        theirs, reference = outputs(expected)[part], outputs(exact)[part]
+        assert value.dtype == theirs.dtype
+        assert_as_good_as_eager(value, theirs, reference)

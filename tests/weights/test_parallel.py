@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,9 +42,10 @@ def test_ddp(model):
 @pytest.mark.usefixtures("group")
 def test_fsdp2(model):
     twin = models.unfused()
+    mesh = init_device_mesh("cpu", (1,))  # where there is a GPU, it would be taken
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     train(model, model)
     train(twin, twin)
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):

@@ -17,8 +17,9 @@ from typing import Any
 
 from hf_rocm.errors import OptionError
 
-TIERS = ("aiter", "triton", "torch", "eager")
-OPERATIONS = ("attention", "linear", "act_and_mul", "rms_norm")
+# In order of preference; `user` is what users register themselves.
+TIERS = ("user", "aiter", "triton", "torch", "eager")
+OPERATIONS = ("attention", "linear", "act_and_mul", "rms_norm", "rope")
 
 
 class Switch(Enum):
@@ -42,19 +43,19 @@ VARIABLES = (
     Variable("HF_ROCM_FORCE", "0, 1", "switch the ROCm path on without ROCm, for tests and measurement"),
     Variable(
         "HF_ROCM_TIER",
-        "aiter, triton, torch, eager; or per op: attention=torch,linear=eager",
+        "aiter, triton, torch, eager, user; or per op: attention=torch,linear=eager",
         "the named tier must work, or the call raises with every reason",
     ),
     Variable(
         "HF_ROCM_PROBE",
         "0, 1, refresh",
-        "check a kernel against the eager tier before its first use (default 1); refresh: again, though it passed before",
+        "check a kernel against the eager tier before its first use (default 1); refresh: though it passed before",
     ),
     Variable("HF_ROCM_PROBE_TIMEOUT", "seconds", "how long a kernel may take to build and be checked (default 900)"),
     Variable("HF_ROCM_CACHE", "a folder", "where passed checks are remembered (default ~/.cache/hf_rocm)"),
     Variable("USE_AITER_ATTENTION", "unset, 0, 1", "attention through aiter: auto, never, or required"),
     Variable("USE_AITER_GEMM", "unset, 0, 1", "linear layers through aiter: auto, never, or required"),
-    Variable("USE_OPTIMIZED_OPS", "unset, 0, 1", "activation and norm through aiter: auto, never, or required"),
+    Variable("USE_OPTIMIZED_OPS", "unset, 0, 1", "activation, norm and rope through aiter: auto, never, or required"),
     Variable("FORCE_EAGER_ATTENTION", "0, 1", "attention in plain PyTorch (the same as HF_ROCM_TIER=attention=eager)"),
 )
 
@@ -89,6 +90,12 @@ def cache_folder() -> Path:
     named = os.environ.get("HF_ROCM_CACHE", "").strip()
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     return Path(named) if named else (Path(base) if base else Path.home() / ".cache") / "hf_rocm"
+
+
+def tuned_tables() -> list[tuple[str, int]]:
+    """The tables of tuned products that aiter is told to use, each with when it was last written (ns)."""
+    paths = [Path(each) for each in os.environ.get("AITER_CONFIG_GEMM_BF16", "").split(os.pathsep) if each]
+    return [(str(path), path.stat().st_mtime_ns if path.is_file() else 0) for path in paths]
 
 
 def current() -> Options:
@@ -127,6 +134,7 @@ def parse(environment: Mapping[str, str]) -> Options:
         "linear": _switch(environment, "USE_AITER_GEMM"),
         "act_and_mul": optimized,
         "rms_norm": optimized,
+        "rope": optimized,
     }
     refresh = environment.get("HF_ROCM_PROBE", "").strip() == "refresh"
     return Options(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from hf_rocm import options
@@ -34,6 +36,7 @@ def test_aiter_switches():
         "linear": Switch.OFF,
         "act_and_mul": Switch.OFF,
         "rms_norm": Switch.OFF,
+        "rope": Switch.OFF,
     }
 
 
@@ -63,3 +66,13 @@ def test_every_variable_that_is_read_is_listed():
 
     read = set(re.findall(r'"((?:HF_ROCM|USE|FORCE)_[A-Z_]+)"', inspect.getsource(options)))
     assert read == {variable.name for variable in options.VARIABLES}
+
+
+def test_tuned_tables_are_told_apart_by_when_they_were_written(monkeypatch, tmp_path):
+    table = tmp_path / "tuned.csv"
+    monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", f"{table}:{tmp_path / 'gone.csv'}")
+    assert options.tuned_tables() == [(str(table), 0), (str(tmp_path / "gone.csv"), 0)]
+    table.write_text("M,N,K")
+    first = options.tuned_tables()
+    os.utime(table, ns=(1, 1))
+    assert first[0][1] > 1 and options.tuned_tables()[0] == (str(table), 1)

@@ -186,4 +186,7 @@ def _part_lines(part: Part) -> list[str]:
 
 def _kernel_lines(kernel: Kernel) -> list[str]:
     lines = [f"  {kernel.operation} ({kernel.situation}): {kernel.tier}, {kernel.kernel}"]
-    return lines + [f"    not {name}: {reason}" for name, reason in kernel.refused]
+    names: dict[str, list[str]] = {}
+    for name, reason in kernel.refused:
+        names.setdefault(reason, []).append(name)
+    return lines + [f"    not {', '.join(each)}: {reason}" for reason, each in names.items()]

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from hf_rocm.layers.notes import note
+from hf_rocm.ops.padded import Padded, recognise
 
 SERVED = "sdpa"
 
@@ -24,6 +25,7 @@ class Visibility(TypedDict):
 
     causal: bool
     mask: Tensor | None
+    padded: Padded | None
 
 
 def stays_stock(
@@ -71,7 +73,8 @@ def sees(
     Returns (key, value, visibility), key and value perhaps shortened, never expanded.
     """
     if mask is not None:
-        return key, value, {"causal": False, "mask": mask}
+        padded = recognise(mask, query, key, value)
+        return key, value, {"causal": False, "mask": mask, "padded": padded}
     asked = arguments.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
     s_q, s_k = query.shape[2], key.shape[2]
@@ -79,4 +82,4 @@ def sees(
         # No mask with more keys than queries: transformers relies on sdpa's top-left alignment to prefill an empty
         # static cache. The keys beyond the queries are the unwritten ones.
         key, value = key[:, :, :s_q], value[:, :, :s_q]
-    return key, value, {"causal": causal and s_q > 1, "mask": None}
+    return key, value, {"causal": causal and s_q > 1, "mask": None, "padded": None}

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_rocm.device import Device
 from hf_rocm.errors import OptionError
 from hf_rocm.ops.aiter import activation as aiter
-from hf_rocm.ops.probe import checked
+from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.registry import Implementation, Operation, route
 
 
@@ -71,6 +71,8 @@ def _refuses_nothing(spec: ActivationSpec, device: Device) -> str | None:
 
 
 _operation = Operation("act_and_mul", ActivationSpec)
-_operation.register(Implementation("aiter", "act_and_mul", aiter.refuses, aiter.act_and_mul, checked("act_and_mul")))
+_operation.register(
+    Implementation("aiter", "act_and_mul", aiter.refuses, aiter.act_and_mul, checked("act_and_mul", "act_and_mul"))
+)
 _operation.register(Implementation("torch", "F.silu/F.gelu", _refuses_nothing, torch_act_and_mul))
 _operation.register(Implementation("eager", "formula", _refuses_nothing, eager_act_and_mul))

@@ -1,7 +1,8 @@
 """attention: softmax(q kᵀ · scale) v with grouped key/value heads, which are never expanded.
 
 One definition for all tiers. Causality and the window are aligned bottom-right: query i of S_q stands at position
-S_k − S_q + i. A row that may see nothing is zero.
+S_k − S_q + i. A query before the first key sees nothing and is zero; what comes out for one that only a mask blinds
+(a padding token's) is finite and means nothing: zero in eager, and in the torch tier whatever SDPA gives.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from hf_rocm.ops import attention_eager, attention_torch
 from hf_rocm.ops.aiter import attention as aiter
-from hf_rocm.ops.probe import checked
+from hf_rocm.ops.aiter import triton, varlen
+from hf_rocm.ops.aiter.detect import checked
+from hf_rocm.ops.padded import Padded, attend
 from hf_rocm.ops.registry import Implementation, Operation, route
 
 
@@ -49,6 +52,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    padded: Padded | None = None,
     weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Scaled dot-product attention over grouped heads.
@@ -56,9 +60,12 @@ def attention(
     query: [B, H, S_q, D]; key: [B, Hkv, S_k, D]; value: [B, Hkv, S_k, D_v]; H a multiple of Hkv.
     mask: [B | 1, H | 1, S_q | 1, ≥ S_k], bool (True = visible) or additive in query's dtype; further keys of the mask
     are ignored. window: how many keys a query sees, itself included. softcap: c · tanh(score / c). sinks: [H] logits
-    that take part in the softmax and carry no value. Everything that restricts is combined.
+    that take part in the softmax and carry no value. Everything that restricts is combined. padded: what `recognise`
+    found in the mask, which then stands for the mask and for causality; without window, softcap and sinks only.
     Returns ([B, S_q, H, D_v] contiguous, weights [B, H, S_q, S_k] if asked for, else None).
     """
+    if padded is not None and not weights:
+        return attend(query, key, value, padded, scale=scale), None
     _, heads, s_q, head_dim = query.shape
     _, kv_heads, s_k, value_dim = value.shape
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -88,14 +95,13 @@ def attention(
 
 
 _operation = Operation("attention", AttentionSpec)
-_operation.register(
-    Implementation(
-        "aiter", "flash_attn_func", aiter.flash_attn_func_refuses, aiter.flash_attn_func, checked("attention")
-    )
-)
-_operation.register(Implementation("aiter", "mha_fwd", aiter.mha_fwd_refuses, aiter.mha_fwd, checked("attention")))
-_operation.register(
-    Implementation("aiter", "mha_fwd, sinks by lse", aiter.mha_fwd_lse_refuses, aiter.mha_fwd_lse, checked("attention"))
-)
+for _name, _refuses, _call in (
+    ("flash_attn_func", aiter.flash_attn_func_refuses, aiter.flash_attn_func),
+    ("mha_fwd", aiter.mha_fwd_refuses, aiter.mha_fwd),
+    ("flash_attn_varlen_func", varlen.dense_refuses, varlen.dense),
+    ("triton flash_attn_func", triton.refuses, triton.attention),
+    ("mha_fwd, sinks by lse", aiter.mha_fwd_lse_refuses, aiter.mha_fwd_lse),
+):
+    _operation.register(Implementation("aiter", _name, _refuses, _call, checked("attention", _name)))
 _operation.register(Implementation("torch", "SDPA", attention_torch.refuses, attention_torch.attention))
 _operation.register(Implementation("eager", "softmax", attention_eager.refuses, attention_eager.attention))

@@ -46,17 +46,35 @@ def attention(
 ) -> tuple[Tensor, None]:
     """See `hf_rocm.ops.attention`; softcap and sinks are always None here."""
     s_q, s_k = query.shape[2], key.shape[2]
+    if causal and s_q > s_k:
+        return _after_the_blind(query, key, value, mask, scale=scale, window=window), None
     mask = _combined(mask, query, s_k, causal=causal and s_q > 1, window=window)
     groups = query.shape[1] // key.shape[1]
     if mask is None or groups == 1:
         output = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal and s_q > 1 and mask is None, scale=scale, enable_gqa=groups > 1
-        )
+        ).transpose(1, 2)
     elif s_q <= STACKED_QUERIES:
         output = _stacked(query, key, value, mask, scale)
     else:
         output = _head_by_head(query, key, value, mask, scale)
-    return output.transpose(1, 2).contiguous(), None
+    return output.contiguous(), None
+
+
+def _after_the_blind(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, window: int | None
+) -> Tensor:
+    """Causal with more queries than keys: the first S_q − S_k see nothing and are zero, the rest are a square call.
+
+    SDPA's GPU kernels give such rows a mean of values instead. Returns [B, S_q, H, D_v].
+    """
+    blind = query.shape[2] - key.shape[2]
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask[:, :, blind:]
+    output, _ = attention(
+        query[:, :, blind:], key, value, scale=scale, causal=True, mask=mask, window=window, softcap=None, sinks=None
+    )
+    return F.pad(output, (0, 0, 0, 0, blind, 0))
 
 
 def _combined(mask: Tensor | None, query: Tensor, s_k: int, *, causal: bool, window: int | None) -> Tensor | None:
@@ -77,7 +95,7 @@ def _combined(mask: Tensor | None, query: Tensor, s_k: int, *, causal: bool, win
 
 
 def _stacked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[B, H, S_q, D] as [B, Hkv, G·S_q, D], with the mask's rows repeated alike. Returns [B, H, S_q, D_v]."""
+    """[B, H, S_q, D] as [B, Hkv, G·S_q, D], with the mask's rows repeated alike. Returns [B, S_q, H, D_v]."""
     b, h, s_q, d = query.shape
     kv_heads, s_k = key.shape[1], key.shape[2]
     groups = h // kv_heads
@@ -86,19 +104,20 @@ def _stacked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: flo
     else:
         rows = mask.expand(-1, h, s_q, s_k).reshape(mask.shape[0], kv_heads, groups * s_q, s_k)
     output = F.scaled_dot_product_attention(query.reshape(b, kv_heads, groups * s_q, d), key, value, rows, scale=scale)
-    return output.view(b, h, s_q, value.shape[3])
+    # GPU kernels return other strides than CPU ones, so heads and groups may only meet in the copy
+    return output.unflatten(2, (groups, s_q)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _head_by_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """One SDPA call for each member of the group, all key heads at once. Returns [B, H, S_q, D_v]."""
-    b, h, s_q, d = query.shape
+    """One SDPA call for each member of the group, all key heads at once. Returns [B, S_q, H, D_v]."""
+    h = query.shape[1]
     groups = h // key.shape[1]
-    members = query.view(b, -1, groups, s_q, d)  # [B, Hkv, G, S_q, D]
-    masks = mask.view(mask.shape[0], -1, groups, *mask.shape[2:]) if mask.shape[1] == h else mask.unsqueeze(2)
+    members = query.unflatten(1, (-1, groups))  # [B, Hkv, G, S_q, D]
+    masks = mask.unflatten(1, (-1, groups)) if mask.shape[1] == h else mask.unsqueeze(2)
     outputs = [
         F.scaled_dot_product_attention(
             members[:, :, member], key, value, masks[:, :, member if masks.shape[2] > 1 else 0], scale=scale
-        )
+        ).transpose(1, 2)
         for member in range(groups)
     ]
-    return torch.stack(outputs, dim=2).view(b, h, s_q, value.shape[3])
+    return torch.stack(outputs, dim=3).flatten(2, 3)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_rocm.device import Device
 from hf_rocm.ops.aiter import linear as aiter
-from hf_rocm.ops.probe import checked
+from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.registry import Implementation, Operation, route
 
 
@@ -54,6 +54,8 @@ def _refuses_nothing(spec: LinearSpec, device: Device) -> str | None:
 
 
 _operation = Operation("linear", LinearSpec)
-_operation.register(Implementation("aiter", "gemm_a16w16", aiter.refuses, aiter.linear, checked("linear")))
+_operation.register(
+    Implementation("aiter", "gemm_a16w16", aiter.refuses, aiter.linear, checked("linear", "gemm_a16w16"))
+)
 _operation.register(Implementation("torch", "F.linear", _refuses_nothing, F.linear))
 _operation.register(Implementation("eager", "matmul", _refuses_nothing, eager_linear))

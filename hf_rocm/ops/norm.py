@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_rocm.device import Device
 from hf_rocm.ops.aiter import norm as aiter
-from hf_rocm.ops.probe import checked
+from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.registry import Implementation, Operation, route
 
 
@@ -41,7 +41,8 @@ def torch_rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Ten
     """PyTorch's own; (1 + w) is formed in fp32, since rounding it to bf16 would lose small weights."""
     if one_plus:
         return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
-    return F.rms_norm(x, weight.shape, weight, eps)
+    normed = F.rms_norm(x, weight.shape, weight, eps)
+    return normed if normed.dtype == x.dtype else normed.to(x.dtype)  # autocast may widen it; stock's norm doesn't
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
@@ -55,7 +56,7 @@ def eager_rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Ten
     return (normed * scale).to(x.dtype)
 
 
-def _torch_refuses(spec: NormSpec, device: Device) -> str | None:
+def torch_refuses(spec: NormSpec, device: Device) -> str | None:
     if not spec.one_plus and spec.weight_dtype != spec.dtype:
         return f"F.rms_norm needs one dtype, got {spec.dtype} and a weight of {spec.weight_dtype}"
     if spec.one_plus and spec.dtype == torch.float64:
@@ -68,6 +69,6 @@ def _eager_refuses(spec: NormSpec, device: Device) -> str | None:
 
 
 _operation = Operation("rms_norm", NormSpec)
-_operation.register(Implementation("aiter", "rms_norm", aiter.refuses, aiter.rms_norm, checked("rms_norm")))
-_operation.register(Implementation("torch", "F.rms_norm", _torch_refuses, torch_rms_norm))
+_operation.register(Implementation("aiter", "rms_norm", aiter.refuses, aiter.rms_norm, checked("rms_norm", "rms_norm")))
+_operation.register(Implementation("torch", "F.rms_norm", torch_refuses, torch_rms_norm))
 _operation.register(Implementation("eager", "formula", _eager_refuses, eager_rms_norm))

@@ -70,10 +70,12 @@ class Operation(Generic[SpecT]):
 
     name: str
     spec_type: type[SpecT]
+    family: str = ""  # whose options it follows; its own unless it is a form of another operation
     implementations: list[Implementation[SpecT]] = field(default_factory=list)
     choices: dict[tuple[Any, ...], Choice[SpecT]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.family = self.family or self.name
         _operations[self.name] = self
 
     def register(self, implementation: Implementation[SpecT]) -> None:
@@ -92,8 +94,8 @@ class Operation(Generic[SpecT]):
     def _choose(self, spec: SpecT) -> Choice[SpecT]:
         device = describe(spec.device)  # type: ignore[attr-defined]
         current = options.current()
-        named = current.tier(self.name)
-        switch = current.aiter[self.name]
+        named = current.tier(self.family)
+        switch = current.aiter[self.family]
         refusals: list[Refusal] = []
         for each in self.implementations:
             reason = None
@@ -152,7 +154,7 @@ def recording() -> Iterator[list[Route]]:
 def route(operation: Operation[SpecT], key: tuple[Any, ...], *tensors: torch.Tensor) -> Callable[..., Any]:
     """The function that serves this call; 1 µs once the choice was made."""
     if is_compiling():
-        return operation.implementations[_place_of_choice(operation, _specialised(key))].call
+        return operation.implementations[_place_of_choice(operation.name, _specialised(key))].call
     choice = operation.choices.get(key)
     if choice is None:
         choice = operation.choose(key)
@@ -171,9 +173,10 @@ def _specialised(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[misc]  # torch doesn't type it
-def _place_of_choice(operation: Operation[SpecT], key: tuple[Any, ...]) -> int:
+def _place_of_choice(operation: str, key: tuple[Any, ...]) -> int:
     """Chosen while tracing, as if it were a constant: options and probes are no part of the graph."""
-    return operation.implementations.index(operation.choose(key).implementation)
+    named = _operations[operation]
+    return named.implementations.index(named.choose(key).implementation)
 
 
 def _describe(spec: tuple[Any, ...]) -> str:

@@ -18,8 +18,18 @@ from lib.environments import ROOT
 
 RELEASE = "0.1.20.post1"
 SOURCE = "git+https://github.com/ROCm/aiter.git"
-BUILD_NEEDS = ("setuptools", "setuptools_scm", "wheel", "packaging", "psutil", "ninja", "pandas", "einops")
-BUILD_NEEDS += ("pybind11>=3.0.1", "flydsl==0.3.1")
+BUILD_NEEDS = (
+    "setuptools",
+    "setuptools_scm",
+    "wheel",
+    "packaging",
+    "psutil",
+    "ninja",
+    "pandas",
+    "einops",
+    "pybind11>=3.0.1",
+    "flydsl==0.3.1",
+)
 
 PYPI = "0.1.7.post2.dev18"
 PYPI_NEEDS = ("ninja", "pandas", "einops", "psutil", "packaging", "pybind11>=3.0.1")
@@ -73,7 +83,8 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
             f"hf_rocm uses aiter's kernels on {', '.join(SERVED)} only\n  found  {machine.arch}\n\n"
             "hint: nothing has to be installed; the other tiers serve this GPU"
         )
-    words, commands = [], []
+    words: list[str] = []
+    commands: list[tuple[str, ...]] = []
     if machine.other_aiter:
         words.append("the unrelated package `aiter` (asyncio) is in the way and goes first")
         commands.append(("uninstall", "--yes", "aiter"))

@@ -1,0 +1,202 @@
+"""Packed attention through `flash_attn_varlen_func`: sequences of any length end to end, and the only softcap."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm.ops.aiter import contract, detect
+from hf_rocm.ops.aiter.attention import dense_limits, limits, may_be_assembly, window_sides
+from hf_rocm.ops.aiter.contract import why_not
+from hf_rocm.ops.aiter.layout import aligned, rows_first
+from hf_rocm.ops.aiter.opaque import opaque
+
+if TYPE_CHECKING:
+    from hf_rocm.device import Device
+    from hf_rocm.ops.attention import AttentionSpec
+    from hf_rocm.ops.varlen import VarlenSpec
+
+# Before it, softcapped calls could reach assembly kernels that know no softcap.
+KEEPS_SOFTCAP = "0.1.7.post3"
+GATES_ASSEMBLY = "0.1.16"
+
+
+def dense_refuses(spec: AttentionSpec, device: Device) -> str | None:
+    """Dense attention with a softcap, as packed sequences of one length."""
+    reason = detect.unavailable(device) or dense_limits(spec)
+    if reason is not None:
+        return reason
+    if not spec.softcap:
+        return "flash_attn_varlen_func is for a softcap; without one its packing is a detour"
+    return _refuses(spec, device)
+
+
+def packed_refuses(spec: VarlenSpec, device: Device) -> str | None:
+    return detect.unavailable(device) or limits(spec) or _refuses(spec, device)
+
+
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, None]:
+    """See `hf_rocm.ops.attention`; mask and sinks are always None here."""
+    b, h, s_q, _ = query.shape
+    s_k = key.shape[2]
+    if query.numel() == 0 or key.numel() == 0:
+        return query.new_zeros((b, s_q, h, value.shape[3])), None
+    q, k, v = (rows_first(each).flatten(0, 1) for each in (query, key, value))
+    output = packed(
+        q,
+        k,
+        v,
+        _steps(b, s_q, query.device),
+        _steps(b, s_k, query.device),
+        longest_query=s_q,
+        longest_key=s_k,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+    return output.view(b, s_q, h, value.shape[3]), None
+
+
+def packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    *,
+    longest_query: int,
+    longest_key: int,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """See `hf_rocm.ops.varlen_attention`."""
+    left, right = window_sides(window, causal)
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    call = _forward if grad else _traced
+    output: Tensor = call(
+        query,
+        key,
+        value,
+        query_ends,
+        key_ends,
+        longest_query,
+        longest_key,
+        scale,
+        causal,
+        left,
+        right,
+        softcap or 0.0,
+        grad,
+    )
+    return output
+
+
+def _refuses(spec: AttentionSpec | VarlenSpec, device: Device) -> str | None:
+    release = detect.release()
+    if spec.sinks:
+        return "flash_attn_varlen_func may choose an assembly kernel, which would drop the sinks"
+    if spec.softcap and spec.grad:
+        return "the backward pass of flash_attn_varlen_func has no softcap"
+    if spec.window == 1:
+        return "flash_attn_varlen_func would send a window of one key to an assembly kernel that has no windows"
+    if may_be_assembly(spec):
+        if spec.softcap and not release.at_least(KEEPS_SOFTCAP):
+            return f"flash_attn_varlen_func of {release.name} would choose an assembly kernel that drops the softcap"
+        if device.arch not in ("gfx942", "gfx950") and not release.at_least(GATES_ASSEMBLY):
+            return f"flash_attn_varlen_func of {release.name} would choose gfx942's assembly kernel on {device.arch}"
+    return why_not(_kernel())
+
+
+_GIVEN = frozenset(
+    (
+        "q",
+        "k",
+        "v",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
+        "dropout_p",
+        "softmax_scale",
+        "logits_soft_cap",
+        "causal",
+        "window_size",
+        "return_lse",
+    )
+)
+
+
+def _kernel() -> contract.Call | str:
+    return contract.function("flash_attn_varlen_func", _GIVEN)
+
+
+@lru_cache(maxsize=64)
+def _steps(b: int, length: int, device: torch.device) -> Tensor:
+    """0, length, 2 · length, …: where each of B sequences of one length ends."""
+    return torch.arange(0, (b + 1) * length, length, dtype=torch.int32, device=device)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    longest_query: int,
+    longest_key: int,
+    scale: float,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    grad: bool,
+) -> Tensor:
+    if query.numel() == 0 or key.numel() == 0:
+        return _shape(query, key, value).zero_() + (query.sum() + key.sum() + value.sum()) * 0
+    kernel: Any = _kernel()
+    result = kernel(
+        q=aligned(query),
+        k=aligned(key),
+        v=aligned(value),
+        cu_seqlens_q=query_ends,
+        cu_seqlens_k=key_ends,
+        max_seqlen_q=longest_query,
+        max_seqlen_k=longest_key,
+        dropout_p=0.0,
+        softmax_scale=scale,
+        logits_soft_cap=softcap,
+        causal=causal,
+        window_size=(left, right),
+        return_lse=grad,
+    )
+    output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
+    return output.contiguous()
+
+
+def _shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+
+
+_traced = opaque(
+    "aiter_varlen(Tensor query, Tensor key, Tensor value, Tensor query_ends, Tensor key_ends, SymInt longest_query, "
+    "SymInt longest_key, float scale, bool causal, int left, int right, float softcap, bool grad) -> Tensor",
+    _forward,
+    _shape,
+)

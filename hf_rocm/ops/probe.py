@@ -1,0 +1,118 @@
+"""First-use checks: a kernel computes a tiny case of the same kind and is compared with the eager tier.
+
+Builds of minutes, hangs and crashes are possible then, so it happens in a child process with a time-out. What passed is
+remembered on disk for this GPU and these versions; what failed is off for this process, with one warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_rocm import __version__, options
+from hf_rocm.device import Device
+from hf_rocm.ops import probe_cases, probe_worker
+
+Probe = Callable[[Any, Device], "str | None"]
+
+_off: dict[tuple[str, str, str], str] = {}
+_passed: set[str] = set()
+
+
+def checked(operation: str, name: str, *, tier: str = "aiter", version: Callable[[], str] | None = None) -> Probe:
+    """The probe of an implementation, in a child process. version: the release of what it calls, for the memory."""
+
+    def probe(spec: Any, device: Device) -> str | None:
+        kind = probe_cases.kind(operation, spec)
+        key = _key(operation, tier, name, kind, device, version() if version else "")
+        return _once(
+            (operation, tier, name),
+            key,
+            lambda: probe_worker.ask(
+                probe_worker.request(operation, tier, name, kind), options.current().probe_timeout
+            ),
+            remember=True,
+        )
+
+    return probe
+
+
+def checked_here(operation: str, name: str, *, tier: str) -> Probe:
+    """The probe of an implementation that only this process knows: no child, no time-out, no memory on disk."""
+
+    def probe(spec: Any, device: Device) -> str | None:
+        kind = probe_cases.kind(operation, spec)
+        key = _key(operation, tier, name, kind, device, "")
+        return _once(
+            (operation, tier, name), key, lambda: probe_cases.check(operation, tier, name, kind), remember=False
+        )
+
+    return probe
+
+
+def forget() -> None:
+    """Check everything anew in this process; what is on disk stays."""
+    _off.clear()
+    _passed.clear()
+
+
+def _once(kernel: tuple[str, str, str], key: str, check: Callable[[], str | None], *, remember: bool) -> str | None:
+    if kernel in _off:
+        return _off[kernel]
+    if key in _passed:
+        return None
+    if not remember or options.current().refresh or not _file(key).is_file():
+        reason = check()
+        if reason is not None:
+            operation, tier, name = kernel
+            _off[kernel] = f"its check failed: {reason}"
+            warnings.warn(
+                f"hf_rocm: {operation} won't use {tier}'s {name} in this process: {reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return _off[kernel]
+        if remember:
+            _remember(key)
+    _passed.add(key)
+    return None
+
+
+def _key(operation: str, tier: str, name: str, kind: tuple[Any, ...], device: Device, version: str) -> str:
+    facts = {
+        "operation": operation,
+        "kernel": f"{tier}/{name}",
+        "kind": probe_worker.encode(kind),
+        "arch": device.arch,
+        "version": version,
+        "torch": torch.__version__,
+        "rocm": torch.version.hip,
+        "tables": options.tuned_tables(),  # they choose the kernels of a product
+        "hf_rocm": __version__,
+    }
+    return json.dumps(facts, sort_keys=True)
+
+
+def _file(key: str) -> Path:
+    return options.cache_folder() / "probes" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def _remember(key: str) -> None:
+    """One small file per pass, put in place whole: any number of processes may do it at once."""
+    file = _file(key)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(key + "\n")
+        Path(name).replace(file)
+    except OSError:
+        pass  # a home that can't be written: it is checked again by the next process

@@ -1,0 +1,218 @@
+"""The child process that builds and checks kernels, and this process's side of the pipe to it.
+
+One child serves many checks, since importing torch and aiter takes seconds; left alone it ends by itself. It is killed
+with everything that it started when it takes too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import torch
+
+IDLE_SECONDS = 60.0  # after this long without a question the child ends
+GRACE = 30  # seconds past the time-out after which a hanging child ends by itself
+FIRST_WORD, NEXT_WORD = 5.0, 60.0  # seconds until the first word about progress, and between later ones
+
+Request = dict[str, Any]
+_logger = logging.getLogger("hf_rocm")
+_lock = threading.Lock()
+_worker: _Worker | None = None
+_listeners: list[Callable[[str], None]] = []
+
+
+def request(operation: str, tier: str, name: str, kind: tuple[Any, ...]) -> Request:
+    return {"operation": operation, "tier": tier, "name": name, "kind": encode(kind)}
+
+
+def ask(question: Request, timeout: float) -> str | None:
+    """What the child finds wrong, in a sentence, or None. Dying or taking more than `timeout` seconds is wrong too."""
+    global _worker
+    with _lock:
+        for attempt in (1, 2):
+            if _worker is None or not _worker.alive():
+                if _worker is not None:
+                    _worker.close()
+                _worker = _Worker()
+            try:
+                answer = _worker.ask(question, timeout)
+            except KeyboardInterrupt:
+                _worker.kill()
+                _worker = None
+                raise
+            except _Ended as ended:
+                _worker = None
+                if not ended.began and attempt == 1:
+                    continue  # it had just gone idle
+                return ended.reason
+            reason: str | None = answer["reason"]
+            return reason
+    raise AssertionError  # the second attempt returns
+
+
+def stop() -> None:
+    """End the child, if there is one."""
+    global _worker
+    with _lock:
+        if _worker is not None:
+            _worker.kill()
+            _worker = None
+
+
+@contextmanager
+def progress(listener: Callable[[str], None]) -> Iterator[None]:
+    """Send words about long builds to `listener` instead of the log."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def encode(values: tuple[Any, ...]) -> list[Any]:
+    return [{type(each).__name__: str(each)} if isinstance(each, _NAMED) else each for each in values]
+
+
+def decode(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(_decode(each) for each in values)
+
+
+_NAMED = (torch.dtype, torch.device)
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, text),) = value.items()
+    return torch.device(text) if kind == "device" else getattr(torch, text.removeprefix("torch."))
+
+
+class _Ended(Exception):
+    """The child is gone. began: it had taken the question."""
+
+    def __init__(self, reason: str, *, began: bool) -> None:
+        super().__init__(reason)
+        self.reason, self.began = reason, began
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self.parent = os.getpid()
+        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the child
+        # the child sees the modules that this process sees, wherever they come from
+        start = f"import sys; sys.path[:] = {sys.path!r}; from hf_rocm.ops.probe_worker import serve; serve()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", start],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            start_new_session=True,
+            bufsize=0,  # select doesn't see what lies in a buffer
+        )
+
+    def alive(self) -> bool:
+        return self.parent == os.getpid() and self.process.poll() is None
+
+    def ask(self, question: Request, timeout: float) -> dict[str, Any]:
+        began = False
+        deadline = time.monotonic() + timeout
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({**question, "timeout": timeout}).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended(began) from None
+        while True:
+            line = self._line(question, deadline)
+            if line is None:
+                self.kill()
+                raise _Ended(f"it was not built and checked within {timeout:g} s", began=True)
+            if not line:
+                raise self._ended(began)
+            answer: dict[str, Any] = json.loads(line)
+            if "reason" in answer:
+                return answer
+            began = True
+
+    def kill(self) -> None:
+        """End it, with the compilers that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.close()
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self.errors.close()
+
+    def _line(self, question: Request, deadline: float) -> bytes | None:
+        """The next line, empty if the child ended, None if the time is over."""
+        output = self.process.stdout
+        assert output is not None
+        started, word = time.monotonic(), FIRST_WORD
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                return None
+            ready, _, _ = select.select([output], [], [], max(0.0, min(deadline, started + word) - now))
+            if ready:
+                return output.readline()
+            if time.monotonic() >= started + word:
+                what = f"{question['tier']}'s {question['name']}"
+                _say(f"building and checking {what}, {word:.0f} s so far (it happens once on this machine)")
+                word += NEXT_WORD
+
+    def _ended(self, began: bool) -> _Ended:
+        code = self.process.wait()
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        self.kill()
+        return _Ended(f"the process that checked it {how}" + (f": {lines[-1]}" if lines else ""), began=began)
+
+
+def _say(text: str) -> None:
+    if _listeners:
+        _listeners[-1](text)
+    else:
+        _logger.warning(text)
+
+
+def serve() -> None:
+    """The child: one question per line on stdin; for each, a line that it was taken and a line with the reason."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # kernels and compilers print as they like
+    import hf_rocm.ops
+    from hf_rocm.ops import probe_cases
+
+    assert hf_rocm.ops  # registers every operation
+    questions = os.fdopen(0, "rb", buffering=0, closefd=False)
+    while select.select([questions], [], [], IDLE_SECONDS)[0]:
+        line = questions.readline()
+        if not line:
+            break
+        question = json.loads(line)
+        answers.write("{}\n")
+        answers.flush()
+        kind = decode(question["kind"])
+        signal.alarm(int(question["timeout"]) + GRACE)  # if nobody is left to kill a child that hangs
+        reason = probe_cases.check(question["operation"], question["tier"], question["name"], kind)
+        signal.alarm(0)
+        answers.write(json.dumps({"reason": reason}) + "\n")
+        answers.flush()

@@ -1,0 +1,10 @@
+"""Found through PYTHONPATH by the child processes that check kernels: they get the stand-ins too."""
+
+import importlib.util
+from pathlib import Path
+
+spec = importlib.util.spec_from_file_location("standins", Path(__file__).parents[1] / "standins.py")
+assert spec is not None and spec.loader is not None
+standins = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(standins)
+standins.install()

@@ -1,0 +1,87 @@
+"""amd-aiter as it is on PyPI, with stand-ins for its compiled kernels, seen as if it ran on an MI300X."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.aiter import standins
+
+ARCH = "gfx942"
+
+
+def aiter_version() -> str | None:
+    try:
+        return version("amd-aiter")
+    except PackageNotFoundError:
+        return None
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """The stand-ins, installed for this process and its children."""
+    if aiter_version() is None:
+        pytest.skip("not run: needs amd-aiter (scripts/test makes its environment)")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in standins.environment(tmp_path_factory.mktemp("rocm-tools")).items():
+            patch.setenv(name, value)
+        standins.install()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # aiter's own, from its imports
+            from hf_rocm.ops import probe_worker
+            from hf_rocm.ops.aiter import detect
+
+            loaded = detect.load()
+            assert not isinstance(loaded, str), loaded
+        yield standins.load_kernels()
+        probe_worker.stop()
+        sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, standins.Finder)]
+
+
+@pytest.fixture
+def mi300x(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """CPU tensors count as those of an MI300X, and nothing is remembered from other tests."""
+    from hf_rocm.ops import probe, registry
+    from tests.aiter.machine import pretend
+
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "cache"))
+    pretend(monkeypatch, ARCH)
+    probe.forget()
+    yield
+    probe.forget()
+    registry.forget_choices()
+
+
+@pytest.fixture
+def break_kernel(kernels: ModuleType) -> Iterator[Callable[[str], None]]:
+    """Break one kernel on purpose, here and in the children: `name:how`."""
+    file = Path(os.environ["STANDIN_BROKEN"])
+
+    def write(how: str) -> None:
+        file.write_text(how)
+
+    yield write
+    file.write_text("")
+
+
+@pytest.fixture
+def recorded_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Any release of aiter by its recorded declarations, as if it ran on an MI300X. Needs no amd-aiter."""
+    from hf_rocm.ops.aiter import detect
+    from tests.aiter import recorded
+    from tests.aiter.machine import pretend
+
+    def use(version: str, arch: str = ARCH) -> None:
+        release = recorded.release(version)
+        monkeypatch.setattr(detect, "load", lambda: release)
+        pretend(monkeypatch, arch)
+        del standins.load_kernels().CALLS[:]
+
+    return use

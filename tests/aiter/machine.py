@@ -1,0 +1,13 @@
+"""Seeing the CPU as an AMD GPU, for the predicates."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_rocm.device import Device
+from hf_rocm.ops import registry
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, arch: str | None) -> None:
+    monkeypatch.setattr(registry, "describe", lambda device: Device("cuda", rocm=True, arch=arch))
+    registry.forget_choices()

@@ -1,0 +1,131 @@
+"""Stand-ins for aiter's norms, gates, products and rotary embedding, which read dense rows and check nothing."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .strict import CALLS, need
+
+
+def check_rows(*tensors: Tensor) -> None:
+    for each in tensors:
+        need(each.dim() == 2 and each.is_contiguous(), "a contiguous matrix")
+        need(each.numel() > 0, "not empty")
+
+
+def _and_mul(out: Tensor, input: Tensor, activation: Any) -> None:
+    check_rows(out, input)
+    need(out.dtype == input.dtype and out.dtype in (torch.float16, torch.bfloat16), "fp16 or bf16, one dtype")
+    need(input.shape[1] == 2 * out.shape[1] and out.shape[1] % 8 == 0, "[gate | up], each a multiple of 8 wide")
+    gate, up = input.float().chunk(2, -1)
+    out.copy_(activation(gate) * up)
+
+
+def silu_and_mul(out: Tensor, input: Tensor) -> None:
+    _and_mul(out, input, torch.nn.functional.silu)
+
+
+def gelu_and_mul(out: Tensor, input: Tensor) -> None:
+    _and_mul(out, input, torch.nn.functional.gelu)
+
+
+def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
+    _and_mul(out, input, functools.partial(torch.nn.functional.gelu, approximate="tanh"))
+
+
+def _normed(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    check_rows(input)
+    need(weight.dtype == input.dtype and weight.is_contiguous(), "the weight is read as the input's dtype")
+    need(input.dtype in (torch.float16, torch.bfloat16), "fp16 or bf16")
+    wide = input.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight.float()).to(input.dtype)
+
+
+def rmsnorm2d_fwd(input: Tensor, weight: Tensor, epsilon: float, use_model_sensitive_rmsnorm: int = 0) -> Tensor:
+    return _normed(input, weight, epsilon)
+
+
+def rmsnorm2d_fwd_with_add(
+    out: Tensor,
+    input: Tensor,
+    residual_in: Tensor,
+    residual_out: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    use_model_sensitive_rmsnorm: int = 0,
+) -> None:
+    check_rows(out, input, residual_in, residual_out)
+    residual_out.copy_(input + residual_in)
+    out.copy_(_normed(residual_out, weight, epsilon))
+
+
+def rope_cached_2c_fwd_impl(
+    output_x: Tensor,
+    output_y: Tensor,
+    input_x: Tensor,
+    input_y: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rotate_style: int,
+    reuse_freqs_front_part: bool,
+    nope_first: bool,
+) -> None:
+    need(
+        cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == input_x.dtype,
+        "dense angles, one dtype",
+    )
+    need(not reuse_freqs_front_part and not nope_first, "not stood in for")
+    r = cos.shape[-1]
+    need(cos.shape == (input_x.shape[0], 1, 1, r), "angles are [s, 1, 1, d]")
+    for source, target in ((input_x, output_x), (input_y, output_y)):
+        need(source.stride(-1) == target.stride(-1) == 1, "the last dim must be dense")
+        turning = source[..., :r].float()
+        if rotate_style == 0:
+            crossed = torch.cat((-turning[..., r // 2 :], turning[..., : r // 2]), -1)
+        else:
+            crossed = torch.stack((-turning[..., 1::2], turning[..., ::2]), -1).flatten(-2)
+        target[..., :r] = turning * cos.float() + crossed * sin.float()
+        target[..., r:] = source[..., r:]
+
+
+def get_padded_m(M: int, N: int, K: int, gl: int) -> int:
+    """Coarser rows of the tuned table; which ones doesn't matter here."""
+    step = 16 if gl == 0 else 64
+    return -(-M // step) * step
+
+
+def wv_splitk_small_fp16_bf16(in_a: Tensor, in_b: Tensor, out_c: Tensor, N_in: int, CuCount: int) -> None:
+    check_rows(in_a, in_b, out_c)
+    out_c.copy_(in_b @ in_a.t())
+
+
+def hipb_create_extension() -> None:
+    pass
+
+
+def hipb_mm(
+    mat1: Tensor,
+    mat2: Tensor,
+    solution_index: int,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scaleA: Tensor | None = None,
+    scaleB: Tensor | None = None,
+    scaleOut: Tensor | None = None,
+    bpreshuffle: bool | None = None,
+) -> Tensor:
+    need(any(each.kernel == "hipb_create_extension" for each in CALLS), "hipBLASLt without its handle")
+    return torch.nn.functional.linear(mat1, mat2.t(), bias)
+
+
+def gemm_a16w16_asm(
+    A: Tensor, B: Tensor, out: Tensor, bias: Tensor | None, splitK: int | None, kernelName: str | None
+) -> Tensor:
+    check_rows(A, B, out)
+    need(bias is None, "this release's assembly kernel ignores the bias")
+    out.copy_(A.float() @ B.float().t())
+    return out

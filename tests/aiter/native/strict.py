@@ -1,0 +1,77 @@
+"""What all stand-ins share: every call is recorded, a wrong one raises, and a test can break one on purpose."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Call(NamedTuple):
+    """One call that reached a kernel. Tensors appear as (dtype, shape, strides)."""
+
+    kernel: str
+    arguments: dict[str, Any]
+
+
+CALLS: list[Call] = []
+
+
+class WrongCall(Exception):
+    """The real kernel would have computed something else, or crashed."""
+
+
+def need(condition: object, sentence: str) -> None:
+    if not condition:
+        raise WrongCall(sentence)
+
+
+def broken(name: str) -> str | None:
+    file = os.environ.get("STANDIN_BROKEN")
+    wanted, _, how = (Path(file).read_text() if file else "").partition(":")
+    return how if wanted == name else None
+
+
+def leaf(function: Any) -> Any:
+    """The function as aiter meets it: recorded, without autograd, and broken where a test says so."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    def called(*positional: Any, **keywords: Any) -> Any:
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        arguments = {**dict(zip(names, positional, strict=False)), **keywords}
+        tensors = [each for each in arguments.values() if isinstance(each, Tensor)]
+        need(not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)), f"{name} has no autograd")
+        CALLS.append(Call(name, {key: _shown(value) for key, value in arguments.items()}))
+        _misbehave(name)
+        result = function(*positional, **keywords)
+        if broken(name) == "nan":
+            for each in result if isinstance(result, tuple) else [result, arguments.get("out")]:
+                if isinstance(each, Tensor) and each.is_floating_point():
+                    each.fill_(torch.nan)
+        return result
+
+    called.__doc__ = "Members:"  # aiter compares the signature of anything whose docstring starts otherwise
+    return called
+
+
+def _misbehave(name: str) -> None:
+    how = broken(name)
+    if how == "raise":
+        raise RuntimeError("hipErrorLaunchFailure")
+    if how == "hang":
+        time.sleep(3600)
+    if how == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "build":
+        raise SystemExit("[aiter] build failed !!!!!!")
+
+
+def _shown(value: Any) -> Any:
+    return (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, Tensor) else value

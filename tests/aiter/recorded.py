@@ -1,0 +1,162 @@
+"""Every release of aiter from 0.1.5 on as its declarations: calls are checked against them and computed by references.
+
+releases.json holds names, order and defaults of arguments, read from the public repository.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from hf_rocm.ops.aiter.detect import Argument, Function, Release
+from hf_rocm.ops.shuffled import unshuffle
+from tests.aiter import standins
+
+kernels = standins.load_kernels()  # the one that the native modules come from
+
+DATA = json.loads((Path(__file__).parent / "releases.json").read_text(encoding="utf-8"))
+RELEASES: list[str] = DATA["releases"]
+READS_SHUFFLED = Version("0.1.7.post3")
+
+
+def release(version: str) -> Release:
+    """The release as `detect` would hand it out; every call lands in `kernels.CALLS`."""
+    return Release(
+        Version(version),
+        lambda name: _recorded("operators", version, name),
+        lambda name: _recorded("functions", version, name),
+    )
+
+
+def declared(kind: str, version: str, name: str) -> str | None:
+    """The argument list of a name in a release, or None."""
+    place = RELEASES.index(version)
+    for each in DATA[kind].get(name, ()):
+        for span in each["releases"]:
+            first, _, last = span.partition(" … ")
+            if RELEASES.index(first) <= place <= RELEASES.index(last or first):
+                return str(each["arguments"])
+    return None
+
+
+def _recorded(kind: str, version: str, name: str) -> Function | None:
+    arguments = declared(kind, version, name)
+    if arguments is None:
+        return None
+    namespace: dict[str, Any] = {}
+    exec(f"def declared({arguments}): pass", namespace)
+    signature = inspect.signature(namespace["declared"])
+
+    def call(*positional: Any, **keywords: Any) -> Any:
+        assert not positional, "positions move between releases"
+        values = dict(signature.bind(**keywords).arguments)
+        kernels.CALLS.append(kernels.Call(name, dict(values)))
+        return COMPUTE[name](Version(version), values)
+
+    parameters = signature.parameters.values()
+    return Function(call, tuple(Argument(each.name, each.default is inspect.Parameter.empty) for each in parameters))
+
+
+def _mha_fwd(version: Version, a: dict[str, Any]) -> tuple[Tensor, ...]:
+    kernels.check_attention(a["q"], a["k"], a["v"])
+    sides = a["window_size_left"], a["window_size_right"]
+    ends = a.get("cu_seqlens_kv")
+    where = (a["softmax_scale"], a["is_causal"] and a["q"].shape[1] > 1, *sides)
+    output, lse = kernels.attend(a["q"], a["k"], a["v"], *where, name="mha_fwd", ends=ends)
+    if a.get("sink_ptr") is not None:
+        sinks = a["sink_ptr"]
+        kernels.need(sinks.dtype == torch.float32 and sinks.shape == (a["q"].shape[2],), "sinks are fp32 [H]")
+        kernels.need(a["q"].shape[1] > 1 or a["q"].shape[2] == a["k"].shape[2] or sides[0] >= 0, "regrouped sinks")
+        share = torch.sigmoid(lse - sinks[None, :, None])
+        output = (output.float() * share.transpose(1, 2)[..., None]).to(output.dtype)
+    assert a.get("sink_size", 0) == 0
+    return output, lse if a["return_softmax_lse"] else lse.new_empty(0), lse.new_empty(0), torch.zeros(2)
+
+
+def _flash_attn_func(version: Version, a: dict[str, Any]) -> Any:
+    kernels.check_attention(a["q"], a["k"], a["v"])
+    needs_grad = torch.is_grad_enabled() and any(a[name].requires_grad for name in "qkv")
+    assert a["return_lse"] is needs_grad
+    left, right = a["window_size"]
+    output, lse = kernels.attend(a["q"], a["k"], a["v"], a["softmax_scale"], a["causal"], left, right, name="flash")
+    return (output, lse) if a["return_lse"] else output
+
+
+def _triton_flash_attn_func(version: Version, a: dict[str, Any]) -> Tensor:
+    left, right = a["window_size"]
+    assert right == -1  # refused by the real one
+    how = (a["softmax_scale"], a["causal"], left, 0 if a["causal"] else -1)
+    output, lse = kernels.attend(a["q"], a["k"], a["v"], *how, name="triton")
+    if a.get("sink") is not None:
+        share = torch.sigmoid(lse - a["sink"][None, :, None])
+        output = (output.float() * share.transpose(1, 2)[..., None]).to(output.dtype)
+    return output
+
+
+def _flash_attn_varlen_func(version: Version, a: dict[str, Any]) -> Any:
+    left, right = a["window_size"]
+    return kernels.mha_varlen_fwd(
+        *(a["q"], a["k"], a["v"], a["cu_seqlens_q"], a["cu_seqlens_k"], a["max_seqlen_q"], a["max_seqlen_k"], 0, 0.0),
+        *(a["softmax_scale"], a["logits_soft_cap"], False, a["causal"], left, right, False, False),
+    )[0]
+
+
+def _gemm(version: Version, a: dict[str, Any]) -> Tensor:
+    kernels.check_rows(a["A"], a["B"])
+    weight = a["B"]
+    if getattr(weight, "is_shuffled", None) is True and version >= READS_SHUFFLED:
+        weight = unshuffle(weight)
+    return torch.nn.functional.linear(a["A"], weight, a["bias"]).to(a["otype"])
+
+
+def _and_mul(activation: str) -> Any:
+    def compute(version: Version, a: dict[str, Any]) -> None:
+        getattr(kernels, f"{activation}_and_mul")(a["out"], a["input"])
+
+    return compute
+
+
+def _norm(version: Version, a: dict[str, Any]) -> Tensor:
+    return kernels.rmsnorm2d_fwd(a["input"], a["weight"], a["epsilon"])
+
+
+def _gemma_norm(version: Version, a: dict[str, Any]) -> None:
+    a["out"].copy_(_one_plus(a["input"], a))
+
+
+def _add_norm(version: Version, a: dict[str, Any]) -> None:
+    kernels.rmsnorm2d_fwd_with_add(a["out"], a["input"], a["residual_in"], a["residual_out"], a["weight"], a["epsilon"])
+    if a.get("gemma_norm"):
+        a["out"].copy_(_one_plus(a["residual_out"], a))
+
+
+def _one_plus(x: Tensor, a: dict[str, Any]) -> Tensor:
+    kernels.check_rows(x)
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + a["epsilon"]) * (1 + a["weight"].float())
+
+
+def _rope(version: Version, a: dict[str, Any]) -> None:
+    kernels.rope_cached_2c_fwd_impl(**a)
+
+
+COMPUTE = {
+    "mha_fwd": _mha_fwd,
+    "flash_attn_func": _flash_attn_func,
+    "flash_attn_varlen_func": _flash_attn_varlen_func,
+    "ops.triton.attention.mha:flash_attn_func": _triton_flash_attn_func,
+    "gemm_a16w16": _gemm,
+    "silu_and_mul": _and_mul("silu"),
+    "gelu_and_mul": _and_mul("gelu"),
+    "gelu_tanh_and_mul": _and_mul("gelu_tanh"),
+    "rms_norm": _norm,
+    "rmsnorm": _gemma_norm,
+    "rmsnorm2d_fwd_with_add": _add_norm,
+    "rope_cached_2c_fwd_impl": _rope,
+}

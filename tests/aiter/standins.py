@@ -1,0 +1,96 @@
+"""The real amd-aiter package on a machine without a GPU: only its compiled leaf modules are stand-ins.
+
+What aiter runs (`hipconfig`, `rocminfo`, `hipcc`) are scripts on PATH, and a meta-path finder gives it Python modules
+where it would import what it compiled. Its registration, schemas, fakes, dispatch and `shuffle_weight` are its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).parent
+# One leaf is called with a CUDA tensor made on the way; its Python module gets the stand-in itself.
+ON_CUDA = ("aiter.ops.gemm_op_common", "get_padded_m")
+COMPILED = re.compile(r"aiter\.jit\.((module|mha|fmha)_\w+)$")
+
+TOOLS = {
+    "hipconfig": "echo 6.4.43482-0f2d60242",
+    "rocminfo": "printf 'Agent 1\\n  Name: gfx942\\n  Device Type: GPU\\n  Compute Unit: 304\\n'",
+    "hipcc": "echo 'HIP version: 6.4.43482-0f2d60242'",
+}
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The variables under which aiter imports; writes its tools to `folder`. The children inherit them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, script in TOOLS.items():
+        tool = folder / name
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+    broken = folder / "broken"
+    broken.write_text("")
+    return {
+        "STANDIN_BROKEN": str(broken),
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "GPU_ARCHS": "gfx942",
+        "CU_NUM": "304",
+        "PYTHONPATH": str(HERE / "child"),
+    }
+
+
+def install() -> None:
+    """From here on this process finds the stand-ins."""
+    if not any(isinstance(each, Finder) for each in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+
+
+class Finder:
+    """Gives the modules that aiter compiles on first use."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name == ON_CUDA[0]:
+            spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
+            assert spec is not None and isinstance(spec.loader, SourceFileLoader)
+            spec.loader = Replacing(spec.loader.name, spec.loader.path)
+            return spec
+        matched = COMPILED.match(name)
+        return ModuleSpec(name, Loader(matched[1])) if matched else None
+
+
+class Replacing(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        setattr(module, ON_CUDA[1], getattr(load_kernels(), ON_CUDA[1]))
+
+
+class Loader:
+    def __init__(self, compiled: str) -> None:
+        self.compiled = compiled
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        kernels = load_kernels()
+        module.__file__ = str(HERE / "native" / "__init__.py")  # aiter logs it
+        vars(module).update(kernels.of_module(self.compiled))
+
+
+def load_kernels() -> ModuleType:
+    """The folder native, which imports torch: only when the first kernel is wanted, and once a process."""
+    name = "aiter_standin_kernels"
+    if name not in sys.modules:
+        folder = HERE / "native"
+        spec = importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]

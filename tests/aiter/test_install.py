@@ -1,0 +1,83 @@
+"""scripts/install-aiter: the right release for the machine, torch and Triton untouched, refusals with the next step."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def installer():
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        yield importlib.import_module("lib.install_aiter")
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture
+def machine(installer):
+    return installer.Machine(
+        torch="2.9.0+rocm6.4", hip="6.4.43482", arch="gfx942", hipcc=True, other_aiter=False, aiter=None
+    )
+
+
+def test_from_source_for_this_gpu(installer, machine):
+    plan = installer.plan(machine)
+    assert plan.variables == {"GPU_ARCHS": "gfx942"}
+    assert plan.commands[-1][-1].endswith(f"ROCm/aiter.git@v{installer.RELEASE}")
+    assert "--no-deps" in plan.commands[-1] and "--no-build-isolation" in plan.commands[-1]
+    for command in plan.commands:
+        assert not {"torch", "triton"} & set(command)
+
+
+def test_the_old_build_and_what_it_lacks(installer, machine):
+    plan = installer.plan(machine, pypi=True)
+    assert plan.commands[-1] == ("install", "--no-deps", f"amd-aiter=={installer.PYPI}")
+    said = "\n".join(plan.words)
+    assert "ignores that a weight is shuffled" in said and "table of tuned GEMMs" in said
+    replaced = installer.plan(dataclasses.replace(machine, aiter=installer.PYPI))
+    assert "ignores that a weight is shuffled" in "\n".join(replaced.words)
+
+
+def test_the_unrelated_package_goes_first(installer, machine):
+    plan = installer.plan(dataclasses.replace(machine, other_aiter=True))
+    assert plan.commands[0] == ("uninstall", "--yes", "aiter")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"torch": None}, "found  no torch"),
+        ({"hip": None}, "which is not built for ROCm"),
+        ({"arch": None}, "no AMD GPU was found"),
+        ({"arch": "gfx1030"}, "found  gfx1030"),
+        ({"hipcc": False}, "no hipcc on PATH"),
+    ],
+)
+def test_refusals_name_the_next_step(installer, machine, changes, words):
+    with pytest.raises(installer.ScriptError, match=words) as caught:
+        installer.plan(dataclasses.replace(machine, **changes))
+    assert "hint: " in str(caught.value)
+
+
+def test_what_is_installed_is_pinned(installer):
+    import torch
+
+    assert f"torch=={torch.__version__}" in installer.pins()
+
+
+def test_the_command_refuses_where_torch_is_not_rocms():
+    paths = f"import sys; sys.path[:] = {sys.path!r}; sys.argv = ['install-aiter', '--dry-run']; "
+    script = str(SCRIPTS / "install-aiter")
+    run = f"import runpy; sys.path.insert(0, {str(SCRIPTS)!r}); runpy.run_path({script!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", paths + run], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "aiter needs a ROCm build of PyTorch" in done.stderr

@@ -1,0 +1,366 @@
+"""Every refusal of the aiter tier, by the sentence that a user reads in `explain`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm.device import Device
+from hf_rocm.ops.activation import ActivationSpec
+from hf_rocm.ops.aiter import activation, attention, contract, decode, detect, linear, norm, rope, triton, varlen
+from hf_rocm.ops.aiter.detect import Argument, Function, Release
+from hf_rocm.ops.attention import AttentionSpec
+from hf_rocm.ops.decode import DecodeSpec
+from hf_rocm.ops.linear import LinearSpec
+from hf_rocm.ops.norm import NormSpec
+from hf_rocm.ops.rope import RopeSpec
+from hf_rocm.ops.varlen import VarlenSpec
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU = torch.device("cpu")
+NEWEST, WHEEL, OLD = "0.1.20.post1", "0.1.7.post2.dev18", "0.1.6"
+
+ATTENTION = AttentionSpec(
+    dtype=BF16,
+    device=CPU,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    value_dim=64,
+    one_query=False,
+    square=True,
+    more_queries=False,
+    causal=True,
+    window=None,
+    softcap=False,
+    sinks=False,
+    mask=None,
+    grad=False,
+    weights=False,
+)
+VARLEN = VarlenSpec(BF16, CPU, 8, 2, 64, 64, True, None, False, False, False)
+DECODING = DecodeSpec(BF16, CPU, 8, 2, 64, 64, False, False, False)
+LINEAR = LinearSpec(BF16, BF16, CPU, 256, 128, None, True, False)
+ACTIVATION = ActivationSpec(BF16, CPU, 64, "silu", False)
+NORM = NormSpec(BF16, BF16, CPU, 64, False, False)
+ROPE = RopeSpec(BF16, BF16, CPU, 64, 64, False, True, False)
+ASSEMBLY = {"head_dim": 128, "value_dim": 128}
+DECODE = {"one_query": True, "square": False}
+
+MHA, LSE, FLASH = attention.mha_fwd_refuses, attention.mha_fwd_lse_refuses, attention.flash_attn_func_refuses
+DENSE, PACKED = varlen.dense_refuses, varlen.packed_refuses
+
+MASK = "a mask per batch row can't be handed to aiter, whose bias is one [S_q, S_k] matrix"
+
+CASES = [
+    # what every kernel of attention refuses
+    (MHA, ATTENTION, {"dtype": FP32}, "aiter's attention takes fp16 and bf16, not fp32"),
+    (MHA, ATTENTION, {"weights": True}, "aiter's kernels don't return attention weights"),
+    (
+        MHA,
+        ATTENTION,
+        {"mask": torch.bool},
+        MASK,
+    ),
+    (MHA, ATTENTION, {"head_dim": 60}, "head dims must be multiples of 8, got 60 and 64"),
+    (MHA, ATTENTION, {"value_dim": 264}, "head dims may be at most 256, got 64 and 264"),
+    (
+        MHA,
+        ATTENTION,
+        {"more_queries": True, "square": False},
+        "with more queries than keys some rows see nothing, for which aiter's kernels promise no value",
+    ),
+    # mha_fwd
+    (MHA, ATTENTION, {"grad": True}, "mha_fwd has no gradient"),
+    (MHA, ATTENTION, {"softcap": True}, "mha_fwd has no softcap"),
+    (
+        MHA,
+        ATTENTION,
+        {**DECODE, "value_dim": 32},
+        "mha_fwd regroups single queries only for one head dim, got 64 and 32",
+    ),
+    (MHA, ATTENTION, {**DECODE, "sinks": True}, "mha_fwd regroups single queries without regrouping the sinks"),
+    (MHA, ATTENTION, {"sinks": True}, f"mha_fwd of amd-aiter {WHEEL} has no argument `sink_ptr`", WHEEL),
+    (MHA, ATTENTION, {}, f"amd-aiter {OLD} has no mha_fwd", OLD),
+    (LSE, ATTENTION, {}, "it is for sinks only"),
+    # flash_attn_func
+    (FLASH, ATTENTION, {"softcap": True}, "flash_attn_func has no softcap"),
+    (
+        FLASH,
+        ATTENTION,
+        {"sinks": True},
+        "flash_attn_func may choose an assembly kernel, which would drop the sinks",
+    ),
+    (
+        FLASH,
+        ATTENTION,
+        {"window": 1},
+        "flash_attn_func would send a window of one key to an assembly kernel that has no windows",
+    ),
+    (
+        FLASH,
+        ATTENTION,
+        {},
+        "without gradients it is worth its detour only for its assembly kernels (bf16, head dim 128, no window)",
+    ),
+    (
+        FLASH,
+        ATTENTION,
+        ASSEMBLY,
+        f"flash_attn_func of amd-aiter {WHEEL} would choose gfx942's assembly kernel on gfx90a",
+        WHEEL,
+        "gfx90a",
+    ),
+    # flash_attn_varlen_func
+    (DENSE, ATTENTION, {}, "flash_attn_varlen_func is for a softcap; without one its packing is a detour"),
+    (
+        DENSE,
+        ATTENTION,
+        {"softcap": True, "sinks": True},
+        "flash_attn_varlen_func may choose an assembly kernel, which would drop the sinks",
+    ),
+    (
+        DENSE,
+        ATTENTION,
+        {"softcap": True, "grad": True},
+        "the backward pass of flash_attn_varlen_func has no softcap",
+    ),
+    (
+        DENSE,
+        ATTENTION,
+        {**ASSEMBLY, "softcap": True},
+        f"flash_attn_varlen_func of amd-aiter {WHEEL} would choose an assembly kernel that drops the softcap",
+        WHEEL,
+    ),
+    (
+        PACKED,
+        VARLEN,
+        {"window": 1},
+        "flash_attn_varlen_func would send a window of one key to an assembly kernel that has no windows",
+    ),
+    (
+        PACKED,
+        VARLEN,
+        ASSEMBLY,
+        "flash_attn_varlen_func of amd-aiter 0.1.15 would choose gfx942's assembly kernel on gfx90a",
+        "0.1.15",
+        "gfx90a",
+    ),
+    (PACKED, VARLEN, {"dtype": FP32}, "aiter's attention takes fp16 and bf16, not fp32"),
+    # mha_fwd with lengths
+    (decode.refuses, DECODING, {"grad": True}, "mha_fwd has no gradient"),
+    (decode.refuses, DECODING, {"softcap": True}, "mha_fwd has no softcap"),
+    (
+        decode.refuses,
+        DECODING,
+        {"value_dim": 32},
+        "mha_fwd regroups single queries only for one head dim, got 64 and 32",
+    ),
+    # Radeon
+    (triton.refuses, ATTENTION, {}, "on gfx942 aiter's compiled kernels come first"),
+    (triton.refuses, ATTENTION, {"softcap": True}, "aiter's Triton attention has no softcap", NEWEST, "gfx1201"),
+    (
+        triton.refuses,
+        ATTENTION,
+        {"value_dim": 32},
+        "aiter's Triton attention has one head dim, got 64 and 32",
+        NEWEST,
+        "gfx1201",
+    ),
+    (
+        triton.refuses,
+        ATTENTION,
+        {"window": 4, "causal": False},
+        "the windows of aiter's Triton attention are causal",
+        NEWEST,
+        "gfx1201",
+    ),
+    (
+        triton.refuses,
+        ATTENTION,
+        {"sinks": True, "grad": True},
+        "the gradients of sinks are not asked of aiter's Triton attention",
+        NEWEST,
+        "gfx1201",
+    ),
+    (triton.refuses, ATTENTION, {"mask": BF16}, MASK, NEWEST, "gfx1201"),
+    # linear
+    (linear.refuses, LINEAR, {"grad": True}, "gemm_a16w16 has no gradient"),
+    (linear.refuses, LINEAR, {"dtype": FP32}, "gemm_a16w16 is for fp16 and bf16, not torch.float32"),
+    (
+        linear.refuses,
+        LINEAR,
+        {"bias_dtype": FP32},
+        "gemm_a16w16 needs one dtype, got torch.bfloat16, torch.bfloat16 and a bias of torch.float32",
+    ),
+    (linear.refuses, LINEAR, {"contiguous": False}, "gemm_a16w16 ignores strides, and the weight isn't contiguous"),
+    (linear.refuses, LINEAR, {"k": 130}, "K must be a multiple of 8, got 130"),
+    (linear.refuses, LINEAR, {}, f"amd-aiter {OLD} has no gemm_a16w16", OLD),
+    (
+        linear.shuffled_refuses,
+        LINEAR,
+        {},
+        f"amd-aiter {WHEEL} ignores that a weight is shuffled; 0.1.7.post3 is the first that doesn't",
+        WHEEL,
+    ),
+    (linear.shuffled_refuses, LINEAR, {}, "gfx90a has no kernel for shuffled weights", NEWEST, "gfx90a"),
+    (
+        linear.shuffled_refuses,
+        LINEAR,
+        {"n": 48},
+        "on gfx950 shuffled weights must be bf16 with N and K multiples of 64, got torch.bfloat16, 48 × 128",
+        NEWEST,
+        "gfx950",
+    ),
+    # activation
+    (activation.refuses, ACTIVATION, {"grad": True}, "silu_and_mul has no gradient"),
+    (activation.refuses, ACTIVATION, {"dtype": FP32}, "silu_and_mul is for fp16 and bf16, not torch.float32"),
+    (activation.refuses, ACTIVATION, {"dim": 63}, "silu_and_mul needs a dim that is a multiple of 8, got 63"),
+    (activation.refuses, ACTIVATION, {}, f"amd-aiter {OLD} has no silu_and_mul", OLD),
+    # norms
+    (norm.refuses, NORM, {"grad": True}, "rms_norm has no gradient"),
+    (norm.refuses, NORM, {"dtype": FP32}, "rms_norm is for fp16 and bf16, not torch.float32"),
+    (norm.refuses, NORM, {"weight_dtype": FP32}, "rms_norm would read a weight of torch.float32 as torch.bfloat16"),
+    (norm.refuses, NORM, {"dim": 63}, "rms_norm needs a dim that is a multiple of 8, got 63"),
+    (norm.refuses, NORM, {"one_plus": True}, "amd-aiter 0.1.9 has no rmsnorm", "0.1.9"),
+    (
+        norm.refuses,
+        NORM,
+        {"one_plus": True},
+        "rmsnorm of amd-aiter 0.1.16 has no argument `gemma_norm`",
+        "0.1.16",
+    ),
+    (
+        norm.refuses,
+        NORM,
+        {"one_plus": True, "dim": 16384},
+        "rmsnorm has the (1 + w) form up to a dim of 8192, got 16384",
+    ),
+    (norm.add_refuses, NORM, {"grad": True}, "rms_norm has no gradient"),
+    (
+        norm.add_refuses,
+        NORM,
+        {"one_plus": True},
+        "rmsnorm2d_fwd_with_add of amd-aiter 0.1.16 has no argument `gemma_norm`",
+        "0.1.16",
+    ),
+    # rope
+    (rope.refuses, ROPE, {"grad": True}, "aiter's RoPE returns a wrong number of gradients"),
+    (rope.refuses, ROPE, {"dtype": FP32}, "aiter's RoPE is for fp16 and bf16, not torch.float32"),
+    (rope.refuses, ROPE, {"angle_dtype": FP32}, "aiter's RoPE needs angles of torch.bfloat16, got torch.float32"),
+    (rope.refuses, ROPE, {"shared": False}, "aiter's RoPE has one table of angles for the whole batch"),
+    (rope.refuses, ROPE, {"rotated": 20}, "aiter's RoPE needs dims that are multiples of 8, got 20 of 64"),
+    (rope.refuses, ROPE, {}, f"amd-aiter {OLD} has no rope_cached_2c_fwd_impl", OLD),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[3])
+def test_refusals(recorded_as, case):
+    refuses, spec, changes, sentence, *where = case
+    version, arch = (*where, *(NEWEST, "gfx942")[len(where) :])
+    recorded_as(version, arch)
+    assert refuses(spec._replace(**changes), Device("cuda", rocm=True, arch=arch)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("refuses", "spec"),
+    [
+        (MHA, ATTENTION),
+        (MHA, ATTENTION._replace(sinks=True)),
+        (MHA, ATTENTION._replace(**DECODE)),
+        (MHA, ATTENTION._replace(more_queries=True, square=False, causal=False)),
+        (LSE, ATTENTION._replace(sinks=True, **DECODE)),
+        (FLASH, ATTENTION._replace(**ASSEMBLY)),
+        (FLASH, ATTENTION._replace(grad=True, window=4)),
+        (DENSE, ATTENTION._replace(softcap=True, **ASSEMBLY)),
+        (PACKED, VARLEN),
+        (decode.refuses, DECODING),
+        (decode.refuses, DECODING._replace(sinks=True)),
+        (linear.refuses, LINEAR),
+        (linear.shuffled_refuses, LINEAR),
+        (activation.refuses, ACTIVATION),
+        (norm.refuses, NORM),
+        (norm.refuses, NORM._replace(one_plus=True)),
+        (norm.add_refuses, NORM._replace(one_plus=True)),
+        (rope.refuses, ROPE),
+    ],
+)
+def test_the_newest_release_serves(recorded_as, refuses, spec):
+    recorded_as(NEWEST)
+    assert refuses(spec, Device("cuda", rocm=True, arch="gfx942")) is None
+
+
+COMPILED = [MHA, LSE, FLASH, DENSE, PACKED, decode.refuses, linear.refuses, linear.shuffled_refuses]
+PORTABLE = [activation.refuses, norm.refuses, norm.add_refuses, rope.refuses, triton.refuses]
+
+
+@pytest.mark.parametrize("refuses", COMPILED + PORTABLE)
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        (Device("cpu", rocm=False), "aiter needs an AMD GPU under ROCm, and this is the CPU"),
+        (Device("cuda", rocm=False), "aiter needs an AMD GPU under ROCm, and this is a cuda device without it"),
+    ],
+)
+def test_devices_that_aiter_is_not_for(recorded_as, refuses, device, sentence):
+    recorded_as(NEWEST)
+    assert refuses(None, device) == sentence
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1030", "gfx1250"])
+@pytest.mark.parametrize("refuses", COMPILED)
+def test_compiled_kernels_are_for_instinct(recorded_as, refuses, arch):
+    recorded_as(NEWEST)
+    sentence = f"this kernel of aiter is made for gfx90a, gfx942, gfx950, not for {arch}"
+    assert refuses(None, Device("cuda", rocm=True, arch=arch)) == sentence
+
+
+@pytest.mark.parametrize("refuses", PORTABLE)
+def test_portable_kernels_are_for_listed_radeons_too(recorded_as, refuses):
+    recorded_as("0.1.18")
+    sentence = "aiter knows gfx1151 from 0.1.19 on, and this is amd-aiter 0.1.18"
+    assert refuses(None, Device("cuda", rocm=True, arch="gfx1151")) == sentence
+    sentence = "this kernel of aiter is made for gfx90a, gfx942, gfx950, gfx1100, gfx1151, gfx1201, not for gfx1030"
+    assert refuses(None, Device("cuda", rocm=True, arch="gfx1030")) == sentence
+
+
+@pytest.mark.parametrize(
+    ("refuses", "spec"),
+    [
+        (activation.refuses, ACTIVATION),
+        (norm.refuses, NORM),
+        (norm.add_refuses, NORM),
+        (rope.refuses, ROPE),
+        (triton.refuses, ATTENTION),
+        (triton.refuses, ATTENTION._replace(window=4, sinks=True)),
+        (triton.refuses, ATTENTION._replace(grad=True)),
+    ],
+)
+def test_the_newest_release_serves_radeon(recorded_as, refuses, spec):
+    recorded_as(NEWEST, "gfx1201")
+    assert refuses(spec, Device("cuda", rocm=True, arch="gfx1201")) is None
+
+
+def test_a_required_argument_that_nobody_knows(monkeypatch):
+    """A release to come inserts one: the call is refused, not made with a hole in it."""
+    arguments = (Argument("A", True), Argument("B", True), Argument("swizzle", True), Argument("bias", False))
+    arguments += (Argument("otype", False),)
+    release = Release(None, lambda name: Function(print, arguments), lambda name: None)
+    monkeypatch.setattr(detect, "load", lambda: release)
+    sentence = "gemm_a16w16 of this amd-aiter requires `swizzle`, which hf_rocm doesn't know"
+    assert linear.refuses(LINEAR, Device("cuda", rocm=True, arch="gfx942")) == sentence
+
+
+def test_neutral_values_are_given_only_where_they_are_required(monkeypatch):
+    given = []
+
+    def kernel(**keywords):
+        given.append(keywords)
+
+    arguments = (Argument("a", True), Argument("size", True), Argument("spare", False))
+    monkeypatch.setattr(
+        detect, "load", lambda: Release(None, lambda name: Function(kernel, arguments), lambda name: None)
+    )
+    call = contract.operator("any", frozenset("a"), {"size": 0, "spare": 1, "gone": 2})
+    call(a=5)
+    assert given == [{"a": 5, "size": 0}]

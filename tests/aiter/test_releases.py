@@ -1,0 +1,209 @@
+"""Every recorded release of aiter: each op is called as that release declares it, or refused with a sentence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packaging.version import Version
+
+from hf_rocm import ops, options
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops.attention_eager import attention as eager_attention
+from tests.aiter import recorded
+
+BF16 = torch.bfloat16
+FIRST_SERVED = Version("0.1.6.post2")  # the first that registers its operators under their own names
+
+each_release = pytest.mark.parametrize("version", recorded.RELEASES)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def by(operation, *arguments, family=None, **keywords):
+    """The op in the aiter tier: (outputs, kernel name, the call that reached aiter)."""
+    del recorded.kernels.CALLS[:]
+    with options.override(tiers={family or operation: "aiter"}, probe=False), ops.recording() as routes:
+        outputs = getattr(ops, operation)(*arguments, **keywords)
+    (call,) = recorded.kernels.CALLS
+    return outputs, routes[0].name, call
+
+
+def refusal(operation, *arguments, family=None, **keywords):
+    """What the aiter tier says instead of serving."""
+    with options.override(tiers={family or operation: "aiter"}, probe=False), pytest.raises(TierUnavailable) as caught:
+        getattr(ops, operation)(*arguments, **keywords)
+    return str(caught.value)
+
+
+def served(version):
+    return Version(version) >= FIRST_SERVED
+
+
+@each_release
+@pytest.mark.parametrize("form", ["prefill", "decode", "chunk", "window", "softcap", "sinks", "sinks, one query"])
+def test_attention(recorded_as, version, form):
+    recorded_as(version)
+    s_q, s_k = {"decode": (1, 9), "chunk": (3, 9), "sinks, one query": (1, 9)}.get(form, (9, 9))
+    query, key = random(2, 4, s_q, 32), random(2, 2, s_k, 32, seed=1)
+    how = {"scale": 0.3, "causal": True, "mask": None, "window": None, "softcap": None, "sinks": None}
+    how["window"] = 3 if form == "window" else None
+    how["softcap"] = 2.0 if form == "softcap" else None
+    how["sinks"] = random(4, seed=2) if form.startswith("sinks") else None
+    if not served(version) and form != "softcap":
+        assert "has no mha_fwd" in refusal("attention", query, key, key, **how)
+        return
+    (output, _), name, call = by("attention", query, key, key, **how)
+    expected, _ = eager_attention(query.float(), key.float(), key.float(), **how)
+    torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
+
+    has_sinks = Version(version) >= Version("0.1.10")
+    if form == "softcap":
+        assert name == "flash_attn_varlen_func"
+    elif form == "sinks":
+        assert name == ("mha_fwd" if has_sinks else "mha_fwd, sinks by lse")
+        assert ("sink_ptr" in call.arguments) is has_sinks
+    elif form == "sinks, one query":
+        assert name == "mha_fwd, sinks by lse"
+    else:
+        assert name == "mha_fwd"
+    if call.kernel == "mha_fwd":
+        assert ("sink_size" in call.arguments) is (Version(version) >= Version("0.1.8"))
+
+
+@each_release
+def test_flash_attn_func(recorded_as, version):
+    recorded_as(version)
+    query, key = random(2, 4, 9, 128), random(2, 2, 9, 128, seed=1)
+    with options.override(tier="aiter", probe=False):
+        (output, _), name, call = by("attention", query, key, key, scale=0.1, causal=True)
+    assert name == "flash_attn_func" and call.arguments["window_size"] == (-1, -1)
+    expected, _ = ops.attention(query.float(), key.float(), key.float(), scale=0.1, causal=True)
+    torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
+
+
+@each_release
+@pytest.mark.parametrize("sinks", [False, True])
+def test_decode_attention(recorded_as, version, sinks):
+    recorded_as(version)
+    query, key = random(2, 4, 1, 32), random(2, 2, 9, 32, seed=1)
+    ends = torch.tensor([0, 3, 12], dtype=torch.int32)
+    how = {"scale": 0.3, "sinks": random(4, seed=2) if sinks else None}
+    if not served(version):
+        words = refusal("decode_attention", query, key, key, ends, family="attention", **how)
+        assert "has no mha_fwd" in words
+        return
+    output, _, call = by("decode_attention", query, key, key, ends, family="attention", **how)
+    with options.override(tier="eager"):
+        expected = ops.decode_attention(query, key, key, ends, **how)
+    torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
+    assert "cu_seqlens_kv" in call.arguments and "sink_ptr" not in call.arguments
+
+
+@each_release
+@pytest.mark.parametrize("form", ["prefill", "decode", "window", "sinks"])
+def test_attention_on_radeon(recorded_as, version, form):
+    recorded_as(version, "gfx1100")
+    query, key = random(2, 4, 1 if form == "decode" else 9, 32), random(2, 2, 9, 32, seed=1)
+    how = {"scale": 0.3, "causal": True, "mask": None, "window": 3 if form == "window" else None, "softcap": None}
+    how["sinks"] = random(4, seed=2) if form == "sinks" else None
+    if Version(version) < Version("0.1.19"):
+        words = refusal("attention", query, key, key, **how)
+        assert f"aiter knows gfx1100 from 0.1.19 on, and this is amd-aiter {version}" in words
+        return
+    (output, _), name, _ = by("attention", query, key, key, **how)
+    assert name == "triton flash_attn_func"
+    expected, _ = eager_attention(query.float(), key.float(), key.float(), **how)
+    torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
+
+
+@each_release
+def test_linear(recorded_as, version):
+    recorded_as(version)
+    x, weight, bias = random(3, 64), random(64, 64, seed=1), random(64, seed=2)
+    if not served(version):
+        assert "has no gemm_a16w16" in refusal("linear", x, weight, bias)
+        return
+    output, _, call = by("linear", x, weight, bias)
+    torch.testing.assert_close(output, torch.nn.functional.linear(x, weight, bias), rtol=0.02, atol=0.05)
+    assert (call.arguments["bias"] is None) is (Version(version) < recorded.READS_SHUFFLED)
+
+
+@each_release
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_shuffled_linear(recorded_as, version, arch):
+    recorded_as(version, arch)
+    x, weight, bias = random(3, 64), random(64, 64, seed=1), random(64, seed=2)
+    shuffled = ops.shuffle(weight)
+    if not served(version):
+        assert "has no gemm_a16w16" in refusal("shuffled_linear", x, shuffled, bias, family="linear")
+    elif Version(version) < recorded.READS_SHUFFLED:
+        assert "ignores that a weight is shuffled" in refusal("shuffled_linear", x, shuffled, bias, family="linear")
+    else:
+        output, _, call = by("shuffled_linear", x, shuffled, bias, family="linear")
+        torch.testing.assert_close(output, torch.nn.functional.linear(x, weight, bias), rtol=0.02, atol=0.05)
+        assert call.arguments["B"].is_shuffled is True and not hasattr(shuffled.data, "is_shuffled")
+
+
+@each_release
+@pytest.mark.parametrize("one_plus", [False, True])
+@pytest.mark.parametrize("with_add", [False, True])
+def test_norms(recorded_as, version, one_plus, with_add):
+    recorded_as(version)
+    x, residual, weight = random(2, 3, 16), random(2, 3, 16, seed=1), random(16, seed=2)
+    operation, inputs = ("add_rms_norm", (x, residual)) if with_add else ("rms_norm", (x,))
+    how = {"eps": 1e-6, "one_plus": one_plus, "family": "rms_norm"}
+    if (one_plus and Version(version) < Version("0.1.17")) or (not served(version) and not with_add):
+        words = refusal(operation, *inputs, weight, **how)
+        assert "has no argument `gemma_norm`" in words or "has no r" in words
+        return
+    if not served(version):
+        assert "has no rmsnorm2d_fwd_with_add" in refusal(operation, *inputs, weight, **how)
+        return
+    outputs, _, call = by(operation, *inputs, weight, **how)
+    with options.override(tier="eager"):
+        expected = getattr(ops, operation)(*inputs, weight, eps=1e-6, one_plus=one_plus)
+    torch.testing.assert_close(outputs, expected, rtol=0.02, atol=0.02)
+    assert call.arguments.get("gemma_norm", False) is one_plus
+
+
+@each_release
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_act_and_mul(recorded_as, version, activation):
+    recorded_as(version)
+    x = random(2, 3, 32)
+    if not served(version):
+        assert f"has no {activation}_and_mul" in refusal("act_and_mul", x, activation=activation)
+        return
+    output, _, _ = by("act_and_mul", x, activation=activation)
+    with options.override(tier="eager"):
+        torch.testing.assert_close(output, ops.act_and_mul(x, activation=activation), rtol=0.02, atol=0.02)
+
+
+@each_release
+def test_rope(recorded_as, version):
+    recorded_as(version)
+    query, key, angles = random(2, 4, 5, 16), random(2, 2, 5, 16, seed=1), random(1, 5, 16, seed=2)
+    if not served(version):
+        assert "has no rope_cached_2c_fwd_impl" in refusal("rope", query, key, angles, angles)
+        return
+    outputs, _, _ = by("rope", query, key, angles, angles)
+    with options.override(tier="eager"):
+        expected = ops.rope(query, key, angles, angles)
+    torch.testing.assert_close(outputs, expected, rtol=0.02, atol=0.05)
+
+
+def test_the_recorded_wheel_is_the_installed_one(kernels):
+    """The data say of the release on PyPI what its own schemas say."""
+    from hf_rocm.ops.aiter import detect
+
+    installed = detect.release()
+    data = recorded.release(str(installed.version))
+    for kind in ("operators", "functions"):
+        for name in recorded.DATA[kind]:
+            look = "operator" if kind == "operators" else "function"
+            expected = getattr(data, look)(name)
+            if expected is not None:
+                found = getattr(installed, look)(name)
+                assert found is not None and found.arguments == expected.arguments, name

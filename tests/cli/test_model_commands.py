@@ -1,0 +1,55 @@
+"""`hf-rocm explain` and `hf-rocm warmup` on a small checkpoint."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hf_rocm.cli import main
+from tests.parity import models
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(models.save_checkpoint("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16))
+
+
+def test_explain_says_what_serves_and_why_nothing_faster(checkpoint, capsys):
+    assert main(["explain", checkpoint, "--force", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "served by hf_rocm, forced on this machine" in out
+    assert "fused 2 of 2: q_proj + k_proj + v_proj" in out
+    assert "linear (q_proj + k_proj + v_proj" in out
+    assert "aiter needs an AMD GPU under ROCm, and this is the CPU" in out
+
+
+def test_explain_as_json(checkpoint, capsys):
+    assert main(["explain", checkpoint, "--force", "--device", "cpu", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {each["operation"] for each in told["kernels"]} == {"attention", "linear", "act_and_mul", "rms_norm"}
+
+
+def test_explain_without_force_is_stock(checkpoint, capsys):
+    assert main(["explain", checkpoint, "--device", "cpu"]) == 0
+    assert "stock, because" in capsys.readouterr().out
+
+
+def test_warmup_lists_every_kernel(checkpoint, capsys):
+    assert main(["warmup", checkpoint, "--force", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "SDPA" in out and "F.linear" in out and "ready after" in out
+
+
+def test_warmup_has_nothing_to_do_on_a_stock_model(checkpoint, capsys):
+    assert main(["warmup", checkpoint, "--device", "cpu"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["explain", "warmup"])
+def test_what_cannot_be_loaded_is_one_error(command, tmp_path, checkpoint, capsys):
+    assert main([command, str(tmp_path / "nothing")]) == 1
+    assert "no model could be loaded" in capsys.readouterr().err
+    assert main([command, checkpoint, "--device", "cuda:99"]) == 1
+    assert "there is no device 'cuda:99' here" in capsys.readouterr().err

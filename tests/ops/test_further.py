@@ -1,0 +1,156 @@
+"""Packed and decode attention, add + norm, rope and shuffled weights in the torch and eager tiers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_rocm import ops, options
+from hf_rocm.errors import OptionError, TierUnavailable
+from hf_rocm.ops.shuffled import unshuffle
+from tests.ops.test_attention import reference
+from tests.tolerance import assert_as_good_as_eager
+
+DTYPES = [torch.float32, torch.bfloat16]
+TIERS = ["torch", "eager"]
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_tier = pytest.mark.parametrize("tier", TIERS)
+
+
+def random(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def routed(family, tier, operation, *arguments, **keywords):
+    with options.override(tiers={family: tier}), ops.recording() as routes:
+        output = getattr(ops, operation)(*arguments, **keywords)
+    assert [(each.operation, each.tier) for each in routes] == [(operation, tier)]
+    return output
+
+
+@each_dtype
+@each_tier
+@pytest.mark.parametrize("window", [None, 2])
+def test_varlen_attention(tier, dtype, window):
+    query, key = random(9, 4, 8, dtype=dtype), random(14, 2, 8, dtype=dtype, seed=1)
+    value = random(14, 2, 12, dtype=dtype, seed=2)
+    ends, key_ends = torch.tensor([0, 3, 4, 9], dtype=torch.int32), torch.tensor([0, 3, 9, 14], dtype=torch.int32)
+    how = {"longest_query": 5, "longest_key": 6, "scale": 0.3, "causal": True, "window": window}
+    output = routed("attention", tier, "varlen_attention", query, key, value, ends, key_ends, **how)
+    eager = routed("attention", "eager", "varlen_attention", query, key, value, ends, key_ends, **how)
+    pieces = []
+    for (a, b), (c, d) in [((0, 3), (0, 3)), ((3, 4), (3, 9)), ((4, 9), (9, 14))]:
+        one = (each.transpose(0, 1)[None] for each in (query[a:b], key[c:d], value[c:d]))
+        pieces.append(reference(*one, scale=0.3, causal=True, window=window)[0])
+    assert_as_good_as_eager(output, eager, torch.cat(pieces))
+
+
+def test_softcap_of_packed_sequences_runs_in_eager():
+    query, ends = random(4, 2, 8, dtype=torch.float32), torch.tensor([0, 4], dtype=torch.int32)
+    how = {"longest_query": 4, "longest_key": 4, "scale": 1.0, "softcap": 2.0}
+    with ops.recording() as routes:
+        output = ops.varlen_attention(query, query, query, ends, ends, **how)
+    assert routes[0].tier == "eager"
+    expected = reference(*(query.transpose(0, 1)[None] for _ in range(3)), scale=1.0, softcap=2.0)[0]
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+    with options.override(tier="torch"), pytest.raises(TierUnavailable, match="SDPA has no softcap"):
+        ops.varlen_attention(query, query, query, ends, ends, **how)
+
+
+@each_dtype
+@each_tier
+def test_decode_attention_ignores_what_is_unwritten(tier, dtype):
+    query, key, value = random(3, 4, 1, 8, dtype=dtype), *(random(3, 2, 6, 8, dtype=dtype, seed=s) for s in (1, 2))
+    for row, length in enumerate((1, 6, 3)):
+        key[row, :, length:] = value[row, :, length:] = 1e4
+    ends = torch.tensor([0, 1, 7, 10], dtype=torch.int32)
+    output = routed("attention", tier, "decode_attention", query, key, value, ends, scale=0.3)
+    eager = routed("attention", "eager", "decode_attention", query, key, value, ends, scale=0.3)
+    expected = torch.cat(
+        [
+            reference(query[[row]], key[[row], :, :length], value[[row], :, :length], scale=0.3)
+            for row, length in enumerate((1, 6, 3))
+        ]
+    )
+    assert_as_good_as_eager(output, eager, expected)
+
+
+def test_sinks_of_decode_attention_run_in_eager():
+    query, key = random(1, 4, 1, 8, dtype=torch.float32), random(1, 2, 6, 8, dtype=torch.float32, seed=1)
+    sinks = torch.linspace(-1, 1, 4)
+    ends = torch.tensor([0, 4], dtype=torch.int32)
+    output = ops.decode_attention(query, key, key, ends, scale=0.3, sinks=sinks)
+    expected = reference(query, key[:, :, :4], key[:, :, :4], scale=0.3, sinks=sinks)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+    with options.override(tier="torch"), pytest.raises(TierUnavailable, match="SDPA has no sinks"):
+        ops.decode_attention(query, key, key, ends, scale=0.3, sinks=sinks)
+
+
+@each_dtype
+@each_tier
+@pytest.mark.parametrize("one_plus", [False, True])
+@pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (0, 8)], ids=str)
+def test_add_rms_norm(tier, dtype, one_plus, shape):
+    x, residual, weight = (random(*s, dtype=dtype, seed=i) for i, s in enumerate([shape, shape, shape[-1:]]))
+    normed, total = routed("rms_norm", tier, "add_rms_norm", x, residual, weight, eps=1e-6, one_plus=one_plus)
+    assert torch.equal(total, x + residual)
+    with options.override(tier=tier):
+        assert torch.equal(normed, ops.rms_norm(total, weight, eps=1e-6, one_plus=one_plus))
+
+
+@each_dtype
+@each_tier
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [2, 6, 8])
+def test_rope_turns_each_pair_by_its_angle(tier, dtype, interleaved, rotated):
+    query, key = random(2, 3, 5, 8, dtype=dtype), random(2, 1, 5, 8, dtype=dtype, seed=1)
+    angles = torch.rand(2, 5, rotated // 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 6
+    doubled = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    tables = doubled.cos().to(dtype), doubled.sin().to(dtype)
+    outputs = routed("rope", tier, "rope", query, key, *tables, interleaved=interleaved)
+    with options.override(tier="eager"):
+        eager = ops.rope(query, key, *tables, interleaved=interleaved)
+    for output, measure, x in zip(outputs, eager, (query, key), strict=True):
+        expected = x.double().clone()
+        for pair in range(rotated // 2):
+            a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotated // 2)
+            cos, sin = (each[:, None, :, a].double() for each in tables)
+            expected[..., a] = x[..., a].double() * cos - x[..., b].double() * sin
+            expected[..., b] = x[..., b].double() * cos + x[..., a].double() * sin
+        if tier == "eager":
+            assert_as_good_as_eager(output, measure, expected)
+        else:  # three roundings, as the unfused layers do
+            allowed = 3 * torch.finfo(dtype).eps * expected.abs().max() + 1e-12
+            assert (output.double() - expected).abs().max() <= allowed
+
+
+@given(n=st.integers(1, 5), k=st.integers(1, 4))
+def test_shuffling_is_a_permutation_with_an_inverse(n, k):
+    weight = torch.arange(16 * n * 32 * k, dtype=torch.int16).view(16 * n, 32 * k)
+    shuffled = ops.shuffle(weight)
+    assert shuffled.data.shape == weight.shape and torch.equal(shuffled.plain(), weight)
+    assert torch.equal(unshuffle(ops.shuffle(weight).data), weight)
+    assert not torch.equal(shuffled.data, weight)
+    assert torch.equal(shuffled.data.flatten()[:8], weight[0, :8])
+    assert torch.equal(shuffled.data.flatten()[8:16], weight[1, :8])  # the next row, not the next columns
+
+
+@each_tier
+@pytest.mark.parametrize("bias", [False, True])
+def test_shuffled_linear(tier, bias):
+    x, weight = random(2, 3, 32, dtype=torch.bfloat16), random(16, 32, dtype=torch.bfloat16, seed=1)
+    offset = random(16, dtype=torch.bfloat16, seed=2) if bias else None
+    output = routed("linear", tier, "shuffled_linear", x, ops.shuffle(weight), offset)
+    with options.override(tier=tier):
+        assert torch.equal(output, ops.linear(x, weight, offset))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((15, 32), torch.bfloat16), ((16, 48), torch.bfloat16), ((16, 32), torch.float32)]
+)
+def test_what_cannot_be_shuffled(shape, dtype):
+    with pytest.raises(OptionError, match="can't be shuffled"):
+        ops.shuffle(torch.zeros(shape, dtype=dtype))

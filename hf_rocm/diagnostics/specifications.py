@@ -13,6 +13,7 @@ from hf_rocm.ops.activation import ActivationSpec
 from hf_rocm.ops.attention import AttentionSpec
 from hf_rocm.ops.linear import LinearSpec
 from hf_rocm.ops.norm import NormSpec
+from hf_rocm.ops.padded import packed_specification, packing_serves
 from hf_rocm.overlay import bind
 from hf_rocm.weights.fuse import fused
 
@@ -26,7 +27,7 @@ def specifications(model: nn.Module) -> list[Specification]:
         if bind.mode_of(module) == bind.OFF:
             continue
         found.update(dict.fromkeys(_of_module(module)))
-    return sorted(found, key=lambda each: (each[0] != "attention", each[0]))
+    return sorted(found, key=lambda each: ("attention" not in each[0], each[0]))
 
 
 def _of_module(module: nn.Module) -> Iterator[Specification]:
@@ -59,6 +60,11 @@ def _of_attention(module: nn.Module, dtype: torch.dtype, device: torch.device) -
         return
     heads, kv_heads = rows[0], rows[1]
     causal = bool(getattr(module, "is_causal", getattr(module, "is_decoder", False)))
+    common = (dtype, device, heads, kv_heads, head_dim, head_dim)
+    packed = packed_specification(*common, causal=causal)
+    if packing_serves(packed):
+        padding = "left-padded batch" if causal else "padded batch"
+        yield "varlen_attention", f"{padding}, packed, {heads} heads on {kv_heads}, dim {head_dim}", tuple(packed)
     situations = {"prefill": (False, True, causal, None), "padded batch": (False, True, False, torch.bool)}
     if causal:
         situations["decode"] = (True, False, False, None)

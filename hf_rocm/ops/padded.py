@@ -133,11 +133,29 @@ def _kernel_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     _, kv_heads, _, value_dim = value.shape
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     common = (query.dtype, query.device, heads, kv_heads, head_dim, value_dim)
-    softcap = sinks = False
     if s_q == 1:
-        return _chosen(decode._operation, (*common, softcap, sinks, grad))
-    window = None
-    return all(_chosen(varlen._operation, (*common, causal, window, softcap, sinks, grad)) for causal in (True, False))
+        return _chosen(decode._operation, (*common, False, False, grad))
+    return all(packing_serves(packed_specification(*common, causal=causal, grad=grad)) for causal in (True, False))
+
+
+def packed_specification(
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    *,
+    causal: bool,
+    grad: bool = False,
+) -> varlen.VarlenSpec:
+    """The specification of a padded batch once it is packed: no window, softcap or sinks."""
+    return varlen.VarlenSpec(dtype, device, heads, kv_heads, head_dim, value_dim, causal, None, False, False, grad)
+
+
+def packing_serves(spec: varlen.VarlenSpec) -> bool:
+    """Whether packed sequences lead to a kernel here; otherwise the mask is used as it is."""
+    return _chosen(varlen._operation, tuple(spec))
 
 
 def _chosen(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:

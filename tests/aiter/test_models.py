@@ -180,7 +180,7 @@ def test_warmup_builds_and_checks_ahead(kernels, tmp_path, capsys, monkeypatch):
     for kernel in ("mha_fwd", "gemm_a16w16", "act_and_mul", "rms_norm"):
         assert any(kernel in line and " aiter " in line for line in table.splitlines()), kernel
     passed = list((tmp_path / "cache" / "probes").iterdir())
-    assert len(passed) == 6  # prefill, decode, two products, gate, norm
+    assert len(passed) == 7  # prefill, decode, packed batch, two products, gate, norm
 
     probe.forget()
     registry.forget_choices()

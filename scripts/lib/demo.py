@@ -155,7 +155,12 @@ class Demo:
         rows.append(("peak memory", *(f"{result['peak_memory'] / 2**20:.0f} MiB" for result in results.values())))
         titles = (way.title for way in WAYS.values())
         table((f"fp32, CPU, {results['stock']['threads']} thread", *titles), rows)
-        say(styled("  time: median of 5 rounds (slowest − fastest), one process after the other; memory: the whole process", "dim"))
+        say(
+            styled(
+                "  median of 5 rounds (slowest − fastest); one process after the other; memory of the whole process",
+                "dim",
+            )
+        )
 
     def _inert_is_stock(self, results: dict[str, dict[str, Any]], verdict: dict[str, Any], what: str) -> None:
         at = list(WAYS).index("inert")

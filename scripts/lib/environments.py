@@ -26,14 +26,29 @@ ENVIRONMENTS = ROOT / ".envs"
 CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 
 RELEASES = ("4.53.3", "4.57.6", "5.0.0", "5.19.0", "5.23.0")
-NEWEST = RELEASES[-1]
+NEEDS_PYTHON = {"5.23.0": (3, 11)}
+RUNNABLE = tuple(version for version in RELEASES if sys.version_info >= NEEDS_PYTHON.get(version, (3, 10)))
+NEWEST = RUNNABLE[-1]
 
-# AMD's package with what its import needs; newer Tritons fail in its modules.
-AITER = ("amd-aiter==0.1.7.post2.dev18", "triton==3.6.0", "ninja", "setuptools")
+# AMD's package with what its import needs. Newer Tritons fail in its modules, though torch may ask for one.
+AITER = ("amd-aiter==0.1.7.post2.dev18", "ninja", "setuptools")
+AITER_TRITON = "triton==3.6.0"
 
 TORCH = ("torch", "numpy")
 # typer and rich are dependencies of hf-rocm that mypy wants to see; the others are for the tests.
-TOOLS = ("pytest", "hypothesis", "ruff", "mypy", "hatchling", "typer", "rich", "packaging", "safetensors", "psutil")
+TOOLS = (
+    "pytest",
+    "hypothesis",
+    "ruff",
+    "mypy",
+    "hatchling",
+    "typer",
+    "rich",
+    "packaging",
+    "safetensors",
+    "psutil",
+    "uv",
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +121,7 @@ def release(version: str, shared: Environment, built: Path, *, aiter: bool = Fal
 
     aiter: with AMD's package too, which the other environments must do without.
     """
-    name, others = (f"{version}-aiter", AITER) if aiter else (version, ())
+    name, others = (f"{version}-aiter", (*AITER, AITER_TRITON)) if aiter else (version, ())
     environment = Environment(ENVIRONMENTS / name)
     made = (shared.path / ".made-from").read_text()
     ingredients = digest(made, version, _requirements(built), *others)
@@ -115,7 +130,9 @@ def release(version: str, shared: Environment, built: Path, *, aiter: bool = Fal
         with step(f"environment: transformers {version}{', amd-aiter' if aiter else ''}"):
             environment.create(with_pip=False)
             (environment.site_packages / "zz_shared.pth").write_text(f"{shared.site_packages}\n")
-            environment.install(f"transformers=={version}", "accelerate", *others, built)
+            environment.install(f"transformers=={version}", "accelerate", *(AITER if aiter else ()), built)
+            if aiter:
+                environment.install("--no-deps", AITER_TRITON)
             environment.record(contents, stamp="wheel")
             environment.record(ingredients)
     elif not environment.is_made_from(contents, stamp="wheel"):
@@ -126,9 +143,15 @@ def release(version: str, shared: Environment, built: Path, *, aiter: bool = Fal
     return environment
 
 
+_locks: list[int] = []
+
+
 @contextmanager
 def lock() -> Iterator[None]:
-    """One set-up or test run in this checkout at a time; the system lets go of the lock when a run is killed."""
+    """One set-up or test run in this checkout at a time.
+
+    What `run` starts inherits the lock, so that a killed set-up's last pip ends before the next one begins.
+    """
     ENVIRONMENTS.mkdir(exist_ok=True)
     with (ENVIRONMENTS / ".lock").open("w") as handle:
         try:
@@ -136,7 +159,11 @@ def lock() -> Iterator[None]:
         except BlockingIOError:
             say("waiting for another run in this checkout …")
             fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        _locks.append(handle.fileno())
+        try:
+            yield
+        finally:
+            _locks.clear()
 
 
 def clean_environ(**changes: str) -> dict[str, str]:
@@ -158,9 +185,10 @@ def run(command: Sequence[str], *, failure: str, hint: str = "") -> str:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
+        pass_fds=_locks,
     )
     if done.returncode:
-        end = "\n".join(f"  | {text}" for text in done.stdout.strip().splitlines()[-20:])
+        end = "\n".join(f"  | {text[:200]}" for text in done.stdout.strip().splitlines()[-20:])
         advice = f"\n\nhint: {hint}" if hint else ""
         raise ScriptError(f"{failure}\n  command  {' '.join(command)}\n  exit     {done.returncode}\n{end}{advice}")
     return done.stdout

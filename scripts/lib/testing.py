@@ -11,7 +11,20 @@ from collections.abc import Sequence
 
 from lib import checks
 from lib.console import duration, heading, say, styled, table
-from lib.environments import ENVIRONMENTS, NEWEST, RELEASES, ROOT, Environment, base, lock, release, wheel
+from lib.environments import (
+    ENVIRONMENTS,
+    NEEDS_PYTHON,
+    NEWEST,
+    RELEASES,
+    ROOT,
+    RUNNABLE,
+    Environment,
+    base,
+    lock,
+    release,
+    wheel,
+)
+from lib.injection import fault_injection
 from lib.suites import Outcome, Suite, run_all
 
 # What depends on the transformers release, so that --all runs it in each of them.
@@ -24,11 +37,14 @@ BESIDE_AITER = f"{NEWEST}, amd-aiter"
 # Suites that need hardware; conftest.py skips them with these words where it is missing.
 HARDWARE = {"needs an AMD GPU": "pytest -m rocm", "needs an NVIDIA or AMD GPU": "pytest -m gpu"}
 
+# minutes of injected faults, which no release makes different: they run in the newest alone
+FAULTS = "tests/overlay/promises/test_faults.py"
+
 DESCRIPTION = f"""\
 Set up what the tests need in .envs/ and run them; nothing has to be installed before.
 
 Without options: scripts/check and the quick tests with transformers {NEWEST}.
-With --all: the slow tests too, and those that depend on transformers with {", ".join(RELEASES[:-1])} as well."""
+With --all: the slow tests too, and those that depend on transformers with {", ".join(RUNNABLE[:-1])} as well."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,8 +63,10 @@ def main(arguments: Sequence[str]) -> int:
         built = wheel(shared, ENVIRONMENTS / "wheel")
         environments = {NEWEST: release(NEWEST, shared, built)}
         environments[BESIDE_AITER] = release(NEWEST, shared, built, aiter=True)
-        for version in RELEASES[-2::-1] if options.all else ():
+        for version in RUNNABLE[-2::-1] if options.all else ():
             environments[version] = release(version, shared, built)
+        if options.all:
+            fault_injection()
         outcomes = []
         if not options.pytest:
             heading("checks")
@@ -66,6 +84,7 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
     # the import rules are a check of their own
     everything = ["tests", "--ignore", AITER_TESTS, *([] if extra else ["--ignore", "tests/test_imports.py"])]
     dependent = [f"tests/{name}" for name in RELEASE_DEPENDENT if (ROOT / "tests" / name).exists()]
+    dependent += ["--ignore", FAULTS]
     suites = []
     for name, environment in environments.items():
         targets = everything if name == NEWEST else [AITER_TESTS] if name == BESIDE_AITER else dependent
@@ -91,6 +110,9 @@ def summarise(outcomes: Sequence[Outcome], began: float, *, everything: bool) ->
             say(f"  {styled('not run', 'yellow')}  {command}: {reason} ({not_run[reason]} tests)")
     for reason in sorted(set(not_run) - set(HARDWARE)):
         say(f"  {styled('not run', 'yellow')}  {reason} ({not_run[reason]} tests)")
+    for version in set(RELEASES) - set(RUNNABLE):
+        needed = ".".join(map(str, NEEDS_PYTHON[version]))
+        say(f"  {styled('not run', 'yellow')}  transformers {version}: needs Python {needed}")
     if not everything:
         say(f"  {styled('not run', 'yellow')}  slow tests and the other releases: scripts/test --all")
     passed, failed = sum(each.passed for each in outcomes), sum(each.failed for each in outcomes)

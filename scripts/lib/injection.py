@@ -1,0 +1,29 @@
+"""strace, with which tests make the system fail: found, installed where that is allowed, or asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+from lib.console import ScriptError, step
+
+
+def fault_injection() -> None:
+    """Return if strace can inject faults here. Raises `ScriptError`: without it the promises would go unproven."""
+    if shutil.which("strace") is None and os.geteuid() == 0 and shutil.which("apt-get"):
+        with step("strace"):
+            for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "strace"]):
+                subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    strace = shutil.which("strace")
+    if strace is None:
+        raise ScriptError(
+            "the slow tests inject faults with strace, which is not installed\n\nhint: apt-get install strace"
+        )
+    probe = [strace, "-f", "-qq", "-o", os.devnull, "-e", "inject=access:error=EIO:when=1+", "true"]
+    done = subprocess.run(probe, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ScriptError(
+            f"strace can't inject faults here: {done.stderr.strip()}\n\n"
+            "hint: ptrace must be allowed; for a container: --cap-add=SYS_PTRACE"
+        )

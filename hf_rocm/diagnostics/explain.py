@@ -35,6 +35,7 @@ class Part:
     group: tuple[str, ...] = ()  # the linear layers that are fused, if the class has such a group
     fused: int = 0
     not_fused: dict[str, int] = field(default_factory=dict)  # reason → instances
+    gradients: bool = False  # they are on and the weights require them: at this moment the layers run one by one
     stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
 
 
@@ -110,7 +111,9 @@ def _part(cls: type, modules: list[nn.Module]) -> Part:
     binding = bind.binding_of(modules[0])
     assert binding is not None
     active = [module for module in modules if bind.mode_of(module) != bind.OFF]
-    reasons = [fuse.why_not(module, binding.fuses) for module in active] if binding.fuses else []
+    with torch.no_grad():
+        reasons = [fuse.why_not(module, binding.fuses) for module in active] if binding.fuses else []
+    now = [fuse.why_not(module, binding.fuses) for module in active] if binding.fuses else []
     in_memory = "__hf_rocm_activation__" in binding.replacement.__globals__
     return Part(
         cls=cls.__name__,
@@ -121,6 +124,7 @@ def _part(cls: type, modules: list[nn.Module]) -> Part:
         group=binding.fuses,
         fused=sum(reason is None for reason in reasons),
         not_fused=dict(Counter(reason for reason in reasons if reason is not None)),
+        gradients=now != reasons,
         stayed_stock=dict(Counter(reason for module in active if (reason := noted(module)) is not None)),
     )
 
@@ -179,6 +183,8 @@ def _part_lines(part: Part) -> list[str]:
         lines.append(f"    {part.instances - part.active} stay stock: not prepared, or restored")
     if part.group and part.active:
         lines.append(f"    fused {part.fused} of {part.active}: {' + '.join(part.group)}")
+        if part.gradients:
+            lines.append("    one by one while gradients are on: call the model under torch.inference_mode()")
         lines += [f"    not fused × {count}: {reason}" for reason, count in part.not_fused.items()]
     lines += [f"    last call stock × {count}: {reason}" for reason, count in part.stayed_stock.items()]
     return lines

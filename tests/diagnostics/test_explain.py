@@ -50,11 +50,13 @@ def test_the_text_and_the_data_say_the_same(llama):
     assert "fused 2 of 2: q_proj + k_proj + v_proj" in str(explanation)
 
 
-def test_gradients_are_named_as_the_reason(llama):
-    reasons = part(llama, "LlamaAttention").not_fused
-    assert len(reasons) == 1 and "gradients are on" in next(iter(reasons))
+def test_gradients_are_told_apart_from_what_keeps_layers_from_being_fused(llama):
+    attention = part(llama, "LlamaAttention")
+    assert attention.gradients and attention.fused == 2 and attention.not_fused == {}
+    assert "one by one while gradients are on" in str(hf_rocm.explain(llama))
     with torch.no_grad():
-        assert part(llama, "LlamaAttention").not_fused == {}
+        assert not part(llama, "LlamaAttention").gradients
+        assert "gradients" not in str(hf_rocm.explain(llama))
 
 
 def test_what_changed_after_preparing_is_told(llama):

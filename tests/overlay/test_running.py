@@ -16,8 +16,6 @@ import torch
 from tests.overlay.conftest import MODELS, Site
 from tests.parity import models
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
@@ -35,15 +33,13 @@ def installed(whole_site, tmp_path_factory) -> Site:
 
 
 def run(site: Site | None, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, in which the site's transformers comes first."""
-    paths = [str(REPOSITORY), *([str(site.path)] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    if site:
-        paths.reverse()
-        paths.insert(0, str(site.path))
+    """A Python of its own, in which the site's transformers comes first and hf_rocm is the one that is tested."""
+    paths = [*([str(site.path)] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {key: value for key, value in os.environ.items() if not key.startswith("HF_ROCM")}
     return subprocess.run(
         [sys.executable, *arguments],
         env={**variables, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", **environment},
+        cwd=site.path if site else None,
         capture_output=True,
         text=True,
         timeout=300,

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "HfRocmError": "hf_rocm.errors",
     "activate": "hf_rocm.overlay.activate",
+    "check": "hf_rocm.overlay.check",
     "deactivate": "hf_rocm.overlay.activate",
     "explain": "hf_rocm.diagnostics.explain",
     "from_pretrained": "hf_rocm.loader",
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from hf_rocm.loader import from_pretrained as from_pretrained
     from hf_rocm.overlay.activate import activate as activate
     from hf_rocm.overlay.activate import deactivate as deactivate
+    from hf_rocm.overlay.check import check as check
     from hf_rocm.weights.prepare import prepare as prepare
     from hf_rocm.weights.prepare import restore as restore
 

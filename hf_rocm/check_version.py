@@ -13,8 +13,13 @@ from collections.abc import Sequence
 from hf_rocm import __version__
 from hf_rocm.cli.output import print_error, print_facts, print_json, print_states
 from hf_rocm.errors import HfRocmError
+from hf_rocm.overlay.catalog import load
+from hf_rocm.overlay.commands import system_errors
 from hf_rocm.overlay.facts import AiterFacts, RocmFacts, TorchFacts, aiter_facts, rocm_facts, torch_facts
+from hf_rocm.overlay.locate import locate
+from hf_rocm.overlay.outlook import Outlook, outlook
 from hf_rocm.overlay.state import GOOD, FileState, Installed, Match
+from hf_rocm.overlay.survey import survey
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,9 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch, rocm, aiter = torch_facts(), rocm_facts(), aiter_facts()
     facts = {"torch": torch.to_dict(), "rocm": rocm.to_dict(), "aiter": aiter.to_dict()}
     try:
-        from hf_rocm.overlay.commands import status
-
-        installation, states = status(options.models, transformers_path=options.transformers_path)
+        with system_errors():
+            catalog = load()
+            installation = locate(options.transformers_path)
+            newer = outlook(installation, catalog, options.models)
+            outside = newer is not None and not catalog.for_release(installation.version)
+            # a release beyond every range has no overlay to have a state of, but an outlook
+            states = survey(installation, catalog, () if outside else options.models)
     except HfRocmError as error:
         if options.json:
             print_json({"hf_rocm": __version__, "ok": False, **facts, **error.to_dict()})
@@ -36,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         transformers = {"version": installation.version, "path": str(installation.root)}
         files = [state.to_dict() for state in states]
-        print_json({"hf_rocm": __version__, "ok": ok, "transformers": transformers, **facts, "files": files})
+        ahead = newer.to_dict() if newer else None
+        result = {"hf_rocm": __version__, "ok": ok, "transformers": transformers, **facts, "files": files}
+        print_json({**result, "newer_release": ahead})
         return 0 if ok else 1
     print_facts(
         {
@@ -50,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print()
     if states:
         print_states(states)
+    if newer is not None:
+        _print_outlook(newer)
     for hint in _hints(states, unmet, installation.version):
         print(f"\nhint: {hint}", file=sys.stderr)
     return 0 if ok else 1
@@ -86,6 +99,13 @@ def _hints(states: Sequence[FileState], unmet: Sequence[FileState], release: str
     elif unmet:
         hints.append("every definition is a known one, but not every whole file: drop --strict, or upgrade hf-rocm")
     return hints
+
+
+def _print_outlook(newer: Outlook) -> None:
+    print(f"\ntransformers {newer.release} is newer than {newer.newest}, the newest that hf-rocm was checked with:")
+    for prospect in newer.prospects:
+        print(f"  {prospect.model}: {'go on' if prospect.go_on else 'stop'}; {prospect.sentence}")
+    print(f"{newer.verdict}")
 
 
 def _torch_sentence(torch: TorchFacts) -> str:

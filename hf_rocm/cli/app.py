@@ -10,14 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from hf_rocm import __version__
+from hf_rocm.cli.explain import explain
 from hf_rocm.cli.install_overlays import install_overlays
 from hf_rocm.cli.output import print_error, print_json
 from hf_rocm.cli.status import status
 from hf_rocm.cli.uninstall_overlays import uninstall_overlays
+from hf_rocm.cli.warmup import warmup
 from hf_rocm.errors import HfRocmError
 from hf_rocm.overlay.install import Interrupted
 
-COMMANDS: tuple[Callable[..., Any], ...] = (install_overlays, uninstall_overlays, status)
+COMMANDS: tuple[Callable[..., Any], ...] = (install_overlays, uninstall_overlays, status, explain, warmup)
 
 REFUSED, BUG = 1, 3
 
@@ -34,6 +36,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print_error(error)
         return REFUSED
     except Interrupted as interrupted:
+        if "--json" in (sys.argv[1:] if arguments is None else arguments):
+            print_json({"error": "Interrupted", "message": str(interrupted), "facts": {}, "hint": None})
         print(interrupted, file=sys.stderr)
         return 128 + interrupted.signal
     except Exception:  # noqa: BLE001 (whatever else escapes is a bug of ours, and is reported as one)

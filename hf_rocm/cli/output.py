@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -33,6 +34,33 @@ def print_error(error: HfRocmError) -> None:
 
 def print_notice(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
+
+
+def transformers_dict(installation: Installation) -> dict[str, object]:
+    """The transformers that is meant, as every command's JSON has it."""
+    return {"path": str(installation.root), "version": installation.version}
+
+
+class Counter:
+    """Progress of long work, redrawn on a terminal's stderr; silent anywhere else."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._last = 0.0
+        self._live = sys.stderr.isatty()
+
+    def __enter__(self) -> Counter:
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._live and (now - self._last > 0.1 or done == total):
+            self._last = now
+            print(f"\r{done} of {total} {self._what}", end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def print_transformers(installation: Installation) -> None:

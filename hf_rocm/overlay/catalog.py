@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,10 +14,11 @@ from packaging.version import InvalidVersion, Version
 
 from hf_rocm.errors import OverlayError
 from hf_rocm.overlay import manifest
+from hf_rocm.overlay.integrity import check_delivered
 from hf_rocm.overlay.manifest import Manifest, Record
 
 _PREFIX = "transformers-"
-_MODEL = re.compile(r"[a-z0-9_]+")
+MODEL = re.compile(r"[a-z0-9_]+")  # what a model folder may be called; nothing that could leave its place
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,17 @@ class Overlay:
 
     @cached_property
     def text(self) -> str:
-        return self.path.read_bytes().decode()
+        """What is appended. Raises `OverlayError` if it is no Python."""
+        try:
+            text = self.path.read_bytes().decode()
+            compile(text, str(self.path), "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            raise OverlayError(
+                f"overlay {self.id} is no valid Python",
+                facts={"file": self.path, "found": error},
+                hint="reinstall hf-rocm",
+            ) from error
+        return text
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,8 @@ class Directory:
         found = {}
         for path in sorted(self.path.glob("models/*/modeling_*.py")):
             model = path.parent.name
-            if _MODEL.fullmatch(model) and path.name == f"modeling_{model}.py" and not path.is_symlink():
+            ordinary = stat.S_ISREG(path.lstat().st_mode) and not path.parent.is_symlink()
+            if MODEL.fullmatch(model) and path.name == f"modeling_{model}.py" and ordinary:
                 found[model] = path
         return found
 
@@ -111,18 +124,27 @@ class Catalog:
         found = (self.find(model, release) for model in self.models())
         return [overlay for overlay in found if overlay is not None]
 
+    def newest(self, model: str) -> Overlay | None:
+        """The overlay of a model for the newest releases that have one, whatever is installed."""
+        return next((d.overlay(model) for d in reversed(self.directories) if model in d.files), None)
+
     def ranges(self, model: str | None = None) -> list[str]:
         """The ranges of releases that are covered, of one model or of any."""
         return [d.manifest.transformers for d in self.directories if model is None or model in d.files]
 
 
-def load(root: Path | None = None) -> Catalog:
-    """The overlays that travel with the imported hf_rocm: package data, or a checkout's `overlays/`."""
+def load(root: Path | None = None, *, checked: bool = True) -> Catalog:
+    """The overlays that travel with the imported hf_rocm: package data, or a checkout's `overlays/`.
+
+    Raises `OverlayError` if they are not what hf-rocm's package delivered; not checked: for those who only take off.
+    """
     if root is not None:
         return Catalog(root)
     package = Path(__file__).resolve().parent.parent
     for candidate in (package / "_overlays", package.parent / "overlays"):
         if candidate.is_dir():
+            if checked:
+                check_delivered(candidate)
             return Catalog(candidate)
     raise OverlayError(
         "hf-rocm was installed without its overlays",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+from hf_rocm.errors import HfRocmError, OverlayError
 from hf_rocm.overlay import catalog as catalogs
+from hf_rocm.overlay.audit import Audit, Progress, audit
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.install import execute
 from hf_rocm.overlay.locate import Installation, check_writable, locate
@@ -16,6 +18,22 @@ from hf_rocm.overlay.state import FileState
 from hf_rocm.overlay.survey import no_overlay, survey
 
 
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """Turn what the system refused while we were looking into an `OverlayError`; writing has words of its own."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, HfRocmError):
+            raise
+        raise OverlayError(
+            "the system refused to read transformers or hf-rocm; nothing was written",
+            facts={"file": error.filename or "(not said)", "found": error.strerror or error},
+            hint="fix the permissions or the file system, then run it again",
+        ) from error
+
+
+@system_errors()
 def install(
     models: Iterable[str] = (),
     *,
@@ -43,6 +61,7 @@ def install(
     return plan, notices
 
 
+@system_errors()
 def uninstall(
     models: Iterable[str] = (),
     *,
@@ -51,7 +70,7 @@ def uninstall(
     catalog: Catalog | None = None,
 ) -> tuple[Plan, list[str]]:
     """Take the overlays of these models off again (none named: every block that is there). As `install`."""
-    catalog = catalog or catalogs.load()
+    catalog = catalog or catalogs.load(checked=False)  # whatever was done to hf-rocm, the way back is open
     installation = locate(transformers_path)
     check_writable(installation)
     with _lock(installation, dry_run) as notices:
@@ -61,12 +80,19 @@ def uninstall(
     return plan, notices
 
 
+@system_errors()
 def status(
     models: Iterable[str] = (), *, transformers_path: Path | str | None = None, catalog: Catalog | None = None
 ) -> tuple[Installation, list[FileState]]:
     """Where transformers is, and the state of each file. Writes nothing."""
     installation = locate(transformers_path)
     return installation, survey(installation, catalog or catalogs.load(), models)
+
+
+@system_errors()
+def record(*, transformers_path: Path | str | None = None, progress: Progress | None = None) -> Audit:
+    """The whole transformers package against what its package manager recorded. Writes nothing."""
+    return audit(locate(transformers_path), progress=progress)
 
 
 def _lock(installation: Installation, dry_run: bool) -> AbstractContextManager[list[str]]:

@@ -99,6 +99,9 @@ def _stage(action: Action, disk: Disk) -> Path:
             if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
                 disk.own(descriptor, old.st_uid, old.st_gid)
             disk.mode(descriptor, stat.S_IMODE(old.st_mode))
+            if (new.st_size, int(new.st_mtime)) == (old.st_size, int(old.st_mtime)):
+                # what Python tells sources apart by; a pyc of the old one may lie where we can't see it
+                disk.touch(descriptor, int(new.st_mtime) + 1)
             disk.sync(descriptor)
         finally:
             disk.close(descriptor)

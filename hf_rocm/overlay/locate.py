@@ -42,19 +42,13 @@ class Installation:
 
     def recorded_sha256(self, file: Path) -> str | None:
         """The hash that the package manager wrote into RECORD for this file, if it did."""
-        return self._record.get(file.relative_to(self.root.parent).as_posix())
+        recorded = self.record.get(file.relative_to(self.root.parent).as_posix())
+        return recorded_hex(recorded) if recorded else None
 
     @cached_property
-    def _record(self) -> dict[str, str]:
-        record = self.metadata / "RECORD" if self.metadata else None
-        if record is None or not record.is_file():
-            return {}
-        with record.open(encoding="utf-8", newline="") as lines:
-            rows = [row for row in csv.reader(lines) if len(row) == 3 and row[1].startswith("sha256=")]
-        return {path: _hex(value.removeprefix("sha256=")) for path, value, _ in rows}
-
-    def reinstall_hint(self) -> str:
-        return f"reinstall it: pip install --force-reinstall --no-deps transformers=={self.version}"
+    def record(self) -> dict[str, str]:
+        """RECORD's hashes as they stand there, by path relative to the folder that holds the package."""
+        return read_record(self.metadata / "RECORD") if self.metadata else {}
 
 
 def locate(path: Path | str | None = None) -> Installation:
@@ -66,6 +60,20 @@ def locate(path: Path | str | None = None) -> Installation:
     metadata = _metadata(root)
     version = _version(root, metadata)
     return Installation(root, version, metadata, named=path is not None)
+
+
+def read_record(file: Path) -> dict[str, str]:
+    """The sha256 entries of a package manager's RECORD, encoded as they are there; none if there is no such file."""
+    if not file.is_file():
+        return {}
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows = [row for row in csv.reader(lines) if len(row) == 3 and row[1].startswith("sha256=")]
+    return {path: value.removeprefix("sha256=") for path, value, _ in rows}
+
+
+def recorded_hex(encoded: str) -> str:
+    """A hash of RECORD (urlsafe base64 without padding) in hexadecimal."""
+    return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).hex()
 
 
 def check_writable(installation: Installation) -> None:
@@ -223,7 +231,3 @@ def _belongs_to(root: Path, prefix: Path) -> bool:
 
     homes = [prefix, Path(site.getusersitepackages())] if site.ENABLE_USER_SITE else [prefix]
     return any(root.resolve().is_relative_to(home.resolve()) for home in homes)
-
-
-def _hex(urlsafe: str) -> str:
-    return base64.urlsafe_b64decode(urlsafe + "=" * (-len(urlsafe) % 4)).hex()

@@ -6,11 +6,13 @@ import errno
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from hf_rocm.errors import OverlayError
+from hf_rocm.overlay.claim import claimed
 
+CLAIM = ".hf-rocm-claim"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 _PAUSE = 0.05  # seconds
 
@@ -49,10 +51,14 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
 
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
-    except PermissionError:  # another user's lock file: the folder's own lock still keeps two of us apart
-        notices.append(f"{path} can't be locked (permission denied); don't run uv on this environment meanwhile")
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        # another user's lock file: the folder's own lock still keeps two of us apart
+        notices.append(f"{path} can't be locked ({error.strerror}); don't run uv on this environment meanwhile")
         yield
         return
+    stack = ExitStack()
     try:
         deadline = time.monotonic() + timeout
         while True:
@@ -61,7 +67,11 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
                 break
             except OSError as error:
                 if error.errno in _NO_LOCKS:
-                    notices.append(f"{path} is on a file system without locks; don't run two installers at once")
+                    claim = path.parent / f".{path.name.lstrip('.')}{CLAIM}"
+                    notices.append(
+                        f"{path} is on a file system without locks; {claim.name} beside it stands in for one"
+                    )
+                    stack.enter_context(claimed(claim, timeout=timeout))
                     break
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
@@ -74,4 +84,6 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
             time.sleep(_PAUSE)
         yield
     finally:
-        os.close(descriptor)
+        stack.close()
+        with suppress(OSError):  # the lock is let go of all the same, and what was written is written
+            os.close(descriptor)

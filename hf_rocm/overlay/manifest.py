@@ -14,6 +14,7 @@ The names are what the overlay's text imports from transformers: its import list
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 
 from hf_rocm.errors import OverlayError
 
+_NAME = re.compile(r"transformers(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
 Seen = Mapping[str, tuple[str, ...]]  # a hash or digest → the releases where it was seen
 
 
@@ -84,6 +86,9 @@ def dependencies(overlay_text: str) -> list[str]:
 
 def _record(table: Mapping[str, Mapping[str, object]]) -> Record:
     names = table["names"]
+    for name in names:
+        if not _NAME.fullmatch(name):  # it becomes a path below transformers
+            raise TypeError(f"{name!r} is no name of a definition in transformers")
     return Record(_seen(table["files"]), {name: _seen(names[name]) for name in names})
 
 

@@ -107,7 +107,8 @@ def _refuse_writing(state: FileState) -> OverlayError | None:
         return OverlayError(
             f"{state.file.name} is a symbolic link, and what it points to may belong to others",
             facts={"file": state.file, "expected": "an ordinary file", "found": f"a link to {state.link}"},
-            hint="reinstall transformers with copies or hard links (uv: UV_LINK_MODE=copy)",
+            hint="let uv copy instead of link: "
+            f"UV_LINK_MODE=copy uv pip install --reinstall --no-deps transformers=={state.release}",
         )
     if state.installed is Installed.EDITED:
         return OverlayError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hf_rocm.errors import OverlayError
 from hf_rocm.overlay import block
-from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.catalog import MODEL, Catalog, Overlay
 from hf_rocm.overlay.locate import Installation
 from hf_rocm.overlay.state import FileState, examine
 
@@ -24,7 +24,7 @@ def survey(installation: Installation, catalog: Catalog, models: Iterable[str] =
         names = sorted(
             {overlay.model for overlay in catalog.for_release(installation.version)} | _patched(installation)
         )
-    return [_state(installation, catalog, model) for model in names]
+    return [state_of(installation, catalog, model, catalog.find(model, installation.version)) for model in names]
 
 
 def read_file(path: Path) -> bytes | None:
@@ -33,19 +33,24 @@ def read_file(path: Path) -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OverlayError(
                 f"{path.name} is not a file",
                 facts={"file": path, "expected": "a file", "found": "a device, a pipe or a folder"},
                 hint="reinstall transformers",
             )
-        return file.read()
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
-def _state(installation: Installation, catalog: Catalog, model: str) -> FileState:
+def state_of(installation: Installation, catalog: Catalog, model: str, overlay: Overlay | None) -> FileState:
+    """The state of one model's file with respect to this overlay. Raises `OverlayError` if neither is there."""
     release = installation.version
-    overlay = catalog.find(model, release)
+    if not MODEL.fullmatch(model):  # it becomes part of a path
+        raise no_overlay(installation, catalog, model)
     file = installation.root / "models" / model / f"modeling_{model}.py"
     data = read_file(file)
     if overlay is None and (data is None or not block.has_block(data)):

@@ -120,7 +120,7 @@ def package(folder: Path, name: str, files: dict[str, str]) -> None:
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bare_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A search path of which only this folder is left, for packages that must not be the real ones."""
     for name in ("torch", "aiter"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -131,23 +131,23 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 BROKEN = "raise RuntimeError('imported')\n"
 
 
-def test_torch_is_read_from_its_text(elsewhere: Path) -> None:
+def test_torch_is_read_from_its_text(bare_path: Path) -> None:
     assert facts.torch_facts().version is None
     text = "__version__ = '2.9.0+rocm7.1'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.1.25'\n"
-    package(elsewhere, "torch", {"__init__.py": BROKEN, "version.py": text})
+    package(bare_path, "torch", {"__init__.py": BROKEN, "version.py": text})
     found = facts.torch_facts()
     assert (found.version, found.hip, found.cuda) == ("2.9.0+rocm7.1", "7.1.25", None)
 
 
-def test_amd_aiter_is_told_from_its_namesake_without_importing_either(elsewhere: Path) -> None:
+def test_amd_aiter_is_told_from_its_namesake_without_importing_either(bare_path: Path) -> None:
     assert facts.aiter_facts().sentence == "not installed"
-    package(elsewhere, "aiter", {"__init__.py": BROKEN})
+    package(bare_path, "aiter", {"__init__.py": BROKEN})
     metadata = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
-    package(elsewhere, "aiter-0.13.dist-info", {"METADATA": metadata.format("aiter", "0.13")})
+    package(bare_path, "aiter-0.13.dist-info", {"METADATA": metadata.format("aiter", "0.13")})
     namesake = facts.aiter_facts()
     assert not namesake.amd and namesake.version == "0.13"
     assert "unrelated" in namesake.sentence and "pip install amd-aiter" in namesake.sentence
-    package(elsewhere, "aiter", {"jit/core.py": BROKEN, "ops/mha.py": BROKEN})
-    package(elsewhere, "amd_aiter-0.1.9.dist-info", {"METADATA": metadata.format("amd-aiter", "0.1.9")})
+    package(bare_path, "aiter", {"jit/core.py": BROKEN, "ops/mha.py": BROKEN})
+    package(bare_path, "amd_aiter-0.1.9.dist-info", {"METADATA": metadata.format("amd-aiter", "0.1.9")})
     ours = facts.aiter_facts()
     assert ours.amd and ours.sentence == "amd-aiter 0.1.9"

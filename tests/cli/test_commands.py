@@ -208,3 +208,66 @@ def test_python_m_runs_the_command(site: Site) -> None:
         check=True,
     )
     assert json.loads(done.stdout)["transformers"]["path"] == str(site.root)
+
+
+def test_ctrl_c_before_anything_is_written_is_130(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_rocm.overlay.commands.survey", interrupted)
+    assert command("install-overlays").code == 128 + signal.SIGINT
+
+
+def test_a_signal_as_json_is_data_too(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_rocm.overlay.install import Interrupted
+
+    def interrupted(*arguments: object) -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr("hf_rocm.overlay.commands.execute", interrupted)
+    outcome = command("install-overlays", "--json")
+    assert outcome.code == 128 + signal.SIGTERM
+    assert json.loads(outcome.out)["error"] == "Interrupted"
+
+
+@pytest.mark.parametrize("name", ["install-overlays", "uninstall-overlays", "status"])
+def test_a_file_that_the_system_won_t_read_is_a_refusal_and_no_bug(
+    command: Command, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def unreadable(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("hf_rocm.overlay.survey.read_file", unreadable)
+    outcome = command(name)
+    assert outcome.code == 1
+    assert "Permission denied" in outcome.err and "modeling_" in outcome.err and "hint: " in outcome.err
+
+
+def test_status_record_shows_a_table_and_its_progress_on_a_terminal_only(
+    command: Command, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command("install-overlays", "bert")
+    listed = [row for row in (site.metadata / "RECORD").read_text().splitlines() if row.startswith("transformers/")]
+    here = [row for row in listed if (site.path / row.split(",")[0]).is_file()]
+    (site.metadata / "RECORD").write_text("\n".join(here) + "\n")
+    shown = command("status", "--record")
+    assert (shown.code, shown.err) == (0, "")
+    assert "overlay  -           models/bert/modeling_bert.py" in shown.out
+    assert f"{len(here)} files compared, 1 with our block below them; 0 neither stock nor ours" in shown.out
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stderr, "isatty", lambda: True)
+        shown = command("status", "--record")
+    assert f"{len(here)} of {len(here)} files compared" in shown.err and shown.err.endswith("\r\033[K")
+    one_byte(site)
+    shown = command("status", "--record", "--json")
+    assert shown.code == 1
+    assert json.loads(shown.out)["entries"][-1] == {
+        "file": str(site.model("llama")),
+        "finding": "changed",
+        "shared": False,
+    }
+    assert json.loads(shown.out)["warning"] is None
+    (site.metadata / "RECORD").unlink()
+    refused = command("status", "--record")
+    assert refused.code == 1 and "no record of what transformers was delivered with" in refused.err
+    assert command("status", "--record", "llama").code == 2

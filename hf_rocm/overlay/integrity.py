@@ -1,0 +1,64 @@
+"""Are hf-rocm's own overlays what its wheel delivered?
+
+What the package manager recorded of hf-rocm is the index: a file that it does not list, that differs or that is gone
+means that someone else wrote there, and nothing from there is put into transformers. A checkout has no such record;
+its overlays belong to whoever works on them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay.block import sha256
+from hf_rocm.overlay.locate import read_record, recorded_hex
+
+
+def check_delivered(overlays: Path) -> None:
+    """Raise `OverlayError` for the first file below `overlays` that is not as recorded, or for one that is missing."""
+    site = overlays.parent.parent
+    records = [file for file in site.glob("hf_rocm-*.dist-info/RECORD") if read_record(file)]
+    if not records:
+        return
+    prefix = f"{overlays.relative_to(site).as_posix()}/"
+    recorded: dict[str, str] = {}
+    for file in records:
+        recorded.update({path: value for path, value in read_record(file).items() if path.startswith(prefix)})
+    if not recorded:
+        return  # an editable install: the record lists a link to the checkout
+    for path, expected in sorted(recorded.items()):
+        _check(site / path, recorded_hex(expected))
+    for extra in _files(overlays):
+        if extra.relative_to(site).as_posix() not in recorded:
+            raise _tampered(extra, "no such file", "a file that hf-rocm did not deliver")
+
+
+def _check(file: Path, expected: str) -> None:
+    try:
+        status = file.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise _tampered(file, f"sha256 {expected}", "no file") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise _tampered(file, f"sha256 {expected}", "a link, a pipe or a device")
+    found = sha256(file.read_bytes())
+    if found != expected:
+        raise _tampered(file, f"sha256 {expected}", f"sha256 {found}")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Everything that is no folder; what Python compiles on its own is left out."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        linked = [name for name in folders if (Path(place) / name).is_symlink()]
+        yield from (Path(place) / name for name in [*linked, *sorted(names)])
+
+
+def _tampered(file: Path, expected: str, found: str) -> OverlayError:
+    return OverlayError(
+        "hf-rocm's own overlays are not what its package delivered, so nothing is taken from them",
+        facts={"file": file, "expected": expected, "found": found},
+        hint="reinstall hf-rocm: pip install --force-reinstall --no-deps hf-rocm",
+    )

@@ -1,0 +1,98 @@
+"""Runs under strace: one child per place, each on its own site, each running one command there.
+
+A child first makes `lead - place` calls that do nothing, so that strace's `when=<lead>` strikes at the command's
+own call number `place`. strace counts in each process separately; the parent makes fewer than `lead` calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from hf_rocm.errors import HfRocmError
+from hf_rocm.overlay import catalog as catalogs
+from hf_rocm.overlay import commands, integrity  # noqa: F401 (imported now: children are to import nothing)
+from hf_rocm.overlay.install import Interrupted
+
+NO_DESCRIPTOR = 2**20
+NOWHERE = "/nowhere/at/all"
+BEGIN = "/the/command/begins/here"
+_DIRECTORY_ENTRIES = {"x86_64": 217, "aarch64": 61}
+
+# calls that do nothing but count
+IDLE: dict[str, Callable[[], object]] = {
+    "openat": lambda: os.open(NOWHERE, os.O_RDONLY),
+    "read": lambda: os.read(NO_DESCRIPTOR, 1),
+    "write": lambda: os.write(NO_DESCRIPTOR, b""),
+    "close": lambda: os.close(NO_DESCRIPTOR),
+    "fsync": lambda: os.fsync(NO_DESCRIPTOR),
+    "fchmod": lambda: os.fchmod(NO_DESCRIPTOR, 0),
+    "fchown": lambda: os.fchown(NO_DESCRIPTOR, 0, 0),
+    "rename": lambda: os.rename(NOWHERE, NOWHERE),  # noqa: PTH104
+    "renameat": lambda: os.rename(NOWHERE, NOWHERE),  # noqa: PTH104
+    "unlink": lambda: os.unlink(NOWHERE),  # noqa: PTH108
+    "unlinkat": lambda: os.unlink(NOWHERE),  # noqa: PTH108
+    "utimensat": lambda: os.utime(NOWHERE, (0, 0)),
+    "access": lambda: os.access(NOWHERE, os.W_OK),
+    "faccessat": lambda: os.access(NOWHERE, os.W_OK),
+    "faccessat2": lambda: os.access(NOWHERE, os.W_OK),
+    "newfstatat": lambda: os.stat(NOWHERE),  # noqa: PTH116
+    "fstat": lambda: os.fstat(NO_DESCRIPTOR),
+    "readlink": lambda: os.readlink(NOWHERE),  # noqa: PTH115
+    "readlinkat": lambda: os.readlink(NOWHERE),  # noqa: PTH115
+    "flock": lambda: _flock(NO_DESCRIPTOR, 0),
+    "getdents64": lambda: ctypes.CDLL(None).syscall(_DIRECTORY_ENTRIES[platform.machine()], NO_DESCRIPTOR, 0, 0),
+}
+
+
+def _flock(descriptor: int, operation: int) -> None:
+    import fcntl
+
+    fcntl.flock(descriptor, operation)
+
+
+def main(order: dict[str, object]) -> list[int]:
+    """The exit status of each child, as waitpid gives it."""
+    catalog = catalogs.load()
+    command = {"install": commands.install, "uninstall": commands.uninstall}[str(order["command"])]
+    idle = IDLE[str(order["call"])] if order["call"] else None
+    statuses = []
+    for place, site in order["places"]:  # type: ignore[attr-defined]
+        child = os.fork()
+        if not child:
+            code = 3
+            try:
+                for _ in range(int(order["lead"]) - place if idle else 0):  # type: ignore[call-overload]
+                    with suppress(OSError):
+                        idle()  # type: ignore[misc]
+                if idle is None:
+                    os.access(BEGIN, os.F_OK)
+                plan, _ = command(order["models"], transformers_path=site, catalog=catalog)  # type: ignore[operator]
+                code = 1 if plan.refusals else 0
+            except HfRocmError as error:
+                code = 1
+                if "so did undoing" in error.message:
+                    code = 4
+            except Interrupted as interrupted:
+                code = 128 + interrupted.signal
+            except KeyboardInterrupt:
+                code = 130
+            except BaseException:  # noqa: BLE001 (a child of a test: whatever it is belongs into the report)
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        statuses.append(os.waitpid(child, 0)[1])
+    return statuses
+
+
+if __name__ == "__main__":
+    found = main(json.loads(Path(sys.argv[1]).read_text()))
+    print(json.dumps(found), flush=True)

@@ -1,0 +1,225 @@
+"""Many at once: installers, uninstallers, importers and package managers, on file systems with locks and without."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay import claim as claims
+from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.commands import install, status, uninstall
+from hf_rocm.overlay.install import LEFTOVER
+from hf_rocm.overlay.lock import CLAIM, exclusive
+from tests.overlay.conftest import MODELS, Site, hashes
+from tests.overlay.promises import faults
+from tests.overlay.promises.world import VERSION, Environment
+
+Farm = Callable[[str], Site]
+
+# several commands of one process, so that they overlap and are not kept apart by starting up
+BUSY = """
+import sys
+from hf_rocm.overlay.catalog import load
+from hf_rocm.overlay.commands import install, uninstall
+catalog = load()
+print("ready", flush=True)
+sys.stdin.readline()
+for round in range(int(sys.argv[2])):
+    for command in (install, uninstall) if (round + int(sys.argv[3])) % 2 else (uninstall, install):
+        command(transformers_path=sys.argv[1], catalog=catalog)[0].check()
+"""
+# who imports while files change: every file that is ever seen is valid Python, with a whole block or without
+READER = """
+import sys
+stock, installed = [open(path, "rb").read() for path in sys.argv[2:4]]
+print("ready", flush=True)
+sys.stdin.readline()
+seen = set()
+for number in range(int(sys.argv[4])):
+    data = open(sys.argv[1], "rb").read()
+    if data not in (stock, installed):
+        sys.exit(f"torn: {len(data)} bytes")
+    if number % 100 == 0:
+        compile(data, sys.argv[1], "exec")
+    seen.add(len(data))
+print(len(seen))
+"""
+
+
+HOLDER = """
+import fcntl, os, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", process.stderr and process.stderr.read()
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return out
+
+
+def go(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def states(site: Site) -> set[str]:
+    return {state.installed.value for state in status(transformers_path=site.path)[1]}
+
+
+def test_10_and_11_many_writers_take_turns_and_readers_see_whole_files(farm: Farm, tmp_path: Path) -> None:
+    site, stock = farm("one"), farm("stock")
+    install(transformers_path=site.path)
+    installed = tmp_path / "installed.py"
+    installed.write_bytes(site.model("llama").read_bytes())
+    writers = [start(BUSY, site.path, 8, number) for number in range(4)]
+    readers = [start(READER, site.model("llama"), stock.model("llama"), installed, 20_000) for _ in range(2)]
+    go(*readers, *writers)
+    for process in writers:
+        end(process)
+    seen = [int(end(process)) for process in readers]
+    assert max(seen) == 2, "both states were seen"
+    assert states(site) in ({"yes"}, {"no"})
+    assert not list(site.path.rglob(f"*{LEFTOVER}"))
+    uninstall(transformers_path=site.path)
+    assert hashes(site.path) == hashes(stock.path)
+
+
+def test_10_a_lock_that_is_held_is_waited_for_and_a_dead_ones_is_not(farm: Farm) -> None:
+    site = farm("one")
+    holder = start(HOLDER, site.root)
+    with pytest.raises(OverlayError, match="another installer"), exclusive(site.root, timeout=0.1):
+        pass
+    threading.Timer(0.3, holder.kill).start()
+    began = time.monotonic()
+    install(["llama"], transformers_path=site.path)
+    assert 0.1 < time.monotonic() - began < 30
+    holder.communicate(timeout=10)
+    assert holder.returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_10_racing_a_real_uv(environments: Callable[..., Environment]) -> None:
+    environment = environments("one", "uv", "hardlink")
+    site, stock = environment.site, hashes(environment.site.root)
+    for _ in range(3):
+        reinstalling = environment.start_install(VERSION, "--reinstall")
+        busy = start(BUSY, site.path, 2, 1)
+        go(busy)
+        _, errors = reinstalling.communicate(timeout=60)
+        assert reinstalling.returncode == 0, errors
+        busy.communicate(timeout=60)  # it may find transformers gone for a moment, and then refuses
+        assert busy.returncode in (0, 1)
+        assert not list(site.path.rglob(f"*{LEFTOVER}"))
+        environment.install(VERSION, "--reinstall")
+        assert hashes(site.root) == stock
+
+
+def test_10_uv_waits_for_us(environments: Callable[..., Environment]) -> None:
+    environment = environments("one", "uv")
+    with exclusive(environment.site.root):
+        waiting = environment.start_install(VERSION, "--reinstall")
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(1.5)
+    _, errors = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0, errors
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_22_without_locks_a_claim_stands_in_and_says_so(farm: Farm, catalog: Catalog) -> None:
+    site = farm("one")
+    before = hashes(site.path)
+    with exclusive(site.root) as notices:
+        assert len(notices) == 1 and "without locks" in notices[0] and CLAIM in notices[0]
+        with pytest.raises(OverlayError, match="another installer") as refused, exclusive(site.root, timeout=0.1):
+            pass
+        assert f"process {os.getpid()}" in refused.value.facts["found"]
+    assert hashes(site.path) == before, "the claim is gone, and was never inside the package"
+    _, told = install(["llama"], transformers_path=site.path, catalog=catalog)
+    assert told == notices
+
+
+@pytest.mark.usefixtures("without_locks")
+@pytest.mark.parametrize("whose", ["dead process", "other start", "other host, long ago", "nonsense, long ago"])
+def test_22_a_stale_claim_never_blocks(farm: Farm, whose: str) -> None:
+    import socket
+
+    site = farm("one")
+    claim = site.path / f".transformers{CLAIM}"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    claim.write_text(
+        {
+            "dead process": f"{socket.gethostname()}\n{gone.pid}\n1\n",
+            "other start": f"{socket.gethostname()}\n{os.getpid()}\n1\n",
+        }.get(whose, "elsewhere\n1\n1\n" if "host" in whose else "?")
+    )
+    if "long ago" in whose:
+        past = time.time() - claims.OLD - 1
+        os.utime(claim, (past, past))
+    with exclusive(site.root, timeout=0.5):
+        assert str(os.getpid()) in claim.read_text()
+    assert not claim.exists()
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_22_a_fresh_claim_of_another_host_is_respected(farm: Farm) -> None:
+    site = farm("one")
+    claim = site.path / f".transformers{CLAIM}"
+    claim.write_text("elsewhere\n1\n1\n")
+    with pytest.raises(OverlayError, match="another installer") as refused, exclusive(site.root, timeout=0.1):
+        pass
+    assert "elsewhere" in refused.value.facts["found"] and "remove this file" in (refused.value.hint or "")
+    assert claim.read_text() == "elsewhere\n1\n1\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
+def test_22_a_system_that_has_no_flock(farm: Farm, error: str, tmp_path: Path) -> None:
+    faults.require_injection()
+    site = farm("one")
+    code = "import sys; from hf_rocm.overlay.commands import install; print(install(transformers_path=sys.argv[1])[1])"
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    command = ["strace", "-f", "-qq", "-o", os.devnull, "-e", "trace=flock", "-e", f"inject=flock:error={error}"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", code, str(site.path)],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "without locks" in done.stdout
+    assert states(site) == {"yes"} and len(MODELS) == len(status(transformers_path=site.path)[1])
+    assert not list(site.path.rglob(f"*{CLAIM}*"))

@@ -1,0 +1,245 @@
+"""What is on disk after installing and after taking it off: bytes, modes, owners, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.cli import main
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay.commands import install, record, status, uninstall
+from hf_rocm.overlay.plan import Verb
+from tests.overlay.conftest import MODELS, Site, fingerprint, hashes, next_release
+
+Farm = Callable[[str], Site]
+
+
+def states(site: Site) -> dict[str, str]:
+    return {state.model: state.installed.value for state in status(transformers_path=site.path)[1]}
+
+
+@pytest.mark.parametrize("selection", [MODELS, ("llama",), ("bert", "qwen3")], ids="+".join)
+def test_02_taken_off_byte_for_byte(farm: Farm, selection: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    site = farm("one")
+    site.model("llama").chmod(0o640)
+    before = hashes(site.path)
+    with monkeypatch.context() as older:  # an hf-rocm of before, then this one, twice, and in part
+        older.setattr("hf_rocm.overlay.state.__version__", "0.0.9")
+        install(selection, transformers_path=site.path)
+    install(selection, transformers_path=site.path)
+    install(MODELS, transformers_path=site.path)
+    uninstall(selection[:1], transformers_path=site.path)
+    uninstall(transformers_path=site.path)
+    assert hashes(site.path) == before
+    assert record(transformers_path=site.path).entries == ()
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\n\n", b"# no newline"])
+def test_02_whatever_the_file_ends_with(farm: Farm, ending: bytes) -> None:
+    site = farm("one")
+    site.forget_record()
+    site.release(next_release(site.installation.version))
+    file = site.model("llama")
+    stock = file.read_bytes().rstrip(b"\n") + ending
+    file.unlink()
+    file.write_bytes(stock)
+    install(["llama"], transformers_path=site.path)
+    assert file.read_bytes() != stock
+    uninstall(["llama"], transformers_path=site.path)
+    assert file.read_bytes() == stock
+
+
+EDITS: dict[str, Callable[[bytes], bytes]] = {
+    "one byte": lambda data: data + b" ",
+    "CRLF": lambda data: data.replace(b"\n", b"\r\n"),
+    "byte order mark": lambda data: b"\xef\xbb\xbf" + data,
+    "one definition": lambda data: data.replace(b"(nn.Module):", b"(nn.Module):\n    mine = 1", 1),
+    "cut short": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+@pytest.mark.parametrize("first", ["edit", "install"])
+def test_03_an_edit_is_refused_by_name_and_never_overwritten(
+    farm: Farm, edit: Callable[[bytes], bytes], first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = farm("one")
+    file = site.model("llama")
+    if first == "install":
+        install(transformers_path=site.path)
+    edited = edit(file.read_bytes())
+    file.unlink()
+    file.write_bytes(edited)
+    before = fingerprint(site.path)
+    gone = b"hf-rocm overlay" not in edited  # then there is nothing to take off
+    for command in ["install-overlays"] if gone else ["install-overlays", "uninstall-overlays"]:
+        assert main([command, "--transformers-path", str(site.path)]) == 1
+        shown = capsys.readouterr()
+        assert str(file) in shown.err and "reinstall transformers" in shown.err
+        assert fingerprint(site.path) == before, "nothing was written, to no file"
+
+
+@pytest.mark.parametrize("command", [install, uninstall])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("what", ["missing", "edited", "folder"])
+def test_04_all_files_or_none(farm: Farm, command: Callable[..., object], model: str, what: str) -> None:
+    site = farm("one")
+    if command is uninstall:
+        install(transformers_path=site.path)
+    file = site.model(model)
+    data = file.read_bytes()
+    file.unlink()
+    if what == "edited":
+        file.write_bytes(data + b"# mine\n")
+    elif what == "folder":
+        file.mkdir()
+    before = fingerprint(site.path)
+    try:
+        command(MODELS, transformers_path=site.path)
+    except OverlayError as error:
+        assert str(file) in error.facts["file"]
+    changed = fingerprint(site.path) != before
+    assert changed == (what == "missing" and command is uninstall), "a file that is gone has nothing to take off"
+
+
+def test_09_a_second_run_writes_nothing(farm: Farm) -> None:
+    site = farm("one")
+    for command in (install, uninstall):
+        command(transformers_path=site.path)
+        before = fingerprint(site.path)
+        plan, _ = command(transformers_path=site.path)
+        assert {action.verb for action in plan.actions} == {Verb.KEEP}
+        assert fingerprint(site.path) == before, "inodes and times are as they were"
+
+
+AS_NOBODY = """
+import json, os, sys
+from hf_rocm.overlay.commands import install
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay.catalog import Overlay, load
+catalog = load()  # while what this Python consists of can be read
+texts = {path: path.read_text() for directory in catalog.directories for path in directory.files.values()}
+Overlay.text = property(lambda overlay: texts[overlay.path])
+import fcntl, stat
+if os.geteuid() == 0:
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    install(transformers_path=sys.argv[1], catalog=catalog)
+except OverlayError as error:
+    print(json.dumps(error.to_dict()))
+"""
+
+
+@pytest.mark.parametrize("which", ["folders", "one folder", "owner"])
+def test_18_read_only_is_refused_before_anything_is_written(farm: Farm, memory: Path, which: str) -> None:
+    site = farm("one")
+    memory.chmod(0o755)
+    if which != "owner" and os.geteuid() == 0:
+        for path in [site.path, *site.path.rglob("*")]:
+            os.chown(path, 65534, 65534)
+    elif which == "owner" and os.geteuid() != 0:
+        pytest.skip("only root can own what another user can't write to")
+    closed = [site.model("llama").parent] if which == "one folder" else [site.root, *site.root.rglob("*")]
+    for path in closed:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = fingerprint(site.path)
+    command = [sys.executable, "-c", AS_NOBODY, str(site.path)]
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, cwd="/", capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    refused = json.loads(done.stdout)
+    assert "can't be written to" in refused["message"] and "hf_rocm.activate()" in refused["hint"]
+    assert fingerprint(site.path) == before
+    for path in closed:
+        path.chmod(0o755)
+
+
+def test_19_a_partial_selection_composes(farm: Farm) -> None:
+    site = farm("one")
+    before = hashes(site.path)
+    wanted: set[str] = set()
+    for count in (1, 2, 3):
+        for models in itertools.combinations(MODELS, count):
+            install(models, transformers_path=site.path)
+            wanted |= set(models)
+            removed = models[0]
+            uninstall([removed], transformers_path=site.path)
+            wanted -= {removed}
+            assert {model for model, state in states(site).items() if state == "yes"} == wanted
+            after = hashes(site.path)
+            changed = {path for path in before if before[path] != after[path]}
+            assert changed == {f"transformers/models/{model}/modeling_{model}.py" for model in wanted}
+    uninstall(transformers_path=site.path)
+    assert hashes(site.path) == before
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o444, 0o600, 0o664, 0o755])
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_20_mode_is_kept_whatever_the_umask(farm: Farm, mode: int, umask: int) -> None:
+    site = farm("one")
+    file = site.model("bert")
+    file.chmod(mode)
+    previous = os.umask(umask)
+    try:
+        for command in (install, uninstall):
+            command(["bert"], transformers_path=site.path)
+            assert stat.S_IMODE(file.stat().st_mode) == mode
+    finally:
+        os.umask(previous)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_20_what_root_installs_for_a_user_stays_the_users(farm: Farm) -> None:
+    site = farm("one")
+    folder, file = site.model("bert").parent, site.model("bert")
+    os.chown(file, 12345, 54321)
+    os.chown(folder, 12345, 11111)
+    folder.chmod(0o2775)  # new files get the folder's group here, unless they are told otherwise
+    for command in (install, uninstall):
+        command(["bert"], transformers_path=site.path)
+        assert (file.stat().st_uid, file.stat().st_gid) == (12345, 54321)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o2775
+
+
+@pytest.mark.parametrize("command", ["install-overlays", "uninstall-overlays"])
+def test_21_a_dry_run_is_the_real_run_but_for_writing(
+    farm: Farm, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = farm("one")
+    if command == "uninstall-overlays":
+        install(["llama", "bert"], transformers_path=site.path)
+    before = fingerprint(site.path)
+
+    def plan(*options: str) -> dict[str, object]:
+        assert main([command, "--json", *options, "--transformers-path", str(site.path)]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    planned = plan("--dry-run")
+    assert fingerprint(site.path) == before, "not even a time changed"
+    done = plan()
+    assert (planned.pop("dry_run"), planned.pop("written")) == (True, False)
+    assert (done.pop("dry_run"), done.pop("written")) == (False, True)
+    assert planned == done
+    after = fingerprint(site.path)
+    written = {str(site.path / path) for path in before if before[path] != after[path] and path.endswith(".py")}
+    assert written == {action["file"] for action in done["actions"] if action["action"] != "keep"}  # type: ignore[attr-defined]
+
+
+def test_14_nothing_of_ours_lies_beside_the_files(farm: Farm) -> None:
+    site = farm("one")
+    before = set(hashes(site.path))
+    install(transformers_path=site.path)
+    assert set(hashes(site.path)) == before
+    shutil.rmtree(site.path)

@@ -1,0 +1,133 @@
+"""Whatever the system does to a running command: every file is stock or installed, and the next command works."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.commands import install, uninstall
+from hf_rocm.overlay.install import LEFTOVER
+from tests.overlay.conftest import Site, hashes
+from tests.overlay.promises import faults
+from tests.overlay.promises.faults import Call
+
+Farm = Callable[[str], Site]
+
+
+class Trial:
+    """One command on three overlays, and every call that it makes on its site."""
+
+    def __init__(self, farm: Farm, catalog: Catalog, command: str, models: Sequence[str], scratch: Path) -> None:
+        faults.require_injection()
+        self.command, self.models, self.scratch, self.farm, self.catalog = command, models, scratch, farm, catalog
+        self.stock = farm("stock")
+        self.installed = farm("installed")
+        install(models, transformers_path=self.installed.path, catalog=catalog)
+        self.cache = hashes(self.stock.path)
+        self.before, self.after = (self.contents(site) for site in self._ends())
+        watched = self.site("watched")
+        self.calls = faults.calls_of(command, watched.path, models, scratch)
+        assert self.contents(watched) == self.after
+
+    def strike_everywhere(self, fault: str) -> list[tuple[Call, Site, int]]:
+        """Run the command once for each of its calls, with the fault at that call."""
+        struck = []
+        for name in sorted({call.name for call in self.calls}):
+            numbers = [call.number for call in self.calls if call.name == name]
+            sites = [self.site(f"{fault}-{name}-{number}") for number in numbers]
+            places = [(number, site.path) for number, site in zip(numbers, sites, strict=True)]
+            statuses = faults.strike(fault, self.command, name, places, self.models, self.scratch)
+            struck += [
+                (Call(name, number), site, status)
+                for number, site, status in zip(numbers, sites, statuses, strict=True)
+            ]
+        assert len(struck) == len(self.calls) > 50
+        assert hashes(self.stock.path) == self.cache, "another environment changed"
+        return struck
+
+    def check(self, site: Site, where: object) -> None:
+        """What must hold after any fault: valid files, a next command that works, nothing left, nobody else touched."""
+        found = self.contents(site)
+        for model in self.models:
+            assert found[model] in (self.before[model], self.after[model]), (where, model)
+        plan, _ = uninstall(transformers_path=site.path, catalog=self.catalog)
+        assert not plan.refusals, where
+        assert not leftovers(site), where
+        assert hashes(site.path) == self.cache, where
+        shutil.rmtree(site.path)
+
+    def site(self, name: str) -> Site:
+        site = self.farm(f"{self.command}-{name}")
+        if self.command == "uninstall":
+            for model in self.models:
+                site.model(model).unlink()
+                os.link(self.installed.model(model), site.model(model))
+        return site
+
+    def contents(self, site: Site) -> dict[str, bytes]:
+        return {model: site.model(model).read_bytes() for model in self.models}
+
+    def _ends(self) -> tuple[Site, Site]:
+        ends = (self.stock, self.installed)
+        return ends if self.command == "install" else ends[::-1]
+
+
+def leftovers(site: Site) -> list[Path]:
+    return list(site.path.rglob(f"*{LEFTOVER}"))
+
+
+@pytest.fixture(params=["install", "uninstall"])
+def trial(
+    request: pytest.FixtureRequest, farm: Farm, catalog: Catalog, fault_models: Sequence[str], tmp_path: Path
+) -> Trial:
+    return Trial(farm, catalog, request.param, fault_models, tmp_path)
+
+
+@pytest.mark.slow
+def test_05_killed_at_any_call_the_next_command_recovers(trial: Trial) -> None:
+    left = 0
+    for call, site, status in trial.strike_everywhere("KILL"):
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (call, status)
+        left += bool(leftovers(site))
+        trial.check(site, call)
+    assert left > 10, "some were killed while new files lay there"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", faults.ERRORS)
+def test_06_a_full_or_broken_disk_at_any_call_undoes_the_run(trial: Trial, error: str) -> None:
+    failed = 0
+    for call, site, status in trial.strike_everywhere(error):
+        assert os.WIFEXITED(status), (call, status)
+        code = os.WEXITSTATUS(status)
+        assert code in (0, 1), (call, code)
+        assert trial.contents(site) == (trial.after if code == 0 else trial.before), (call, code)
+        # where removing a new file was itself what failed, the next run removes it
+        assert not leftovers(site) or call.name in ("unlink", "unlinkat"), call
+        failed += code == 1
+        trial.check(site, call)
+    assert failed > len(trial.calls) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_07_interrupted_at_any_call_the_run_undoes_itself(trial: Trial, name: str) -> None:
+    number = signal.Signals[f"SIG{name}"]
+    undone = 0
+    for call, site, status in trial.strike_everywhere(name):
+        if os.WIFSIGNALED(status):  # before anything was written, or after everything was
+            assert os.WTERMSIG(status) == number, (call, status)
+            assert trial.contents(site) in (trial.before, trial.after), call
+        else:
+            assert os.WEXITSTATUS(status) == 128 + number, (call, status)
+            assert trial.contents(site) in (trial.before, trial.after), call
+            undone += trial.contents(site) == trial.before
+        assert not leftovers(site), call
+        trial.check(site, call)
+    assert undone > 10

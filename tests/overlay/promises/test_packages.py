@@ -1,0 +1,234 @@
+"""Between real package managers: their caches and other environments stay as they are, before and after us."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.cli import main
+from hf_rocm.overlay.audit import Finding
+from hf_rocm.overlay.commands import install, record, status, uninstall
+from tests.overlay.conftest import MODELS, Site, fingerprint, hashes
+from tests.overlay.promises.world import NEXT, VERSION, Environment, make_wheel
+
+Make = Callable[..., Environment]
+SLOW_PIP = pytest.param("pip", marks=pytest.mark.slow)
+WAYS = [
+    pytest.param("uv", "hardlink", id="uv-hardlink"),
+    pytest.param("uv", "clone", id="uv-clone"),
+    pytest.param("uv", "copy", id="uv-copy"),
+    pytest.param("pip", "copy", id="pip", marks=pytest.mark.slow),
+]
+
+
+def states(site: Site) -> dict[str, str]:
+    return {state.model: state.installed.value for state in status(transformers_path=site.path)[1]}
+
+
+@pytest.mark.parametrize(("tool", "link_mode"), WAYS)
+def test_01_no_other_environment_and_no_cache_changes(environments: Make, tool: str, link_mode: str) -> None:
+    one, two = environments("one", tool, link_mode), environments("two", tool, link_mode)
+    if link_mode == "hardlink":
+        assert one.site.model("llama").stat().st_nlink > 2, "the cache and both environments share the file"
+    elsewhere = {place: hashes(place) for place in (two.path, one.cache, one.wheels) if place.exists()}
+    before = hashes(one.path)
+    for command in ("install-overlays", "uninstall-overlays"):
+        done = one.hf_rocm(command)
+        assert done.returncode == 0, done.stderr
+        after = hashes(one.path)
+        changed = {path for path in before if after.get(path) != before[path]}
+        listed = {str(one.site.model(model).relative_to(one.path)) for model in MODELS}
+        assert changed == (listed if command == "install-overlays" else set())
+        assert after.keys() - before.keys() <= {".lock"}, "uv's own lock is all that may be new"
+        assert {place: hashes(place) for place in elsewhere} == elsewhere
+
+
+def test_01_the_symlinks_of_uv_are_refused_and_the_fix_works(environments: Make) -> None:
+    environment = environments("one", "uv", "symlink")
+    assert environment.site.model("llama").is_symlink()
+    places = (environment.path, environment.cache)
+    before = [hashes(place) for place in places]
+    refused = environment.hf_rocm("install-overlays")
+    assert refused.returncode == 1
+    assert "UV_LINK_MODE=copy" in refused.stderr and "symbolic link" in refused.stderr
+    assert [hashes(place) for place in places] == before
+    environment.install(VERSION, "--reinstall", link_mode="copy")
+    assert environment.hf_rocm("install-overlays").returncode == 0
+    assert hashes(environment.cache).items() >= before[1].items()
+
+
+def test_01_a_farm_of_hard_links_as_conda_makes_it(farm: Callable[[str], Site]) -> None:
+    one, two = farm("one"), farm("two")
+    before = hashes(two.path)
+    install(transformers_path=one.path)
+    assert hashes(two.path) == before
+    uninstall(transformers_path=one.path)
+    assert hashes(one.path) == hashes(two.path) == before
+
+
+@pytest.mark.parametrize("tool", ["uv", SLOW_PIP])
+def test_08_the_trap_of_a_reinstalled_transformers(environments: Make, tool: str) -> None:
+    environment = environments("one", tool)
+    install(transformers_path=environment.site.path)
+    assert set(states(environment.site).values()) == {"yes"}
+    environment.uninstall()
+    environment.install()
+    assert set(states(environment.site).values()) == {"no"}
+    checked = environment.hf_rocm("status", "--json")
+    assert {file["installed"] for file in json.loads(checked.stdout)["files"]} == {"no"}
+
+
+@pytest.mark.parametrize(("tool", "link_mode"), WAYS)
+def test_13_upgrading_reinstalling_and_downgrading_transformers(environments: Make, tool: str, link_mode: str) -> None:
+    environment = environments("one", tool, link_mode)
+    site, stock = environment.site, hashes(environment.site.root)
+    again = "--reinstall" if tool == "uv" else "--force-reinstall"
+    for version in (NEXT, VERSION, VERSION):
+        install(transformers_path=site.path)
+        assert set(states(site).values()) == {"yes"}
+        environment.install(version, again)
+        assert site.installation.version == version
+        assert set(states(site).values()) == {"no"}, "what the package manager wrote is stock"
+        fresh = fingerprint(site.root)
+        plan, _ = uninstall(transformers_path=site.path)
+        assert not plan.writes and fingerprint(site.root) == fresh, "old originals are never written onto a new release"
+        assert record(transformers_path=site.path).entries == ()
+    assert hashes(site.root) == stock
+
+
+@pytest.mark.parametrize("tool", ["uv", SLOW_PIP])
+def test_14_uninstalling_transformers_leaves_nothing_of_ours(environments: Make, tool: str) -> None:
+    environment = environments("one", tool)
+    site = environment.site
+    assert environment.hf_rocm("install-overlays").returncode == 0
+    environment.uninstall()
+    assert not [path for path in site.path.rglob("*") if path.is_file() and "transformers" in str(path)]
+    assert not site.root.exists() or not any(path.is_file() for path in site.root.rglob("*"))
+
+
+def test_08_status_record_finds_what_cp_did_and_names_the_cure(environments: Make) -> None:
+    one, two = environments("one", "uv", "hardlink"), environments("two", "uv", "hardlink")
+    assert one.hf_rocm("status", "--record").returncode == 0
+    install(["bert"], transformers_path=one.site.path)
+    with one.site.model("llama").open("ab") as file:  # in place, as `cp` writes
+        file.write(b"# patched\n")
+    (one.site.root / "models" / "llama" / "check.py").touch()
+    one.site.model("gemma").unlink()
+    found = record(transformers_path=one.site.path)
+    by_name = {entry.path.name: (entry.finding, entry.shared) for entry in found.entries}
+    assert by_name == {
+        "modeling_bert.py": (Finding.OVERLAY, False),
+        "modeling_llama.py": (Finding.CHANGED, True),
+        "modeling_gemma.py": (Finding.MISSING, False),
+        "check.py": (Finding.ADDED, False),
+    }
+    for environment in (one, two):  # the second one was never touched, and is as poisoned
+        shown = environment.hf_rocm("status", "--record", "--json")
+        assert shown.returncode == 1
+        warning = json.loads(shown.stdout)["warning"]
+        assert "uv cache clean transformers" in warning["hint"] and "in every environment" in warning["hint"]
+        assert str(environment.site.model("llama")) in warning["facts"]["file"]
+    shutil.rmtree(one.cache)
+    for environment in (one, two):
+        environment.install(VERSION, "--reinstall")
+    assert two.hf_rocm("status", "--record").returncode == 0
+    assert record(transformers_path=one.site.path).foreign == (found.foreign[-1],), "a file that no package owns stays"
+
+
+def test_24_a_model_that_this_release_lacks_is_an_error(environments: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = environments("one", "uv")
+    before = fingerprint(environment.site.root)
+    assert environment.hf_rocm("install-overlays", "llama", "mistrall").returncode == 1
+    for names in (["llama", "mistrall"], ["../llama"], ["/etc/passwd"], ["lla\nma"], ["LLAMA"]):
+        for command in ("install-overlays", "uninstall-overlays", "status"):
+            assert main([command, "--transformers-path", str(environment.site.path), "--", *names]) == 1
+            refused = capsys.readouterr().err
+            assert "no overlay of" in refused and "one of bert, gemma, llama" in refused
+    assert fingerprint(environment.site.root) == before
+
+
+def test_02_after_hf_rocm_is_gone_the_block_says_how_to_get_back(farm: Callable[[str], Site]) -> None:
+    site = farm("one")
+    before = hashes(site.path)
+    install(transformers_path=site.path)
+    for model in MODELS:
+        text = site.model(model).read_text()
+        assert "delete everything from the first marker to the last" in " ".join(text.replace("#", " ").split())
+        first, last = "/^# >>> hf-rocm overlay >>>$/", "/^# <<< hf-rocm overlay <<<$/"
+        subprocess.run(["sed", "-i", f"{first},{last}d", str(site.model(model))], check=True)
+    assert hashes(site.path) == before
+
+
+def test_15_the_environment_that_runs_is_the_one_that_is_written_to(environments: Make, tmp_path: Path) -> None:
+    one, two = environments("one", "uv"), environments("two", "pip")
+    shown = one.hf_rocm("install-overlays", "--dry-run")
+    assert shown.returncode == 0 and str(one.site.root) in shown.stdout
+    before = {each.path: fingerprint(each.site.root) for each in (one, two)}
+    # a second transformers on the path: which one is meant is not guessed
+    shadowed = one.hf_rocm("install-overlays", PYTHONPATH=str(two.site.path))
+    assert shadowed.returncode == 1 and "more than one transformers" in shadowed.stderr
+    assert str(one.site.root) in shadowed.stderr and str(two.site.root) in shadowed.stderr
+    # one that another environment owns
+    one.uninstall()
+    (one.site.path / "borrowed.pth").write_text(str(two.site.path))
+    borrowed = one.hf_rocm("install-overlays")
+    assert borrowed.returncode == 1 and "does not belong to the environment" in borrowed.stderr
+    assert f"--transformers-path {two.site.root}" in borrowed.stderr
+    assert fingerprint(two.site.root) == before[two.path]
+    # a user site is the user's own
+    user = tmp_path / "user" / "lib" / two.site.path.parent.name / "site-packages"
+    user.parent.mkdir(parents=True)
+    (one.site.path / "borrowed.pth").unlink()
+    settings = one.path / "pyvenv.cfg"
+    settings.write_text(settings.read_text().replace("system-site-packages = false", "system-site-packages = true"))
+    shutil.copytree(two.site.path, user)
+    variables = {"PYTHONUSERBASE": str(tmp_path / "user"), "PYTHONNOUSERSITE": ""}
+    installed = one.hf_rocm("install-overlays", **variables)
+    assert installed.returncode == 0, installed.stderr
+    assert str(user / "transformers") in installed.stdout
+    named = two.hf_rocm("install-overlays", "--transformers-path", str(two.site.path))
+    assert named.returncode == 0
+
+
+def test_15_an_editable_install_is_refused(environments: Make, tmp_path: Path) -> None:
+    environment = environments("one", "uv")
+    project = tmp_path / "checkout"
+    (project / "src").mkdir(parents=True)
+    shutil.copytree(environment.site.root, project / "src" / "transformers")
+    environment.uninstall()
+    shutil.rmtree(environment.site.root, ignore_errors=True)
+    wheel = make_wheel(tmp_path / "editable")
+    subprocess.run(["unzip", "-q", str(wheel), "transformers-*", "-d", str(environment.site.path)], check=True)
+    (environment.site.path / "editable.pth").write_text(str(project / "src"))
+    (environment.site.metadata / "direct_url.json").write_text(
+        json.dumps({"url": f"file://{project}", "dir_info": {"editable": True}})
+    )
+    before = hashes(project)
+    refused = environment.hf_rocm("install-overlays")
+    assert refused.returncode == 1
+    assert "editable or source checkout" in refused.stderr and "pip install transformers without -e" in refused.stderr
+    assert hashes(project) == before
+
+
+@pytest.mark.parametrize("what", ["package", "file"])
+def test_16_symbolic_links_are_never_followed(farm: Callable[[str], Site], tmp_path: Path, what: str) -> None:
+    site, other = farm("one"), farm("two")
+    place = site.root if what == "package" else site.model("llama")
+    target = other.root if what == "package" else other.model("llama")
+    shutil.rmtree(place) if what == "package" else place.unlink()
+    place.symlink_to(target)
+    before = hashes(other.path)
+    if what == "package":
+        with pytest.raises(Exception, match="symbolic link"):
+            install(transformers_path=site.path)
+    else:
+        plan, _ = install(transformers_path=site.path)
+        assert [os.fspath(error.facts["file"]) for error in plan.refusals] == [str(place)]
+        assert set(states(site).values()) == {"no"}
+    assert hashes(other.path) == before

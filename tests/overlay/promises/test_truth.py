@@ -1,0 +1,284 @@
+"""What is said is so: the code that runs, the states that are shown, the ranks that are compared, upgrades."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import py_compile
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_rocm
+from hf_rocm.check_version import main as check_version
+from hf_rocm.errors import HfRocmError, OverlayError
+from hf_rocm.overlay.commands import install, status, uninstall
+from hf_rocm.overlay.disk import Disk
+from tests.overlay.conftest import MODELS, Site, next_release
+
+Farm = Callable[[str], Site]
+
+# the code that `import` would run for a file, by Python's own rules for compiled files
+RUNS = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("transformers.models.bert.modeling_bert", sys.argv[1])
+print(json.dumps([name for name in spec.loader.get_code(spec.name).co_consts if isinstance(name, str)]))
+"""
+MODES = py_compile.PycInvalidationMode
+FRESH = [
+    pytest.param([], id="plain"),
+    pytest.param(["--check-hash-based-pycs", "never"], id="never checked"),
+    pytest.param(["-O"], id="-O", marks=pytest.mark.slow),
+    pytest.param(["-OO"], id="-OO", marks=pytest.mark.slow),
+]
+
+
+def runs(file: Path, *options: str, prefix: Path | None = None) -> str:
+    """The version of the block in the code that a fresh interpreter would run; empty without a block."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    if prefix is not None:
+        variables["PYTHONPYCACHEPREFIX"] = str(prefix)
+    done = subprocess.run(
+        [sys.executable, "-I", *options, "-c", RUNS, str(file)] if prefix is None
+        else [sys.executable, *options, "-c", RUNS, str(file)],
+        env=variables, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    constants = json.loads(done.stdout)
+    return next((each for each in constants if each in ("0.0.1", "0.0.2", hf_rocm.__version__)), "")
+
+
+@pytest.mark.parametrize("mode", list(MODES), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("options", FRESH)
+def test_12_the_new_code_is_what_runs_and_then_the_old(
+    farm: Farm, mode: py_compile.PycInvalidationMode, options: list[str]
+) -> None:
+    site = farm("one")
+    file = site.model("bert")
+    for command, expected in ((install, hf_rocm.__version__), (uninstall, "")):
+        for level in ("", "1", "2"):
+            cached = importlib.util.cache_from_source(str(file), optimization=level)
+            py_compile.compile(str(file), cached, doraise=True, invalidation_mode=mode, optimize=int(level or 0))
+        assert runs(file, *options) != expected
+        command(["bert"], transformers_path=site.path)
+        assert runs(file, *options) == expected
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["the installer's prefix", "another process's prefix"])
+def test_12_under_a_cache_prefix(farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    site, prefix = farm("one"), tmp_path / "prefix"
+    file = site.model("bert")
+    for command, expected in ((install, hf_rocm.__version__), (uninstall, "")):
+        assert runs(file, prefix=prefix) != expected
+        assert list(prefix.rglob("modeling_bert*.pyc")), "compiled there"
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "pycache_prefix", str(prefix) if known else None)
+            command(["bert"], transformers_path=site.path)
+        assert bool(list(prefix.rglob("modeling_bert*.pyc"))) is not known
+        assert runs(file, prefix=prefix) == expected
+
+
+def test_12_a_new_block_of_the_same_size_in_the_same_second(
+    farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, prefix = farm("one"), tmp_path / "prefix"
+    file = site.model("bert")
+    monkeypatch.setattr("hf_rocm.overlay.state.__version__", "0.0.1")
+    install(["bert"], transformers_path=site.path)
+    size = file.stat().st_size
+    monkeypatch.setattr("hf_rocm.overlay.state.__version__", "0.0.2")
+    second = int(time.time())
+    os.utime(file, (second, second))
+    assert runs(file, prefix=prefix) == "0.0.1"
+    monkeypatch.setattr("hf_rocm.overlay.disk.Disk.write", _within(second))
+    install(["bert"], transformers_path=site.path)
+    monkeypatch.undo()
+    assert file.stat().st_size == size
+    assert int(file.stat().st_mtime) != second
+    assert runs(file, prefix=prefix) == "0.0.2"
+
+
+def _within(second: int) -> Callable[[Disk, int, bytes], int]:
+    """Writing, as if it were done within this second."""
+
+    def write(self: Disk, descriptor: int, data: bytes) -> int:
+        count = os.write(descriptor, data)
+        os.utime(descriptor, (second, second))
+        return count
+
+    return write
+
+
+def test_12_a_compiled_file_without_its_source_is_not_left(farm: Farm) -> None:
+    site = farm("one")
+    legacy = site.model("bert").with_suffix(".pyc")
+    py_compile.compile(str(site.model("bert")), str(legacy), doraise=True)
+    install(["bert"], transformers_path=site.path)
+    assert not legacy.exists()
+
+
+def test_08_status_tells_every_state(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = farm("one")
+    with monkeypatch.context() as older:
+        older.setattr("hf_rocm.overlay.state.__version__", "0.0.1")
+        install(["bert"], transformers_path=site.path)
+    install(["gemma", "llama"], transformers_path=site.path)
+    file = site.model("llama")
+    file.write_text(file.read_text().replace("# <<< hf-rocm", "mine = 1\n# <<< hf-rocm"))
+    found = {each.model: each.installed.value for each in status(transformers_path=site.path)[1]}
+    assert found == {"bert": "old", "gemma": "yes", "llama": "edited", "qwen3": "no"}
+
+
+class Ranks(types.ModuleType):
+    """torch.distributed, as far as `check` uses it, with the other ranks' answers given."""
+
+    def __init__(self, *others: tuple[str, str, HfRocmError | None]) -> None:
+        super().__init__("torch.distributed")
+        self.others, self.sent = others, []
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def get_world_size(self) -> int:
+        return len(self.others) + 1
+
+    def all_gather_object(self, everyone: list[Any], mine: Any) -> None:
+        self.sent.append(mine)
+        everyone[:] = [mine, *self.others]
+
+
+def test_23_check_passes_only_on_what_was_installed(farm: Farm) -> None:
+    site = farm("one")
+    with pytest.raises(OverlayError, match="is not installed") as refused:
+        hf_rocm.check("llama", transformers_path=site.path)
+    assert "hf-rocm install-overlays" in (refused.value.hint or "")
+    install(["llama"], transformers_path=site.path)
+    found = hf_rocm.check("llama", strict=True, transformers_path=site.path)
+    assert found == hf_rocm.check("llama", expected=found, transformers_path=site.path)
+    with pytest.raises(OverlayError, match="overlay of bert is not installed"):
+        hf_rocm.check(transformers_path=site.path)
+    with pytest.raises(OverlayError, match="don't run the same files"):
+        hf_rocm.check("llama", expected="0" * 16, transformers_path=site.path)
+    file = site.model("llama")
+    file.write_text(file.read_text().replace("# <<< hf-rocm", "mine = 1\n# <<< hf-rocm"))
+    with pytest.raises(OverlayError, match="is not installed as") as refused:
+        hf_rocm.check("llama", transformers_path=site.path)
+    assert "reinstall" in (refused.value.hint or "") and refused.value.facts["found"] == "the block was edited"
+
+
+def test_23_a_node_with_other_content_stops_every_rank(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = farm("one")
+    install(transformers_path=site.path)
+    mine = hf_rocm.check(transformers_path=site.path, across_ranks=False)
+    monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", mine, None)))
+    assert hf_rocm.check(transformers_path=site.path) == mine
+    monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", mine, None), ("node-2", "f" * 16, None)))
+    with pytest.raises(OverlayError, match="don't run the same files") as refused:
+        hf_rocm.check(transformers_path=site.path)
+    assert "rank 2 on node-2" in refused.value.facts["found"] and refused.value.hint
+    failed = OverlayError("its file was edited", facts={"file": "/there"}, hint="the fix")
+    monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", "", failed)))
+    with pytest.raises(OverlayError, match="rank 1 on node-1 failed its check: its file was edited") as refused:
+        hf_rocm.check(transformers_path=site.path)
+    assert refused.value.hint == "the fix"
+    uninstall(transformers_path=site.path)
+    ranks = Ranks(("node-1", mine, None))
+    monkeypatch.setitem(sys.modules, "torch.distributed", ranks)
+    with pytest.raises(OverlayError, match="is not installed"):
+        hf_rocm.check(transformers_path=site.path)
+    assert isinstance(ranks.sent[0][2], OverlayError), "the others are told, and don't wait for ever"
+
+
+WORKER = """
+import sys
+import torch.distributed as distributed
+import hf_rocm
+rank, site, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+try:
+    print(hf_rocm.check(transformers_path=site))
+except hf_rocm.HfRocmError as error:
+    sys.exit(f"{error}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same", [True, False])
+def test_23_two_real_ranks(farm: Farm, tmp_path: Path, same: bool) -> None:
+    sites = [farm("one"), farm("two")]
+    install(transformers_path=sites[0].path)
+    with pytest.MonkeyPatch.context() as older:
+        if not same:
+            older.setattr("hf_rocm.overlay.state.__version__", "0.0.1")
+        install(transformers_path=sites[1].path)
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(rank), str(site.path), str(tmp_path / "store")],
+            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, site in enumerate(sites)
+    ]  # fmt: skip
+    ended = [(*process.communicate(timeout=120), process.returncode) for process in ranks]
+    if same:
+        assert [code for *_, code in ended] == [0, 0], ended
+        assert ended[0][0] == ended[1][0]
+    else:
+        assert [code for *_, code in ended] == [1, 1], ended
+        assert "rank 1 on" in ended[0][1] and "hf-rocm install-overlays" in ended[0][1]
+
+
+def newer(site: Site, release: str, *, changed: str = "") -> None:
+    site.forget_record()
+    site.release(release)
+    for model in MODELS:
+        file = site.model(model)
+        text = file.read_text() + f"# {release}\n"
+        file.unlink()
+        file.write_text(text.replace("(nn.Module):", "(nn.Module):\n    new = 1\n") if model == changed else text)
+
+
+def test_13_a_newer_release_is_spoken_of_file_by_file(farm: Farm, capsys: pytest.CaptureFixture[str]) -> None:
+    site = farm("one")
+    known = site.installation.version
+    release = next_release("5.99.0")
+    newer(site, release, changed="llama")
+    ours = known.startswith("5.23")
+    assert check_version(["--transformers-path", str(site.path), "--json"]) == 1
+    ahead = json.loads(capsys.readouterr().out)["newer_release"]
+    go_on = {each["model"]: each["go_on"] for each in ahead["files"]}
+    assert go_on.keys() == set(MODELS) and not go_on["llama"]
+    if ours:
+        assert go_on == {"bert": True, "gemma": True, "llama": False, "qwen3": True}
+        assert ahead["verdict"].startswith("go on with bert, gemma, qwen3; llama would stay stock")
+    check_version(["--transformers-path", str(site.path)])
+    shown = capsys.readouterr().out
+    assert f"{release} is newer than {ahead['newest_checked']}" in shown
+    assert "llama: stop; upstream changed Llama" in shown and ahead["verdict"] in shown
+
+
+def test_13_a_release_beyond_every_range_is_refused_but_spoken_of(
+    farm: Farm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = farm("one")
+    newer(site, "6.1.0")
+    assert check_version(["--transformers-path", str(site.path)]) == 1
+    shown = capsys.readouterr()
+    assert all(f"{model}: stop; " in shown.out for model in MODELS)
+    assert "don't go on" in shown.out and "upgrade hf-rocm" in shown.err
+    with pytest.raises(OverlayError, match="no overlay"):
+        install(transformers_path=site.path)
+
+
+def test_13_a_known_release_needs_no_outlook(farm: Farm, capsys: pytest.CaptureFixture[str]) -> None:
+    check_version(["--transformers-path", str(farm("one").path), "--json"])
+    assert json.loads(capsys.readouterr().out)["newer_release"] is None

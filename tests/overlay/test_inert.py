@@ -25,9 +25,9 @@ for name, path in json.loads(sys.argv[1]).items():
     source = open(path, "rb").read()
     block = compile(source[source.index(b"# >>> hf-rocm overlay >>>"):], path, "exec")
     namespace = {"__name__": f"transformers.models.{name}.modeling_{name}"}
-    start = time.perf_counter()
+    start = time.process_time()  # of this process alone: others share the machine
     exec(block, namespace)
-    times.append(time.perf_counter() - start)
+    times.append(time.process_time() - start)
 imported = [name for name in sys.modules if name.split(".")[0] == "hf_rocm"]
 print(json.dumps({"times": times, "imported": imported}))
 """
@@ -45,7 +45,7 @@ def test_an_inert_block_costs_under_five_milliseconds_and_imports_the_dispatcher
     unwanted = ("HF_ROCM", "PYTHONDONTWRITEBYTECODE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     runs = []
-    for _ in range(6):  # the first compiles what an installer would have; then the best: others share the machine
+    for _ in range(10):  # the first compiles what an installer would have; then the best: caches are shared too
         done = subprocess.run(
             [sys.executable, "-c", TIMED, blocks],
             env={**variables, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")},

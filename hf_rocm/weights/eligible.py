@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_rocm.weights.routed import is_ours
+
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # Compiled kernels are specialised on the addresses of weights being multiples of this.
@@ -22,7 +24,7 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
         linear = module._modules.get(name)
         if linear is None:
             return f"there is no {name}"
-        reason = _linear_refusal(linear)
+        reason = linear_refusal(linear)
         if reason is not None:
             return f"{name} {reason}"
         linears.append(linear)
@@ -56,7 +58,10 @@ def accepted_forward(linear: nn.Module) -> bool:
 
 
 def _is_stock(forward: object, linear: nn.Module) -> bool:
-    return getattr(forward, "__func__", None) is nn.Linear.forward and getattr(forward, "__self__", None) is linear
+    """Whether it is nn.Linear's own forward of this very instance, or ours, which computes the same."""
+    if getattr(forward, "__func__", None) is nn.Linear.forward and getattr(forward, "__self__", None) is linear:
+        return True
+    return is_ours(forward, linear)
 
 
 def _same_device(wanted: object, device: torch.device) -> bool:
@@ -68,7 +73,8 @@ def _same_device(wanted: object, device: torch.device) -> bool:
     return bool(wanted_device == device)
 
 
-def _linear_refusal(linear: nn.Module) -> str | None:
+def linear_refusal(linear: nn.Module) -> str | None:
+    """The same for one layer, as the rest of a sentence about it."""
     if type(linear) is not nn.Linear:
         return f"is a {type(linear).__module__}.{type(linear).__qualname__}, not a plain nn.Linear"
     if linear._forward_hooks or linear._forward_pre_hooks:

@@ -18,11 +18,13 @@ from torch.nn.modules import module as torch_module
 
 from hf_rocm import ops
 from hf_rocm.overlay import bind
-from hf_rocm.weights import traced
-from hf_rocm.weights.block import Fused, block_of, join, part_memory
+from hf_rocm.weights import kept, quantized, replaced, routed, traced
+from hf_rocm.weights.block import Fused, capturing, held_elsewhere, intact, join, own_memory, part_memory
 from hf_rocm.weights.eligible import accepted_forward, refusal
+from hf_rocm.weights.mapped import is_mapped
 
-# In the module's __dict__: a `Fused`; or, in a copy or an unpickled module, the names to fuse at its next call.
+# In the module's __dict__: a `Fused`; or the names to fuse at its next call, in a copy and where reading the weights
+# is left to that call.
 STATE = "_hf_rocm_fused"
 
 # The names of a group whose weights were replaced after fusing: unfused until the model is prepared again.
@@ -41,10 +43,13 @@ def fuse(module: Module, names: Sequence[str]) -> str | None:
     """Fuse these `nn.Linear` children of module, in order, in place.
 
     Returns None once they are fused (also if they were), else the sentence that says why not; then no weight has
-    changed. Memory peaks at one block above what it was.
+    changed. Memory peaks at one block above what it was. Weights on the CPU that nothing reads there, or that are
+    still the checkpoint's mapped file, are left to the first use of the group, or to the move to a GPU.
     """
     names = tuple(names)
     with _lock, torch.no_grad():
+        if module.__dict__.get(STATE) == names and _can_wait(module, names):
+            return refusal(module, names)
         held = fused(module)  # lets go of a block whose weights moved
         if held is None or held.names != names:
             reason = refusal(module, names)
@@ -52,7 +57,10 @@ def fuse(module: Module, names: Sequence[str]) -> str | None:
                 return reason
             if held is not None:
                 unfuse(module)
-            _join(module, names)
+            if _can_wait(module, names):
+                module.__dict__[STATE] = names
+            else:
+                _join(module, names)
         _follow_moves(module)
         return None
 
@@ -67,7 +75,7 @@ def fused(module: Module) -> Fused | None:
     if held is None:
         return None
     if held.__class__ is not Fused:
-        return _fuse_copy(module)
+        return _fuse_pending(module)
     if _hooks_on_all or _pre_hooks_on_all or _get_tracing_state() is not None:
         return None
     gradients = torch.is_grad_enabled()
@@ -104,25 +112,33 @@ def fused(module: Module) -> Fused | None:
     return held
 
 
-def product(module: Module, x: Tensor) -> Tensor | None:
+def product(module: Module, x: Tensor, *, norm: ops.Norm | None = None, activation: str | None = None) -> Tensor | None:
     """The outputs of the fused layers side by side, or None when the layers must be called.
 
-    x: [..., K]. Returns [..., N_1 + N_2 + …]. When gradients are asked for, even of x alone, the layers are called.
+    x: [..., K]. norm: of x, before. activation: the product is [gate | up], and act(gate) · up is returned. Returns
+    [..., N_1 + N_2 + …], or half of it. When gradients are asked for, even of x alone, the layers are called.
     """
-    if torch.compiler.is_compiling():
-        group = traced.product(module, x, module.__dict__.get(STATE))
-        return None if group is None else group[0]
-    held = _serves(module, x)
-    return None if held is None else ops.linear(x, held.weight, held.bias)
+    if norm is not None or activation is not None:
+        held = _alone(module, x)
+        if held is not None:
+            return ops.fused_linear(x, held.weight, held.bias, norm=norm, activation=activation)
+        if norm is not None:
+            x = ops.rms_norm(x, norm.weight, eps=norm.eps, one_plus=norm.one_plus)
+    group = _product(module, x)
+    if group is None:
+        return None
+    return group[0] if activation is None else ops.act_and_mul(group[0], activation=activation)
 
 
-def project(module: Module, x: Tensor) -> tuple[Tensor, ...] | None:
+def project(module: Module, x: Tensor, *, norm: ops.Norm | None = None) -> tuple[Tensor, ...] | None:
     """`product`, split into the layers' own outputs: [..., N_i] each, views of one tensor."""
-    if torch.compiler.is_compiling():
-        group = traced.product(module, x, module.__dict__.get(STATE))
-        return None if group is None else group[0].split(group[1], dim=-1)
-    held = _serves(module, x)
-    return None if held is None else ops.linear(x, held.weight, held.bias).split(held.sizes, dim=-1)
+    if norm is not None:
+        held = _alone(module, x)
+        if held is not None:
+            return ops.fused_linear(x, held.weight, held.bias, norm=norm).split(held.sizes, dim=-1)
+        x = ops.rms_norm(x, norm.weight, eps=norm.eps, one_plus=norm.one_plus)
+    group = _product(module, x)
+    return None if group is None else group[0].split(group[1], dim=-1)
 
 
 def unfuse(module: Module) -> None:
@@ -137,22 +153,58 @@ def unfuse(module: Module) -> None:
 
 
 def why_not(module: Module, names: Sequence[str]) -> str | None:
-    """Why this group does not run fused at this moment, in a sentence; None if it does. Changes nothing."""
+    """Why this group's next call would not run fused, in a sentence; None if it would. Changes nothing."""
+    if quantized.group_of(module) is not None or replaced.is_group(module, names):
+        return None
     held = module.__dict__.get(STATE)
     reason = refusal(module, names)
     if reason is not None:
         return reason
-    if isinstance(held, tuple):
-        return "this is a copy of a prepared model: its first call without gradients fuses it"
-    if not isinstance(held, Fused):
+    if not isinstance(held, (Fused, tuple)):
         return _MOVED if MOVED in module.__dict__ else "it was not prepared"
     if _hooks_on_all or _pre_hooks_on_all:
         return "forward hooks are registered on all modules"
-    if not _intact(module, held):
+    if isinstance(held, tuple):
+        reason = _pending(module, names)
+        if reason is not None:
+            return reason
+    elif not intact(module, held):
         return _MOVED
-    if torch.is_grad_enabled() and _requires_grad(module, held.names):
+    if torch.is_grad_enabled() and _requires_grad(module, names):
         return "gradients are on and the weights require them: call the model under no_grad() or inference_mode()"
     return None
+
+
+def _product(module: Module, x: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+    """The product and the sizes of its parts, or None when the layers must be called."""
+    if torch.compiler.is_compiling():
+        return traced.product(module, x, module.__dict__.get(STATE)) or quantized.product(module, x)
+    if replaced.GROUP in module.__dict__:
+        group = replaced.product(module, x)
+        if group is not None:
+            return group
+    held = _serves(module, x)
+    if held is None:
+        return quantized.product(module, x)
+    children: Any = module._modules
+    backend = children[held.names[0]].__dict__.get(routed.BACKEND)
+    if backend is not None and backend != "auto":
+        return routed.multiply(x, held.weight, held.bias, backend), held.sizes
+    if held.kept is None:
+        return ops.linear(x, held.weight, held.bias), held.sizes
+    weights = [children[name]._parameters["weight"] for name in held.names]
+    return kept.product(x, held, weights), held.sizes
+
+
+def _alone(module: Module, x: Tensor) -> Fused | None:
+    """The block, where nothing else has a say in its product: no other form of the weights, no backend, no compiler."""
+    if torch.compiler.is_compiling() or replaced.GROUP in module.__dict__:
+        return None
+    held = _serves(module, x)
+    if held is None or held.kept is not None:
+        return None
+    children: Any = module._modules
+    return held if children[held.names[0]].__dict__.get(routed.BACKEND) in (None, "auto") else None
 
 
 def _serves(module: Module, x: Tensor) -> Fused | None:
@@ -187,25 +239,60 @@ def _forget(module: Module) -> Fused | None:
     held = module.__dict__.pop(STATE, None)
     if isinstance(held, Fused):  # else another thread was first
         module.__dict__[MOVED] = held.names
+        _leave(module, held)
     return None
 
 
-def _fuse_copy(module: Module) -> Fused | None:
-    """The first call of a copied or unpickled module fuses it again."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+def _leave(module: Module, held: Fused) -> None:
+    """Parameters that are still parts of a forgotten block move out: one of them would keep all of it."""
+    if capturing():
+        return
+    for part in held.parts:
+        linear: Any = module._modules.get(part.name)
+        for label, address in (("weight", part.weight), ("bias", part.bias)) if type(linear) is Linear else ():
+            parameter = linear._parameters.get(label)
+            if type(parameter) is Parameter and parameter.data_ptr() == address and not held_elsewhere(parameter):
+                own_memory(parameter)
+
+
+def _fuse_pending(module: Module) -> Fused | None:
+    """The first call of a copied or unpickled module, or of one that was left to it, fuses it."""
+    if capturing():
         return None
     with _lock:
         names = module.__dict__.get(STATE)
         if isinstance(names, tuple):
-            if refusal(module, names) is not None:
-                del module.__dict__[STATE]
-                module.__dict__[MOVED] = names
+            if refusal(module, names) is not None or _pending(module, names) is not None:
                 return None
             if torch.is_grad_enabled() and _requires_grad(module, names):
                 return None
             _join(module, names)
             _follow_moves(module)
     return fused(module)
+
+
+def _pending(module: Module, names: Sequence[str]) -> str | None:
+    """Why eligible layers aren't fused by the next call either."""
+    if _waits_for_gpu(module, names):
+        return "its weights are on the CPU, where the stock forward runs: moving the model to a GPU fuses them"
+    linears: list[Any] = [module._modules[name] for name in names]
+    if any(held_elsewhere(parameter) for linear in linears for parameter in linear.parameters()):
+        return "other tensors lie in the memory of its weights (a state dict that is kept?): fused once they are gone"
+    return None
+
+
+def _can_wait(module: Module, names: Sequence[str]) -> bool:
+    return _waits_for_gpu(module, names) or is_mapped(_first_weight(module, names))
+
+
+def _waits_for_gpu(module: Module, names: Sequence[str]) -> bool:
+    return bind.mode_of(module) == bind.GPU and _first_weight(module, names).device.type == "cpu"
+
+
+def _first_weight(module: Module, names: Sequence[str]) -> Tensor:
+    linear: Any = module._modules[names[0]]
+    weight: Tensor = linear.weight
+    return weight
 
 
 def _accept(module: Module, linear: Module, name: str) -> bool:
@@ -218,16 +305,6 @@ def _accept(module: Module, linear: Module, name: str) -> bool:
             forward = linear.__dict__.get("forward")
             held.parts = tuple(part._replace(forward=forward) if part.name == name else part for part in held.parts)
     return True
-
-
-def _intact(module: Module, held: Fused) -> bool:
-    """Whether the parameters are still parts of the block, whatever else keeps it from running."""
-    linears: list[Any] = [module._modules.get(name) for name in held.names]
-    if not all(type(linear) is Linear for linear in linears):
-        return False
-    weights = [linear.weight for linear in linears]
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    return all(type(tensor) is Parameter for tensor in [*weights, *biases]) and block_of(weights, biases) is held
 
 
 def _requires_grad(module: Module, names: Sequence[str]) -> bool:
@@ -247,15 +324,17 @@ def _apply_and_fuse(cls: type[Any]) -> Callable[..., Any]:
         held = self.__dict__.pop(STATE, None)
         names = held
         if isinstance(held, Fused):
-            names = held.names if _intact(self, held) else None
+            names = held.names if intact(self, held) else None
             if names is None:
                 self.__dict__[MOVED] = held.names
+                _leave(self, held)
         del held  # its memory goes as the parameters leave it
         result = super(cls, self)._apply(*args, **kwargs)
         if names is not None:
             self.__dict__[STATE] = names
             with torch.no_grad():
-                fused(self)  # fuses, unless the weights are now on the meta device or shared
+                if refusal(self, names) is None and not _can_wait(self, names):
+                    fused(self)
         return result
 
     return _apply

@@ -5,7 +5,7 @@ Fusing moves a weight; whoever else reads its old memory would no longer see it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,11 @@ def shared(model: nn.Module) -> dict[int, str]:
                 continue
         last = place
     return found
+
+
+def first_shared(parameters: Iterable[Tensor | None], others: dict[int, str]) -> str | None:
+    """The sentence about the first of these that is shared, or None. others: what `shared` found in the model."""
+    return next((others[id(parameter)] for parameter in parameters if id(parameter) in others), None)
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:

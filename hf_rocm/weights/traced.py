@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm import ops
+from hf_rocm.ops.linear import exporting
+from hf_rocm.weights import kept
 from hf_rocm.weights.block import Fused, block_of
 
 # Library.define costs 3 µs a call where torch.library.custom_op costs 10.
@@ -24,7 +26,7 @@ def product(module: nn.Module, x: Tensor, held: object) -> tuple[Tensor, tuple[i
 
     None under torch.export too, whose programs must not need hf_rocm.
     """
-    if not isinstance(held, Fused) or _exporting() or torch.is_autocast_enabled(x.device.type):
+    if not isinstance(held, Fused) or exporting() or torch.is_autocast_enabled(x.device.type):
         return None
     gradients = torch.is_grad_enabled()
     if gradients and x.requires_grad:
@@ -49,18 +51,10 @@ def product(module: nn.Module, x: Tensor, held: object) -> tuple[Tensor, tuple[i
     return torch.ops.hf_rocm.linear_group(x, weights, biases), held.sizes
 
 
-# torch 2.7 and up. Not is_exporting(): until 2.12 the compiler takes it for a constant True.
-_TELLS_EXPORT = hasattr(torch.compiler, "_is_exporting_flag")
-
-
-def _exporting() -> bool:
-    return _TELLS_EXPORT and bool(torch.compiler._is_exporting_flag)
-
-
 def _linear_group(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     held = block_of(weights, biases)
     if held is not None:
-        return ops.linear(x, held.weight, held.bias)
+        return kept.product(x, held, weights)
     outputs = [ops.linear(x, weight, biases[index] if biases else None) for index, weight in enumerate(weights)]
     return torch.cat(outputs, dim=-1)
 

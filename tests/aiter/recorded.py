@@ -115,6 +115,18 @@ def _gemm(version: Version, a: dict[str, Any]) -> Tensor:
     return torch.nn.functional.linear(a["A"], weight, a["bias"]).to(a["otype"])
 
 
+def _gemm_8_bit(version: Version, a: dict[str, Any]) -> Tensor:
+    assert a["dtype"] in (torch.float16, torch.bfloat16)
+    output = torch.empty(len(a["XQ"]), len(a["WQ"]), dtype=a["dtype"])
+    return kernels.gemm_a8w8(a["XQ"], a["WQ"], a["x_scale"], a["w_scale"], output, a["bias"], 0)
+
+
+def _gemm_8_bit_shuffled(version: Version, a: dict[str, Any]) -> Tensor:
+    assert a["bias"] is None  # "does not support bias now", in every release
+    output = torch.empty(len(a["XQ"]), len(a["WQ"]), dtype=a["dtype"])
+    return kernels.gemm_a8w8_bpreshuffle(a["XQ"], a["WQ"], a["x_scale"], a["w_scale"], output)
+
+
 def _and_mul(activation: str) -> Any:
     def compute(version: Version, a: dict[str, Any]) -> None:
         getattr(kernels, f"{activation}_and_mul")(a["out"], a["input"])
@@ -152,6 +164,8 @@ COMPUTE = {
     "flash_attn_varlen_func": _flash_attn_varlen_func,
     "ops.triton.attention.mha:flash_attn_func": _triton_flash_attn_func,
     "gemm_a16w16": _gemm,
+    "gemm_a8w8": _gemm_8_bit,
+    "gemm_a8w8_bpreshuffle": _gemm_8_bit_shuffled,
     "silu_and_mul": _and_mul("silu"),
     "gelu_and_mul": _and_mul("gelu"),
     "gelu_tanh_and_mul": _and_mul("gelu_tanh"),

@@ -240,9 +240,9 @@ def test_decode_attention_never_sees_unwritten_keys(kernels, dtype, sinks, kv_he
     key, value = (random(3, kv_heads, 9, 16, dtype=dtype, seed=seed) for seed in (1, 2))
     for row, length in enumerate((1, 4, 9)):
         key[row, :, length:] = value[row, :, length:] = 1e4
-    ends = torch.tensor([0, 1, 5, 14], dtype=torch.int32)
+    lengths = torch.tensor([1, 4, 9], dtype=torch.int32)
     how = {"scale": 0.25, "sinks": torch.linspace(-1, 1, 4).to(dtype) if sinks else None}
-    output, name, calls = run(kernels, "decode_attention", query, key, value, ends, family="attention", **how)
+    output, name, calls = run(kernels, "decode_attention", query, key, value, lengths, family="attention", **how)
     assert name == "mha_fwd, lengths" and output.shape == (3, 1, 4, 16)
     (call,) = calls
     assert call.arguments["cu_seqlens_kv"][0] == torch.int32 and call.arguments["is_causal"] is False

@@ -49,7 +49,7 @@ def activation():
 def decode():
     query, key = torch.randn(1, 4, 1, 16, dtype=BF16), torch.randn(1, 2, 9, 16, dtype=BF16)
     with torch.no_grad(), ops.recording() as routes:
-        ops.decode_attention(query, key, key, torch.tensor([0, 5], dtype=torch.int32), scale=0.25)
+        ops.decode_attention(query, key, key, torch.tensor([5], dtype=torch.int32), scale=0.25)
     return routes[0]
 
 
@@ -77,7 +77,7 @@ BROKEN = {  # what is broken, how: (what runs into it, what takes its place, wor
 
 
 def attend_chunk(head_dim=16):
-    query, key = torch.randn(1, 4, 5, head_dim, dtype=BF16), torch.randn(1, 2, 9, head_dim, dtype=BF16)
+    query, key = torch.randn(1, 4, 20, head_dim, dtype=BF16), torch.randn(1, 2, 29, head_dim, dtype=BF16)
     with torch.no_grad(), ops.recording() as routes:
         ops.attention(query, key, key, scale=0.25, causal=True)
     return routes[0]

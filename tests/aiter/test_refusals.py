@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_rocm import options
 from hf_rocm.device import Device
 from hf_rocm.ops.activation import ActivationSpec
 from hf_rocm.ops.aiter import activation, attention, contract, decode, detect, linear, norm, rope, triton, varlen
@@ -156,6 +157,9 @@ CASES = [
         {"value_dim": 32},
         "mha_fwd regroups single queries only for one head dim, got 64 and 32",
     ),
+    (decode.refuses, DECODING, {"one_query": False}, "mha_fwd takes lengths for single queries"),
+    (decode.refuses, DECODING, {"starts": True}, "mha_fwd can't skip the first keys of a row"),
+    (decode.refuses, DECODING, {"window": 8}, "mha_fwd can't skip the first keys of a row"),
     # Radeon
     (triton.refuses, ATTENTION, {}, "on gfx942 aiter's compiled kernels come first"),
     (triton.refuses, ATTENTION, {"softcap": True}, "aiter's Triton attention has no softcap", NEWEST, "gfx1201"),
@@ -339,6 +343,18 @@ def test_portable_kernels_are_for_listed_radeons_too(recorded_as, refuses):
 def test_the_newest_release_serves_radeon(recorded_as, refuses, spec):
     recorded_as(NEWEST, "gfx1201")
     assert refuses(spec, Device("cuda", rocm=True, arch="gfx1201")) is None
+
+
+def test_steps_without_running_sums_are_our_decode_kernel_s(recorded_as, monkeypatch):
+    recorded_as(NEWEST)
+    device = Device("cuda", rocm=True, arch="gfx942")
+    monkeypatch.setattr(decode.split, "refuses", lambda spec, device: None)
+    assert "splits the keys" in decode.refuses(DECODING, device)
+    assert decode.refuses(DECODING._replace(ends=True), device) is None
+    with options.override(tier="aiter"):
+        assert decode.refuses(DECODING, device) is None
+    with options.override(aiter={**options.current().aiter, "attention": options.Switch.REQUIRED}):
+        assert decode.refuses(DECODING, device) is None
 
 
 def test_a_required_argument_that_nobody_knows(monkeypatch):

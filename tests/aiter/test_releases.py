@@ -88,15 +88,15 @@ def test_flash_attn_func(recorded_as, version):
 def test_decode_attention(recorded_as, version, sinks):
     recorded_as(version)
     query, key = random(2, 4, 1, 32), random(2, 2, 9, 32, seed=1)
-    ends = torch.tensor([0, 3, 12], dtype=torch.int32)
+    lengths = torch.tensor([3, 9], dtype=torch.int32)
     how = {"scale": 0.3, "sinks": random(4, seed=2) if sinks else None}
     if not served(version):
-        words = refusal("decode_attention", query, key, key, ends, family="attention", **how)
+        words = refusal("decode_attention", query, key, key, lengths, family="attention", **how)
         assert "has no mha_fwd" in words
         return
-    output, _, call = by("decode_attention", query, key, key, ends, family="attention", **how)
+    output, _, call = by("decode_attention", query, key, key, lengths, family="attention", **how)
     with options.override(tier="eager"):
-        expected = ops.decode_attention(query, key, key, ends, **how)
+        expected = ops.decode_attention(query, key, key, lengths, **how)
     torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
     assert "cu_seqlens_kv" in call.arguments and "sink_ptr" not in call.arguments
 

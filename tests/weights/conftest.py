@@ -1,11 +1,18 @@
-"""A small real Llama, prepared, and what must hold of it whatever is done to it."""
+"""A small real Llama, from a saved checkpoint, as transformers loads it and as we do."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
-from tests.weights import models
+import hf_rocm
+from hf_rocm import options
+from hf_rocm.ops.aiter import detect
+from hf_rocm.weights import kept
+from tests.aiter import recorded
+from tests.aiter.machine import pretend
+from tests.weights import models, shuffling
 
 
 @pytest.fixture(autouse=True)
@@ -14,13 +21,57 @@ def one_thread():
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def stock():
-    """A stock model."""
-    return models.build()
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """`models.build()`, as this release of transformers saves it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    models.build().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
-def model():
-    """The same model, prepared."""
-    return models.prepared()
+def stock(checkpoint):
+    """The stock model. Its weights are the mapped file until something writes to them."""
+    return LlamaForCausalLM.from_pretrained(checkpoint).eval()
+
+
+@pytest.fixture
+def fresh(checkpoint):
+    """The same model loaded by us; fusing is left to its first call."""
+    return hf_rocm.from_pretrained(checkpoint, force=True).eval()
+
+
+@pytest.fixture
+def model(fresh):
+    """The same, fused."""
+    assert models.live(fresh) == models.GROUPS
+    return fresh
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """machine(arch, aiter, threshold): what the CPU and the recorded aiter are taken for."""
+
+    def use(arch="gfx942", release=shuffling.NEWEST, threshold=shuffling.ROWS):
+        found = recorded.release(release)
+        monkeypatch.setattr(detect, "load", lambda: found)
+        pretend(monkeypatch, arch)
+        changed = options.override(probe=False, preshuffle_threshold=threshold)
+        changed.__enter__()
+        entered.append(changed)
+
+    entered: list = []
+    yield use
+    for each in reversed(entered):
+        each.__exit__(None, None, None)
+    options._forget_choices()
+    kept.unwatch()
+
+
+@pytest.fixture(params=[0, shuffling.ROWS], ids=["in place", "a copy"])
+def either(request, machine):
+    """A model whose weights are all shuffled, in both ways."""
+    machine(threshold=request.param)
+    model = shuffling.prepared()
+    assert len(shuffling.account(model)["shuffled"]) == shuffling.PRODUCTS and not shuffling.account(model)["skipped"]
+    return model

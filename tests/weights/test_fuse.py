@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from hf_rocm.weights import fuse
+from hf_rocm.weights.block import block_of
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights.models import Group, one_by_one
 
@@ -266,7 +266,7 @@ def test_a_block_that_went_stale_is_freed_and_can_be_made_again():
     group(X)
     assert "replaced or moved" in fuse.why_not(group, group.names)
     del held
-    assert not fuse.block_of([group.a.weight, group.b.weight, group.c.weight], [])
+    assert not block_of([group.a.weight, group.b.weight, group.c.weight], [])
     assert fuse.fuse(group, group.names) is None and fuse.fused(group) is not None
     same(group)
 
@@ -313,28 +313,6 @@ def test_gradients_of_the_input_alone_take_the_layers_too():
         assert fuse.fused(group) is not None
         assert fuse.project(group, X) is not None
         assert fuse.project(group, X.clone().requires_grad_()) is None
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda group: pickle.loads(pickle.dumps(group))])
-def test_copies_fuse_themselves_at_their_first_call(duplicate):
-    group = make(bias=True)
-    twin = duplicate(group)
-    assert twin.__dict__[fuse.STATE] == ("a", "b", "c")
-    with torch.enable_grad():
-        twin(X)
-        assert "copy" in fuse.why_not(twin, twin.names)
-    twin.a.weight.mul_(2)
-    group.b.weight.mul_(5)
-    for each in (group, twin):
-        same(each)
-        assert fuse.fused(each) is not None
-    assert fuse.fused(twin) is not fuse.fused(group)
-    assert not torch.equal(twin.a.weight, group.a.weight)
-
-
-def test_a_shallow_copy_shares_the_block():
-    group = make()
-    assert fuse.fused(copy.copy(group)) is fuse.fused(group)
 
 
 def test_threads_may_make_the_first_call_together_and_lose_the_block_together():

@@ -1,6 +1,12 @@
-"""DDP and FSDP2 over a prepared model, one process each: training equals that of an unfused one."""
+"""DDP and FSDP2 over a prepared model, and tensor parallelism: training equals that of an unfused one."""
 
 from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,3 +60,33 @@ def test_fsdp2(model):
         torch.testing.assert_close(model(IDS, use_cache=False).logits, twin(IDS, use_cache=False).logits)
     assert not any(fused(module) for module in model.modules())
     assert blocks(model) == 0
+
+
+@pytest.mark.slow
+def test_two_processes(checkpoint):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = Path(__file__).with_name("two_processes.py")
+    # found as this process finds them: an installed hf_rocm, and the tests
+    places = os.pathsep.join([*filter(None, sys.path), str(script.parents[2])])
+    start = [sys.executable, "-W", "ignore", "-P"] if sys.version_info >= (3, 11) else [sys.executable, "-W", "ignore"]
+    ranks = [
+        subprocess.Popen(
+            [*start, str(script), str(rank), str(port), str(checkpoint)],
+            # gloo is for the CPU; where there is a GPU, transformers would shard over it
+            env={**os.environ, "PYTHONPATH": places, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            out, error = rank.communicate(timeout=300)
+            assert rank.returncode == 0, error[-3000:]
+            assert out.split() == ["tensor_parallel", "data_parallel", "sharded"]
+    finally:
+        for rank in ranks:
+            rank.kill()

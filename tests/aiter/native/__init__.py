@@ -33,6 +33,8 @@ from .matrices import (
     silu_and_mul,
     wv_splitk_small_fp16_bf16,
 )
+from .moe import ck_moe_stage1, ck_moe_stage2, moe_sorting_fwd
+from .quantized import gemm_a8w8, gemm_a8w8_bpreshuffle
 from .strict import CALLS, Call, WrongCall, leaf, need
 
 __all__ = [
@@ -44,11 +46,15 @@ __all__ = [
     "attend",
     "check_attention",
     "check_rows",
+    "ck_moe_stage1",
+    "ck_moe_stage2",
     "fmha_v3_bwd",
     "fmha_v3_fwd",
     "fmha_v3_varlen_fwd",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
+    "gemm_a8w8",
+    "gemm_a8w8_bpreshuffle",
     "gemm_a16w16_asm",
     "get_padded_m",
     "hipb_create_extension",
@@ -57,6 +63,7 @@ __all__ = [
     "mha_bwd",
     "mha_fwd",
     "mha_varlen_fwd",
+    "moe_sorting_fwd",
     "need",
     "of_module",
     "rmsnorm2d_fwd",
@@ -108,7 +115,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "module_rmsnorm": ("rmsnorm2d_fwd", "rmsnorm2d_fwd_with_add"),
     "module_rope_general_fwd": ("rope_cached_2c_fwd_impl",),
     "module_fmha_v3_varlen_fwd": ("fmha_v3_varlen_fwd",),
+    "module_moe_sorting": ("moe_sorting_fwd",),
+    "module_moe_ck2stages": ("ck_moe_stage1", "ck_moe_stage2"),
     "module_custom": ("wv_splitk_small_fp16_bf16",),
     "module_hipbsolgemm": ("hipb_create_extension", "hipb_mm"),
     "module_gemm_a16w16_asm": ("gemm_a16w16_asm",),
+    "module_gemm_a8w8_bpreshuffle": ("gemm_a8w8_bpreshuffle",),
+    "module_gemm_a8w8": ("gemm_a8w8",),
 }

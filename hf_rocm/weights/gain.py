@@ -1,0 +1,53 @@
+"""Where shuffled weights are known to gain: what `preshuffle="auto"` goes by, and nothing else.
+
+Nothing here was measured by hf_rocm: no AMD GPU was at hand. An entry is a published measurement of the very kernels
+that would run, and is applied only as far as it reaches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_rocm.device import Device
+from hf_rocm.ops.aiter import detect
+
+
+class Gain(NamedTuple):
+    """One measurement: GPU, first release of aiter with the kernel, dtype, what N and K are multiples of."""
+
+    arch: str
+    aiter: str
+    dtype: torch.dtype
+    multiple: int
+    rows: int  # from how many rows on
+    source: str
+
+
+KNOWN = (
+    Gain(
+        arch="gfx950",
+        aiter="0.1.7.post3",
+        dtype=torch.bfloat16,
+        multiple=64,
+        rows=128,
+        source="AMD's port of openpi, MI350: assembly kernels on shuffled weights 20 to 32 % faster at M = 788 in "
+        "isolation, slower for few rows",
+    ),
+)
+
+
+def unknown(weight: Tensor, device: Device) -> str | None:
+    """Why no gain is known for this weight [N, K] on this device, in a sentence, or None."""
+    entries = [gain for gain in KNOWN if gain.arch == device.arch]
+    if not entries:
+        return f"no gain is known on {device.arch or device.kind}; preshuffle='all' shuffles all the same"
+    release = detect.load()
+    n, k = weight.shape
+    for gain in entries:
+        fits = weight.dtype == gain.dtype and n % gain.multiple == 0 and k % gain.multiple == 0
+        if fits and isinstance(release, detect.Release) and release.at_least(gain.aiter):
+            return None
+    return f"no gain is known on {device.arch} for {weight.dtype}, {tuple(weight.shape)} with this aiter"

@@ -1,0 +1,109 @@
+"""Routed experts through the real aiter package: the right kernels, the shuffled order, the right numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_rocm
+from hf_rocm import ops, options
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops.moe_shuffled import PLAIN
+from hf_rocm.ops.moe_torch import eager
+from tests.tolerance import assert_as_good_as_eager
+
+E, H, I = 6, 64, 128  # noqa: E741 - the alphabet of shapes
+
+pytestmark = pytest.mark.usefixtures("kernels", "mi300x")
+
+
+def drawn(tokens, dtype, top=2):
+    generator = torch.Generator().manual_seed(tokens)
+    x, gate_up, down = (torch.randn(*size, generator=generator) for size in ((tokens, H), (E, 2 * I, H), (E, H, I)))
+    ids = torch.rand(tokens, E, generator=generator).argsort(-1)[:, :top]
+    weights = torch.rand(tokens, top, generator=generator)
+    return x.to(dtype), (gate_up / 8).to(dtype), (down / 8).to(dtype), ids, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 63])
+def test_fused_moe(kernels, tokens, dtype):
+    x, gate_up, down, ids, weights = drawn(tokens, dtype)
+    shuffled = ops.shuffle_experts(gate_up), ops.shuffle_experts(down)
+    del kernels.CALLS[:]
+    with options.override(tiers={"experts": "aiter"}, probe=False), ops.recording() as routes:
+        output = ops.shuffled_experts(x, *shuffled, ids, weights)
+    assert [(each.operation, each.tier, each.name) for each in routes] == [("shuffled_experts", "aiter", "fused_moe")]
+    assert [each.kernel for each in kernels.CALLS] == ["moe_sorting_fwd", "ck_moe_stage1", "ck_moe_stage2"]
+    measure = eager(x, gate_up, down, ids, weights, None, None, PLAIN)
+    wide = [each.double() for each in (x, gate_up, down)]
+    expected = eager(*wide, ids, weights.double(), None, None, PLAIN)
+    assert_as_good_as_eager(output, measure, expected)
+
+
+def test_the_probe_passes_and_is_remembered(kernels):
+    x, gate_up, down, ids, weights = drawn(5, torch.bfloat16)
+    with options.override(tiers={"experts": "aiter"}), ops.recording() as routes:
+        ops.shuffled_experts(x, ops.shuffle_experts(gate_up), ops.shuffle_experts(down), ids, weights)
+    assert routes[0].name == "fused_moe"
+
+
+def test_a_kernel_that_is_wrong_is_not_used(kernels, break_kernel):
+    break_kernel("ck_moe_stage2:nan")
+    x, gate_up, down, ids, weights = drawn(5, torch.bfloat16)
+    with pytest.warns(RuntimeWarning, match="fused_moe"), ops.recording() as routes:
+        ops.shuffled_experts(x, ops.shuffle_experts(gate_up), ops.shuffle_experts(down), ids, weights)
+    assert (routes[0].tier, routes[0].name) == ("torch", "unshuffle, loop")
+
+
+def test_weights_in_the_plain_order_are_refused(kernels):
+    tensors = drawn(5, torch.bfloat16)
+    with options.override(tiers={"experts": "aiter"}), pytest.raises(TierUnavailable) as caught:
+        ops.experts(*tensors)
+    assert "shuffled weights only" in str(caught.value.facts)
+    with ops.recording() as routes:
+        ops.experts(*tensors)
+    assert routes[0].tier == "torch"
+
+
+def test_compiled_as_one_operator_of_ours(kernels):
+    x, gate_up, down, ids, weights = drawn(5, torch.bfloat16)
+    shuffled = ops.shuffle_experts(gate_up), ops.shuffle_experts(down)
+    with options.override(tiers={"experts": "aiter"}, probe=False), torch.no_grad():
+        compiled = torch.compile(
+            lambda x: ops.shuffled_experts(x, *shuffled, ids, weights), fullgraph=True, backend="eager"
+        )
+        assert torch.equal(compiled(x), ops.shuffled_experts(x, *shuffled, ids, weights))
+
+
+def mixtral():
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).to(torch.bfloat16).eval()
+
+
+def test_a_model_whose_experts_may_be_copied_runs_fused_moe(kernels):
+    model, given = mixtral(), {"input_ids": torch.arange(5)[None]}
+    with torch.inference_mode():
+        expected = model(**given).logits
+    experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
+    granted = sum(parameter.nbytes for parameter in experts)
+    with options.override(probe=False), torch.no_grad():
+        hf_rocm.prepare(model, force=True, preshuffle="all", budget=2**30)
+        with ops.recording() as routes:
+            actual = model(**given).logits
+        assert [(each.tier, each.name) for each in routes if "experts" in each.operation] == [("aiter", "fused_moe")]
+        torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
+        for parameter in experts:
+            parameter.mul_(0.5)  # the copies follow
+        with ops.recording() as routes:
+            halved = model(**given).logits
+        assert "shuffled_experts" in [each.operation for each in routes] and not torch.equal(halved, actual)
+        hf_rocm.prepare(model, force=True, preshuffle="all", budget=granted - 1)
+        with ops.recording() as routes:
+            model(**given)
+        assert "shuffled_experts" not in [each.operation for each in routes]
+    hf_rocm.restore(model)
+    assert not [name for module in model.modules() for name in module.__dict__ if name.startswith("_hf_rocm_experts")]

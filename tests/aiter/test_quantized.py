@@ -1,0 +1,193 @@
+"""8-bit products through aiter: the real package with stand-ins, every recorded release, and every refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packaging.version import Version
+
+from hf_rocm import ops, options
+from hf_rocm.device import Device
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops.aiter import quantized
+from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ, INT8, quantize_rows, shuffle_rows, unshuffle_rows
+from hf_rocm.ops.quantized import QuantizedSpec, eager_linear
+from tests.aiter import recorded
+from tests.tolerance import assert_as_good_as_eager
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CPU = torch.device("cpu")
+NEWEST, FIRST_SERVED = "0.1.20.post1", Version("0.1.6.post2")
+PLAIN, WHOLE_TILES = (40, 48), (256, 512)
+
+
+def random(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tensors(shape, n, k, dtype, format, bias):
+    x = random(*shape, k, dtype=dtype)
+    if x.numel():
+        x.view(-1, k)[0] = 0  # a kernel that divides by the largest magnitude would make NaN of it
+    weight, scale = quantize_rows(random(n, k, dtype=dtype, seed=1), format)
+    return x, weight, scale.flatten(), random(n, dtype=dtype, seed=2) if bias else None
+
+
+def run(kernels, x, weight, scale, bias, shuffled):
+    """The op in the aiter tier: (output, name of its route, calls that reached a kernel)."""
+    del kernels.CALLS[:]
+    given = shuffle_rows(weight) if shuffled else weight
+    with options.override(tiers={"linear": "aiter"}, probe=False), ops.recording() as routes:
+        output = ops.quantized_linear(x, given, scale, bias, shuffled=shuffled)
+    assert [(each.operation, each.tier) for each in routes] == [("quantized_linear", "aiter")]
+    return output, routes[0].name, list(kernels.CALLS)
+
+
+def is_right(output, x, weight, scale, bias):
+    format = weight.dtype
+    doubled = (x.double(), weight.double(), scale.double(), None if bias is None else bias.double())
+    expected = eager_linear(*doubled, format, False)
+    assert_as_good_as_eager(output, eager_linear(x, weight, scale, bias, format, False), expected)
+
+
+@pytest.mark.usefixtures("kernels", "mi300x")
+class TestRealPackage:
+    @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("format", [INT8, FP8_FNUZ], ids=str)
+    @pytest.mark.parametrize("shape", [(1,), (7,), (2, 3), (), (0,)], ids=str)
+    def test_gemm_a8w8(self, kernels, shape, format, bias, dtype):
+        given = tensors(shape, *PLAIN, dtype, format, bias)
+        output, name, calls = run(kernels, *given, shuffled=False)
+        assert name == "gemm_a8w8" and output.shape == (*shape, PLAIN[0]) and output.dtype == dtype
+        if not output.numel():
+            assert calls == []
+            return
+        assert [each.kernel for each in calls] == ["gemm_a8w8"]
+        is_right(output, *given)
+
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("m", [1, 33, 0])
+    def test_gemm_a8w8_bpreshuffle(self, kernels, m, bias):
+        given = tensors((m,), *WHOLE_TILES, BF16, FP8_FNUZ, bias)
+        output, name, calls = run(kernels, *given, shuffled=True)
+        assert name == "gemm_a8w8_bpreshuffle" and output.shape == (m, WHOLE_TILES[0])
+        assert [each.kernel for each in calls] == ["gemm_a8w8_bpreshuffle"] * (m > 0)
+        if m:
+            is_right(output, *given)
+
+    def test_the_order_is_aiters_own(self, kernels):
+        from aiter.ops.shuffle import shuffle_weight
+
+        weight, _ = quantize_rows(random(32, 64, dtype=BF16), FP8_FNUZ)
+        ours = shuffle_rows(weight).view(torch.uint8)
+        assert torch.equal(shuffle_weight(weight, layout=(16, 16)).view(torch.uint8), ours)
+        assert torch.equal(unshuffle_rows(shuffle_rows(weight)).view(torch.uint8), weight.view(torch.uint8))
+
+    def test_the_kernel_is_one_operator_of_a_compiled_graph(self, kernels):
+        x, weight, scale, bias = tensors((5,), *PLAIN, BF16, INT8, True)
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph
+
+        with options.override(tiers={"linear": "aiter"}, probe=False), torch.no_grad():
+            compiled = torch.compile(ops.quantized_linear, backend=backend, fullgraph=True)
+            output = compiled(x, weight, scale, bias)
+        is_right(output, x, weight, scale, bias)
+        (graph,) = graphs
+        assert sum("aiter_quantized_linear" in str(node.target) for node in graph.graph.nodes) == 1
+
+    def test_a_broken_kernel_is_found_and_pytorch_serves(self, kernels, break_kernel):
+        break_kernel("gemm_a8w8:nan")
+        x, weight, scale, bias = tensors((5,), *PLAIN, BF16, INT8, False)
+        with (
+            pytest.warns(RuntimeWarning, match="quantized_linear won't use aiter's gemm_a8w8 in this process"),
+            ops.recording() as routes,
+        ):
+            output = ops.quantized_linear(x, weight, scale)
+        assert [each.name for each in routes] == ["_int_mm"]
+        is_right(output, x, weight, scale, bias)
+
+    def test_a_model_is_shuffled_in_place_and_runs_on_it(self, kernels):
+        """The kernel is checked in a child first: its stand-in is as right there."""
+        import hf_rocm
+        from hf_rocm.ops import registry
+        from hf_rocm.weights import quantize as quantizing
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quantizing, "describe", registry.describe)
+            patch.setattr(quantizing, "fp8_of", lambda device: FP8_FNUZ)
+            block = torch.nn.ModuleList([torch.nn.Linear(512, 256), torch.nn.Linear(48, 48)]).to(BF16)
+            model = torch.nn.Module()
+            model.layers = block
+            expected = [each.weight.detach().clone() for each in block]
+            hf_rocm.quantize(model.eval(), "fp8", force=True)
+            x = random(3, 512, dtype=BF16)
+            with ops.recording() as routes:
+                model.layers[0](x), model.layers[1](x[:, :48])
+        assert [each.name for each in routes] == ["gemm_a8w8_bpreshuffle", "gemm_a8w8"]
+        for layer, before in zip(model.layers, expected, strict=True):
+            assert (layer.weight - before).abs().max() <= before.abs().max() / 2**4
+
+
+@pytest.mark.parametrize("version", recorded.RELEASES)
+@pytest.mark.parametrize(("format", "shuffled"), [(INT8, False), (FP8_FNUZ, False), (FP8_FNUZ, True)])
+def test_every_release(recorded_as, version, format, shuffled):
+    recorded_as(version)
+    given = tensors((3,), *WHOLE_TILES, BF16, format, True)
+    name = "gemm_a8w8_bpreshuffle" if shuffled else "gemm_a8w8"
+    if Version(version) < FIRST_SERVED:
+        with pytest.raises(TierUnavailable, match=f"amd-aiter {version} has no {name}"):
+            run(recorded.kernels, *given, shuffled=shuffled)
+        return
+    output, route, calls = run(recorded.kernels, *given, shuffled=shuffled)
+    assert route == name == calls[0].kernel
+    is_right(output, *given)
+
+
+SPEC = QuantizedSpec(BF16, FP8_FNUZ, CPU, 256, 512, None, False)
+SHUFFLED = SPEC._replace(shuffled=True)
+
+REFUSALS = [
+    (quantized.refuses, SPEC, {"dtype": torch.float32}, "gemm_a8w8 gives fp16 and bf16 with a bias of the same, got "),
+    (quantized.refuses, SPEC, {"bias_dtype": FP16}, "gemm_a8w8 gives fp16 and bf16 with a bias of the same, got "),
+    (quantized.refuses, SPEC, {"format": FP8}, "gfx942 multiplies torch.float8_e4m3fnuz, not torch.float8_e4m3fn"),
+    (quantized.refuses, SPEC, {"shuffled": True}, "gemm_a8w8 reads weights in their plain order"),
+    (quantized.refuses, SPEC, {"k": 520}, "gemm_a8w8 needs K to be a multiple of 16 and N of 8, got 256 × 520"),
+    (quantized.refuses, SPEC, {"n": 250}, "gemm_a8w8 needs K to be a multiple of 16 and N of 8, got 250 × 512"),
+    (quantized.shuffled_refuses, SPEC, {}, "gemm_a8w8_bpreshuffle reads shuffled weights"),
+    (quantized.shuffled_refuses, SHUFFLED, {"format": INT8}, "gemm_a8w8_bpreshuffle is for fp8"),
+    (
+        quantized.shuffled_refuses,
+        SHUFFLED,
+        {"n": 128},
+        "gemm_a8w8_bpreshuffle needs multiples of 256 and K from 512 on",
+    ),
+    (
+        quantized.shuffled_refuses,
+        SHUFFLED,
+        {"k": 256},
+        "gemm_a8w8_bpreshuffle needs multiples of 256 and K from 512 on",
+    ),
+]
+
+
+@pytest.mark.parametrize(("refuses", "spec", "changes", "sentence"), REFUSALS)
+def test_refusals(recorded_as, refuses, spec, changes, sentence):
+    recorded_as(NEWEST)
+    device = Device("cuda", rocm=True, arch="gfx942")
+    assert refuses(spec, device) is None or not changes
+    found = refuses(spec._replace(**changes), device)
+    assert found is not None and found.startswith(sentence)
+
+
+def test_fp8_belongs_to_its_arch(recorded_as):
+    recorded_as(NEWEST, "gfx90a")
+    old, new = (Device("cuda", rocm=True, arch=arch) for arch in ("gfx90a", "gfx950"))
+    assert quantized.refuses(SPEC, old) == "gfx90a multiplies no fp8, not torch.float8_e4m3fnuz"
+    assert quantized.refuses(SPEC._replace(format=INT8), old) is None
+    assert quantized.refuses(SPEC._replace(format=FP8), new) is None
+    assert quantized.refuses(SPEC, new) == "gfx950 multiplies torch.float8_e4m3fn, not torch.float8_e4m3fnuz"
+    assert "aiter needs an AMD GPU" in str(quantized.refuses(SPEC, Device("cpu", rocm=False)))

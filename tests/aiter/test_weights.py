@@ -1,0 +1,60 @@
+"""Routed layers and shuffled weights beside the real package: what it runs, and why it gets no shuffled weight."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from tests.aiter.test_models import PROMPT, build
+from tests.tolerance import assert_as_good_as_eager
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("kernels", "mi300x")
+
+LAYERS = 2
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(PROMPT, use_cache=False).logits
+
+
+@pytest.mark.parametrize("backend", ["auto", "aiter"])
+def test_every_product_of_a_routed_model_is_aiters(backend):
+    import hf_rocm
+
+    model = build("Llama")
+    wide = copy.deepcopy(model).double()
+    with options.override(tier="eager"):
+        eager = logits(model)
+    hf_rocm.prepare(model, force=True, linear_backend=backend)
+    try:
+        with options.override(probe=False), ops.recording() as routes:
+            actual = logits(model)
+        assert_as_good_as_eager(actual, eager, logits(wide))
+        products = [each for each in routes if each.operation == "linear"]
+        assert {(each.tier, each.name) for each in products} == {("aiter", "gemm_a16w16")}
+        assert len(products) == 4 * LAYERS + 1  # two groups, o_proj and down_proj of each layer, and lm_head
+        with options.override(probe=False):
+            assert f"routed × {7 * LAYERS + 1}: {backend}" in str(hf_rocm.explain(model))
+    finally:
+        hf_rocm.restore(model)
+
+
+def test_a_release_that_ignores_the_mark_gets_no_shuffled_weight():
+    """The release on PyPI would read a shuffled weight as if it were plain."""
+    import hf_rocm
+
+    model = build("Llama")
+    with options.override(probe=False, preshuffle_threshold=0):
+        hf_rocm.prepare(model, force=True, preshuffle="all", budget=1.0)
+    try:
+        account = model.__dict__["_hf_rocm_report"]["preshuffle"]
+        assert not account["shuffled"] and account["bytes"] == 0
+        assert all("ignores that a weight is shuffled" in reason for reason in account["skipped"].values())
+        assert "not shuffled × 9: amd-aiter" in str(hf_rocm.explain(model))
+    finally:
+        hf_rocm.restore(model)

@@ -1,0 +1,41 @@
+"""`hf-rocm quantize` on a small checkpoint: the numbers, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hf_rocm.cli import main
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_the_loss_is_measured_and_printed(kind, tiny_checkpoint, tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    command = ["quantize", str(tiny_checkpoint), "--kind", kind, "--force", "--device", "cpu", "--text", str(text)]
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["kind"] == kind and told["layers"] == 28 and list(told["left"]) == ["lm_head"]
+    loss = told["loss"]
+    assert 0 < loss["mean"] < loss["largest"] and 0.9 < loss["same_choice"] <= 1
+    assert loss["ratio"] == pytest.approx(loss["perplexity"][0] / loss["perplexity"][1]) == pytest.approx(1, abs=0.05)
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert f"LlamaForCausalLM in {kind}" in out and "left 1: it is no part of a repeated block" in out
+    assert f"{loss['perplexity'][1]:.4f} before, {loss['perplexity'][0]:.4f} after" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kind", "fp4", "--force"], "quantize has no kind 'fp4'"),
+        ([], "quantize belongs to the ROCm path, which is off"),
+        (["--force", "--text", "nowhere"], "nowhere can't be read as text"),
+        (["--force"], "there is no tokenizer in"),
+    ],
+)
+def test_refusals_come_before_loading(arguments, words, tmp_path, capsys):
+    assert main(["quantize", str(tmp_path), *arguments]) == 1
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.out == ""

@@ -1,0 +1,80 @@
+"""Run as a script by test_large.py: load a checkpoint, use it, save it, and print the memory that each step took.
+
+Arguments: `stock` or `ours`, the checkpoint, the dtype to load it in, a folder to save to. Bytes, above what the
+process had before it loaded anything: allocated memory, and the pages of the checkpoint's file. Peaks are those of the
+kernel, over everything; they are set back before each step.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import LlamaForCausalLM
+
+import hf_rocm
+from hf_rocm.weights.block import Fused
+from hf_rocm.weights.fuse import STATE
+
+TINY = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+
+def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    ids = torch.tensor([[1, 2, 3]])
+    # what is imported and found out once a process is not what is counted
+    with torch.inference_mode():
+        hf_rocm.prepare(LlamaForCausalLM(transformers.LlamaConfig(**TINY)), force=True)(ids)
+        LlamaForCausalLM.from_pretrained(checkpoint, torch_dtype="auto")  # mapped: leaves no heap behind
+    measured = {}
+    base, start = settled(), _status("VmRSS")
+    with torch.inference_mode():
+        load = hf_rocm.from_pretrained if which == "ours" else LlamaForCausalLM.from_pretrained
+        model = load(checkpoint, torch_dtype=getattr(torch, dtype), **({"force": True} if which == "ours" else {}))
+        model(ids)
+    measured["load peak"] = peak() - start
+    measured["after"] = after = settled() - base
+    measured["fused"] = sum(type(module.__dict__.get(STATE)) is Fused for module in model.modules())
+    model.save_pretrained(out)
+    measured["save peak"] = peak() - start
+    measured["saved"] = settled() - base
+    if which == "ours":
+        hf_rocm.restore(model)
+        measured["restore peak"] = peak() - start
+        measured["restored"] = settled() - base
+    assert after > 0
+    print(json.dumps(measured))
+
+
+def settled() -> int:
+    """Bytes in memory now, without the libraries' files, and the peak starts here."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    mapped, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word = line.split(maxsplit=1)[0]
+        if not word.endswith(":"):
+            ours = line.endswith(".safetensors")
+        elif ours and word == "Rss:":
+            mapped += int(line.split()[1]) * 1024
+        elif ours and word == "Anonymous:":  # counted below
+            mapped -= int(line.split()[1]) * 1024
+    return mapped + _status("RssAnon") + _status("VmSwap")
+
+
+def peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,57 @@
+"""Models with shuffled weights, and what runs in them: shared by the tests of what is shuffled and of what follows.
+
+The GPU is the CPU seen as an MI300X or MI350, and aiter is a recorded release: its calls are checked against the
+declarations and computed by references that read a weight in the order that its mark says.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+import hf_rocm
+from hf_rocm import ops
+from hf_rocm.weights.prepare import REPORT
+from tests.aiter import recorded
+from tests.tolerance import assert_as_good_as_eager
+from tests.weights import models
+from tests.weights.models import IDS, LAYERS
+
+NEWEST = recorded.RELEASES[-1]
+PRODUCTS = 4 * LAYERS + 1  # qkv, o, gate + up and down of each layer, and lm_head
+ROWS = IDS.numel()
+
+
+def build(**changes):
+    return models.build(intermediate_size=96, **changes).bfloat16()
+
+
+def prepared(**arguments):
+    return hf_rocm.prepare(build(), force=True, **{"preshuffle": "all", "budget": 1.0, **arguments})
+
+
+def account(model):
+    return model.__dict__[REPORT]["preshuffle"]
+
+
+def serves(model, *, shuffled, plain=0, ids=IDS):
+    """The model computes what stock with its present weights computes, through so many products of each kind."""
+    twin = build()
+    twin.load_state_dict({name: tensor.clone() for name, tensor in copy.deepcopy(model).state_dict().items()})
+    with torch.no_grad():
+        eager = twin(ids, use_cache=False).logits
+        expected = twin.double()(ids, use_cache=False).logits
+        del recorded.kernels.CALLS[:]
+        with ops.recording() as routes:
+            actual = model(ids, use_cache=False).logits
+    assert_as_good_as_eager(actual, eager, expected)
+    marked = [
+        getattr(call.arguments["B"], "is_shuffled", False) for call in recorded.kernels.CALLS if "gemm" in call[0]
+    ]
+    assert (sum(marked), len(marked) - sum(marked)) == (shuffled, plain)
+    assert [route.tier for route in routes if "linear" in route.operation] == ["aiter"] * (shuffled + plain)
+
+
+def traces(model):
+    return [name for module in model.modules() for name in module.__dict__ if "hf_rocm" in name or name == "forward"]

@@ -1,0 +1,255 @@
+"""stack, stacked, unstack on a list of experts: values, identities, memory, and every way to go stale."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from hf_rocm import ops
+from hf_rocm.overlay import bind
+from hf_rocm.weights import experts
+from hf_rocm.weights.experts import Stacked, stack, stacked, unstack, why_not
+from tests.tolerance import assert_as_good_as_eager
+
+NAMES = ("w1", "w3", "w2", "act_fn")
+E, H, I, K = 5, 16, 24, 2  # noqa: E741 - the alphabet of shapes
+IDS = torch.rand(7, E, generator=torch.Generator().manual_seed(3)).argsort(-1)[:, :K]
+WEIGHTS = torch.rand(7, K, generator=torch.Generator().manual_seed(4))
+X = torch.randn(7, H, generator=torch.Generator().manual_seed(5))
+
+
+class Expert(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(H, I, bias=bias), nn.Linear(H, I, bias=bias)
+        self.w2, self.act_fn = nn.Linear(I, H, bias=bias), nn.SiLU()
+
+    def forward(self, x):
+        return self.w2(self.act_fn(self.w1(x)) * self.w3(x))
+
+
+Expert.forward.__module__ = "transformers.models.some.modeling_some"  # only stock forwards may be done without
+
+
+class Mixture(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.experts = nn.ModuleList([Expert(bias) for _ in range(E)])
+
+    def forward(self, x):
+        return self.one_by_one(x)
+
+    def one_by_one(self, x):
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows, places = torch.where(index == IDS)
+            out.index_add_(0, rows, expert(x[rows]) * WEIGHTS[rows, places, None].to(x.dtype))
+        return out
+
+
+def make(bias=False):
+    mixture = Mixture(bias)
+    assert stack(mixture, NAMES) is None
+    return mixture
+
+
+def same(mixture):
+    """The blocks give what the modules give, whatever happened to them."""
+    held = stacked(mixture)
+    assert held is not None
+    with torch.no_grad():
+        output = ops.experts(
+            X, held.gate_up, held.down, IDS, WEIGHTS, gate_up_bias=held.gate_up_bias, down_bias=held.down_bias
+        )
+        exact = copy.deepcopy(mixture).double()
+        assert_as_good_as_eager(output, mixture.one_by_one(X), exact.one_by_one(X.double()))
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
+def test_stacking_and_unstacking_change_no_value_and_no_object(bias):
+    mixture = Mixture(bias)
+    parameters = dict(mixture.named_parameters())
+    before = {name: parameter.clone() for name, parameter in parameters.items()}
+    for _ in range(2):
+        assert stack(mixture, NAMES) is None and why_not(mixture, NAMES) is None
+    held = stacked(mixture)
+    assert held.gate_up.shape == (E, 2 * I, H) and held.down.shape == (E, H, I)
+    assert (held.gate_up_bias is not None) is bias
+    same(mixture)
+    for step in ("stacked", "unstacked"):
+        for name, parameter in mixture.named_parameters():
+            assert parameter is parameters[name] and torch.equal(parameter, before[name]), step
+        storages = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
+        assert len(storages) == len(parameters)  # nothing that looks at storages sees sharing
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in parameters.values())
+        unstack(mixture)
+    assert stacked(mixture) is None and not [name for name in mixture.__dict__ if name.startswith("_hf_rocm")]
+
+
+def test_there_is_no_second_copy():
+    mixture = make()
+    held = stacked(mixture)
+    first, last = mixture.experts[0], mixture.experts[E - 1]
+    assert first.w1.weight.data_ptr() == held.gate_up.data_ptr()
+    assert first.w3.weight.data_ptr() == held.gate_up[0, I:].data_ptr()
+    assert last.w2.weight.data_ptr() == held.down[E - 1].data_ptr()
+    blocks = held.gate_up.nbytes + held.down.nbytes
+    assert blocks == sum(parameter.nbytes for parameter in mixture.parameters())
+
+
+def test_writing_into_a_parameter_writes_into_the_block():
+    mixture = make()
+    mixture.experts[2].w2.weight.mul_(2)
+    mixture.load_state_dict({name: value * 1.5 for name, value in mixture.state_dict().items()})
+    same(mixture)
+
+
+def replace_parameter(mixture):
+    mixture.experts[1].w1.weight = nn.Parameter(torch.randn(I, H))
+
+
+def replace_data(mixture):
+    mixture.experts[4].w2.weight.data = torch.randn(H, I)
+
+
+def transpose_in_place(mixture):
+    mixture.experts[0].w1.weight.data = mixture.experts[0].w1.weight.data.view(H, I).t()
+
+
+def shorten(mixture):
+    mixture.experts[0].w1.weight.data = mixture.experts[0].w1.weight.data[: I // 2]
+
+
+def assign(mixture):
+    mixture.load_state_dict({name: value.clone() for name, value in mixture.state_dict().items()}, assign=True)
+
+
+def drop_an_expert(mixture):
+    del mixture.experts[4]
+
+
+def swap_experts(mixture):
+    mixture.experts[0], mixture.experts[1] = mixture.experts[1], mixture.experts[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_parameter, replace_data, transpose_in_place, shorten, assign, drop_an_expert, swap_experts],
+    ids=lambda change: change.__name__,
+)
+def test_a_block_whose_weights_moved_is_let_go(change):
+    mixture = make()
+    change(mixture)
+    assert stacked(mixture) is None and experts.STATE not in mixture.__dict__
+    assert why_not(mixture, NAMES) is not None
+    unstack(mixture)
+
+
+def hook(mixture):
+    mixture.experts[3].register_forward_hook(lambda *_: None)
+
+
+def hook_a_layer(mixture):
+    mixture.experts[3].w2.register_forward_pre_hook(lambda *_: None)
+
+
+def hook_an_activation(mixture):
+    mixture.experts[0].act_fn.register_forward_hook(lambda *_: None)
+
+
+def own_forward(mixture):
+    mixture.experts[2].forward = lambda x: x
+
+
+def own_forward_of_a_layer(mixture):
+    mixture.experts[2].w3.forward = lambda x: x
+
+
+def an_adapter(mixture):
+    mixture.experts[2].w3 = nn.Sequential(mixture.experts[2].w3)
+
+
+def another_class(mixture):
+    mixture.experts[2].w3.__class__ = type("Other", (nn.Linear,), {})
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [hook, hook_a_layer, hook_an_activation, own_forward, own_forward_of_a_layer, an_adapter, another_class],
+    ids=lambda touch: touch.__name__,
+)
+def test_what_the_user_put_there_wins(touch):
+    mixture = make()
+    touch(mixture)
+    assert stacked(mixture) is None
+    assert why_not(mixture, NAMES) is not None
+
+
+def test_gradients_go_through_the_modules():
+    mixture = make()
+    with torch.enable_grad():
+        assert stacked(mixture) is None
+        assert "no_grad" in why_not(mixture, NAMES)
+    assert stacked(mixture) is not None
+    mixture.requires_grad_(False)
+    with torch.enable_grad():
+        assert stacked(mixture) is not None
+
+
+def test_lent_parameters_run_the_modules_and_are_forgotten():
+    mixture = make()
+    lent = {name: torch.zeros_like(value) for name, value in mixture.named_parameters()}
+    seen = []
+    mixture.forward = lambda: seen.append(stacked(mixture))
+    torch.func.functional_call(mixture, lent, ())
+    assert seen == [None] and isinstance(stacked(mixture), Stacked)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["copy", "pickle"])
+def test_a_copy_has_blocks_of_its_own(how):
+    mixture = make()
+    twin = how(mixture)
+    assert isinstance(stacked(twin), Stacked) and stacked(twin) is not stacked(mixture)
+    twin.experts[0].w1.weight.zero_()
+    same(twin)
+    same(mixture)
+
+
+def test_the_experts_of_a_moved_model_are_stacked_again():
+    bind.replaces(Mixture, experts=NAMES)(lambda self, stock, x: stock(self, x))
+    try:
+        mixture = make().to(torch.bfloat16)
+        held = stacked(mixture)
+        assert held is not None and held.gate_up.dtype == torch.bfloat16
+        assert held.gate_up.data_ptr() == mixture.experts[0].w1.weight.data_ptr()
+    finally:
+        bind.unbind(Mixture)
+    assert "_apply" not in Mixture.__dict__
+
+
+def test_refusals():
+    assert stack(nn.Module(), NAMES) == "there is no list of experts"
+    other = Mixture()
+    other.experts[1].act_fn = nn.GELU()
+    assert "activation of expert 1" in stack(other, NAMES)
+    other = Mixture()
+    other.experts[1].w3 = nn.Linear(H, I, bias=True)
+    assert "bias" in stack(other, NAMES)
+    other = Mixture()
+    other.experts[2].to("meta")
+    assert "meta" in stack(other, NAMES)
+    other = Mixture()
+    other.experts[2].w1.weight = other.experts[3].w1.weight
+    assert "share memory" in stack(other, NAMES)
+    assert experts.STATE not in other.__dict__

@@ -1,0 +1,180 @@
+"""What is shuffled in a real model, as copies and in place, what is left and why, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import hf_rocm
+from hf_rocm import ops
+from hf_rocm.errors import OptionError
+from hf_rocm.weights import kept
+from hf_rocm.weights.kept import SHUFFLED
+from hf_rocm.weights.replaced import ShuffledWeight
+from tests.weights import models
+from tests.weights.models import IDS, LAYERS, logits
+from tests.weights.shuffling import NEWEST, PRODUCTS, ROWS, account, build, prepared, serves, traces
+
+
+def test_every_product_reads_shuffled_weights(either):
+    serves(either, shuffled=PRODUCTS)
+
+
+def test_copies_cost_what_was_granted_and_serve_many_rows_only(machine):
+    machine()
+    model = prepared()
+    asked = account(model)
+    assert asked == json.loads(json.dumps(asked))
+    assert asked["bytes"] == sum(p.nbytes for p in model.parameters() if p.ndim == 2) - model.lm_head.weight.nbytes
+    assert set(asked["shuffled"].values()) == {"a copy"}
+    serves(model, shuffled=PRODUCTS)
+    serves(model, shuffled=0, plain=2 * LAYERS, ids=IDS[:, :3])  # what isn't fused goes to PyTorch, as without copies
+
+
+def test_in_place_costs_nothing_and_serves_every_row(machine):
+    machine(threshold=0)
+    stock = build()
+    before = {name: (id(p), p.nbytes) for name, p in stock.named_parameters()}
+    model = hf_rocm.prepare(stock, force=True, preshuffle="all")
+    assert account(model)["bytes"] == 0 and set(account(model)["shuffled"].values()) == {"in place of the original"}
+    weights = [module.weight for module in model.modules() if type(module) is nn.Linear]
+    assert all(type(weight) is ShuffledWeight and isinstance(weight, nn.Parameter) for weight in weights)
+    assert all(weight.original.nbytes == 0 for weight in weights)
+    serves(model, shuffled=PRODUCTS)
+    serves(model, shuffled=PRODUCTS, ids=IDS[:1, :1])
+    assert model.num_parameters() == sum(p.numel() for p in build().parameters())
+    assert all(type(module.weight) is ShuffledWeight for module in model.modules() if type(module) is nn.Linear)
+    hf_rocm.restore(model)
+    assert {name: (id(p), p.nbytes) for name, p in model.named_parameters()} == before
+
+
+def test_restore_gives_back_the_stock_model(either):
+    expected = build()
+    for _ in range(2):
+        assert hf_rocm.restore(either) is either
+        gc.collect()  # models of earlier tests, whose copies are watched too
+        kept.unwatch()
+        assert not traces(either) and kept._handle is None
+        state = either.state_dict()
+        assert list(state) == list(expected.state_dict())
+        assert all(torch.equal(tensor, state[name]) for name, tensor in expected.state_dict().items())
+        assert all(type(parameter) is nn.Parameter for parameter in either.parameters())
+        torch.testing.assert_close(logits(either), logits(expected))  # no bits: the weights lie at other addresses
+
+
+def test_twice_equals_once(either):
+    before = copy.deepcopy(account(either))
+    held = {id(m): m.__dict__.get(SHUFFLED) for m in either.modules()}
+    hf_rocm.prepare(either, force=True, preshuffle="all", budget=1.0)
+    assert account(either) == before
+    assert {id(m): m.__dict__.get(SHUFFLED) for m in either.modules()} == held
+    serves(either, shuffled=PRODUCTS)
+
+
+def test_preparing_again_without_arguments_shuffles_again_what_was(either):
+    either.load_state_dict(copy.deepcopy(either).state_dict())
+    either.lm_head.weight = nn.Parameter(either.lm_head.weight.data.clone())
+    before = account(either)
+    hf_rocm.prepare(either, force=True)
+    assert account(either) == before
+    serves(either, shuffled=PRODUCTS)
+
+
+def test_other_settings_undo_what_was_done(either):
+    hf_rocm.prepare(either, force=True, preshuffle="off")
+    assert not account(either)["shuffled"] and not [n for n in traces(either) if n in (SHUFFLED, "forward")]
+    serves(either, shuffled=0, plain=2 * LAYERS)
+
+
+def test_explain_says_what_is_shuffled_what_is_not_and_what_no_longer_is(either):
+    in_place = account(either)["threshold"] == 0
+    said = str(hf_rocm.explain(either))
+    assert (f"shuffled in place: {PRODUCTS}" if in_place else f"shuffled: {PRODUCTS} as copies") in said
+    assert "shuffled_linear (q_proj + k_proj + v_proj, 128 × 64): aiter, gemm_a16w16, shuffled" in said
+    assert "shuffled_linear (96 × 64): aiter" in said
+    either.lm_head.weight = nn.Parameter(torch.zeros_like(either.lm_head.weight.data))
+    logits(either)
+    assert "no longer shuffled × 1" in str(hf_rocm.explain(either))
+
+
+def test_the_budget_is_kept_and_what_it_left_out_is_listed(machine):
+    machine()
+    model = prepared(budget=20_000)
+    done, left = account(model)["shuffled"], account(model)["skipped"]
+    assert 0 < account(model)["bytes"] <= 20_000 and done and left
+    assert any("of the budget are left" in reason for reason in left.values())
+    serves(model, shuffled=len(done), plain=sum("+" in label for label in left))
+
+
+@pytest.mark.parametrize(
+    ("arch", "release", "threshold", "arguments", "reason"),
+    [
+        ("gfx90a", NEWEST, 8, {}, "gfx90a has no kernel for shuffled weights"),
+        ("gfx942", "0.1.7.post2", 8, {}, "ignores that a weight is shuffled"),
+        ("gfx950", NEWEST, 8, {}, "N and K multiples of 64"),
+        ("gfx942", NEWEST, 8, {"preshuffle": "auto"}, "no gain is known on gfx942"),
+    ],
+)
+def test_what_no_kernel_would_read_is_left_and_says_why(machine, arch, release, threshold, arguments, reason):
+    machine(arch, release, threshold)
+    model = prepared(**arguments)
+    assert any(reason in each for each in account(model)["skipped"].values())
+    assert not [each for each in account(model)["shuffled"] if reason != "N and K multiples of 64"]
+
+
+def test_auto_goes_by_the_table_of_known_gains(machine):
+    machine("gfx950")
+    model = hf_rocm.prepare(models.build(hidden_size=128, intermediate_size=128).bfloat16(), force=True, budget=1.0)
+    assert account(model)["mode"] == "auto"
+    assert "model.layers.0.mlp (gate_proj + up_proj)" in account(model)["shuffled"]
+    assert "no gain" not in " ".join(account(model)["skipped"].values())
+
+
+@pytest.mark.parametrize("threshold", [-1, ROWS])
+def test_nothing_is_shuffled_without_a_budget_or_with_a_threshold_of_minus_one(machine, threshold):
+    machine(threshold=threshold)
+    model = prepared(budget=0 if threshold > 0 else 1.0)
+    assert account(model)["shuffled"] == {} and account(model)["bytes"] == 0
+    assert not [name for name in traces(model) if name in (SHUFFLED, "forward")]
+
+
+def test_tied_inference_and_adapter_bases_are_left(machine):
+    machine()
+    with torch.inference_mode():
+        model = build(tie_word_embeddings=True)
+    model = hf_rocm.prepare(model, force=True, preshuffle="all", budget=1.0)
+    assert not account(model)["shuffled"]
+    tied = hf_rocm.prepare(build(tie_word_embeddings=True), force=True, preshuffle="all", budget=1.0)
+    assert "share memory" in account(tied)["skipped"]["lm_head"]
+    assert len(account(tied)["shuffled"]) == PRODUCTS - 1
+    wrapped = build()
+    wrapped.lm_head = nn.ModuleDict({"base_layer": wrapped.lm_head})
+    hf_rocm.prepare(wrapped, force=True, preshuffle="all", budget=1.0)
+    assert "adapter" in account(wrapped)["skipped"]["lm_head.base_layer"]
+
+
+def test_biased_layers(machine):
+    machine()
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48, bias=False)).bfloat16()
+    twin, x = copy.deepcopy(model), torch.randn(ROWS, 64).bfloat16()
+    hf_rocm.prepare(model, force=True, preshuffle="all", budget="1 MiB")
+    assert list(account(model)["shuffled"]) == ["0", "1"]
+    with torch.no_grad(), ops.recording() as routes:
+        torch.testing.assert_close(model(x), twin(x), rtol=0.02, atol=0.02)
+    assert [route.name for route in routes] == ["gemm_a16w16, shuffled"] * 2
+    model[0].bias.data = torch.zeros(64, dtype=torch.float32)
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        model[0](x)
+
+
+@pytest.mark.parametrize("arguments", [{"preshuffle": "some"}, {"budget": -1}, {"budget": True}, {"budget": 1.5}])
+def test_arguments_are_checked_before_anything_is_loaded(arguments, tmp_path):
+    with pytest.raises(OptionError, match="is not understood"):
+        hf_rocm.prepare(nn.Linear(2, 2), **arguments)
+    with pytest.raises(OptionError, match="is not understood"):
+        hf_rocm.from_pretrained(tmp_path / "nothing", **arguments)

@@ -1,0 +1,315 @@
+"""quantize: the route and the numbers, what stays, what people do to a model afterwards, and the ways back."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import hf_rocm
+from hf_rocm import ops, options
+from hf_rocm.device import Device
+from hf_rocm.errors import OptionError
+from hf_rocm.ops.eight_bit import rounding_error
+from hf_rocm.overlay import bind
+from hf_rocm.weights import quantize as quantizing
+from hf_rocm.weights.quantized import QuantizedLinear
+from tests import eight_bit
+from tests.tolerance import assert_as_good_as_eager
+from tests.weights import models
+from tests.weights.models import GROUPS, IDS, LAYERS, logits
+
+LINEARS = 7 * LAYERS
+FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+SHAPES = [(128, 64), (64, 64), (160, 64), (64, 80)]  # q+k+v, o, gate+up, down
+
+each_kind = pytest.mark.parametrize("kind", FORMATS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def checked():
+    eight_bit.check_all()
+
+
+def quantized(kind="int8", *, prepare=True, **arguments):
+    model = models.build()
+    if prepare:
+        hf_rocm.prepare(model, force=True)
+    return hf_rocm.quantize(model, kind, force=True, **arguments)
+
+
+def products(model, ids=IDS):
+    """(the logits, the shapes of the weights that were multiplied in 8 bits, how many in another way)."""
+    with torch.no_grad(), ops.recording() as routes:
+        output = model(ids, use_cache=False).logits
+    shapes = [route.shapes[1] for route in routes if route.operation == "quantized_linear"]
+    return output, shapes, sum(route.operation in ("linear", "shuffled_linear") for route in routes)
+
+
+def traces(model):
+    return [name for module in model.modules() for name in module.__dict__ if "hf_rocm" in name]
+
+
+@each_kind
+@pytest.mark.parametrize("prepare", [True, False])
+def test_every_block_runs_in_8_bits_and_groups_as_one(kind, prepare):
+    model = quantized(kind, prepare=prepare)
+    actual, shapes, others = products(model)
+    assert others == 0
+    if prepare:
+        assert shapes == SHAPES * LAYERS
+    else:
+        assert len(shapes) == LINEARS
+    with options.override(tiers={"linear": "eager"}):
+        eager = logits(model)
+    assert_as_good_as_eager(actual, eager, logits(models.build().double()))
+    assert not torch.equal(actual, logits(models.build()))
+    layers = dict(quantizing.layers(model))
+    assert len(layers) == LINEARS and {each.quantized.data.dtype for each in layers.values()} == {FORMATS[kind]}
+
+
+@each_kind
+def test_weights_are_rounded_within_the_format(kind):
+    stock = models.build()
+    for path, layer in quantizing.layers(quantized(kind)):
+        weight = stock.get_submodule(path).weight
+        assert layer.weight.dtype == weight.dtype and (layer.in_features, layer.out_features) == weight.shape[::-1]
+        off = (layer.weight.double() - weight.double()).abs()
+        assert (off <= rounding_error(weight, FORMATS[kind]) * (1 + 1e-6)).all() and off.any()
+
+
+def test_the_report_is_plain_and_says_what_it_cost(caplog):
+    with caplog.at_level(logging.INFO, logger="hf_rocm"):
+        model = quantized("fp8")
+    report = json.loads(json.dumps(model.__dict__[quantizing.REPORT]))
+    assert report["layers"] == LINEARS and report["left"] == {"lm_head": "it is no part of a repeated block"}
+    assert 0 < report["error"]["mean"] <= report["error"]["max"] < 2**-4 and report["error"]["worst"].startswith(
+        "model."
+    )
+    before, after = report["bytes"]
+    assert before == sum(each.nbytes for each in models.build().parameters()) + _buffers(model)
+    rest = sum(each.nbytes for each in model.parameters()) + _buffers(model)
+    eight_bit = sum(
+        layer.in_features * layer.out_features + 4 * layer.out_features for _, layer in quantizing.layers(model)
+    )
+    assert after == rest + eight_bit
+    assert "14 layers in fp8 (float8_e4m3fn)" in caplog.text and "off by" in caplog.text
+    with torch.no_grad():
+        explanation = hf_rocm.explain(model)
+    assert explanation.quantized in str(explanation) and explanation.quantized.startswith("14 layers in fp8")
+    kernels = {each.situation: each.kernel for each in explanation.kernels if each.operation == "quantized_linear"}
+    assert kernels["q_proj + k_proj + v_proj, 128 × 64"] == "_scaled_mm, scaled after" and len(kernels) == 4
+    assert {"attention", "act_and_mul"} <= {each.operation for each in explanation.kernels}
+    assert all(part.fused == part.active for part in explanation.parts if part.group)
+
+
+def _buffers(model):
+    return sum(each.nbytes for name, each in model.named_buffers() if "quantized" not in name)
+
+
+def _spoil_hook(model):
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+
+
+def _spoil_tie(model):
+    model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
+
+
+def _spoil_meta(model):
+    model.model.layers[0].mlp.up_proj.to("meta")
+
+
+def _spoil_class(model):
+    class Other(nn.Linear):
+        pass
+
+    model.model.layers[0].mlp.up_proj.__class__ = Other
+
+
+def _spoil_size(model):
+    model.model.layers[0].mlp.up_proj = nn.Linear(64, 81)
+
+
+def _spoil_dtype(model):
+    model.model.layers[0].mlp.up_proj.double()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_spoil_hook, "it has a forward hook"),
+        (_spoil_tie, "share memory"),
+        (_spoil_meta, "it has a weight that is on the meta device"),
+        (_spoil_class, "not a plain nn.Linear"),
+        (_spoil_size, "81 × 64 are no multiples of 16"),
+        (_spoil_dtype, "its weight is torch.float64"),
+    ],
+)
+def test_what_cannot_be_quantised_is_left_and_listed(spoil, words):
+    model = models.build()
+    spoil(model)
+    left = model.model.layers[0].mlp.up_proj
+    hf_rocm.quantize(model, "int8", force=True)
+    assert model.model.layers[0].mlp.up_proj is left
+    assert words in model.__dict__[quantizing.REPORT]["left"]["model.layers.0.mlp.up_proj"]
+    assert isinstance(model.model.layers[0].mlp.gate_proj, QuantizedLinear)
+
+
+def test_a_group_with_one_layer_left_runs_one_by_one():
+    model = models.prepared()
+    hf_rocm.quantize(model, "int8", force=True, exclude=["model.layers.0.*.up_proj", "k_proj"])
+    left = model.__dict__[quantizing.REPORT]["left"]
+    assert left["model.layers.0.mlp.up_proj"] == "excluded by 'model.layers.0.*.up_proj'" and len(left) == 2 + LAYERS
+    _, shapes, others = products(model)
+    assert shapes == [(64, 64), (32, 64), (64, 64), (80, 64), (64, 80), (64, 64), (32, 64), *SHAPES[1:]] and others == 0
+
+
+def test_routers_and_experts_stay():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(64, 16)
+            self.experts = nn.ModuleList([nn.Linear(64, 64)])
+            self.shared_expert = nn.Linear(64, 64)
+
+    class Fused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.zeros(2, 64, 64))
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(), Fused()])
+    hf_rocm.quantize(model.eval(), "int8", force=True)
+    assert [path for path, _ in quantizing.layers(model)] == ["layers.0.shared_expert"]
+    assert model.__dict__[quantizing.REPORT]["left"] == {
+        "layers.0.gate": "it is a router",
+        "layers.0.experts.0": "experts stay as they are",
+        "layers.1": "experts stay as they are",
+    }
+
+
+def test_the_base_of_an_adapter_stays():
+    model = models.build()
+    wrapped = nn.Module()
+    wrapped.base_layer = model.model.layers[0].mlp.up_proj
+    model.model.layers[0].mlp.up_proj = wrapped
+    hf_rocm.quantize(model, "int8", force=True)
+    left = model.__dict__[quantizing.REPORT]["left"]
+    assert left["model.layers.0.mlp.up_proj.base_layer"] == "it is the base of an adapter, which may be merged into it"
+
+
+def test_layers_that_a_model_keeps_in_fp32_stay():
+    model = models.build()
+    model._keep_in_fp32_modules = ["down_proj"]
+    hf_rocm.quantize(model, "int8", force=True)
+    assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
+    assert model.__dict__[quantizing.REPORT]["left"]["model.layers.1.mlp.down_proj"] == "its model keeps it in fp32"
+
+
+class TestRefusals:
+    def refused(self, words, model=None, kind="int8", **arguments):
+        model = models.build() if model is None else model
+        before = dict(model.named_modules()) if isinstance(model, nn.Module) else None
+        with pytest.raises(OptionError) as caught:
+            hf_rocm.quantize(model, kind, **{"force": True, **arguments})
+        assert words in str(caught.value)
+        assert before is None or (dict(model.named_modules()) == before and not traces(model))
+
+    def test_arguments(self):
+        self.refused("quantize has no kind 'int4'", kind="int4")
+        self.refused("can't keep the originals on 'disk'", keep="disk")
+        self.refused("force=True or HF_ROCM_FORCE=1 switches it on", force=None)
+        self.refused("because  force=False", force=False)
+        self.refused("quantize takes a model", model="llama")
+
+    def test_models(self):
+        self.refused("call model.eval() first", model=models.build().train())
+        self.refused("no layer that can be quantised", model=nn.Sequential(nn.Linear(16, 16)).eval())
+        by_another = models.build()
+        by_another.config.quantization_config = type("Config", (), {"quant_method": "gptq"})()
+        self.refused("quantised already, by gptq", model=by_another)
+
+    def test_twice(self):
+        model = quantized()
+        layers = quantizing.layers(model)
+        with pytest.raises(OptionError, match="in 8 bits already"):
+            hf_rocm.quantize(model, "fp8", force=True)
+        assert quantizing.layers(model) == layers
+
+    def test_an_arch_without_fp8(self, monkeypatch):
+        monkeypatch.setattr(quantizing, "describe", lambda device: Device("cuda", rocm=True, arch="gfx90a"))
+        self.refused("gfx90a has no fp8", kind="fp8")
+        monkeypatch.setattr(quantizing, "describe", lambda device: Device("cuda", rocm=True, arch="gfx942"))
+        monkeypatch.setattr(quantizing, "_is_better_shuffled", lambda *_: False)
+        model = quantized("fp8")
+        assert model.model.layers[0].mlp.up_proj.quantized.data.dtype == torch.float8_e4m3fnuz
+        assert torch.isfinite(logits(model)).all()
+
+    def test_gradients(self):
+        model = quantized()
+        output = model(IDS, use_cache=False).logits  # outside no_grad: nothing that is left requires any
+        assert not output.requires_grad and not any(each.requires_grad for each in model.parameters())
+        embedded = model.get_input_embeddings()(IDS).requires_grad_()
+        with pytest.raises(OptionError, match="8-bit layers have no gradient"):
+            model(inputs_embeds=embedded, use_cache=False)
+
+
+class TestBack:
+    def test_restore_is_refused_once_the_originals_are_gone(self):
+        model = quantized()
+        before = logits(model)
+        with pytest.raises(OptionError, match="its original weights are gone") as caught:
+            hf_rocm.restore(model)
+        assert "hf_rocm.dequantize(model)" in str(caught.value)
+        actual, shapes, _ = products(model)
+        assert torch.equal(actual, before) and shapes == SHAPES * LAYERS
+
+    @each_kind
+    def test_kept_originals_come_back_bit_by_bit(self, kind, stock):
+        model = models.build()
+        modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+        model.model.norm.weight.requires_grad_(False)
+        hf_rocm.prepare(model, force=True)
+        hf_rocm.quantize(model, kind, force=True, keep="cpu")
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, stock.state_dict()[name])
+        assert hf_rocm.restore(model) is model
+        assert dict(model.named_modules()) == modules and not traces(model)
+        for name, parameter in model.named_parameters():
+            assert parameter is parameters[name] and torch.equal(parameter, stock.get_parameter(name))
+            assert parameter.requires_grad is (name != "model.norm.weight")
+        assert torch.equal(logits(model), logits(stock))
+
+    def test_dequantized_layers_are_ordinary_and_fused_again(self):
+        model = quantized("fp8")
+        weights = {path: layer.weight for path, layer in quantizing.layers(model)}
+        hf_rocm.dequantize(model)
+        assert quantizing.layers(model) == [] and all(each.requires_grad for each in model.parameters())
+        for path, weight in weights.items():
+            layer = model.get_submodule(path)
+            assert type(layer) is nn.Linear and torch.equal(layer.weight, weight)
+        models.follows(model, GROUPS)
+        hf_rocm.restore(model)
+        assert not traces(model)
+
+
+def test_the_loader(tmp_path):
+    models.build().save_pretrained(tmp_path)
+    model, info = hf_rocm.from_pretrained(tmp_path, quantize="fp8", force=True, output_loading_info=True)
+    assert not info["missing_keys"] and products(model)[1] == SHAPES * LAYERS
+    with pytest.raises(OptionError, match="quantize has no kind 'fp4'"):
+        hf_rocm.from_pretrained(tmp_path / "nowhere", quantize="fp4", force=True)
+    with pytest.raises(OptionError, match="switches it on anywhere"):
+        hf_rocm.from_pretrained(tmp_path / "nowhere", quantize="fp8")
+
+
+def test_an_unprepared_class_is_served_too():
+    """No overlay: plain layers of somebody's own model."""
+    model = nn.Sequential(nn.ModuleList([nn.Linear(32, 48)]), nn.Linear(48, 16)).eval()
+    hf_rocm.quantize(model, "fp8", force=True)
+    layer = model[0][0]
+    assert isinstance(layer, QuantizedLinear) and type(model[1]) is nn.Linear and bind.mode_of(layer) == bind.OFF
+    assert layer(torch.randn(2, 3, 32)).shape == (2, 3, 48) and layer(torch.randn(0, 32)).shape == (0, 48)

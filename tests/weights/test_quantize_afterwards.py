@@ -1,0 +1,165 @@
+"""What people do to a model in 8 bits: copies, dtypes, loading, saving, hooks, compiling, generating."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import hf_rocm
+from hf_rocm import ops, options
+from hf_rocm.weights import quantize as quantizing
+from hf_rocm.weights.fuse import project
+from hf_rocm.weights.quantized import group_of
+from tests import eight_bit
+from tests.tolerance import assert_as_good_as_eager
+from tests.weights import models
+from tests.weights.models import IDS, LAYERS, logits
+from tests.weights.test_quantize import SHAPES, each_kind, products, quantized
+
+
+@pytest.fixture(autouse=True, scope="module")
+def checked():
+    eight_bit.check_all()
+
+
+class TestAfterwards:
+    """What people do to a model."""
+
+    def still_one_product(self, model, expected):
+        actual, shapes, others = products(model)
+        assert torch.equal(actual, expected) and shapes == SHAPES * LAYERS and others == 0
+
+    def test_copies_and_pickles(self):
+        model = quantized("fp8")
+        expected = logits(model)
+        self.still_one_product(copy.deepcopy(model), expected)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        self.still_one_product(torch.load(file, weights_only=False), expected)
+        twin = pickle.loads(pickle.dumps(model.model.layers[0].self_attn))
+        assert group_of(twin) is not None and group_of(twin) is twin.k_proj.quantized
+
+    @each_kind
+    def test_other_dtypes_leave_the_8_bits_alone(self, kind):
+        model = quantized(kind)
+        before = {path: layer.quantized.data.clone() for path, layer in quantizing.layers(model)}
+        model.bfloat16()
+        for path, layer in quantizing.layers(model):
+            assert torch.equal(layer.quantized.data.double(), before[path].double())
+            assert layer.quantized.scale.dtype == torch.float32 and layer.weight.dtype == torch.bfloat16
+        output, shapes, _ = products(model)
+        assert output.dtype == torch.bfloat16 and shapes == SHAPES * LAYERS
+        assert model.to("meta").model.layers[0].mlp.up_proj.quantized.data.is_meta
+
+    def test_autocast(self):
+        model = quantized()
+        with torch.autocast("cpu", torch.bfloat16):
+            output, shapes, _ = products(model)
+        assert shapes == SHAPES * LAYERS and output.dtype == torch.bfloat16 and torch.isfinite(output).all()
+
+    @pytest.mark.parametrize("kept", [None, "cpu"])
+    def test_what_is_loaded_takes_effect_in_the_next_call(self, kept):
+        model, other = quantized(keep=kept), models.build()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.5).add_(0.01)
+        names = set(model.state_dict())
+        assert names == set(other.state_dict())
+        model.load_state_dict(other.state_dict(), assign=kept is None)
+        twin = hf_rocm.quantize(hf_rocm.prepare(other, force=True), "int8", force=True)
+        self.still_one_product(model, logits(twin))
+        if kept:
+            hf_rocm.restore(model)
+            assert torch.equal(
+                model.model.layers[0].mlp.up_proj.weight * 1, model.state_dict()["model.layers.0.mlp.up_proj.weight"]
+            )
+
+    def test_loading_tells_what_is_wrong(self):
+        model = quantized()
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        name = "model.layers.0.mlp.up_proj.weight"
+        with pytest.raises(RuntimeError, match=r"Missing key.*up_proj\.weight"):
+            model.load_state_dict({key: value for key, value in state.items() if key != name})
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*up_proj\.odd"):
+            model.load_state_dict({**state, "model.layers.0.mlp.up_proj.odd": torch.zeros(1)})
+        with pytest.raises(RuntimeError, match=r"size mismatch for model\.layers\.0\.mlp\.up_proj\.weight"):
+            model.load_state_dict({**state, name: torch.zeros(3, 3)})
+        missing, unexpected = model.load_state_dict({}, strict=False)
+        assert name in missing and not unexpected
+
+    def test_a_saved_model_is_an_ordinary_checkpoint(self, tmp_path, caplog):
+        model = quantized("fp8")
+        model.save_pretrained(tmp_path)
+        assert "holds its rounded weights" in caplog.text and caplog.text.count("rounded weights") == 1
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+        weights = {path: layer.weight for path, layer in quantizing.layers(model)}
+        for name, parameter in loaded.named_parameters():
+            owner = name.rpartition(".")[0]
+            expected = weights[owner] if owner in weights else model.get_parameter(name)
+            assert torch.equal(parameter, expected) and parameter.dtype == torch.float32
+        self.still_one_product(model, logits(model))  # saving left it as it was
+
+    def test_biases(self):
+        model = models.build(attention_bias=True)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_()
+        expected = logits(models.build(attention_bias=True).double())
+        stock = copy.deepcopy(model)
+        hf_rocm.quantize(hf_rocm.prepare(model, force=True), "int8", force=True)
+        actual, shapes, _ = products(model)
+        assert shapes == SHAPES * LAYERS and not torch.equal(actual.double(), expected)
+        with options.override(tiers={"linear": "eager"}):
+            eager = logits(model)
+        assert_as_good_as_eager(actual, eager, logits(stock.double()))
+        assert torch.equal(model.model.layers[0].self_attn.v_proj.bias, stock.model.layers[0].self_attn.v_proj.bias)
+
+    def test_a_layer_that_somebody_hooks_or_replaces_is_called(self):
+        model = quantized()
+        expected = logits(model)
+        seen = []
+        attention = model.model.layers[0].self_attn
+        handle = attention.k_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+        actual, shapes, _ = products(model)
+        assert torch.equal(actual, expected) and len(seen) == 1 and len(shapes) == len(SHAPES) * LAYERS + 2
+        handle.remove()
+        self.still_one_product(model, expected)
+        attention.k_proj = nn.Linear(64, 32, bias=False)
+        assert group_of(attention) is None and torch.isfinite(logits(model)).all()
+
+    def test_its_blocks_compile_into_one_graph(self):
+        """Not the whole model: what 4.x does about masks is no one graph with this torch."""
+        model = quantized("fp8")
+        mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
+        x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+
+        def run(x):
+            return mlp(x), *project(attention, x), attention.o_proj(x)
+
+        with torch.no_grad(), ops.recording() as routes:
+            expected = run(x)
+            actual = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+        shapes = [route.shapes[1] for route in routes if route.operation == "quantized_linear"]
+        assert shapes == [(160, 64), (64, 80), (128, 64), (64, 64)]
+        for one, other in zip(actual, expected, strict=True):
+            assert torch.equal(one, other)
+
+    def test_it_generates(self):
+        model = quantized("int8")
+        output = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        again = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=False)
+        assert output.shape == (2, 11) and torch.equal(output, again)
+
+    def test_prepare_after_it_leaves_it_alone(self):
+        model = quantized()
+        expected = logits(model)
+        hf_rocm.prepare(model, force=True)
+        self.still_one_product(model, expected)

@@ -1,0 +1,242 @@
+"""Whatever is done to a model with shuffled weights, it computes what its present weights say."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import hf_rocm
+from hf_rocm.ops.shuffled import shuffle
+from hf_rocm.weights import kept
+from tests.aiter import recorded
+from tests.tolerance import assert_as_good_as_eager
+from tests.weights.models import IDS, LAYERS, logits
+from tests.weights.shuffling import PRODUCTS, ROWS, account, build, prepared, serves, traces
+
+
+def test_a_copying_load_state_dict_shows_in_the_next_forward(either):
+    other = {name: torch.randn_like(p) * 0.1 for name, p in build().state_dict().items()}
+    assert either.load_state_dict(other).missing_keys == []
+    in_place = account(either)["threshold"] == 0
+    serves(either, shuffled=0 if in_place else PRODUCTS, plain=2 * LAYERS if in_place else 0)
+    assert all(torch.equal(p, other[name]) for name, p in either.state_dict().items())
+
+
+@pytest.mark.parametrize("write", ["parameter", "detached", "data", "replaced data", "new parameter", "assigned"])
+@pytest.mark.parametrize("which", ["model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"])
+def test_no_write_is_missed(either, write, which):
+    linear = either.get_submodule(which)
+    new = torch.randn(linear.weight.shape, dtype=torch.bfloat16) * 0.1
+    with torch.no_grad():
+        if write == "parameter":
+            linear.weight.copy_(new)
+        elif write == "detached":
+            linear.weight.detach().copy_(new)
+        elif write == "data":
+            linear.weight.data.copy_(new)
+        elif write == "replaced data":
+            linear.weight.data = new.clone()
+        elif write == "new parameter":
+            linear.weight = nn.Parameter(new.clone())
+        else:
+            linear.load_state_dict({"weight": new.clone()}, assign=True)
+    if write == "data" and account(either)["threshold"]:
+        # PyTorch counts no write through .data: preparing again compares, and makes the copy anew
+        hf_rocm.prepare(either, force=True, preshuffle="all", budget=1.0)
+    assert torch.equal(either.state_dict()[f"{which}.weight"], new)
+    eager = build()
+    eager.load_state_dict(either.state_dict())
+    wide = copy.deepcopy(eager).double()
+    assert_as_good_as_eager(logits(either), logits(eager), logits(wide))
+
+
+def test_state_dict_pickle_deepcopy_and_checkpoints_have_the_stock_layout(either, tmp_path):
+    expected = build().state_dict()
+
+    def same(state):
+        assert all(type(tensor) is torch.Tensor and torch.equal(tensor, expected[k]) for k, tensor in state.items())
+        assert list(state) == list(expected)
+
+    for twin in (copy.deepcopy(either), pickle.loads(pickle.dumps(either))):
+        assert all(type(p) is nn.Parameter and torch.equal(p, expected[n]) for n, p in twin.named_parameters())
+        serves(twin, shuffled=0, plain=2 * LAYERS)
+        assert not traces(hf_rocm.restore(twin))
+    buffer = io.BytesIO()
+    torch.save(either, buffer)
+    serves(either, shuffled=PRODUCTS)  # copying and pickling leave the model as it is
+    same(either.state_dict())
+    either.save_pretrained(tmp_path)
+    same(type(either).from_pretrained(tmp_path, torch_dtype=torch.bfloat16).state_dict())
+    hf_rocm.prepare(either, force=True, preshuffle="all", budget=1.0)
+    serves(either, shuffled=PRODUCTS)
+
+
+def test_moves_and_casts_never_keep_an_old_copy(either):
+    with torch.no_grad():
+        wide = copy.deepcopy(either).float()
+        twin = build().float()
+        torch.testing.assert_close(either.float()(IDS).logits, twin(IDS).logits)
+        torch.testing.assert_close(wide(IDS).logits, twin(IDS).logits)
+    assert all(parameter.dtype == torch.float32 for parameter in either.parameters())
+
+
+def test_all_of_it_under_inference_mode(machine):
+    """Made there, written outside, read there, undone outside: no tensor of that mode is left in a parameter."""
+    for threshold in (0, ROWS):
+        machine(threshold=threshold)
+        model = build()
+        with torch.inference_mode():
+            hf_rocm.prepare(model, force=True, preshuffle="all", budget=1.0)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+            model.model.layers[0].mlp.down_proj.weight.mul_(2)
+        eager = build()
+        eager.load_state_dict(copy.deepcopy(model).state_dict())
+        with torch.inference_mode():
+            actual = model(IDS, use_cache=False).logits
+            state = model.state_dict()
+        assert_as_good_as_eager(actual.clone(), logits(eager), logits(copy.deepcopy(eager).double()))
+        assert all(torch.equal(tensor, state[name]) for name, tensor in eager.state_dict().items())
+        hf_rocm.restore(model)
+        assert not any(parameter.is_inference() for parameter in model.parameters())
+        model(IDS, labels=IDS).loss.backward()
+
+
+def test_gradients_reach_the_stock_parameters(either):
+    twin = build()
+    for model in (either, twin):
+        model(IDS, labels=IDS, use_cache=False).loss.backward()
+    for (name, mine), (_, its) in zip(either.named_parameters(), twin.named_parameters(), strict=True):
+        assert mine.grad is not None, name
+        torch.testing.assert_close(mine.grad, its.grad, rtol=0.1, atol=0.02)
+
+
+def test_an_optimizer_made_before_steps_the_real_weights(either):
+    optimizer = torch.optim.SGD(either.parameters(), lr=0.5)
+    before = logits(either)
+    either(IDS, labels=IDS, use_cache=False).loss.backward()
+    optimizer.step()
+    assert not torch.allclose(logits(either), before, atol=1e-3)
+    eager = build()
+    eager.load_state_dict(either.state_dict())
+    assert_as_good_as_eager(logits(either), logits(eager), logits(copy.deepcopy(eager).double()))
+
+
+def test_an_adapter_merged_in_place_is_never_stale(either):
+    """What PEFT does: the layer becomes the base of a wrapper, is written through `.data`, and is put back."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer = base
+            self.delta = nn.Parameter(torch.randn_like(base.weight.data) * 0.05, requires_grad=False)
+
+        def forward(self, x):
+            return self.base_layer(x) + nn.functional.linear(x, self.delta)
+
+    for path in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
+        parent, name = either.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        base = getattr(parent, name)
+        adapter = Adapter(base)
+        setattr(parent, name, adapter)
+        base.weight.data += adapter.delta
+        setattr(parent, name, base)
+    eager = build()
+    state = either.state_dict()
+    assert not torch.equal(state["model.layers.1.mlp.down_proj.weight"], eager.model.layers[1].mlp.down_proj.weight)
+    eager.load_state_dict(state)
+    assert_as_good_as_eager(logits(either), logits(eager), logits(copy.deepcopy(eager).double()))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("safe", [False, True])
+def test_lora_of_peft(either, safe):
+    """Added, run, merged, unmerged, merged again and unloaded: always what the same steps make of a stock model."""
+    stock = build()
+
+    def lora(model):
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        return peft.get_peft_model(model, config).eval()
+
+    mine, its = lora(either), lora(stock)
+
+    def equal():
+        torch.testing.assert_close(logits(mine), logits(its), rtol=0.05, atol=0.3)
+        state = its.state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in copy.deepcopy(mine).state_dict().items())
+
+    equal()
+    for each in (mine, its):
+        each.merge_adapter(safe_merge=safe)
+    equal()
+    assert not torch.allclose(logits(mine), logits(build()), atol=1.0)
+    for each in (mine, its):
+        each.unmerge_adapter()
+    equal()
+    mine, its = (each.merge_and_unload(safe_merge=safe) for each in (mine, its))
+    equal()
+    straight = lora(prepared()).merge_and_unload(safe_merge=safe)  # without a call in between
+    torch.testing.assert_close(
+        logits(straight), logits(lora(build()).merge_and_unload(safe_merge=safe)), rtol=0.05, atol=0.3
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # masks of 4.x, traced
+def test_compiled_models_read_shuffled_weights_and_follow_writes(either):
+    eager = build()
+    torch._dynamo.reset()
+    compiled = torch.compile(either, backend="aot_eager")
+    with torch.no_grad():
+        compiled(IDS, use_cache=False)
+        del recorded.kernels.CALLS[:]
+        actual = compiled(IDS, use_cache=False).logits
+    expected = logits(copy.deepcopy(eager).double())
+    assert_as_good_as_eager(actual, logits(eager), expected)
+    marked = [
+        getattr(call.arguments["B"], "is_shuffled", False) for call in recorded.kernels.CALLS if "gemm" in call[0]
+    ]
+    single = 7 * LAYERS + 1  # a group whose originals are gone runs layer by layer
+    assert sum(marked) == (single if account(either)["threshold"] == 0 else PRODUCTS)
+    new = {name: torch.randn_like(p) * 0.1 for name, p in eager.state_dict().items()}
+    either.load_state_dict(new)
+    eager.load_state_dict(new)
+    with torch.no_grad():
+        actual = compiled(IDS, use_cache=False).logits
+    assert_as_good_as_eager(actual, logits(eager), logits(copy.deepcopy(eager).double()))
+    torch._dynamo.reset()
+
+
+def test_hooks_and_functional_calls_see_what_they_ask_for(either):
+    linear = either.model.layers[0].mlp.down_proj
+    seen = []
+    handle = linear.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    serves(either, shuffled=PRODUCTS)
+    handle.remove()
+    assert seen
+    other = torch.randn(96, 64).bfloat16().t().contiguous()
+    x = torch.randn(ROWS, 96).bfloat16()
+    with torch.no_grad():
+        called = torch.func.functional_call(linear, {"weight": other}, (x,))
+    torch.testing.assert_close(called, nn.functional.linear(x, other))
+
+
+def test_a_copy_is_renewed_where_it_lies(machine):
+    machine()
+    linear = nn.Linear(64, 32, bias=False).bfloat16()
+    held = kept.Kept(linear.weight, [linear.weight], ROWS)
+    x = torch.randn(ROWS, 64).bfloat16()
+    address = held.shuffled.data.data_ptr()
+    with torch.no_grad():
+        linear.weight.mul_(2)
+        assert torch.equal(held.serves(x, [linear.weight]).data, shuffle(linear.weight).data)
+        assert held.shuffled.data.data_ptr() == address
+        linear.weight.data = linear.weight.data.clone()
+        assert held.serves(x, [linear.weight]) is None and held.nbytes == 0
+    kept.unwatch()

@@ -1,0 +1,85 @@
+"""Run as a script by test_parallel.py, once for each of two processes: tensor parallelism, DDP and FSDP2 over gloo.
+
+Arguments: the rank, a free port, the checkpoint. Both ranks see the same batch, so that averaged gradients are those of
+one process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
+
+import hf_rocm
+from hf_rocm.weights.prepare import REPORT
+from tests.weights.models import GROUPS, blocks, follows, live, logits, unfused
+from tests.weights.test_parallel import train
+
+
+def main(rank: str, port: str, checkpoint: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("gloo")
+    try:
+        for check in (tensor_parallel, data_parallel, sharded):
+            check(checkpoint)
+            print(check.__name__, flush=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def stock(checkpoint: str):
+    return LlamaForCausalLM.from_pretrained(checkpoint).eval()
+
+
+def ours(checkpoint: str):
+    model = hf_rocm.from_pretrained(checkpoint, force=True).eval()
+    assert live(model) == GROUPS
+    return model
+
+
+def tensor_parallel(checkpoint: str) -> None:
+    """transformers shards the weights: left alone, with the reason, and right."""
+    expected = logits(stock(checkpoint))
+    model = LlamaForCausalLM.from_pretrained(checkpoint, tp_plan="auto").eval()
+    assert type(model.model.layers[0].mlp.up_proj.weight.data).__name__ == "DTensor"
+    hf_rocm.prepare(model, force=True)
+    skipped = model.__dict__[REPORT]["skipped"]
+    assert len(skipped) == GROUPS and live(model) == blocks(model) == 0
+    words = ("has a forward hook", "has a forward of its own", "DTensor")
+    assert all(any(word in reason for word in words) for reason in skipped.values()), skipped
+    torch.testing.assert_close(logits(model), expected)
+    torch.testing.assert_close(logits(hf_rocm.restore(model)), expected)
+
+
+def data_parallel(checkpoint: str) -> None:
+    model, twin = ours(checkpoint), unfused()
+    train(DistributedDataParallel(model), model)
+    train(twin, twin)
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+    follows(model, GROUPS)
+
+
+def sharded(checkpoint: str) -> None:
+    model, twin = ours(checkpoint), unfused()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    train(model, model)
+    train(twin, twin)
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.full_tensor(), other, msg=name)
+    torch.testing.assert_close(logits(model), logits(twin))
+    assert live(model) == blocks(model) == 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

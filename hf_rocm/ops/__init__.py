@@ -8,25 +8,38 @@ from hf_rocm.ops.add_norm import add_rms_norm
 from hf_rocm.ops.attention import attention
 from hf_rocm.ops.decode import decode_attention
 from hf_rocm.ops.extend import register
+from hf_rocm.ops.fused_linear import Norm, fused_linear, rides_along
 from hf_rocm.ops.linear import linear
+from hf_rocm.ops.moe import experts
+from hf_rocm.ops.moe_shuffled import shuffle_experts, shuffled_experts
 from hf_rocm.ops.norm import rms_norm
+from hf_rocm.ops.quantized import quantized_linear
 from hf_rocm.ops.registry import recording
 from hf_rocm.ops.rope import rope
+from hf_rocm.ops.rope_into_cache import rope_into_cache
 from hf_rocm.ops.shuffled import Shuffled, shuffle, shuffled_linear
 from hf_rocm.ops.varlen import varlen_attention
 
 __all__ = [
+    "Norm",
     "Shuffled",
     "act_and_mul",
     "add_rms_norm",
     "attention",
     "decode_attention",
+    "experts",
+    "fused_linear",
     "linear",
+    "quantized_linear",
     "recording",
     "register",
+    "rides_along",
     "rms_norm",
     "rope",
+    "rope_into_cache",
     "shuffle",
+    "shuffle_experts",
+    "shuffled_experts",
     "shuffled_linear",
     "varlen_attention",
 ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_rocm.device import Device
 from hf_rocm.ops.aiter import norm as aiter
 from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.norm import NormSpec, eager_rms_norm, torch_refuses, torch_rms_norm
-from hf_rocm.ops.registry import Implementation, Operation, route
+from hf_rocm.ops.registry import Implementation, Operation, refuses_nothing, route
+from hf_rocm.ops.triton import detect as triton_detect
+from hf_rocm.ops.triton import norm as triton
 
 
 def add_rms_norm(
@@ -41,10 +42,6 @@ def eager_add_rms_norm(
     return eager_rms_norm(total, weight, eps, one_plus), total
 
 
-def _eager_refuses(spec: NormSpec, device: Device) -> str | None:
-    return None
-
-
 _operation = Operation("add_rms_norm", NormSpec, family="rms_norm")
 _operation.register(
     Implementation(
@@ -55,5 +52,14 @@ _operation.register(
         checked("add_rms_norm", "rmsnorm2d_fwd_with_add"),
     )
 )
+_operation.register(
+    Implementation(
+        "triton",
+        "rms_norm_kernel",
+        triton.refuses,
+        triton.add_rms_norm,
+        triton_detect.checked("add_rms_norm", "rms_norm_kernel"),
+    )
+)
 _operation.register(Implementation("torch", "add, F.rms_norm", torch_refuses, torch_add_rms_norm))
-_operation.register(Implementation("eager", "add, formula", _eager_refuses, eager_add_rms_norm))
+_operation.register(Implementation("eager", "add, formula", refuses_nothing, eager_add_rms_norm))

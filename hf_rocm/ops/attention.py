@@ -16,8 +16,11 @@ from hf_rocm.ops import attention_eager, attention_torch
 from hf_rocm.ops.aiter import attention as aiter
 from hf_rocm.ops.aiter import triton, varlen
 from hf_rocm.ops.aiter.detect import checked
+from hf_rocm.ops.decode import FEW_QUERIES
 from hf_rocm.ops.padded import Padded, attend
-from hf_rocm.ops.registry import Implementation, Operation, route
+from hf_rocm.ops.registry import Implementation, Operation, kernel_serves, refuses_nothing, route
+from hf_rocm.ops.triton import decode as split
+from hf_rocm.ops.triton.detect import checked as checked_triton
 
 
 class AttentionSpec(NamedTuple):
@@ -39,6 +42,7 @@ class AttentionSpec(NamedTuple):
     mask: torch.dtype | None
     grad: bool
     weights: bool
+    few_queries: bool = False  # 1 < S_q ≤ FEW_QUERIES, S_q < S_k
 
 
 def attention(
@@ -61,11 +65,11 @@ def attention(
     mask: [B | 1, H | 1, S_q | 1, ≥ S_k], bool (True = visible) or additive in query's dtype; further keys of the mask
     are ignored. window: how many keys a query sees, itself included. softcap: c · tanh(score / c). sinks: [H] logits
     that take part in the softmax and carry no value. Everything that restricts is combined. padded: what `recognise`
-    found in the mask, which then stands for the mask and for causality; without window, softcap and sinks only.
+    found in the mask, which then stands for the mask, causality and the window.
     Returns ([B, S_q, H, D_v] contiguous, weights [B, H, S_q, S_k] if asked for, else None).
     """
     if padded is not None and not weights:
-        return attend(query, key, value, padded, scale=scale), None
+        return attend(query, key, value, padded, scale=scale, softcap=softcap, sinks=sinks), None
     _, heads, s_q, head_dim = query.shape
     _, kv_heads, s_k, value_dim = value.shape
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -86,12 +90,40 @@ def attention(
         None if mask is None else mask.dtype,
         grad,
         weights,
+        1 < s_q <= FEW_QUERIES and s_q < s_k,
     )
     serve = route(_operation, spec, query, key, value)
     result: tuple[Tensor, Tensor | None] = serve(
         query, key, value, scale=scale, causal=causal, mask=mask, window=window, softcap=softcap, sinks=sinks
     )
     return result
+
+
+def mask_serves(query: Tensor, key: Tensor, value: Tensor, mask: torch.dtype, *, softcap: bool, sinks: bool) -> bool:
+    """Whether a kernel takes such a call with a mask of this dtype that holds everything else."""
+    _, heads, s_q, head_dim = query.shape
+    _, kv_heads, s_k, value_dim = value.shape
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    spec = AttentionSpec(
+        dtype=query.dtype,
+        device=query.device,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        one_query=s_q == 1,
+        square=s_q == s_k,
+        more_queries=s_q > s_k,
+        causal=False,
+        window=None,
+        softcap=softcap,
+        sinks=sinks,
+        mask=mask,
+        grad=grad,
+        weights=False,
+        few_queries=1 < s_q <= FEW_QUERIES and s_q < s_k,
+    )
+    return kernel_serves(_operation, tuple(spec))
 
 
 _operation = Operation("attention", AttentionSpec)
@@ -103,5 +135,14 @@ for _name, _refuses, _call in (
     ("mha_fwd, sinks by lse", aiter.mha_fwd_lse_refuses, aiter.mha_fwd_lse),
 ):
     _operation.register(Implementation("aiter", _name, _refuses, _call, checked("attention", _name)))
+_operation.register(
+    Implementation(
+        "triton",
+        "decode_kernel",
+        split.attention_refuses,
+        split.attention,
+        checked_triton("attention", "decode_kernel"),
+    )
+)
 _operation.register(Implementation("torch", "SDPA", attention_torch.refuses, attention_torch.attention))
-_operation.register(Implementation("eager", "softmax", attention_eager.refuses, attention_eager.attention))
+_operation.register(Implementation("eager", "softmax", refuses_nothing, attention_eager.attention))

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from hf_rocm.device import Device
-    from hf_rocm.ops.attention import AttentionSpec
-
-
-def refuses(spec: AttentionSpec, device: Device) -> str | None:
-    return None
 
 
 def attention(

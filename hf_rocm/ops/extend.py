@@ -8,7 +8,7 @@ from typing import Any
 from hf_rocm.device import Device
 from hf_rocm.errors import OptionError
 from hf_rocm.ops.probe import checked_here
-from hf_rocm.ops.registry import Implementation, operations
+from hf_rocm.ops.registry import Implementation, forget_choices, operations
 
 TIER = "user"
 
@@ -40,10 +40,11 @@ def register(
     probe = checked_here(operation, name, tier=TIER) if check else None
     implementation = Implementation(TIER, name, refuses, call, probe)
     target.register(implementation)
+    forget_choices()  # one operation's may rest on another's
 
     def remove() -> None:
         if implementation in target.implementations:
             target.implementations.remove(implementation)
-            target.choices.clear()
+            forget_choices()
 
     return remove

@@ -11,7 +11,9 @@ from torch import Tensor
 from hf_rocm.device import Device
 from hf_rocm.ops.aiter import norm as aiter
 from hf_rocm.ops.aiter.detect import checked
-from hf_rocm.ops.registry import Implementation, Operation, route
+from hf_rocm.ops.registry import Implementation, Operation, refuses_nothing, route
+from hf_rocm.ops.triton import detect as triton_detect
+from hf_rocm.ops.triton import norm as triton
 
 
 class NormSpec(NamedTuple):
@@ -64,11 +66,16 @@ def torch_refuses(spec: NormSpec, device: Device) -> str | None:
     return None
 
 
-def _eager_refuses(spec: NormSpec, device: Device) -> str | None:
-    return None
-
-
 _operation = Operation("rms_norm", NormSpec)
 _operation.register(Implementation("aiter", "rms_norm", aiter.refuses, aiter.rms_norm, checked("rms_norm", "rms_norm")))
+_operation.register(
+    Implementation(
+        "triton",
+        "rms_norm_kernel",
+        triton.refuses,
+        triton.rms_norm,
+        triton_detect.checked("rms_norm", "rms_norm_kernel"),
+    )
+)
 _operation.register(Implementation("torch", "F.rms_norm", torch_refuses, torch_rms_norm))
-_operation.register(Implementation("eager", "formula", _eager_refuses, eager_rms_norm))
+_operation.register(Implementation("eager", "formula", refuses_nothing, eager_rms_norm))

@@ -45,17 +45,26 @@ def checked(operation: str, name: str, *, tier: str = "aiter", version: Callable
     return probe
 
 
-def checked_here(operation: str, name: str, *, tier: str) -> Probe:
-    """The probe of an implementation that only this process knows: no child, no time-out, no memory on disk."""
+def checked_here(operation: str, name: str, *, tier: str, apart: Callable[[Any], str] | None = None) -> Probe:
+    """The probe of an implementation that only this process knows: no child, no time-out, no memory on disk.
+
+    apart: of a specification, a word; what fails with one word is off for that word alone.
+    """
 
     def probe(spec: Any, device: Device) -> str | None:
         kind = probe_cases.kind(operation, spec)
         key = _key(operation, tier, name, kind, device, "")
-        return _once(
-            (operation, tier, name), key, lambda: probe_cases.check(operation, tier, name, kind), remember=False
-        )
+        kernel = (operation, tier, name if apart is None else f"{name} for {apart(spec)}")
+        return _once(kernel, key, lambda: probe_cases.check(operation, tier, name, kind), remember=False)
 
     return probe
+
+
+def ahead() -> None:
+    """Start the child before the first check asks for it, where none has passed yet: it starts while a model loads."""
+    current = options.current()
+    if current.probe and torch.cuda.is_available() and (current.refresh or not any(_folder().glob("*.json"))):
+        probe_worker.start()
 
 
 def forget() -> None:
@@ -102,7 +111,11 @@ def _key(operation: str, tier: str, name: str, kind: tuple[Any, ...], device: De
 
 
 def _file(key: str) -> Path:
-    return options.cache_folder() / "probes" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    return _folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def _folder() -> Path:
+    return options.cache_folder() / "probes"
 
 
 def _remember(key: str) -> None:

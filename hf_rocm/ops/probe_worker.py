@@ -38,6 +38,16 @@ def request(operation: str, tier: str, name: str, kind: tuple[Any, ...]) -> Requ
     return {"operation": operation, "tier": tier, "name": name, "kind": encode(kind)}
 
 
+def start() -> None:
+    """Begin to start the child, if there is none; returns at once."""
+    global _worker
+    with _lock:
+        if _worker is None or not _worker.alive():
+            if _worker is not None:
+                _worker.close()
+            _worker = _Worker()
+
+
 def ask(question: Request, timeout: float) -> str | None:
     """What the child finds wrong, in a sentence, or None. Dying or taking more than `timeout` seconds is wrong too."""
     global _worker

@@ -55,6 +55,10 @@ class Choice(Generic[SpecT]):
     refusals: tuple[Refusal, ...]
 
 
+# Is told the operation's name and what a call of it returned.
+Watcher = Callable[[str, Any], None]
+
+
 class Route(NamedTuple):
     """One call as it was routed, with the shapes of its tensors: what `recording` collects."""
 
@@ -125,8 +129,26 @@ class Operation(Generic[SpecT]):
         )
 
 
+def kernel_serves(operation: Operation[Any], key: tuple[Any, ...]) -> bool:
+    """Whether something faster than plain PyTorch serves this specification."""
+    try:
+        return operation.choose(key).implementation.tier not in ("torch", "eager")
+    except TierUnavailable:  # a tier was named that can't: whoever calls the operation is told so, in its own words
+        return False
+
+
+def refuses_nothing(spec: object, device: Device) -> None:
+    """The predicate of an implementation that serves every call."""
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    """The device of a tensor as the predicates see it."""
+    return describe(tensor.device)
+
+
 _operations: dict[str, Operation[Any]] = {}
 _recorders: list[list[Route]] = []
+_watchers: list[Watcher] = []
 
 
 def operations() -> dict[str, Operation[Any]]:
@@ -151,6 +173,17 @@ def recording() -> Iterator[list[Route]]:
         _recorders.remove(routes)
 
 
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[list[Route]]:
+    """`recording`, where watcher is also shown the result of every call made within the block."""
+    _watchers.append(watcher)
+    try:
+        with recording() as routes:
+            yield routes
+    finally:
+        _watchers.remove(watcher)
+
+
 def route(operation: Operation[SpecT], key: tuple[Any, ...], *tensors: torch.Tensor) -> Callable[..., Any]:
     """The function that serves this call; 1 µs once the choice was made."""
     if is_compiling():
@@ -162,7 +195,19 @@ def route(operation: Operation[SpecT], key: tuple[Any, ...], *tensors: torch.Ten
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         for recorder in _recorders:
             recorder.append(Route(operation.name, choice.implementation.tier, choice.implementation.name, shapes))
+        if _watchers:
+            return _watched(operation.name, choice.implementation.call)
     return choice.implementation.call
+
+
+def _watched(operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        for watcher in _watchers:
+            watcher(operation, result)
+        return result
+
+    return watched
 
 
 def _specialised(key: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -172,11 +217,14 @@ def _specialised(key: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(int(each) if isinstance(each, int) and not isinstance(each, bool) else each for each in truths)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[misc]  # torch doesn't type it
 def _place_of_choice(operation: str, key: tuple[Any, ...]) -> int:
     """Chosen while tracing, as if it were a constant: options and probes are no part of the graph."""
     named = _operations[operation]
     return named.implementations.index(named.choose(key).implementation)
+
+
+# what torch.compiler.assume_constant_result does, without the compiler's import, which takes seconds
+_place_of_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _describe(spec: tuple[Any, ...]) -> str:

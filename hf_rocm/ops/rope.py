@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_rocm.device import Device
 from hf_rocm.ops.aiter import rope as aiter
 from hf_rocm.ops.aiter.detect import checked
-from hf_rocm.ops.registry import Implementation, Operation, route
+from hf_rocm.ops.registry import Implementation, Operation, refuses_nothing, route
+from hf_rocm.ops.triton import detect as triton_detect
+from hf_rocm.ops.triton import rope as triton
 
 
 class RopeSpec(NamedTuple):
@@ -63,23 +64,22 @@ def eager_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     r = cos.shape[-1]
-    turning, rest = x[..., :r], x[..., r:]
+    if r < x.shape[-1]:
+        return torch.cat((_rotated(x[..., :r], cos, sin, interleaved), x[..., r:]), dim=-1)
     if interleaved:
-        even, odd = turning[..., ::2], turning[..., 1::2]
+        even, odd = x[..., ::2], x[..., 1::2]
         crossed = torch.stack((-odd, even), dim=-1).flatten(-2)
     else:
-        crossed = torch.cat((-turning[..., r // 2 :], turning[..., : r // 2]), dim=-1)
-    turned = turning * cos + crossed * sin
-    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
-
-
-def _refuses_nothing(spec: RopeSpec, device: Device) -> str | None:
-    return None
+        crossed = torch.cat((-x[..., r // 2 :], x[..., : r // 2]), dim=-1)
+    return x * cos + crossed * sin
 
 
 _operation = Operation("rope", RopeSpec)
 _operation.register(
     Implementation("aiter", "rope_cached_2c", aiter.refuses, aiter.rope, checked("rope", "rope_cached_2c"))
 )
-_operation.register(Implementation("torch", "two products", _refuses_nothing, torch_rope))
-_operation.register(Implementation("eager", "formula", _refuses_nothing, eager_rope))
+_operation.register(
+    Implementation("triton", "rope_kernel", triton.refuses, triton.rope, triton_detect.checked("rope", "rope_kernel"))
+)
+_operation.register(Implementation("torch", "two products", refuses_nothing, torch_rope))
+_operation.register(Implementation("eager", "formula", refuses_nothing, eager_rope))

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_rocm.device import Device
 from hf_rocm.errors import OptionError
 from hf_rocm.ops.aiter import linear as aiter
 from hf_rocm.ops.aiter.detect import checked
-from hf_rocm.ops.linear import LinearSpec
-from hf_rocm.ops.registry import Implementation, Operation, route
+from hf_rocm.ops.linear import LinearSpec, aiter_refuses, specification
+from hf_rocm.ops.registry import Implementation, Operation, refuses_nothing, route
 
 # Tiles of 16 rows by 32 columns, each stored as runs of 8 columns (16 bytes): run by run, all 16 rows of it.
 ROWS, COLUMNS, RUN = 16, 32, 8
@@ -59,12 +58,22 @@ def unshuffle(data: Tensor) -> Tensor:
 def shuffled_linear(x: Tensor, weight: Shuffled, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b for a shuffled W. x: [..., K] bf16 or fp16; bias: [N] or None. Returns [..., N]."""
     data = weight.data
-    grad = torch.is_grad_enabled() and (x.requires_grad or data.requires_grad)
-    n, k = data.shape
-    bias_dtype = None if bias is None else bias.dtype
-    key = (x.dtype, data.dtype, x.device, n, k, bias_dtype, data.is_contiguous(), grad)
-    result: Tensor = route(_operation, key, x, data)(x, data, bias)
+    result: Tensor = route(_operation, specification(x, data, bias), x, data)(x, data, bias)
     return result
+
+
+def shuffled_refuses(weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why no kernel would read a shuffled copy of this weight [N, K] here, in a sentence, or None. Copies nothing."""
+    n, k = weight.shape
+    if weight.element_size() != 2 or not weight.is_floating_point():
+        return f"only fp16 and bf16 are shuffled, not {weight.dtype}"
+    if n % ROWS or k % COLUMNS:
+        return f"N must be a multiple of {ROWS} and K of {COLUMNS}, got {n} × {k}"
+    if bias is not None and bias.dtype != weight.dtype:
+        return f"the weight is {weight.dtype} and the bias {bias.dtype}"
+    with torch.no_grad():
+        key = specification(weight, weight, bias)
+    return aiter_refuses(_operation.choose(key))
 
 
 def torch_shuffled_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
@@ -78,10 +87,6 @@ def eager_shuffled_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Tenso
     return product if bias is None else product + bias
 
 
-def _refuses_nothing(spec: LinearSpec, device: Device) -> str | None:
-    return None
-
-
 _operation = Operation("shuffled_linear", LinearSpec, family="linear")
 _operation.register(
     Implementation(
@@ -92,5 +97,5 @@ _operation.register(
         checked("shuffled_linear", "gemm_a16w16, shuffled"),
     )
 )
-_operation.register(Implementation("torch", "unshuffle, F.linear", _refuses_nothing, torch_shuffled_linear))
-_operation.register(Implementation("eager", "unshuffle, matmul", _refuses_nothing, eager_shuffled_linear))
+_operation.register(Implementation("torch", "unshuffle, F.linear", refuses_nothing, torch_shuffled_linear))
+_operation.register(Implementation("eager", "unshuffle, matmul", refuses_nothing, eager_shuffled_linear))

@@ -12,7 +12,7 @@ from hf_rocm.device import Device
 from hf_rocm.ops import attention_eager, attention_torch
 from hf_rocm.ops.aiter import varlen as aiter
 from hf_rocm.ops.aiter.detect import checked
-from hf_rocm.ops.registry import Implementation, Operation, route
+from hf_rocm.ops.registry import Implementation, Operation, refuses_nothing, route
 
 
 class VarlenSpec(NamedTuple):
@@ -119,10 +119,6 @@ def _torch_refuses(spec: VarlenSpec, device: Device) -> str | None:
     return "SDPA has no softcap" if spec.softcap else None
 
 
-def _eager_refuses(spec: VarlenSpec, device: Device) -> str | None:
-    return None
-
-
 _operation = Operation("varlen_attention", VarlenSpec, family="attention")
 _operation.register(
     Implementation(
@@ -134,4 +130,4 @@ _operation.register(
     )
 )
 _operation.register(Implementation("torch", "SDPA, one by one", _torch_refuses, torch_varlen))
-_operation.register(Implementation("eager", "softmax, one by one", _eager_refuses, eager_varlen))
+_operation.register(Implementation("eager", "softmax, one by one", refuses_nothing, eager_varlen))

@@ -66,9 +66,9 @@ def test_decode_attention_ignores_what_is_unwritten(tier, dtype):
     query, key, value = random(3, 4, 1, 8, dtype=dtype), *(random(3, 2, 6, 8, dtype=dtype, seed=s) for s in (1, 2))
     for row, length in enumerate((1, 6, 3)):
         key[row, :, length:] = value[row, :, length:] = 1e4
-    ends = torch.tensor([0, 1, 7, 10], dtype=torch.int32)
-    output = routed("attention", tier, "decode_attention", query, key, value, ends, scale=0.3)
-    eager = routed("attention", "eager", "decode_attention", query, key, value, ends, scale=0.3)
+    lengths = torch.tensor([1, 6, 3], dtype=torch.int32)
+    output = routed("attention", tier, "decode_attention", query, key, value, lengths, scale=0.3)
+    eager = routed("attention", "eager", "decode_attention", query, key, value, lengths, scale=0.3)
     expected = torch.cat(
         [
             reference(query[[row]], key[[row], :, :length], value[[row], :, :length], scale=0.3)
@@ -81,12 +81,12 @@ def test_decode_attention_ignores_what_is_unwritten(tier, dtype):
 def test_sinks_of_decode_attention_run_in_eager():
     query, key = random(1, 4, 1, 8, dtype=torch.float32), random(1, 2, 6, 8, dtype=torch.float32, seed=1)
     sinks = torch.linspace(-1, 1, 4)
-    ends = torch.tensor([0, 4], dtype=torch.int32)
-    output = ops.decode_attention(query, key, key, ends, scale=0.3, sinks=sinks)
+    lengths = torch.tensor([4], dtype=torch.int32)
+    output = ops.decode_attention(query, key, key, lengths, scale=0.3, sinks=sinks)
     expected = reference(query, key[:, :, :4], key[:, :, :4], scale=0.3, sinks=sinks)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
     with options.override(tier="torch"), pytest.raises(TierUnavailable, match="SDPA has no sinks"):
-        ops.decode_attention(query, key, key, ends, scale=0.3, sinks=sinks)
+        ops.decode_attention(query, key, key, lengths, scale=0.3, sinks=sinks)
 
 
 @each_dtype

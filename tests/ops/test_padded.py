@@ -36,16 +36,17 @@ def qkv(s_q, s_k, b=2):
     return tensors((b, 4, 2, s_q, s_k, 16, 16), torch.float32)
 
 
-def check(mask, s_q, s_k):
+def check(mask, s_q, s_k, **layer):
     """Recognised, and the same as under the mask wherever a query sees anything."""
     query, key, value = qkv(s_q, s_k)
-    found = recognise(mask, query, key, value)
+    found = recognise(mask, query, key, value, **layer)
     assert found is not None
     with ops.recording() as routes:
         actual, _ = ops.attention(query, key, value, scale=0.25, mask=mask, padded=found)
     assert [each.operation for each in routes] == ["decode_attention" if s_q == 1 else "varlen_attention"]
     expected, _ = ops.attention(query, key, value, scale=0.25, mask=mask)
-    sighted = mask[:, 0, :, :s_k].any(-1).expand(2, s_q)
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    sighted = seen[:, 0, :, :s_k].any(-1).expand(2, s_q)
     torch.testing.assert_close(actual[sighted], expected[sighted])
     assert torch.equal(actual[~sighted], torch.zeros_like(actual[~sighted]))
     return routes[0]
@@ -75,6 +76,39 @@ def test_a_mask_longer_than_the_keys_and_shared_by_the_rows():
     check(torch.nn.functional.pad(causal_mask([[1] * 9], 9), (0, 6)), 9, 9)
 
 
+def windowed(real, s_q, window):
+    seen = causal_mask(real, s_q)
+    places = torch.arange(seen.shape[3])
+    return seen & (places[None] > places[-s_q:, None] - window)
+
+
+@pytest.mark.parametrize("s_q", [9, 4])
+@pytest.mark.parametrize("padding", ["left", "none", "one"])
+def test_a_sliding_window(padding, s_q):
+    mask = windowed(PADDING[padding], s_q, 3)
+    check(mask, s_q, 9, window=3)
+    assert recognise(mask, *qkv(s_q, 9)) is None  # who doesn't know of the window can't tell
+    assert recognise(mask, *qkv(s_q, 9), window=4) is None
+
+
+def test_a_window_as_wide_as_the_keys_hides_nothing():
+    check(causal_mask(PADDING["left"], 9), 9, 9, window=9)
+
+
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.float32).min, -torch.inf])
+def test_an_additive_mask_that_only_hides(hidden):
+    mask = torch.zeros(2, 1, 9, 9).masked_fill(~causal_mask(PADDING["left"], 9), hidden)
+    check(mask, 9, 9)
+
+
+def test_sinks_have_no_packed_form(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(padded, "kernel_serves", lambda *_: True)
+    assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9), sinks=True) is None
+    assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is not None
+    assert recognise(torch.ones(2, 1, 1, 9, dtype=torch.bool), *qkv(1, 9), sinks=True) is not None
+
+
 def altered():
     window = causal_mask(PADDING["none"], 9)
     window[:, :, 8, 0] = False
@@ -83,14 +117,14 @@ def altered():
     future = causal_mask(PADDING["none"], 9)
     future[0, 0, 2, 5] = True
     return {
-        "a window": window,
+        "one key less": window,
         "one element of one row": other_row,
         "one future key": future,
         "right padding, whose queries see something": causal_mask(PADDING["right"], 9),
         "a gap, whose queries see something": causal_mask(PADDING["gap"], 9),
         "a blind last query": causal_mask([[1] * 9, [0] * 9], 9),
         "one per head": causal_mask(PADDING["left"], 9).expand(2, 4, 9, 9),
-        "additive": torch.zeros(2, 1, 9, 9),
+        "additive, weighing keys": torch.full((2, 1, 9, 9), -3.0),
     }
 
 
@@ -108,7 +142,7 @@ def test_a_single_query_that_sees_other_than_the_first_keys(real):
 def test_it_is_read_once_and_again_after_a_change(monkeypatch):
     mask, arguments = causal_mask(PADDING["left"], 9), qkv(9, 9)
     first = recognise(mask, *arguments)
-    monkeypatch.setattr(padded, "_packed", lambda seen: pytest.fail("read again"))
+    monkeypatch.setattr(padded, "_packed", lambda *_: pytest.fail("read again"))
     assert recognise(mask, *arguments) is first
     monkeypatch.undo()
     monkeypatch.setattr(padded, "_kernel_serves", lambda *_: True)

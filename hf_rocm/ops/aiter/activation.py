@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_rocm.ops.aiter import contract, detect
 from hf_rocm.ops.aiter.contract import why_not
 from hf_rocm.ops.aiter.layout import rows
-from hf_rocm.ops.aiter.opaque import opaque
+from hf_rocm.ops.opaque import opaque
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
@@ -21,6 +21,8 @@ def refuses(spec: ActivationSpec, device: Device) -> str | None:
     reason = detect.unavailable(device, portable=True)
     if reason is not None:
         return reason
+    if spec.activation == "clamped_swiglu" or spec.interleaved:
+        return "aiter has no clamped activation, and none of interleaved gates"
     if spec.grad:
         return f"{spec.activation}_and_mul has no gradient"
     if spec.dtype not in (torch.float16, torch.bfloat16):
@@ -30,8 +32,8 @@ def refuses(spec: ActivationSpec, device: Device) -> str | None:
     return why_not(_kernel(spec.activation))
 
 
-def act_and_mul(x: Tensor, activation: str) -> Tensor:
-    """See `hf_rocm.ops.act_and_mul`."""
+def act_and_mul(x: Tensor, activation: str, interleaved: bool, limit: float, alpha: float) -> Tensor:
+    """See `hf_rocm.ops.act_and_mul`; never clamped or interleaved here."""
     result: Tensor = _traced(x, activation)
     return result
 

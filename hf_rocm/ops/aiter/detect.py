@@ -20,15 +20,14 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from hf_rocm import options
+from hf_rocm.architectures import INSTINCT as INSTINCT
+from hf_rocm.architectures import RADEON as RADEON
 from hf_rocm.device import Device
 from hf_rocm.ops import probe
 from hf_rocm.ops.probe import Probe
 from hf_rocm.overlay.facts import aiter_facts
+from hf_rocm.tuning.active import before_import
 
-# CDNA 2, 3 and 4: what aiter's CK and assembly kernels are made for
-INSTINCT = ("gfx90a", "gfx942", "gfx950")
-# RDNA 3, 3.5 and 4, where AMD lists only the plain HIP and the Triton kernels, as experimental
-RADEON = ("gfx1100", "gfx1151", "gfx1201")
 LISTS_RADEON = "0.1.19"
 
 
@@ -109,12 +108,14 @@ def load() -> Release | str:
         return f"the installed package is not AMD's aiter: {facts.sentence}"
     name = f"amd-aiter {facts.version or '(version unknown)'}"
     path = list(sys.path)
+    before_import()
     if not options.aiter_may_log():
         logging.getLogger("aiter").addFilter(_warnings_only)
     try:
         package = importlib.import_module("aiter")
         importlib.import_module("aiter.tuned_gemm")  # what registers gemm_a16w16
     except (Exception, SystemExit) as error:  # noqa: BLE001 - its modules raise anything, and a failed build exits
+        options.use_tuned_table(None)
         return f"{name} can't be imported here: {type(error).__name__}: {_first_line(error)}"
     finally:
         _tidy(path)
@@ -138,6 +139,7 @@ def _function(package: object, name: str) -> Function | None:
             package = importlib.import_module(f"aiter.{where}")
         except (Exception, SystemExit):  # noqa: BLE001 - absent in this release, or not importable with this Triton
             return None
+        _mend_registrations()
     found = getattr(package, name, None)
     if found is None:
         return None

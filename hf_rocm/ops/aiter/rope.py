@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_rocm.ops.aiter import contract, detect
 from hf_rocm.ops.aiter.contract import why_not
-from hf_rocm.ops.aiter.opaque import opaque
+from hf_rocm.ops.opaque import opaque
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device

@@ -1,7 +1,8 @@
 """Kernels inside compiled graphs: one operator of ours around each call.
 
 aiter declares every tensor that it is given as mutated, weights included, so the compiler would copy them around
-each of its own operators. Ours says the truth.
+each of its own operators. Ours says the truth. Our Triton kernels are wrapped alike: the compiler sees one operator
+with a shape, and the choice of tiles stays in Python.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def opaque(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the device of its first tensor as the current one, which not all of aiter's kernels see to."""
+    """`function` with the device of its first tensor as the current one, which not all kernels see to."""
 
     def run(first: Any, *further: Any) -> Any:
         if several_devices() and first.device.index not in (None, torch.cuda.current_device()):

@@ -1,0 +1,96 @@
+"""Routed experts through aiter's `fused_moe`, which sorts, multiplies and sums in a few kernels.
+
+Its 16-bit kernels read weights in the shuffled order alone and take the plain order for it without a word.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm.ops.aiter import contract, detect
+from hf_rocm.ops.aiter.contract import why_not
+from hf_rocm.ops.aiter.layout import rows
+from hf_rocm.ops.opaque import opaque
+
+if TYPE_CHECKING:
+    from hf_rocm.device import Device
+    from hf_rocm.ops.moe import ExpertsSpec
+    from hf_rocm.ops.moe_torch import Form
+
+NAME = "fused_moe:fused_moe"
+ARCHITECTURES = ("gfx942", "gfx950")  # aiter looks its kernels up by these
+STEP = 64  # the smallest tile of its kernels along H and I
+
+
+def plain_refuses(spec: ExpertsSpec, device: Device) -> str | None:
+    """Weights in the plain order."""
+    return detect.unavailable(device) or "fused_moe reads shuffled weights only, and these aren't"
+
+
+def shuffled_refuses(spec: ExpertsSpec, device: Device) -> str | None:
+    """Weights in the shuffled order."""
+    reason = detect.unavailable(device)
+    if reason is not None:
+        return reason
+    if device.arch not in ARCHITECTURES:
+        return f"fused_moe is made for {', '.join(ARCHITECTURES)}, not for {device.arch}"
+    if spec.grad:
+        return "fused_moe has no gradient"
+    if spec.dtype not in (torch.float16, torch.bfloat16) or spec.weight_dtype != spec.dtype:
+        return f"fused_moe is for fp16 and bf16, one dtype; got {spec.dtype} and {spec.weight_dtype}"
+    if spec.activation != "silu":
+        return f"fused_moe is asked for silu only, not for {spec.activation}"
+    if spec.bias:
+        return "fused_moe has no bias for 16-bit weights"
+    if spec.transposed or spec.interleaved or spec.weigh_input:
+        return "fused_moe wants [gate | up] by [2I, H] and weighs the outputs"
+    if spec.hidden % STEP or spec.intermediate % STEP:
+        return f"fused_moe needs multiples of {STEP}, got {spec.hidden} and {spec.intermediate}"
+    return why_not(_kernel())
+
+
+def shuffled_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    form: Form,
+) -> Tensor:
+    """See `hf_rocm.ops.shuffled_experts`; there are no biases here, and the form is the plain one."""
+    result: Tensor = _traced(x, gate_up, down, ids, weights)
+    return result
+
+
+def _kernel() -> contract.Call | str:
+    return contract.function(NAME, frozenset(("hidden_states", "w1", "w2", "topk_weight", "topk_ids")))
+
+
+def _experts(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    if not ids.numel():
+        return _like(x)
+    first, second = gate_up.view(gate_up.shape), down.view(down.shape)
+    first.is_shuffled = second.is_shuffled = True  # type: ignore[attr-defined]
+    kernel: Any = _kernel()
+    output: Tensor = kernel(
+        hidden_states=rows(x),
+        w1=first,
+        w2=second,
+        topk_weight=weights.to(torch.float32).contiguous(),
+        topk_ids=ids.to(torch.int32).contiguous(),
+    )
+    return output
+
+
+def _like(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_traced = opaque(
+    "aiter_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights) -> Tensor", _experts, _like
+)

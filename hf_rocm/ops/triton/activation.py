@@ -1,0 +1,69 @@
+"""The gate of a gated MLP through our kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.triton import detect
+from hf_rocm.ops.triton.launch import alike, launch, power_of_two, warps
+from hf_rocm.ops.triton.norm import DTYPES
+
+if TYPE_CHECKING:
+    from hf_rocm.device import Device
+    from hf_rocm.ops.activation import ActivationSpec
+
+
+def refuses(spec: ActivationSpec, device: Device) -> str | None:
+    """Why the kernel can't serve this activation, or None."""
+    if spec.grad:
+        return "our activation kernel has no gradient"
+    if spec.dtype not in DTYPES:
+        return f"our activation kernel is for fp32, bf16 and fp16, not for {spec.dtype}"
+    return detect.unavailable(device)
+
+
+def act_and_mul(x: Tensor, activation: str, interleaved: bool, limit: float, alpha: float) -> Tensor:
+    """See `hf_rocm.ops.act_and_mul`. Rounds the activation before the product, as the unfused layers do."""
+    result: Tensor = _traced(x, activation, interleaved, limit, alpha)
+    return result
+
+
+def tile(rows: int, dim: int) -> tuple[int, int]:
+    """(columns of a program, its threads), powers of two."""
+    block = min(1024, power_of_two(dim))
+    return block, max(32, block // 8)
+
+
+def _forward(x: Tensor, activation: str, interleaved: bool, limit: float, alpha: float) -> Tensor:
+    out = _half(x)
+    if out.numel():
+        from hf_rocm.ops.triton.kernels.activation import act_and_mul_kernel
+
+        matrix = x.reshape(-1, x.shape[-1])
+        if matrix.stride(1) != 1:
+            matrix = matrix.contiguous()
+        rows, dim = matrix.shape[0], out.shape[-1]
+        block, threads = tile(rows, dim)
+        launch(
+            act_and_mul_kernel,
+            (rows, -(-dim // block)),
+            (matrix, out, matrix.stride(0), float(limit), float(alpha)),
+            {"DIM": dim, "ACTIVATION": activation, "INTERLEAVED": interleaved, "BLOCK": block},
+            num_warps=warps(threads, x.device),
+            forms=(alike(matrix, out), matrix.stride(0)),
+        )
+    return out
+
+
+def _half(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+_traced = opaque(
+    "triton_act_and_mul(Tensor x, str activation, bool interleaved, float limit, float alpha) -> Tensor",
+    _forward,
+    _half,
+)

@@ -1,0 +1,80 @@
+"""Is there a Triton that can serve this device? Asked once, answered in a sentence.
+
+torch brings its own Triton, which is imported lazily: a CPU process never imports it, unless it was told to interpret
+the kernels (`TRITON_INTERPRET=1`), which is how they are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache
+
+from packaging.version import InvalidVersion, Version
+
+from hf_rocm import options
+from hf_rocm.device import Device
+from hf_rocm.ops import probe
+from hf_rocm.ops.probe import Probe
+
+# torch 2.6's; older ones lack parts of the language that the kernels use
+OLDEST = Version("3.2")
+
+
+@dataclass(frozen=True)
+class Release:
+    """The Triton that was imported. drivers: the backends (`amd`, `nvidia`) that found a GPU of theirs."""
+
+    version: Version
+    drivers: frozenset[str]
+
+
+def unavailable(device: Device) -> str | None:
+    """Why no Triton kernel can serve this device, or None. Imports triton if everything else is in order."""
+    interpreted = options.triton_interprets()
+    if device.kind == "cpu" and not interpreted:
+        return "Triton's kernels need a GPU, and this is the CPU (TRITON_INTERPRET=1 runs them there, for tests)"
+    if device.kind not in ("cpu", "cuda"):
+        return f"Triton's kernels are for AMD and NVIDIA GPUs, not for a {device.kind} device"
+    loaded = load()
+    if isinstance(loaded, str):
+        return loaded
+    wanted = "amd" if device.rocm else "nvidia"
+    if not interpreted and wanted not in loaded.drivers:
+        return f"Triton {loaded.version} finds no {wanted.upper()} GPU that it can drive"
+    return None
+
+
+def checked(operation: str, name: str) -> Probe:
+    """The probe of a Triton kernel: what it finds holds for the Triton that is installed."""
+    return probe.checked(operation, name, tier="triton", version=lambda: str(release().version))
+
+
+def release() -> Release:
+    """The imported Triton; only after `unavailable` has returned None."""
+    loaded = load()
+    assert isinstance(loaded, Release)
+    return loaded
+
+
+@cache
+def load() -> Release | str:
+    """Import triton, once; why not, in a sentence, if it can't be."""
+    try:
+        triton = importlib.import_module("triton")
+        backends = importlib.import_module("triton.backends").backends
+        drivers = frozenset(name for name, each in backends.items() if each.driver.is_active())
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            return f"Triton can't be imported here: {error}"
+        return "Triton is not installed (a ROCm build of torch brings its own)"
+    except Exception as error:  # noqa: BLE001 - it looks for compilers and drivers, and raises what they raise
+        lines = str(error).strip().splitlines() or ["no message"]
+        return f"Triton can't be imported here: {type(error).__name__}: {lines[0]}"
+    try:
+        version = Version(str(triton.__version__))
+    except InvalidVersion:
+        return f"Triton has a version that can't be read: {triton.__version__!r}"
+    if version.release < OLDEST.release:
+        return f"the kernels need Triton {OLDEST} or newer, and this is {version}"
+    return Release(version, drivers)

@@ -1,0 +1,84 @@
+"""The gate of a gated MLP: every value of [gate | up] is read once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.triton.builds import Build
+
+
+@triton.jit
+def _rounded(value, DTYPE: tl.constexpr):
+    """What the next operation of the unfused layers would read."""
+    return value.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _clamped_swiglu(gate, up, limit, alpha, DTYPE: tl.constexpr):
+    """See `hf_rocm.ops.act_and_mul`; comparisons keep what is not a number."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    opened = _rounded(1.0 / (1.0 + tl.exp(-_rounded(gate * alpha, DTYPE))), DTYPE)
+    return _rounded(up + 1.0, DTYPE) * _rounded(gate * opened, DTYPE)
+
+
+@triton.jit
+def _activated(gate, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        # 0.5 · (1 + tanh(z)) is the logistic function of 2z
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+
+
+@triton.jit
+def act_and_mul_kernel(
+    x,
+    out,
+    row_stride,
+    limit,
+    alpha,
+    DIM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = out.dtype.element_ty
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if INTERLEAVED:
+        both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+        pairs = tl.load(x + row * row_stride + both, mask=both < 2 * DIM, other=0.0)
+        gate, up = tl.split(tl.reshape(pairs, (BLOCK, 2)))
+    else:
+        gate = tl.load(x + row * row_stride + column, mask=column < DIM, other=0.0)
+        up = tl.load(x + row * row_stride + DIM + column, mask=column < DIM, other=0.0)
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    if ACTIVATION == "clamped_swiglu":
+        result = _clamped_swiglu(gate, up, limit, alpha, dtype)
+    else:
+        result = _rounded(_activated(gate, ACTIVATION), dtype) * up
+    tl.store(out + row * DIM + column, result.to(dtype), mask=column < DIM)
+
+
+def _build(dim: int, activation: str, *, interleaved: bool = False, dtype: str = "bf16") -> Build:
+    return Build(
+        act_and_mul_kernel,
+        {"x": f"*{dtype}", "out": f"*{dtype}", "row_stride": "i32", "limit": "fp32", "alpha": "fp32"},
+        {"DIM": dim, "ACTIVATION": activation, "INTERLEAVED": interleaved, "BLOCK": 1024},
+        threads=128,
+        divisible=("row_stride",),
+    )
+
+
+BUILDS = (
+    _build(14336, "silu"),
+    _build(12288, "silu", dtype="fp16"),
+    _build(4304, "gelu"),
+    _build(14336, "gelu_tanh"),
+    _build(2880, "clamped_swiglu", interleaved=True),
+)

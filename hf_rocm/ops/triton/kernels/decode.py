@@ -1,0 +1,282 @@
+"""Decode attention, split over the keys: partial softmaxes in fp32, then one sum over them.
+
+A decoding step has B · Hkv independent pieces of work, a handful for a GPU of hundreds of compute units, so the keys of
+each piece are dealt out in blocks to several programs. How many keys there are is read on the device: every program
+finds its own blocks in what is really there, and leaves at once if there are none for it. Scores are kept in powers
+of 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.triton.builds import Build
+from hf_rocm.ops.triton.decode import plan
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["keys"])  # it grows with every token of a dynamic cache
+def decode_kernel(
+    query,  # [B, H, S_q, D]
+    key,  # [B, Hkv, S, D]
+    value,  # [B, Hkv, S, D_v]
+    output,  # if ALONE the result, [B, S_q, H, D_v]; else fp32, for `gather_kernel`
+    lengths,  # [B] or [1], or None: S keys
+    starts,  # [B] or None
+    mask,  # [B | 1, H | 1, S_q | 1, ≥ S] or None
+    sinks,  # [H] or None; used here only if ALONE
+    scale,
+    softcap,  # or None
+    keys,  # S
+    queries,  # S_q
+    window,  # or None
+    query_b,
+    query_h,
+    query_s,
+    key_b,
+    key_h,
+    key_s,
+    value_b,
+    value_h,
+    value_s,
+    mask_b,  # None without a mask
+    mask_h,
+    mask_q,
+    mask_k,
+    length_b,  # 0: one length for all
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ALONE: tl.constexpr,  # one split
+    CAUSAL: tl.constexpr,
+    HIDDEN: tl.constexpr,  # an additive mask's values up to this one hide; None: the mask is bool
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program: some blocks of keys of one key head, for ROWS of its group's GROUP · S_q queries."""
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    b = tl.program_id(2).to(tl.int64)
+    pieces = tl.cdiv(GROUP * queries, ROWS)
+    kv_head = tl.program_id(1) // pieces
+    member = (tl.program_id(1) % pieces) * ROWS + tl.arange(0, ROWS)
+    real = member < GROUP * queries
+    i = member % queries
+    h = kv_head * GROUP + member // queries
+    place = ((b * queries + i) * HEADS + h) * splits + split
+    parts = tl.num_programs(2).to(tl.int64) * queries * HEADS * splits
+    peaks = output + parts * VALUE_DIM
+
+    end = keys
+    first = 0
+    if lengths is not None:
+        length = tl.load(lengths + b * length_b).to(tl.int32)
+        end = tl.minimum(length, keys)
+        if starts is not None:
+            first = tl.maximum(tl.load(starts + b).to(tl.int32) - (length - end), 0)
+    position = end - queries + i
+    if window is not None:
+        first = tl.maximum(first, end - queries - window + 1)
+    own = first + split * BLOCK
+    if not ALONE:
+        if own >= end:
+            tl.store(peaks + place, tl.full([ROWS], -float("inf"), tl.float32), mask=real)
+            return
+
+    column = tl.arange(0, BLOCK_D)
+    value_column = tl.arange(0, BLOCK_V)
+    inside = column < DIM
+    value_inside = value_column < VALUE_DIM
+    query += b * query_b + h[:, None].to(tl.int64) * query_h + i[:, None] * query_s
+    q = tl.load(query + column[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+    key += b * key_b + kv_head.to(tl.int64) * key_h
+    value += b * value_b + kv_head.to(tl.int64) * value_h
+
+    n = tl.arange(0, BLOCK)
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    for block in tl.range(own, end, splits * BLOCK):
+        at = block + n
+        wanted = at < end
+        seen = at[None, :] <= position[:, None] if CAUSAL else wanted[None, :]
+        if window is not None:
+            seen = seen & (at[None, :] > position[:, None] - window)
+        if mask is not None:
+            its = mask + b * mask_b + h[:, None].to(tl.int64) * mask_h + i[:, None] * mask_q + at[None, :] * mask_k
+            if HIDDEN is None:
+                seen = tl.load(its, mask=seen & real[:, None], other=0) != 0
+            else:
+                bias = tl.load(its, mask=seen & real[:, None], other=-float("inf")).to(tl.float32)
+                seen = bias > HIDDEN
+            wanted = tl.max(seen.to(tl.int32), 0) > 0  # a key that nobody sees isn't read
+
+        across = wanted[None, :] if DIM == BLOCK_D else wanted[None, :] & inside[:, None]
+        its = key + tl.cast(block, tl.int64) * key_s + n[None, :] * key_s + column[:, None]
+        k = tl.load(its, mask=across, other=0.0)
+        scores = tl.dot(q, k, input_precision=PRECISION)
+        if softcap is not None:
+            # tanh of what every backend has, exact at both ends
+            scores = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * (2.0 * LOG2E)))))
+        else:
+            scores = scores * (scale * LOG2E)
+        if mask is not None and HIDDEN is not None:
+            scores += bias * LOG2E
+        scores = tl.where(seen, scores, -float("inf"))
+
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        level = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen so far
+        shares = tl.exp2(scores - level[:, None])
+        fade = tl.exp2(peak - level)
+        total = total * fade + tl.sum(shares, 1)
+        peak = higher
+        down = wanted[:, None] if VALUE_DIM == BLOCK_V else wanted[:, None] & value_inside[None, :]
+        its = value + tl.cast(block, tl.int64) * value_s + n[:, None] * value_s + value_column[None, :]
+        v = tl.load(its, mask=down, other=0.0)
+        sums = sums * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
+
+    its = output + place[:, None] * VALUE_DIM + value_column[None, :]
+    kept = real[:, None] & value_inside[None, :]
+    if ALONE:
+        if sinks is not None:
+            sink = tl.load(sinks + h, mask=real, other=0.0).to(tl.float32) * LOG2E
+            level = tl.maximum(peak, sink)
+            total = total * tl.exp2(peak - level) + tl.exp2(sink - level)
+            sums = sums * tl.exp2(peak - level)[:, None]
+        result = sums / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(its, result.to(output.dtype.element_ty), mask=kept)
+    else:
+        tl.store(its, sums, mask=kept)
+        tl.store(peaks + place, peak, mask=real)
+        tl.store(peaks + parts + place, total, mask=real)
+
+
+@triton.jit
+def gather_kernel(
+    sums,  # [R, splits, D_v] fp32; behind them [R, splits] largest scores, then as many sums of exponentials
+    sinks,  # [H] or None
+    output,  # [R, D_v]
+    heads,  # row r is of head r % H
+    splits,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The partial results of one row made one, BLOCK_V of its columns in a program."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    place = row * splits + split
+    parts = tl.num_programs(0).to(tl.int64) * splits
+    peaks = sums + parts * VALUE_DIM
+    peak = tl.load(peaks + place, mask=split < splits, other=-float("inf"))
+    used = peak > -float("inf")  # nothing else was written for the others
+    total = tl.load(peaks + parts + place, mask=used, other=0.0)
+    highest = tl.max(peak, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + row % heads).to(tl.float32) * LOG2E
+        highest = tl.maximum(highest, sink)
+    level = tl.where(highest == -float("inf"), 0.0, highest)
+    weight = tl.exp2(peak - level)
+    whole = tl.sum(weight * total, 0)
+    if sinks is not None:
+        whole += tl.exp2(sink - level)
+    inside = column < VALUE_DIM
+    its = sums + place[:, None] * VALUE_DIM + column[None, :]
+    its_sums = tl.load(its, mask=used[:, None] & inside[None, :], other=0.0)
+    result = tl.sum(its_sums * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    tl.store(output + row * VALUE_DIM + column, result.to(output.dtype.element_ty), mask=inside)
+
+
+def _attend(
+    dim: int,
+    group: int,
+    *,
+    queries: int = 1,
+    dtype: str = "bf16",
+    value_dim: int | None = None,
+    alone: bool = False,
+    window: bool = False,
+    softcap: bool = False,
+    mask: str | None = None,
+    starts: bool = True,
+    besides: tuple[str, ...] = (),
+) -> Iterator[Build]:
+    """For CDNA and for RDNA, whose blocks differ. besides: architectures for which the predicate refuses it."""
+    numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
+    of_mask = ("mask_b", "mask_h", "mask_q", "mask_k")
+    value_dim = value_dim or dim
+    types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks")}
+    types |= {"output": types["output"] if alone else "*fp32", "lengths": "*i64", "starts": "*i64", "scale": "fp32"}
+    types |= dict.fromkeys(("keys", "queries", "window", "length_b", *numbers, *of_mask), "i32")
+    types |= {"softcap": "fp32", "mask": f"*{mask}"}
+    absent = {
+        "queries": queries == 1,
+        "window": not window,
+        "softcap": not softcap,
+        "starts": not starts,
+        "sinks": not alone,
+        **dict.fromkeys(("mask", *of_mask), mask is None),
+    }
+    fixed: dict[str, Any] = {name: 1 if name == "queries" else None for name, gone in absent.items() if gone}
+    for architectures in (("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1201")):
+        size = 4 if dtype == "fp32" else 2
+        plain = mask is None and not window
+        how = plan(1, 8, group * queries, 65536, max(dim, value_dim), size, 304, architectures[0], plain=plain)
+        yield Build(
+            decode_kernel,
+            {name: kind for name, kind in types.items() if name not in fixed},
+            {
+                **fixed,
+                "HEADS": 8 * group,
+                "GROUP": group,
+                "DIM": dim,
+                "VALUE_DIM": value_dim,
+                "ALONE": alone,
+                "CAUSAL": queries > 1,
+                "HIDDEN": None if mask in (None, "i1") else -1e38,
+                "PRECISION": "ieee" if dtype == "fp32" else None,
+                "ROWS": how.rows,
+                "BLOCK": how.keys,
+                "BLOCK_D": triton.next_power_of_2(dim),
+                "BLOCK_V": triton.next_power_of_2(value_dim),
+            },
+            num_warps=how.warps,
+            num_stages=how.stages,
+            divisible=numbers,
+            matrix=dtype != "fp32" or architectures[0] == "gfx90a",  # RDNA multiplies fp32 without
+            architectures=tuple(each for each in architectures if each not in besides),
+        )
+
+
+def _gather(value_dim: int, splits: int, dtype: str = "bf16") -> Build:
+    return Build(
+        gather_kernel,
+        {"sums": "*fp32", "sinks": f"*{dtype}", "output": f"*{dtype}", "heads": "i32", "splits": "i32"},
+        {"VALUE_DIM": value_dim, "BLOCK": splits, "BLOCK_V": 64},
+    )
+
+
+BUILDS = (
+    *_attend(128, 4),  # Llama, Mistral, Qwen
+    *_attend(128, 4, queries=5),
+    *_attend(128, 4, mask="i1"),
+    *_attend(128, 4, mask="bf16", queries=5, starts=False),
+    *_attend(128, 4, alone=True),
+    *_attend(64, 8, dtype="fp16", window=True),  # gpt-oss
+    *_attend(256, 2, softcap=True, window=True, queries=5, besides=("gfx1100",)),  # Gemma
+    *_attend(96, 1),  # Phi
+    *_attend(192, 1, value_dim=128, besides=("gfx1100",)),  # DeepSeek
+    *_attend(128, 4, dtype="fp32"),
+    _gather(128, 64),
+    _gather(256, 128, "fp16"),
+)

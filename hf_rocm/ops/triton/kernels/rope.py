@@ -1,0 +1,269 @@
+"""Rotary positions of queries and keys in one launch, the keys and values put straight into a static cache if asked.
+
+A program rotates some heads of one token. Each product is rounded, as in the unfused layers, and the compiler may not
+contract it with the sum that follows, so that their results are met bit for bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.triton.builds import Build
+
+
+@triton.jit
+def _pairs(at, there, PAIRS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr):
+    """The first and the second of each pair, [HEADS, PAIRS] each, in fp32. at, there: [HEADS, 1]."""
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * PAIRS)[None, :]
+        both = tl.load(at + column, mask=there & (column < ROTATED), other=0.0)
+        first, second = tl.split(tl.reshape(both, (HEADS, PAIRS, 2)))
+    else:
+        pair = tl.arange(0, PAIRS)[None, :]
+        first = tl.load(at + pair, mask=there & (pair < ROTATED // 2), other=0.0)
+        second = tl.load(at + pair + ROTATED // 2, mask=there & (pair < ROTATED // 2), other=0.0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _rotate(
+    x,
+    x_head,
+    out,
+    out_head,
+    cos,
+    sin,
+    first_head,
+    writes,
+    shown,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Rotate BLOCK_HEADS heads of one token. writes: whether they are stored; shown: whether as numbers."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
+    there = head < HEADS
+    always = tl.full((1, 1), True, tl.int1)
+    a, b = _pairs(x + head * x_head, there, PAIRS, ROTATED, INTERLEAVED, BLOCK_HEADS)
+    cos_a, cos_b = _pairs(cos + tl.zeros((1, 1), tl.int32), always, PAIRS, ROTATED, INTERLEAVED, 1)
+    sin_a, sin_b = _pairs(sin + tl.zeros((1, 1), tl.int32), always, PAIRS, ROTATED, INTERLEAVED, 1)
+    turned_a = (a * cos_a).to(dtype).to(tl.float32) - (b * sin_a).to(dtype).to(tl.float32)
+    turned_b = (b * cos_b).to(dtype).to(tl.float32) + (a * sin_b).to(dtype).to(tl.float32)
+    turned_a = tl.where(shown, turned_a, float("nan")).to(dtype)
+    turned_b = tl.where(shown, turned_b, float("nan")).to(dtype)
+    to = out + head * out_head
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * PAIRS)[None, :]
+        both = tl.reshape(tl.join(turned_a, turned_b), (BLOCK_HEADS, 2 * PAIRS))
+        tl.store(to + column, both, mask=there & (column < ROTATED) & writes)
+    else:
+        pair = tl.arange(0, PAIRS)[None, :]
+        tl.store(to + pair, turned_a, mask=there & (pair < ROTATED // 2) & writes)
+        tl.store(to + pair + ROTATED // 2, turned_b, mask=there & (pair < ROTATED // 2) & writes)
+    if ROTATED < DIM:
+        column = ROTATED + tl.arange(0, REST)[None, :]
+        rest = tl.load(x + head * x_head + column, mask=there & (column < DIM), other=0.0)
+        rest = tl.where(shown, rest.to(tl.float32), float("nan")).to(dtype)
+        tl.store(to + column, rest, mask=there & (column < DIM) & writes)
+
+
+@triton.jit
+def _copy(
+    x,
+    x_head,
+    out,
+    out_head,
+    first,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    writes,
+):
+    head = first + tl.arange(0, BLOCK_HEADS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    there = (head < HEADS) & (column < DIM)
+    value = tl.load(x + head * x_head + column, mask=there, other=0.0)
+    tl.store(out + head * out_head + column, value, mask=there & writes)
+
+
+@triton.jit
+def rope_kernel(
+    query,
+    key,
+    value,  # None: keys go to `keys` at their own place, and no values anywhere
+    cos,
+    sin,
+    out,
+    keys,
+    values,
+    position,
+    length,
+    room,
+    query_batch,
+    query_head,
+    query_token,
+    key_batch,
+    key_head,
+    key_token,
+    value_batch,
+    value_head,
+    value_token,
+    angle_batch,
+    out_batch,
+    out_head,
+    out_token,
+    keys_batch,
+    keys_head,
+    keys_token,
+    values_batch,
+    values_head,
+    values_token,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    COUNTED: tl.constexpr,  # position is how many there were before; else one number for each token
+    ALONE: tl.constexpr,  # one program does it all, and counts on
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):
+    batch = (tl.program_id(0) // length).to(tl.int64)
+    token = (tl.program_id(0) % length).to(tl.int64)
+    block = tl.program_id(1)
+    query_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    place = token
+    if value is not None:
+        if COUNTED:
+            place = tl.load(position).to(tl.int64) + token
+        else:
+            place = tl.load(position + token).to(tl.int64)
+    # what lies outside of the cache is not written, and its query is no number: never wrong in silence
+    inside = (place >= 0) & (place < room)
+    angles = batch * angle_batch + token * ROTATED
+    if ALONE or block < query_blocks:
+        _rotate(
+            query + batch * query_batch + token * query_token,
+            query_head,
+            out + batch * out_batch + token * out_token,
+            out_head,
+            cos + angles,
+            sin + angles,
+            block * BLOCK_HEADS,
+            True,
+            inside,
+            HEADS,
+            DIM,
+            ROTATED,
+            INTERLEAVED,
+            BLOCK_HEADS,
+            PAIRS,
+            REST,
+        )
+    if ALONE or block >= query_blocks:
+        first = 0 if ALONE else (block - query_blocks) * BLOCK_KV
+        _rotate(
+            key + batch * key_batch + token * key_token,
+            key_head,
+            keys + batch * keys_batch + place * keys_token,
+            keys_head,
+            cos + angles,
+            sin + angles,
+            first,
+            inside,
+            True,
+            KV_HEADS,
+            DIM,
+            ROTATED,
+            INTERLEAVED,
+            BLOCK_KV,
+            PAIRS,
+            REST,
+        )
+        if value is not None:
+            _copy(
+                value + batch * value_batch + token * value_token,
+                value_head,
+                values + batch * values_batch + place * values_token,
+                values_head,
+                first,
+                KV_HEADS,
+                VALUE_DIM,
+                BLOCK_KV,
+                BLOCK_VALUE,
+                inside,
+            )
+    if ALONE and COUNTED:
+        tl.debug_barrier()
+        tl.store(position, place + 1)
+
+
+def _build(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotated: int,
+    *,
+    cached: bool,
+    alone: bool = False,
+    interleaved: bool = False,
+    dtype: str = "bf16",
+) -> Build:
+    tensors = ["query", "key", "cos", "sin", "out", "keys", *(["value", "values"] if cached else [])]
+    strides = [f"{name}_{axis}" for name in ("query", "key", "value") for axis in ("batch", "head", "token")]
+    strides += ["angle_batch"]
+    strides += [f"{name}_{axis}" for name in ("out", "keys", "values") for axis in ("batch", "head", "token")]
+    sizes = ["length", "room", *strides]
+    if alone:
+        sizes.remove("length")
+    absent = {} if cached else {"value": None, "values": None, "position": None}
+    many = triton.next_power_of_2(heads) if alone else 16
+    return Build(
+        rope_kernel,
+        {
+            **{name: f"*{dtype}" for name in tensors},
+            **({"position": "*i64"} if cached else {}),
+            **dict.fromkeys(sizes, "i32"),
+        },
+        {
+            **absent,
+            **({"length": 1} if alone else {}),
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "DIM": dim,
+            "VALUE_DIM": dim,
+            "ROTATED": rotated,
+            "INTERLEAVED": interleaved,
+            "COUNTED": cached,
+            "ALONE": alone,
+            "BLOCK_HEADS": many,
+            "BLOCK_KV": min(many, triton.next_power_of_2(kv_heads)),
+            "PAIRS": triton.next_power_of_2(rotated // 2),
+            "REST": triton.next_power_of_2(max(1, dim - rotated)),
+            "BLOCK_VALUE": triton.next_power_of_2(dim),
+        },
+        threads=256,
+        divisible=tuple(strides),
+        options={"enable_fp_fusion": False},
+    )
+
+
+BUILDS = (
+    _build(32, 8, 128, 128, cached=False),
+    _build(32, 8, 128, 128, cached=True),
+    _build(32, 8, 128, 128, cached=True, alone=True),
+    _build(16, 8, 256, 256, cached=True, dtype="fp16"),
+    _build(32, 2, 128, 64, cached=True, interleaved=True),
+    _build(32, 32, 80, 32, cached=False, dtype="fp32"),
+)

@@ -1,0 +1,129 @@
+"""RMSNorm through our kernel: one program normalises one wide row, or several narrow ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.triton import detect
+from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
+
+if TYPE_CHECKING:
+    from hf_rocm.device import Device
+    from hf_rocm.ops.norm import NormSpec
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 32768  # a row lies in the registers of one workgroup
+
+
+def refuses(spec: NormSpec, device: Device) -> str | None:
+    """Why the kernel can't serve this norm, or None; the same with the residual sum."""
+    if spec.grad:
+        return "our norm kernel has no gradient"
+    if spec.dtype not in DTYPES or spec.weight_dtype not in DTYPES:
+        return f"our norm kernel is for fp32, bf16 and fp16, not for {spec.dtype} with a weight of {spec.weight_dtype}"
+    if not spec.one_plus and spec.weight_dtype != spec.dtype:
+        return f"our norm kernel rounds where one dtype does, and the weight is {spec.weight_dtype}, not {spec.dtype}"
+    if spec.dim > WIDEST:
+        return f"our norm kernel holds a row of at most {WIDEST}, got {spec.dim}"
+    return detect.unavailable(device)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
+    """See `hf_rocm.ops.rms_norm`. Rounds where transformers' layers do: before the weight too, if that is plain."""
+    result: Tensor = _traced(x, weight, eps, one_plus)
+    return result
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool) -> tuple[Tensor, Tensor]:
+    """See `hf_rocm.ops.add_rms_norm`. The sum is rounded before it is normalised, as two operations would."""
+    result: tuple[Tensor, Tensor] = _traced_add(x, residual, weight, eps, one_plus)
+    return result
+
+
+def tile(rows: int, dim: int) -> tuple[int, int, int]:
+    """(rows of a program, its columns, its threads), all powers of two."""
+    block = power_of_two(dim)
+    many = min(max(1, 2048 // block), power_of_two(rows))
+    return many, block, min(1024, max(64, many * block // 16))
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
+    out = _like(x)
+    if out.numel():
+        strides = _two_strides(x)
+        if strides is None:
+            x, strides = x.contiguous(), (x.shape[-1], 1, 0)
+        _launch(x, None, weight, out, None, strides, eps, one_plus)
+    return out
+
+
+def _add_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool) -> tuple[Tensor, Tensor]:
+    out, total = _two_like(x)
+    if out.numel():
+        _launch(x.contiguous(), residual.contiguous(), weight, out, total, (x.shape[-1], 1, 0), eps, one_plus)
+    return out, total
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    total: Tensor | None,
+    strides: tuple[int, int, int],
+    eps: float,
+    one_plus: bool,
+) -> None:
+    from hf_rocm.ops.triton.kernels.norm import rms_norm_kernel
+
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    many, block, threads = tile(rows, dim)
+    weight = weight.contiguous()
+    tensors = (x, weight, out) if residual is None or total is None else (x, weight, out, residual, total)
+    launch(
+        rms_norm_kernel,
+        (-(-rows // many),),
+        (x, residual, weight, out, total, rows, *strides, eps),
+        {"DIM": dim, "ONE_PLUS": one_plus, "ROWS": many, "BLOCK": block},
+        num_warps=warps(threads, x.device),
+        forms=(alike(*tensors), weight.dtype, len(tensors), form(rows), *strides),
+    )
+
+
+def _two_strides(x: Tensor) -> tuple[int, int, int] | None:
+    """(outer stride, inner rows, inner stride) of the rows of x, or None where two strides can't say it.
+
+    The heads of a fused projection are such rows: the norm of queries and keys needs no copy of them.
+    """
+    if x.is_contiguous():
+        return x.shape[-1], 1, 0
+    sizes, strides = x.shape[:-1], x.stride()
+    if strides[-1] != 1 or not sizes:
+        return None
+    for dim in range(len(sizes) - 2):
+        if sizes[dim] > 1 and strides[dim] != sizes[dim + 1] * strides[dim + 1]:
+            return None
+    if len(sizes) == 1:
+        return strides[0], 1, 0
+    return strides[-3], sizes[-1], strides[-2]
+
+
+def _like(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _two_like(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(x)
+
+
+_traced = opaque("triton_rms_norm(Tensor x, Tensor weight, float eps, bool one_plus) -> Tensor", _forward, _like)
+_traced_add = opaque(
+    "triton_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool one_plus) -> (Tensor, Tensor)",
+    _add_forward,
+    _two_like,
+)

@@ -1,0 +1,181 @@
+"""Rotary positions through our kernel: queries and keys in one launch, keys and values straight into a cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.triton import detect
+from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
+from hf_rocm.ops.triton.norm import DTYPES
+
+if TYPE_CHECKING:
+    from hf_rocm.device import Device
+    from hf_rocm.ops.rope import RopeSpec
+    from hf_rocm.ops.rope_into_cache import RopeIntoCacheSpec
+
+WIDEST = 1024
+
+
+def refuses(spec: RopeSpec | RopeIntoCacheSpec, device: Device) -> str | None:
+    """Why the kernel can't rotate these, or None; the same into a cache."""
+    if spec.grad:
+        return "our RoPE kernel has no gradient"
+    if spec.dtype not in DTYPES:
+        return f"our RoPE kernel is for fp32, bf16 and fp16, not for {spec.dtype}"
+    if spec.angle_dtype != spec.dtype:
+        return f"our RoPE kernel rounds where one dtype does, and the angles are {spec.angle_dtype}, not {spec.dtype}"
+    if spec.rotated % 2 or spec.rotated > spec.head_dim:
+        return f"our RoPE kernel rotates pairs within a head, got {spec.rotated} of {spec.head_dim}"
+    if spec.head_dim > WIDEST:
+        return f"our RoPE kernel holds heads of at most {WIDEST} dims, got {spec.head_dim}"
+    return detect.unavailable(device)
+
+
+def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """See `hf_rocm.ops.rope`."""
+    result: tuple[Tensor, Tensor] = _traced(query, key, cos, sin, interleaved)
+    return result
+
+
+def rope_into_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `hf_rocm.ops.rope_into_cache`."""
+    out: Tensor = _traced_into_cache(query, key, value, cos, sin, keys, values, position, interleaved)
+    return out, keys, values
+
+
+def _forward(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    outputs = _like(query, key)
+    if query.numel():
+        _launch(query, key, None, cos, sin, outputs[0], outputs[1], None, None, interleaved)
+    return outputs
+
+
+def _into_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    interleaved: bool,
+) -> Tensor:
+    out = torch.empty_like(query)
+    if query.numel():
+        counted_on = _launch(query, key, value, cos, sin, out, keys, values, position, interleaved)
+        if position.ndim == 0 and not counted_on:
+            position.add_(query.shape[2])
+    return out
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    position: Tensor | None,
+    interleaved: bool,
+) -> bool:
+    """Whether the kernel itself has counted on the position."""
+    from hf_rocm.ops.triton.kernels.rope import rope_kernel
+
+    b, h, s, d = query.shape
+    kv_heads = key.shape[1]
+    query, key, cos, sin = _dense(query), _dense(key), cos.contiguous(), sin.contiguous()
+    value = key if value is None else _dense(value)
+    cached = position is not None
+    alone = cached and b * s == 1
+    block_heads, block_kv, threads = tile(b * s, h, kv_heads, d, alone=alone)
+    blocks = 1 if alone else -(-h // block_heads) + -(-kv_heads // block_kv)
+    target = keys if values is None else values
+    sizes = (
+        s,
+        keys.shape[2],
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        0 if cos.shape[0] == 1 else cos.stride(0),
+        *out.stride()[:3],
+        *keys.stride()[:3],
+        *target.stride()[:3],
+    )
+    rotated, value_dim = cos.shape[-1], value.shape[3]
+    launch(
+        rope_kernel,
+        (b * s, blocks),
+        (query, key, value if cached else None, cos, sin, out, keys, values, position, *sizes),
+        {
+            "HEADS": h,
+            "KV_HEADS": kv_heads,
+            "DIM": d,
+            "VALUE_DIM": value_dim,
+            "ROTATED": rotated,
+            "INTERLEAVED": interleaved,
+            "COUNTED": position is not None and position.ndim == 0,
+            "ALONE": alone,
+            "BLOCK_HEADS": block_heads,
+            "BLOCK_KV": block_kv,
+            "PAIRS": power_of_two(rotated // 2),
+            "REST": power_of_two(max(1, d - rotated)),
+            "BLOCK_VALUE": power_of_two(value_dim),
+        },
+        num_warps=warps(threads, query.device),
+        contract=False,
+        forms=(alike(query, key, value, cos, sin, out, keys, target), form(position), sizes),
+    )
+    return alone
+
+
+def tile(tokens: int, heads: int, kv_heads: int, dim: int, *, alone: bool) -> tuple[int, int, int]:
+    """(query heads of a program, key heads of one, threads), powers of two; alone: one program for all."""
+    width = power_of_two(dim)
+    if alone:
+        block_heads, block_kv = power_of_two(heads), power_of_two(kv_heads)
+    else:
+        most = max(1, (2048 if tokens >= 64 else 512) // width)
+        block_heads, block_kv = min(most, power_of_two(heads)), min(most, power_of_two(kv_heads))
+    return block_heads, block_kv, min(512, max(64, block_heads * width // 8))
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _like(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key)
+
+
+def _like_query(query: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(query)
+
+
+_traced = opaque(
+    "triton_rope(Tensor query, Tensor key, Tensor cos, Tensor sin, bool interleaved) -> (Tensor, Tensor)",
+    _forward,
+    _like,
+)
+_traced_into_cache = opaque(
+    "triton_rope_into_cache(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(a!) keys, "
+    "Tensor(b!) values, Tensor(c!) position, bool interleaved) -> Tensor",
+    _into_cache,
+    _like_query,
+)

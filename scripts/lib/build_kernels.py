@@ -1,0 +1,224 @@
+"""scripts/build-kernels: compile the kernels of hf_rocm.ops.triton for AMD GPUs that aren't there, and read the code.
+
+Triton brings its whole AMD compiler along, so the code that a GPU would run can be had, and read, on any machine: how
+many registers it takes, whether some of them had to be spilled to memory, whether products use matrix instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lib.console import ScriptError, duration, say, styled, table
+from lib.environments import ROOT
+
+KERNELS = "hf_rocm.ops.triton.kernels"
+
+# The names of constants that say nothing by themselves, shorter.
+SHORT = {
+    "BLOCK": "block",
+    "DIM": "d",
+    "HEADS": "h",
+    "KV_HEADS": "hkv",
+    "ROTATED": "r",
+    "VALUE_DIM": "dv",
+    "ACTIVATION": "",
+}
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of one build on one architecture. problems: sentences; none is what is wanted."""
+
+    kernel: str
+    form: str
+    architecture: str
+    warps: int
+    vgprs: int = 0
+    sgprs: int = 0
+    spilled_vgprs: int = 0
+    spilled_sgprs: int = 0
+    scratch_bytes: int = 0
+    lds_bytes: int = 0
+    lds_limit: int = 0
+    matrix_instructions: int = 0
+    seconds: float = 0.0
+    problems: tuple[str, ...] = ()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0: every build is as it should be; 1: one isn't."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/build-kernels",
+        description="Compile every Triton kernel for AMD GPUs, without one: a spilled register, too much local memory "
+        "or a product without matrix instructions is an error. Needs torch and Triton.",
+    )
+    parser.add_argument("kernels", nargs="*", help="modules of kernels, such as norm (default: all)")
+    parser.add_argument("--arch", action="append", help="an architecture such as gfx942 (default: all five)")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default 2)")
+    parser.add_argument("--json", action="store_true", help="data instead of a table")
+    options = parser.parse_args(arguments)
+    sys.path.insert(0, str(ROOT))  # what is built is what lies beside this script
+    began = time.monotonic()
+    jobs = list(_jobs(options.kernels, options.arch))
+    if not jobs:
+        raise ScriptError("no kernel matches")
+    builts = list(map(_build, jobs)) if options.jobs == 1 else _in_processes(jobs, options.jobs)
+    if options.json:
+        say(json.dumps([asdict(each) for each in builts], indent=1))
+    else:
+        _show(builts, time.monotonic() - began)
+    return 1 if any(each.problems for each in builts) else 0
+
+
+def _in_processes(jobs: list[tuple[str, int, str]], count: int) -> list[Built]:
+    """In fresh interpreters: Triton's compiler isn't made to be forked."""
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(_build, jobs, chunksize=4))
+
+
+def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterator[tuple[str, int, str]]:
+    """(module, place in its BUILDS, architecture)."""
+    if os.environ.get("TRITON_INTERPRET"):
+        raise ScriptError("TRITON_INTERPRET is set, and interpreted kernels can't be compiled\n\nhint: unset it")
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        raise ScriptError(f"the kernels are compiled by Triton\n  found  {error}\n\nhint: pip install triton") from None
+    package = importlib.import_module(KERNELS)
+    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__))
+    unknown = set(modules) - set(names)
+    if unknown:
+        raise ScriptError(f"there are no kernels in {', '.join(sorted(unknown))}\n  known  {', '.join(names)}")
+    for name in names:
+        if modules and name not in modules:
+            continue
+        for place, build in enumerate(importlib.import_module(f"{KERNELS}.{name}").BUILDS):
+            for architecture in build.architectures:
+                if not architectures or architecture in architectures:
+                    yield name, place, architecture
+
+
+def _build(job: tuple[str, int, str]) -> Built:
+    """One kernel on one architecture, in a process of the pool."""
+    from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY
+
+    module, place, architecture = job
+    build = importlib.import_module(f"{KERNELS}.{module}").BUILDS[place]
+    lanes = ARCHITECTURES[architecture]
+    warps = build.num_warps if build.threads is None else max(1, build.threads // lanes)
+    built = {
+        "kernel": build.kernel.__name__.removesuffix("_kernel"),
+        "form": _form(build),
+        "architecture": architecture,
+        "warps": warps,
+        "lds_limit": LOCAL_MEMORY.get(architecture, 64 * 1024),
+    }
+    began = time.monotonic()
+    try:
+        compiled = _compiled(build, architecture, lanes, warps)
+    except Exception as error:  # noqa: BLE001 - a compiler raises anything, and each kernel is to have its line
+        lines = str(error).strip().splitlines() or ["no message"]
+        return Built(**built, problems=(f"{type(error).__name__}: {lines[-1]}",))
+    return _judged(build, {**built, **_facts(compiled), "seconds": round(time.monotonic() - began, 2)})
+
+
+def _compiled(build: Any, architecture: str, lanes: int, warps: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = build.kernel.arg_names
+    given = {*build.signature, *build.constants}
+    if given != set(names):
+        raise ScriptError(f"its BUILDS don't say what {', '.join(sorted(given ^ set(names)))} is")
+    signature = {name: build.signature.get(name, "constexpr") for name in names}
+    whole = [
+        index
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or (name in build.divisible and signature[name] != "constexpr")
+    ]
+    source = ASTSource(
+        fn=build.kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in build.constants.items()},
+        attrs={(index,): [["tt.divisibility", 16]] for index in whole},
+    )
+    options = {"num_warps": warps, "num_stages": build.num_stages, **build.options}
+    return triton.compile(source, target=GPUTarget("hip", architecture, lanes), options=options)
+
+
+def _facts(compiled: Any) -> dict[str, int]:
+    """What the assembler wrote about the code, and the code itself."""
+    text = compiled.asm["amdgcn"]
+
+    def number(name: str) -> int:
+        found = re.search(rf"^\s*\.{name}:\s*(\d+)", text, re.MULTILINE)
+        return int(found[1]) if found else 0
+
+    return {
+        "vgprs": number("vgpr_count"),
+        "sgprs": number("sgpr_count"),
+        "spilled_vgprs": number("vgpr_spill_count"),
+        "spilled_sgprs": number("sgpr_spill_count"),
+        "scratch_bytes": number("private_segment_fixed_size"),
+        "lds_bytes": compiled.metadata.shared,
+        "matrix_instructions": len(re.findall(r"^\s*v_(?:mfma|smfmac|wmma|swmmac)_", text, re.MULTILINE)),
+    }
+
+
+def _judged(build: Any, facts: dict[str, Any]) -> Built:
+    problems = []
+    spilled = facts["spilled_vgprs"] + facts["spilled_sgprs"]
+    if spilled or facts["scratch_bytes"]:
+        problems.append(f"{spilled} registers spilled, {facts['scratch_bytes']} bytes of scratch")
+    if facts["lds_bytes"] > facts["lds_limit"]:
+        problems.append(f"{facts['lds_bytes']} bytes of local memory, and there are {facts['lds_limit']}")
+    if build.matrix and not facts["matrix_instructions"]:
+        problems.append("no matrix instruction")
+    return Built(**facts, problems=tuple(problems))
+
+
+def _form(build: Any) -> str:
+    """What tells this build from the others of its kernel: types, constants, tensors that aren't there."""
+    types = sorted({kind.strip("*") for kind in build.signature.values() if kind.startswith("*")} - {"i64", "i32"})
+    words = ["/".join(types)]
+    for name, value in build.constants.items():
+        label = SHORT.get(name, name.lower())
+        if value is True:
+            words.append(label)
+        elif value is not None and value is not False and not name.startswith("BLOCK_"):
+            words.append(f"{label}{'=' if label else ''}{value}")
+    absent = [name for name, value in build.constants.items() if value is None]
+    return " ".join([*words, *([f"no {'/'.join(absent)}"] if absent else [])])
+
+
+def _show(builts: Sequence[Built], seconds: float) -> None:
+    """A line for each kernel and architecture, then what is wrong."""
+    header = ("kernel", "arch", "warps", "VGPR", "SGPR", "spilled", "LDS", "matrix", "")
+    rows, last = [], ""
+    for each in builts:
+        name = f"{each.kernel} {each.form}"
+        spilled = each.spilled_vgprs + each.spilled_sgprs
+        numbers = (each.warps, each.vgprs, each.sgprs, spilled, each.lds_bytes, each.matrix_instructions)
+        rows.append(
+            ("" if name == last else name[:80], each.architecture, *map(str, numbers), "bad" if each.problems else "ok")
+        )
+        last = name
+    table(header, rows)
+    bad = [each for each in builts if each.problems]
+    say()
+    for each in bad:
+        say(f"  {styled('bad', 'red')}  {each.kernel} {each.form} on {each.architecture}: {'; '.join(each.problems)}")
+    say(f"{len(builts)} builds, {len(bad)} bad, {duration(seconds)}")

@@ -1,0 +1,31 @@
+"""Doctor's child on a GPU: it multiplies, attends and allocates, and says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm.diagnostics.doctor.machine import ThisMachine
+
+pytestmark = pytest.mark.gpu
+
+
+def test_every_gpu_is_tried() -> None:
+    answer = ThisMachine().ask("torch", timeout=240)
+    assert answer.error is None
+    devices = answer.facts["devices"]
+    assert len(devices) == torch.cuda.device_count() and all(each["product"] is None for each in devices)
+    assert all("flash" in each and each["free"] <= each["total"] for each in devices)
+    allocator = answer.facts["allocator"]
+    assert allocator["error"] is None and allocator["reserved_after_8"] <= allocator["reserved_after_2"] + 512 * 2**20
+
+
+@pytest.mark.parametrize("settings", ["expandable_segments:True", "max_split_size_mb:128"])
+def test_either_setting_of_the_allocator_is_in_force_where_it_is_tried(
+    settings: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    answer = ThisMachine().ask("torch", timeout=240)
+    assert answer.error is None and answer.facts["allocator"]["error"] is None
+    if torch.version.hip is None:  # some ROCm builds ignore it, which doctor reports
+        assert answer.facts["allocator"]["expandable"] is ("expandable" in settings)

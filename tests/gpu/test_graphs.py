@@ -1,0 +1,172 @@
+"""Decode steps in recorded graphs on a GPU: stock's tokens, from replays, whatever else the process does."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+
+import hf_rocm
+from hf_rocm import options
+from hf_rocm.generation import cache, pool
+from hf_rocm.generation.state import known
+from tests.generation.conftest import counted, generate, make, prompt
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 503}
+FIRST = 3  # steps before the first replay that counts
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """(ours, stock) of a kind on the GPU, where windows move on and buffers grow after a few tokens."""
+    monkeypatch.setattr(cache, "SLACK", 5)
+    monkeypatch.setattr(cache, "LEAST", 16)
+    monkeypatch.setattr(pool, "_AHEAD", 32)
+    with options.override(probe=False):  # kernels have tests of their own, and checking each takes seconds
+        yield build
+
+
+def build(kind="llama", dtype=torch.float32, graphs=True, **changes):
+    stock = make(kind, **{**SIZES, **changes}).to("cuda", dtype)
+    return hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs), stock
+
+
+def asked(**arguments):
+    return {name: each.cuda() for name, each in prompt(**arguments).items()}
+
+
+@pytest.mark.parametrize("padded", [0, 3])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "mixtral"])
+def test_greedy_tokens_are_stocks(kind, padded, pair):
+    ours, stock = pair(kind)
+    inputs = asked(padded=padded)
+    expected = generate(stock, inputs, new=50)
+    for _ in range(2):
+        assert torch.equal(generate(ours, inputs, new=50), expected)
+    assert counted(ours)[1] > 49 and known(ours).disabled is None
+
+
+def test_sampling_draws_what_stock_draws(pair):
+    ours, stock = pair()
+    for seed in (0, 1, 2):
+        how = {"do_sample": True, "top_k": 40, "seed": seed}
+        assert torch.equal(generate(ours, asked(), **how), generate(stock, asked(), **how))
+        drawn = [torch.rand(2, device="cuda")]
+        generate(stock, asked(), **how)
+        drawn.append(torch.rand(2, device="cuda"))
+        assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18)])
+def test_ends_asked_late(at, pair):
+    ours, stock = pair()
+    how = {"repetition_penalty": 9.0, "pad_token_id": 0}
+    free = generate(stock, asked(), **how)
+    ends = [row[place].item() for row, place in zip(free, at, strict=True)]
+    for _ in range(2):
+        assert torch.equal(
+            generate(ours, asked(), eos_token_id=ends, **how), generate(stock, asked(), eos_token_id=ends, **how)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # PyTorch's own, of its first one
+def test_beside_graphs_of_torch_compile(pair):
+    """Its graphs have PyTorch let go of the workspaces of its libraries, which ours must not lean on."""
+    ours, _ = pair(dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2816, num_attention_heads=16)
+    expected = generate(ours, asked())
+    layer = torch.nn.Linear(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(layer, mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(4):
+            compiled(torch.ones(8, 1024, device="cuda", dtype=torch.bfloat16))
+    torch.cuda.empty_cache()
+    scribbled = [torch.full((2**22,), 3e4, device="cuda") for _ in range(64)]
+    replayed = counted(ours)[1]
+    assert torch.equal(generate(ours, asked()), expected)
+    assert counted(ours)[1] == replayed + 11
+    del scribbled
+
+
+def test_four_threads_on_streams_of_their_own_while_one_samples(pair):
+    ours, stock = pair()
+    other, other_stock = pair("qwen3")
+    calls = [(ours, stock, 1), (other, other_stock, 3), (ours, stock, 2)]
+    expected = [generate(model, asked(seed=seed)) for _, model, seed in calls]
+    torch.cuda.synchronize()
+    found, failed = [[] for _ in calls], []
+
+    def work(index):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for rows in (2, 1, 2, 3, 2):
+                    tokens = generate(calls[index][0], asked(seed=calls[index][2], rows=rows))
+                    if rows == 2:
+                        found[index].append(tokens.cpu())
+        except Exception as error:  # noqa: BLE001  shown by the test
+            failed.append(error)
+
+    def draw():
+        try:
+            for _ in range(2000):
+                torch.multinomial(torch.ones(8, device="cuda"), 2)
+        except Exception as error:  # noqa: BLE001  shown by the test
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
+    threads.append(threading.Thread(target=draw))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for right, each in zip(expected, found, strict=True):
+        assert len(each) == 3 and all(torch.equal(right.cpu(), tokens) for tokens in each)
+
+
+def test_a_step_that_waits_for_the_gpu_is_not_recorded_and_harms_nothing(pair):
+    ours, stock = pair(graphs=None)
+
+    def wait(module, args, out):
+        return out * (1 + bool(out.isnan().any()))
+
+    wait.__module__ = "transformers"  # a user's own would be turned away
+    handle = ours.lm_head.register_forward_hook(wait)
+    assert torch.equal(generate(ours, asked()), generate(stock, asked()))
+    assert "can't be recorded" in known(ours).disabled
+    handle.remove()
+    hf_rocm.prepare(ours, force=True)
+    assert torch.equal(generate(ours, asked()), generate(stock, asked()))
+    assert counted(ours) == (1, 11 - FIRST)
+
+
+def test_memory_is_given_back_with_the_model(pair):
+    generate(pair()[0], asked())  # what is kept for good is there from here on
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    ours, stock = pair()
+    generate(ours, asked(rows=4))
+    del ours, stock
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before + 2**16
+
+
+def test_peak_memory_is_stocks_and_the_static_cache(pair):
+    size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 16}
+    ours, stock = pair(dtype=torch.bfloat16, **size)
+    weights = sum(each.nbytes for each in stock.parameters())
+    peaks = []
+    for model in (stock, ours):
+        generate(model, asked(length=200), new=40)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        idle = 0 if known(model) is None else known(model).pool.summary()[1]
+        generate(model, asked(length=200), new=40)
+        peaks.append(torch.cuda.max_memory_allocated() - before + idle)
+    static = known(ours).pool.summary()[1]
+    assert peaks[1] <= peaks[0] + 0.03 * weights + static

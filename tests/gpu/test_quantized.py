@@ -1,0 +1,166 @@
+"""8 bits on a GPU: within the format's bound in every tier and dtype, whole models as one product a group, memory.
+
+On an NVIDIA GPU the torch tier must run: fp8 in bf16 with the scales inside the product and in fp16 with the scales
+after it, int8 in every dtype. fp8 in fp32, and sizes that the vendor library doesn't take, fall to the eager tier.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+
+import hf_rocm
+from hf_rocm import ops, options
+from hf_rocm.device import describe
+from hf_rocm.ops.eight_bit import INT8, fp8_of, quantize_rows
+from hf_rocm.ops.quantized import eager_linear
+from hf_rocm.weights import quantize as quantizing
+from tests.gpu.test_gpu import LAYER, large_llama, memory
+from tests.ops.test_quantized import random, within_the_bound
+from tests.tolerance import assert_as_good_as_eager
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [((1,), 64, 48), ((3,), 128, 4096), ((2, 17), 256, 64), ((300,), 4096, 512), ((0,), 64, 64)]
+WORKSPACE = 128 * 2**20  # what the vendor libraries take, and holes of the allocator
+EXPECTED = {
+    ("fp8", BF16): "_scaled_mm",
+    ("fp8", FP16): "_scaled_mm, scaled after",
+    ("fp8", FP32): "dequantize, matmul",
+    ("int8", BF16): "_int_mm",
+    ("int8", FP16): "_int_mm",
+    ("int8", FP32): "_int_mm",
+}
+
+
+def format_of(kind):
+    return INT8 if kind == "int8" else fp8_of(describe(torch.device("cuda", 0)))
+
+
+def case(shape, k, n, dtype, format, bias):
+    x, weight = random(*shape, k, dtype=dtype).cuda(), random(n, k, dtype=dtype, seed=1).cuda()
+    data, scale = quantize_rows(weight, format)
+    return x, weight, data, scale.flatten(), random(n, dtype=dtype, seed=2).cuda() if bias else None
+
+
+def in_full(x, data, scale, bias, dtype):
+    to = [None if each is None else each.to(dtype) for each in (x, data, scale, bias)]
+    return eager_linear(*to, data.dtype, False)
+
+
+@pytest.mark.parametrize(("shape", "k", "n"), SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_the_product(kind, dtype, bias, shape, k, n):
+    format = format_of(kind)
+    if format is None:
+        pytest.skip("this GPU has no fp8")
+    x, weight, data, scale, offset = case(shape, k, n, dtype, format, bias)
+    with ops.recording() as routes:
+        output = ops.quantized_linear(x, data, scale, offset)
+    if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
+        assert [each.name for each in routes] == [EXPECTED[kind, dtype]]
+    assert output.shape == (*shape, n) and output.dtype == dtype
+    if x.numel():
+        within_the_bound(output, x, weight, offset, format)
+        eager = eager_linear(x, data, scale, offset, format, False)
+        assert_as_good_as_eager(output, eager, in_full(x, data, scale, offset, torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("tier", ["torch", "eager"])
+def test_zeros_and_nan(tier, kind):
+    format = format_of(kind)
+    if format is None:
+        pytest.skip("this GPU has no fp8")
+    x, _, data, scale, bias = case((20,), 64, 32, BF16, format, True)
+    clean = x.clone()
+    x[1], clean[1] = 0, 0
+    x[2, 5], clean[2] = torch.nan, 0
+    with options.override(tiers={"linear": tier}):
+        output, expected = (ops.quantized_linear(each, data, scale, bias) for each in (x, clean))
+    others = [0, 1, *range(3, 20)]
+    assert torch.equal(output[others], expected[others]) and torch.equal(output[1], bias)
+    assert output[2].isnan().all() and torch.isfinite(output[others]).all()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(("k", "n"), [(63, 64), (64, 33), (8, 8)])
+def test_odd_sizes_are_served_somewhere(kind, k, n):
+    format = format_of(kind)
+    if format is None:
+        pytest.skip("this GPU has no fp8")
+    x, weight, data, scale, bias = case((5,), k, n, BF16, format, True)
+    within_the_bound(ops.quantized_linear(x, data, scale, bias), x, weight, bias, format)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_model(kind):
+    """Four layers of the Llama-3.1-8B shape: half the memory of their linear layers, one product for each group.
+
+    Its logits are as good as the eager tier's, and off from those of the weights before by what is reported.
+    """
+    if format_of(kind) is None:
+        pytest.skip("this GPU has no fp8")
+    torch.manual_seed(0)
+    model = hf_rocm.prepare(large_llama("cuda"), force=True)
+    ids = torch.arange(40, device="cuda")[None]
+    with torch.inference_mode():
+        before = model(input_ids=ids, use_cache=False).logits.float()
+    weights = [layer for layer in model.modules() if type(layer) is torch.nn.Linear and layer is not model.lm_head]
+    linear = sum(each.weight.nbytes for each in weights)
+    del weights
+    allocated, reserved = memory()
+    torch.cuda.reset_peak_memory_stats()
+    hf_rocm.quantize(model, kind, force=True)
+    gc.collect()
+    saved = allocated - memory()[0]
+    assert 0.49 * linear - WORKSPACE <= saved <= linear / 2
+    assert memory()[1] <= reserved - saved + WORKSPACE
+    assert torch.cuda.max_memory_allocated() <= allocated + LAYER + WORKSPACE
+    with torch.inference_mode(), ops.recording() as routes:
+        after = model(input_ids=ids, use_cache=False).logits
+    shapes = [each.shapes[1] for each in routes if each.operation == "quantized_linear"]
+    assert shapes == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)] * 4
+    assert {each.tier for each in routes if each.operation == "quantized_linear"} <= {"aiter", "torch"}
+    torch.manual_seed(0)
+    loss = hf_rocm.quantization_loss(model, hf_rocm.prepare(large_llama("cuda"), force=True), ids=ids)
+    print(f"\n{kind}: layers off by {model.__dict__[quantizing.REPORT]['error']['mean']:.4f}, {loss}")
+    off = (after - before).abs()
+    assert math.isclose(loss.mean, off.mean().item(), rel_tol=1e-3)
+    assert math.isclose(loss.largest, off.max().item(), rel_tol=1e-3)
+    assert 0 < loss.mean < loss.size
+    with torch.no_grad(), options.override(tiers={"linear": "eager"}):
+        eager = model(input_ids=ids, use_cache=False).logits
+        exact = model.double()(input_ids=ids, use_cache=False).logits
+    assert_as_good_as_eager(after, eager, exact)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_the_product_compiles(kind):
+    format = format_of(kind)
+    if format is None:
+        pytest.skip("this GPU has no fp8")
+    x, weight, data, scale, bias = case((40,), 256, 128, BF16, format, True)
+    compiled = torch.compile(ops.quantized_linear, fullgraph=True)
+    with torch.no_grad():
+        within_the_bound(compiled(x, data, scale, bias), x, weight, bias, format)
+
+
+def test_a_model_moves_to_the_gpu_and_back():
+    model = hf_rocm.quantize(hf_rocm.prepare(large_llama("cuda").cpu(), force=True), "int8", force=True)
+    ids = torch.arange(10)[None]
+    model.cuda()
+    with torch.inference_mode(), ops.recording() as routes:
+        output = model(input_ids=ids.cuda(), use_cache=False).logits
+    assert [each.shapes[1] for each in routes if each.operation == "quantized_linear"][:1] == [(6144, 4096)]
+    assert torch.isfinite(output).all()
+    del output
+    model.cpu()
+    gc.collect()
+    assert memory()[0] < WORKSPACE  # the 8 bits were 900 MB

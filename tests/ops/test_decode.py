@@ -1,0 +1,180 @@
+"""decode_attention in the torch and eager tiers against the definition, and what our kernel's predicate says."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from hf_rocm.device import Device
+from hf_rocm.ops.attention import AttentionSpec
+from hf_rocm.ops.decode import DecodeSpec, seen_keys
+from hf_rocm.ops.padded import CacheRows, recognise
+from hf_rocm.ops.triton import decode
+from tests.ops.test_attention import reference, tensors
+from tests.tolerance import assert_as_good_as_eager
+
+MODULE = sys.modules["hf_rocm.ops.attention"]  # the package's attribute of that name is the operation
+CPU = torch.device("cpu")
+DECODING = DecodeSpec(torch.bfloat16, CPU, 8, 2, 64, 64, False, False, False)
+ATTENTION = AttentionSpec(
+    torch.bfloat16, CPU, 8, 2, 64, 64, True, False, False, False, None, False, False, None, False, False
+)
+
+
+def run(tier, *arguments, **keywords):
+    with options.override(tiers={"attention": tier}), ops.recording() as routes:
+        output = ops.decode_attention(*arguments, **keywords)
+    assert [(each.operation, each.tier) for each in routes] == [("decode_attention", tier)]
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tier", ["torch", "eager"])
+@pytest.mark.parametrize("s_q", [1, 3, 17])
+@pytest.mark.parametrize("window", [None, 4])
+def test_starts_lengths_and_windows(window, s_q, tier, dtype):
+    """Row by row, the real keys alone are what plain causal attention would see."""
+    query, key, value = tensors((3, 4, 2, s_q, 30, 8, 12), dtype)
+    lengths, starts = torch.tensor([30, 20, 17]), torch.tensor([0, 20 - s_q, 0])
+    how = {"scale": 0.3, "starts": starts, "window": window}
+    output = run(tier, query, key, value, lengths, **how)
+    rows = []
+    for row, (end, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
+        own = (each[[row]] for each in (query, key[:, :, start:end], value[:, :, start:end]))
+        rows.append(reference(*own, scale=0.3, causal=True, window=window))
+    assert_as_good_as_eager(output, run("eager", query, key, value, lengths, **how), torch.cat(rows))
+
+
+@pytest.mark.parametrize("tier", ["torch", "eager"])
+def test_a_rolling_cache_holds_the_last_keys(tier):
+    """All rows have had 25 keys, of which the cache holds 8; the padding of the second reached into these."""
+    query, key, value = tensors((2, 4, 2, 2, 8, 8, 8), torch.float32)
+    how = {"scale": 0.3, "starts": torch.tensor([3, 20]), "window": 8}
+    output = run(tier, query, key, value, torch.tensor([25]), **how)
+    first = reference(query[:1], key[:1], value[:1], scale=0.3, causal=True, window=8)
+    second = reference(query[1:], key[1:, :, 3:], value[1:, :, 3:], scale=0.3, causal=True)
+    torch.testing.assert_close(output.double(), torch.cat((first, second)), rtol=0, atol=1e-6)
+
+
+def test_numbers_in_place_of_a_mask():
+    """`CacheRows` through `ops.attention`: the same as the mask that they stand for."""
+    query, key, value = tensors((2, 4, 2, 1, 12, 8, 8), torch.float32)
+    lengths, starts = torch.tensor([10]), torch.tensor([0, 7])
+    mask = seen_keys(1, 12, lengths, starts, 5)
+    with ops.recording() as routes:
+        actual, _ = ops.attention(query, key, value, scale=0.3, padded=CacheRows(lengths, starts, window=5))
+    assert [each.operation for each in routes] == ["decode_attention"]
+    torch.testing.assert_close(actual, ops.attention(query, key, value, scale=0.3, mask=mask)[0])
+
+
+REFUSALS = [
+    (decode.refuses, DECODING, {"few_queries": False, "one_query": False}, "at most 16 queries a row"),
+    (decode.refuses, DECODING, {"grad": True}, "our decode kernel has no gradient"),
+    (decode.refuses, DECODING, {"dtype": torch.float64}, "for fp32, bf16 and fp16, not for torch.float64"),
+    (decode.refuses, DECODING, {"dtype": torch.float32}, "exponentials are not as exact as fp32 asks for"),
+    (decode.refuses, DECODING, {"value_dim": 512}, "head dims may be at most 256, got 64 and 512"),
+    (decode.attention_refuses, ATTENTION, {"weights": True}, "doesn't return attention weights"),
+    (decode.attention_refuses, ATTENTION, {"one_query": False}, "at most 16 queries on more keys"),
+    (decode.attention_refuses, ATTENTION, {"one_query": False, "square": True}, "at most 16 queries on more keys"),
+    (decode.attention_refuses, ATTENTION, {"grad": True}, "our decode kernel has no gradient"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case[3])
+def test_refusals(case, monkeypatch):
+    monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
+    refuses, spec, changes, words = case
+    assert refuses(spec, Device("cuda", rocm=True, arch="gfx942")) is None
+    assert words in refuses(spec._replace(**changes), Device("cuda", rocm=True, arch="gfx942"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("gfx1100", {"head_dim": 256, "value_dim": 256}),
+        ("gfx1151", {"head_dim": 192}),
+        ("gfx1151", {"value_dim": 256, "dtype": torch.float16}),
+    ],
+)
+def test_what_would_spill_registers_on_radeon(arch, changes, monkeypatch):
+    monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
+    spec = DECODING._replace(**changes)
+    assert "would spill registers" in decode.refuses(spec, Device("cuda", rocm=True, arch=arch))
+    for other in ("gfx90a", "gfx942", "gfx950"):
+        assert decode.refuses(spec, Device("cuda", rocm=True, arch=other)) is None
+    assert decode.refuses(DECODING, Device("cuda", rocm=True, arch=arch)) is None
+
+
+def test_where_pytorch_splits_the_keys_itself(monkeypatch):
+    monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
+    nvidia, amd = Device("cuda", rocm=False), Device("cuda", rocm=True, arch="gfx942")
+    assert "PyTorch's own kernel" in decode.attention_refuses(ATTENTION, nvidia)
+    assert decode.attention_refuses(ATTENTION, amd) is None
+    for restricted in ({"mask": torch.bool}, {"window": 8}, {"softcap": True}, {"sinks": True}):
+        assert decode.attention_refuses(ATTENTION._replace(**restricted), nvidia) is None
+    with options.override(tier="triton"):
+        assert decode.attention_refuses(ATTENTION, nvidia) is None
+    assert decode.refuses(DECODING, nvidia) is None  # lengths would be a mask to it
+
+
+def test_prefill_is_not_its_work(monkeypatch):
+    """The specifications that `ops.attention` makes, not ones made up here."""
+    monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
+    spoken, asked = {}, []
+    monkeypatch.setattr(MODULE, "route", lambda operation, key, *_: asked.append(key) or _answer)
+    for s_q, s_k in ((1, 1), (1, 9), (2, 9), (16, 17), (16, 16), (17, 40), (9, 5)):
+        query, key, value = tensors((1, 4, 2, s_q, s_k, 8, 8), torch.bfloat16)
+        ops.attention(query, key, value, scale=1.0, causal=True)
+        device = Device("cuda", rocm=True, arch="gfx942")
+        spoken[s_q, s_k] = decode.attention_refuses(AttentionSpec(*asked[-1]), device) is None
+    assert spoken == {
+        (1, 1): True,
+        (1, 9): True,
+        (2, 9): True,
+        (16, 17): True,
+        (16, 16): False,
+        (17, 40): False,
+        (9, 5): False,
+    }
+
+
+def _answer(*_, **__):
+    return None, None
+
+
+@pytest.mark.parametrize("arch", [None, "gfx90a", "gfx942", "gfx1100", "gfx1201"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dim", [8, 64, 96, 128, 256])
+def test_every_plan_fits(dim, size, arch):
+    for b, keys, rows in ((1, 1, 1), (1, 1024, 4), (8, 32768, 4), (64, 131072, 128), (256, 100, 16)):
+        how = decode.plan(b, 8, rows, keys, dim, size, 304, arch)
+        assert how.pieces * how.rows >= rows and how.rows >= 16 and how.keys >= 16  # a product's least
+        assert 1 <= how.splits <= decode.MOST_SPLITS and (how.splits - 1) * how.keys < max(1, keys)
+        wide = max(16, 1 << (dim - 1).bit_length())
+        assert 2 * how.keys * wide * size <= 64 * 1024  # a block of keys and one of values in local memory
+
+
+def test_small_work_is_split_and_large_work_is_not():
+    assert decode.plan(1, 8, 4, 65536, 128, 2, 132, None).splits == 16
+    assert decode.plan(1, 8, 4, 65536, 128, 2, 304, "gfx942").splits == 76
+    assert decode.plan(512, 8, 4, 1024, 128, 2, 132, None).splits == 1
+    assert decode.plan(512, 8, 4, 65536, 128, 2, 132, None).splits == 2
+    assert decode.plan(1, 8, 4, 40, 128, 2, 132, None).splits == 1
+
+
+def test_what_kernels_are_specialised_on_is_told_apart():
+    usual = decode._form_of((4096, 128, 1024, 65536, 0, 16))
+    assert usual == decode._form_of((131072, 256, 16, 32, 48, 64))
+    others = [(4096, 1, 1024), (4096, 120, 1024), (4096, 128, 2**31), (1, 128, 4096)]
+    assert len({usual, *map(decode._form_of, others)}) == 5
+
+
+def test_a_mask_that_a_kernel_takes_is_not_read(monkeypatch):
+    query, key, value = tensors((2, 4, 2, 1, 9, 16, 16), torch.float32)
+    mask = seen_keys(1, 9, torch.tensor([9]), torch.tensor([0, 4]), None)
+    monkeypatch.setattr(MODULE, "kernel_serves", lambda *_: True)
+    monkeypatch.setattr("hf_rocm.ops.padded.kernel_serves", lambda *_: pytest.fail("asked on"))
+    assert recognise(mask, query, key, value) is None

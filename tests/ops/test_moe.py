@@ -1,0 +1,268 @@
+"""Routed experts in every tier and layout against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hf_rocm import ops, options
+from hf_rocm.errors import OptionError, TierUnavailable
+from hf_rocm.ops import moe, moe_torch, probe_cases, registry
+from hf_rocm.ops.moe_shuffled import PLAIN
+from tests.tolerance import assert_as_good_as_eager
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = {  # T, E, k, H, I
+    "one token": (1, 8, 2, 32, 16),
+    "odd": (63, 5, 3, 32, 48),
+    "every expert": (3, 4, 4, 16, 8),
+    "many experts": (7, 32, 2, 16, 16),
+    "one expert each": (9, 4, 1, 24, 40),
+}
+LAYOUTS = {
+    "plain": {},
+    "gelu": {"activation": "gelu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "biases": {"biases": True},
+    "gpt_oss": {
+        "biases": True,
+        "transposed": True,
+        "interleaved": True,
+        "activation": "clamped_swiglu",
+        "limit": 0.5,
+        "alpha": 1.7,
+    },
+    "llama4": {"transposed": True, "weigh_input": True},
+}
+IMPLEMENTATIONS = {
+    "grouped_mm": moe_torch.grouped,
+    "gathered weights, bmm": moe_torch.gathered,
+    "sorted tokens, loop": moe_torch.sorted_loop,
+}
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+needs_grouped_mm = pytest.mark.skipif(moe_torch._grouped_mm is None, reason="not run: this PyTorch has no grouped_mm")
+
+
+def drawn(shape, dtype, layout, weights_dtype=torch.float32, seed=0):
+    """(tensors by position, keywords) of a call."""
+    tokens, experts, top, hidden, intermediate = shape
+    generator = torch.Generator().manual_seed(seed)
+    layout = dict(layout)
+    biased, transposed = layout.pop("biases", False), layout.get("transposed", False)
+
+    def random(*size):
+        return torch.randn(*size, generator=generator).to(dtype)
+
+    sizes = [(2 * intermediate, hidden), (hidden, intermediate)]
+    stacked = [random(experts, *(size[::-1] if transposed else size)) * size[1] ** -0.5 for size in sizes]
+    ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :top]
+    weights = torch.rand(tokens, top, generator=generator).to(weights_dtype)
+    biases = {"gate_up_bias": random(experts, sizes[0][0]), "down_bias": random(experts, hidden)} if biased else {}
+    return (random(tokens, hidden), *stacked, ids, weights), {**layout, **biases}
+
+
+def doubled(value):
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def eager(tensors, keywords):
+    with options.override(tiers={"experts": "eager"}):
+        return ops.experts(*tensors, **keywords)
+
+
+def reference(tensors, keywords):
+    return eager([doubled(each) for each in tensors], {key: doubled(each) for key, each in keywords.items()})
+
+
+def arguments_of(tensors, keywords):
+    """The same call as an implementation takes it."""
+    keywords = dict(keywords)
+    biases = keywords.pop("gate_up_bias", None), keywords.pop("down_bias", None)
+    return (*tensors, *biases, PLAIN._replace(**keywords))
+
+
+@each_dtype
+@each_layout
+@each_shape
+def test_the_torch_tier(dtype, layout, shape):
+    tensors, keywords = drawn(shape, dtype, layout)
+    with options.override(tiers={"experts": "torch"}), ops.recording() as routes:
+        output = ops.experts(*tensors, **keywords)
+    assert [(each.operation, each.tier) for each in routes] == [("experts", "torch")]
+    assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+
+
+@each_dtype
+@each_layout
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_each_implementation(name, dtype, layout):
+    if name == "grouped_mm" and moe_torch._grouped_mm is None:
+        pytest.skip("not run: this PyTorch has no grouped_mm")
+    tensors, keywords = drawn(SHAPES["odd"], dtype, layout)
+    output = IMPLEMENTATIONS[name](*arguments_of(tensors, keywords))
+    assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+
+
+def test_the_oracle_follows_the_formula():
+    """Two experts by hand: silu(gate) · up, down, weighted, summed."""
+    x = torch.tensor([[1.0, 2.0]])
+    gate_up = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 1.0]]])
+    down = torch.tensor([[[1.0], [0.0]], [[0.5], [2.0]]])
+    first, second = F.silu(torch.tensor(1.0)) * 2, F.silu(torch.tensor(2.0)) * 3
+    expected = torch.stack((0.25 * first + 0.75 * 0.5 * second, 0.75 * 2 * second))[None]
+    for tier in ("torch", "eager"):
+        with options.override(tiers={"experts": tier}):
+            output = ops.experts(x, gate_up, down, torch.tensor([[1, 0]]), torch.tensor([[0.75, 0.25]]))
+        torch.testing.assert_close(output, expected)
+
+
+@needs_grouped_mm
+@each_dtype
+def test_grouped_mm_serves_where_it_fits(dtype):
+    tensors, keywords = drawn(SHAPES["odd"], dtype, {})
+    with ops.recording() as routes:
+        ops.experts(*tensors, **keywords)
+    assert routes[0].name == "grouped_mm"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((4, 4, 2, 20, 16), torch.bfloat16, "rows of a multiple of 16 bytes, and the hidden size is 20"),
+        ((4, 4, 2, 16, 12), torch.bfloat16, "the intermediate size is 12"),
+        ((4, 4, 2, 16, 16), torch.float64, "is for fp32, bf16 and fp16"),
+    ],
+    ids=["hidden", "intermediate", "dtype"],
+)
+def test_the_loop_serves_what_grouped_mm_refuses(shape, dtype, reason):
+    tensors, keywords = drawn(shape, dtype, {}, weights_dtype=dtype)
+    with ops.recording() as routes:
+        output = ops.experts(*tensors, **keywords)
+    assert routes[0].name == "sorted tokens, loop"
+    if moe_torch._grouped_mm is not None:
+        choice = registry.operations()["experts"].choose(moe.specification(*tensors, None, None, PLAIN))
+        assert any(reason in each.reason for each in choice.refusals)
+    assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+
+
+@pytest.mark.parametrize("layout", ["plain", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("name", ["grouped_mm", "sorted tokens, loop"])
+def test_gradients(name, layout):
+    if name == "grouped_mm" and moe_torch._grouped_mm is None:
+        pytest.skip("not run: this PyTorch has no grouped_mm")
+    tensors, keywords = drawn(SHAPES["odd"], torch.float32, LAYOUTS[layout])
+
+    def gradients(function, convert):
+        inputs = [
+            convert(each).clone().requires_grad_() if each is not None and each.is_floating_point() else each
+            for each in arguments_of(tensors, keywords)[:-1]
+        ]
+        output = function(*inputs, arguments_of(tensors, keywords)[-1])
+        ramp = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+        wanted = [each for each in inputs if each is not None and each.requires_grad]
+        return torch.autograd.grad((output * ramp).sum(), wanted)
+
+    actual = gradients(IMPLEMENTATIONS[name], torch.Tensor.float)
+    measure = gradients(moe_torch.eager, torch.Tensor.float)
+    expected = gradients(moe_torch.eager, torch.Tensor.double)
+    assert len(actual) == (6 if layout == "gpt_oss" else 4)
+    for one, its_measure, its_expected in zip(actual, measure, expected, strict=True):
+        assert_as_good_as_eager(one, its_measure, its_expected)
+
+
+def test_gradients_take_no_gathered_weights():
+    spec = moe.ExpertsSpec(*key_of("one token"))._replace(grad=True)
+    assert "gradients" in moe_torch.gathered_refuses(spec, registry.describe(torch.device("meta")))
+
+
+def key_of(shape, dtype=torch.bfloat16):
+    tensors, _ = drawn(SHAPES[shape], dtype, {})
+    return moe.specification(*tensors, None, None, PLAIN)
+
+
+@pytest.mark.parametrize(("shape", "few"), [("one token", True), ("odd", False)])
+def test_few_tokens_are_told_apart(shape, few):
+    assert moe.ExpertsSpec(*key_of(shape)).few is few
+    reason = moe_torch.gathered_refuses(moe.ExpertsSpec(*key_of(shape)), registry.describe(torch.device("meta")))
+    assert (reason is None) is few
+
+
+@needs_grouped_mm
+def test_nothing_is_read_back_from_the_device():
+    """On the meta device a read-back raises: what passes can be recorded in a graph."""
+    tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
+    on_meta = [each.to("meta") for each in arguments_of(tensors, {})[:5]]
+    form = arguments_of(tensors, {})[-1]
+    for name in ("grouped_mm", "gathered weights, bmm"):
+        assert IMPLEMENTATIONS[name](*on_meta, None, None, form).shape == tensors[0].shape
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        moe_torch.sorted_loop(*on_meta, None, None, form)
+
+
+def test_no_tokens():
+    tensors, keywords = drawn((0, 4, 2, 16, 16), torch.bfloat16, {})
+    for tier in ("torch", "eager"):
+        with options.override(tiers={"experts": tier}):
+            assert ops.experts(*tensors, **keywords).shape == (0, 16)
+
+
+def test_experts_that_nobody_chose_are_left_alone():
+    """Their weights may hold anything."""
+    (x, gate_up, down, ids, weights), _ = drawn((5, 6, 2, 16, 16), torch.float32, {})
+    ids = torch.tensor([[1, 3]] * 5)
+    expected = eager((x, gate_up, down, ids, weights), {})
+    gate_up[[0, 2, 4, 5]] = torch.nan
+    down[[0, 2, 4, 5]] = torch.nan
+    for call in IMPLEMENTATIONS.values():
+        if call is moe_torch.grouped and moe_torch._grouped_mm is None:
+            continue
+        output = call(*arguments_of((x, gate_up, down, ids, weights), {}))
+        torch.testing.assert_close(output, expected)
+
+
+@needs_grouped_mm
+def test_compiled_without_a_break():
+    tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
+    compiled = torch.compile(lambda *each: ops.experts(*each), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*tensors), ops.experts(*tensors))
+
+
+def test_the_aiter_tier_wants_shuffled_weights(monkeypatch):
+    tensors, keywords = drawn(SHAPES["odd"], torch.bfloat16, {})
+    with options.override(tiers={"experts": "aiter"}), pytest.raises(TierUnavailable, match="aiter tier"):
+        ops.experts(*tensors, **keywords)
+
+
+def test_shuffled_weights():
+    (x, gate_up, down, ids, weights), _ = drawn((9, 4, 2, 64, 32), torch.bfloat16, {})
+    first, second = ops.shuffle_experts(gate_up), ops.shuffle_experts(down)
+    assert not torch.equal(first.data, gate_up) and first.data.shape == gate_up.shape
+    for expert in range(4):
+        assert torch.equal(first.data[expert], ops.shuffle(gate_up[expert]).data)
+    with ops.recording() as routes:
+        output = ops.shuffled_experts(x, first, second, ids, weights)
+    assert [(each.operation, each.tier) for each in routes] == [("shuffled_experts", "torch")]
+    expected = reference((x, gate_up, down, ids, weights), {})
+    assert_as_good_as_eager(output, eager((x, gate_up, down, ids, weights), {}), expected)
+
+
+def test_the_probe_finds_a_wrong_implementation(monkeypatch):
+    spec = probe_cases.kind("experts", moe.ExpertsSpec(*key_of("odd")))
+    assert probe_cases.check("experts", "torch", "sorted tokens, loop", spec) is None
+    operation = registry.operations()["experts"]
+    broken = registry.Implementation("torch", "broken", lambda *_: None, lambda *each: moe_torch.eager(*each) * 1.1)
+    monkeypatch.setattr(operation, "implementations", [*operation.implementations, broken])
+    assert "wrong by" in probe_cases.check("experts", "torch", "broken", spec)
+
+
+def test_what_it_refuses():
+    tensors, _ = drawn(SHAPES["odd"], torch.float32, {})
+    with pytest.raises(OptionError, match="no activation"):
+        ops.experts(*tensors, activation="relu")
+    with pytest.raises(OptionError, match="both biases"):
+        ops.experts(*tensors, gate_up_bias=torch.zeros(5, 96))

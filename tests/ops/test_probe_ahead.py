@@ -1,0 +1,75 @@
+"""The process that checks kernels starts while a model loads, where it will be needed; importing it stays cheap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_rocm import options
+from hf_rocm.ops import probe, probe_worker, registry
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(probe_worker, "start", lambda: calls.append(True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
+    return calls
+
+
+def test_it_starts_where_nothing_was_checked_yet(started):
+    probe.ahead()
+    assert started
+
+
+def test_it_does_not_start_where_something_has_passed(started, tmp_path):
+    (tmp_path / "probes").mkdir()
+    (tmp_path / "probes" / "0.json").write_text("{}")
+    probe.ahead()
+    assert not started
+    with options.override(refresh=True):
+        probe.ahead()
+    assert started
+
+
+def test_it_does_not_start_without_a_gpu_or_without_checks(started, monkeypatch):
+    with options.override(probe=False):
+        probe.ahead()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    probe.ahead()
+    assert not started
+
+
+def test_starting_twice_is_starting_once(monkeypatch):
+    made = []
+
+    class Worker:
+        def __init__(self):
+            made.append(self)
+
+        def alive(self):
+            return True
+
+    monkeypatch.setattr(probe_worker, "_worker", None)
+    monkeypatch.setattr(probe_worker, "_Worker", Worker)
+    probe_worker.start()
+    probe_worker.start()
+    assert len(made) == 1
+
+
+def test_the_operations_are_imported_without_the_compiler():
+    """It takes seconds, in this process and in the child."""
+    code = "import hf_rocm.ops, sys; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_mark_of_a_constant_is_still_the_compilers():
+    def function():
+        """Nothing."""
+
+    assert vars(torch.compiler.assume_constant_result(function)) == {"_dynamo_marked_constant": True}
+    assert registry._place_of_choice._dynamo_marked_constant

@@ -1,0 +1,275 @@
+"""quantized_linear: within the bound of its format in every tier, rows of zeros and NaN, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_rocm import ops, options
+from hf_rocm.device import Device
+from hf_rocm.errors import OptionError
+from hf_rocm.ops import probe, quantized, registry
+from hf_rocm.ops.eight_bit import (
+    FORMATS,
+    FP8,
+    FP8_FNUZ,
+    INT8,
+    dequantize_rows,
+    fp8_of,
+    largest,
+    quantize_rows,
+    rounding_error,
+    shuffle_rows,
+    unshuffle_rows,
+)
+from hf_rocm.ops.quantized import QuantizedSpec, eager_linear
+from tests import eight_bit
+from tests.tolerance import assert_as_good_as_eager
+
+BF16 = torch.bfloat16
+DTYPES = [torch.float32, BF16, torch.float16]
+SHAPES = [((1, 16), 16), ((3, 63), 5), ((2, 5, 64), 48), ((130,), 33), ((17, 24), 1)]
+
+each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
+each_tier = pytest.mark.parametrize("tier", ["torch", "eager"])
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def random(*shape, dtype=BF16, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tensors(shape, n, dtype, bias):
+    return random(*shape, dtype=dtype), random(n, shape[-1], dtype=dtype, seed=1), random(n, seed=2) if bias else None
+
+
+def rounded(weight, format):
+    data, scale = quantize_rows(weight, format)
+    return data, scale.flatten().float()
+
+
+@pytest.fixture(autouse=True)
+def checked():
+    eight_bit.check_all()
+
+
+def routed(tier, x, data, scale, bias=None, **further):
+    if tier == "torch":
+        eight_bit.needs(data.dtype, x.dtype)
+    with options.override(tiers={"linear": tier}), ops.recording() as routes:
+        output = ops.quantized_linear(x, data, scale, bias, **further)
+    assert [(each.operation, each.tier) for each in routes] == [("quantized_linear", tier)]
+    return output
+
+
+def within_the_bound(output, x, weight, bias, format):
+    """No element is further from the product of the unrounded numbers than the roundings allow.
+
+    (|x| + e_x)(|w| + e_w) - |x||w|, summed over K, where e is half a step of the format; then the output and the bias
+    are rounded to its dtype, once each.
+    """
+    rows, wide = x.reshape(-1, x.shape[-1]).double(), weight.double()
+    off_x, off_w = rounding_error(rows, format), rounding_error(wide, format)
+    bound = rows.abs() @ off_w.t() + off_x @ wide.abs().t() + off_x @ off_w.t()
+    exact = rows @ wide.t()
+    expected = exact if bias is None else exact + bias.double()
+    bound += torch.finfo(output.dtype).eps * (exact.abs() + expected.abs() + bound)
+    assert torch.isfinite(output).all()
+    error = (output.reshape(expected.shape).double() - expected).abs()
+    assert (error <= bound).all(), f"off by {(error / bound).max():.2f} times what is allowed"
+    assert (error > 0).any() or not error.numel()  # it is not the product of the unrounded numbers
+
+
+@pytest.mark.parametrize(("shape", "n"), SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@each_dtype
+@each_tier
+@each_format
+def test_within_the_bound_of_the_format(format, tier, dtype, bias, shape, n):
+    x, weight, offset = tensors(shape, n, dtype, bias)
+    data, scale = rounded(weight, format)
+    output = routed(tier, x, data, scale, offset)
+    assert output.shape == (*shape[:-1], n) and output.dtype == dtype
+    within_the_bound(output, x, weight, offset, format)
+    doubled = (x.double(), data.double(), scale.double(), None if offset is None else offset.double())
+    expected = eager_linear(*doubled, format, False)
+    assert_as_good_as_eager(output, eager_linear(x, data, scale, offset, format, False), expected)
+
+
+def test_fp64_is_served_by_the_eager_tier():
+    x, weight, _ = tensors((3, 32), 8, torch.float64, False)
+    within_the_bound(routed("eager", x, *rounded(weight, INT8)), x, weight, None, INT8)
+
+
+@each_tier
+@each_format
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)], ids=str)
+def test_an_empty_batch(format, tier, shape):
+    data, scale = rounded(random(8, 16), format)
+    assert routed(tier, random(*shape), data, scale, random(8)).shape == (*shape[:-1], 8)
+
+
+@each_tier
+@each_format
+@each_dtype
+def test_rows_of_zeros_tiny_rows_and_rows_with_nan(format, tier, dtype):
+    weight = random(8, 32, dtype=dtype, seed=1)
+    weight[3] = 0
+    x = random(5, 32, dtype=dtype)
+    x[1] = 0
+    x[2, 7] = torch.nan
+    x[3, 7] = torch.inf
+    x[4] *= torch.finfo(dtype).tiny
+    data, scale = rounded(weight, format)
+    bias = random(8, seed=2)
+    output = routed(tier, x, data, scale, bias)
+    assert torch.isfinite(output[[0, 1, 4]]).all()
+    assert torch.equal(output[1], bias.to(dtype)) and torch.equal(output[:2, 3], bias[3].to(dtype).expand(2))
+    assert output[2].isnan().all() and not torch.isfinite(output[3]).any()
+    clean = x.clone()
+    clean[2:4] = 0
+    assert torch.equal(routed(tier, clean, data, scale, bias)[[0, 1, 4]], output[[0, 1, 4]])  # no other row is touched
+
+
+@each_tier
+@each_format
+def test_a_weight_row_with_nan_makes_one_output_nan(format, tier):
+    weight = random(8, 32, seed=1)
+    weight[5, 0] = torch.nan
+    output = routed(tier, random(3, 32), *rounded(weight, format))
+    assert output.isnan().sum(0).tolist() == [0, 0, 0, 0, 0, 3, 0, 0]
+
+
+@each_format
+@pytest.mark.parametrize("factor", [2.0**-100, 1.0, 2.0**100])
+def test_rows_are_rounded_to_the_nearest_number(format, factor):
+    """The largest of a row is exact, and what is a number of the format already stays."""
+    x = random(64, 33, dtype=torch.float64) * factor
+    rows, scale = quantize_rows(x, format)
+    assert rows.dtype == format and scale.shape == (64, 1)
+    back = rows.double() * scale
+    assert ((back - x).abs() <= rounding_error(x, format) * (1 + 1e-6)).all()
+    assert torch.equal(rows.double().abs().amax(-1), torch.full((64,), largest(format), dtype=torch.float64))
+    again, _ = quantize_rows(back, format)
+    assert torch.equal(again.double(), rows.double())
+    assert torch.equal(dequantize_rows(rows, scale.flatten(), torch.float64), back)
+
+
+@each_format
+@given(n=st.integers(1, 3), k=st.integers(1, 4))
+def test_the_shuffled_order_has_an_inverse(format, n, k):
+    rows, _ = quantize_rows(random(16 * n, 32 * k), format)
+    shuffled = shuffle_rows(rows)
+    assert torch.equal(unshuffle_rows(shuffled).double(), rows.double())
+    part = shuffle_rows(rows[:16])
+    assert torch.equal(shuffled[:16].double(), part.double())  # 16 rows at a time
+
+
+@each_tier
+@each_format
+def test_a_shuffled_weight_gives_the_same(format, tier):
+    x, weight, bias = tensors((5, 64), 32, BF16, True)
+    data, scale = rounded(weight, format)
+    expected = routed(tier, x, data, scale, bias)
+    assert torch.equal(routed(tier, x, shuffle_rows(data), scale, bias, shuffled=True), expected)
+
+
+@each_format
+@pytest.mark.parametrize("rows", [1, 6])
+def test_it_compiles_into_one_graph(format, rows):
+    x, weight, bias = tensors((rows, 32), 16, BF16, True)
+    data, scale = rounded(weight, format)
+    compiled = torch.compile(ops.quantized_linear, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x, data, scale, bias), ops.quantized_linear(x, data, scale, bias))
+
+
+def test_gradients_are_refused_in_words():
+    data, scale = rounded(random(8, 16), INT8)
+    x = random(2, 16).requires_grad_()
+    with pytest.raises(OptionError, match="8-bit layers have no gradient"):
+        ops.quantized_linear(x, data, scale)
+    with torch.no_grad():
+        assert ops.quantized_linear(x, data, scale).shape == (2, 8)
+
+
+SPEC = QuantizedSpec(BF16, FP8, torch.device("cpu"), 64, 64, None, False)
+ROCM = Device("cuda", rocm=True, arch="gfx950")
+PLAIN, AFTER, WHOLE = (
+    next(each for each in registry.operations()["quantized_linear"].implementations if each.name == name).refuses
+    for name in ("_scaled_mm", "_scaled_mm, scaled after", "_int_mm")
+)
+
+
+@pytest.mark.parametrize(
+    ("refuses", "changes", "sentence"),
+    [
+        (PLAIN, {"format": INT8}, "_scaled_mm is for fp8"),
+        (PLAIN, {"dtype": torch.float16}, "with a scale for each row _scaled_mm gives bf16, not torch.float16"),
+        (PLAIN, {"n": 40}, "on a GPU _scaled_mm needs N and K to be multiples of 16, got 40 × 64"),
+        (AFTER, {"dtype": torch.float32}, "on a GPU the sums of _scaled_mm have fewer bits than fp32"),
+        (AFTER, {"dtype": torch.float64}, "_scaled_mm gives at most fp32, not torch.float64"),
+        (WHOLE, {}, "_int_mm is for int8"),
+        (WHOLE, {"format": INT8, "k": 60}, "on a GPU _int_mm needs N and K to be multiples of 8, got 64 × 60"),
+        (WHOLE, {"format": INT8, "dtype": torch.float64}, "its scales are fp32"),
+    ],
+)
+def test_refusals_of_the_torch_tier(refuses, changes, sentence):
+    assert refuses(SPEC._replace(**changes), ROCM) == sentence
+
+
+def test_an_old_nvidia_gpu_has_no_fp8(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    device = Device("cuda", rocm=False)
+    assert PLAIN(SPEC, device) == "fp8 products begin with compute capability 8.9, and this is 8.0"
+    assert WHOLE(SPEC._replace(format=INT8), device) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "format"),
+    [
+        (Device("cuda", rocm=True, arch="gfx942"), FP8_FNUZ),
+        (Device("cuda", rocm=True, arch="gfx950"), FP8),
+        (Device("cuda", rocm=True, arch="gfx90a"), None),
+        (Device("cuda", rocm=True, arch="gfx1100"), None),
+        (Device("cuda", rocm=False), FP8),
+        (Device("cpu", rocm=False), FP8),
+    ],
+)
+def test_the_fp8_of_a_device(device, format):
+    assert fp8_of(device) == format
+
+
+def test_a_wrong_product_of_this_pytorch_is_found(monkeypatch):
+    whole = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda one, other: whole(one, other) + 1000)
+    probe.forget()
+    registry.forget_choices()
+    x, weight, _ = tensors((3, 48), 16, BF16, False)
+    with (
+        pytest.warns(RuntimeWarning, match="won't use torch's _int_mm for torch.int8 in this process: .*wrong by"),
+        ops.recording() as routes,
+    ):
+        output = ops.quantized_linear(x, *rounded(weight, INT8))
+    assert [(each.tier, each.name) for each in routes] == [("eager", "dequantize, matmul")]
+    within_the_bound(output, x, weight, None, INT8)
+    probe.forget()
+    registry.forget_choices()
+
+
+def test_few_rows_are_padded_on_a_gpu(monkeypatch):
+    """The vendor libraries want more than 16 rows: what they are given, and what comes back."""
+    asked = []
+    whole = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda one, other: asked.append(len(one)) or whole(one, other))
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    x, weight, _ = tensors((3, 32), 16, BF16, False)
+    data, scale = rounded(weight, INT8)
+    output = quantized.int_mm(x.as_subclass(OnGpu), data, scale, None, INT8, False)
+    assert asked == [32] and output.shape == (3, 16)
+    within_the_bound(output.as_subclass(torch.Tensor), x, weight, None, INT8)

@@ -1,0 +1,100 @@
+"""act_and_mul by our kernel, interpreted, against float64; its rounding is the torch tier's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops.activation import ACTIVATIONS, CLAMPED, eager_act_and_mul, torch_act_and_mul
+from hf_rocm.ops.triton import activation as wrapper
+from tests.tolerance import assert_as_good_as_eager
+from tests.triton.routed import compiled_once, random, routed
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+TERMS = {"limit": 2.0, "alpha": 1.702}
+
+
+@each_dtype
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 63), (2, 2, 130), (2, 1500)], ids=str)
+def test_act_and_mul(shape, activation, interleaved, dtype):
+    x = random(*shape[:-1], 2 * shape[-1], dtype=dtype) * 3
+    output = routed("act_and_mul", x, activation=activation, interleaved=interleaved, **TERMS)
+    expected = eager_act_and_mul(x.double(), activation, interleaved, **TERMS)
+    # the unfused layers round in between: that run is the measure
+    assert_as_good_as_eager(output, torch_act_and_mul(x, activation, interleaved, **TERMS), expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_it_rounds_where_unfused_layers_do(activation):
+    x = random(64, 256, dtype=torch.bfloat16)  # not so small that the formula itself cancels
+    ours = routed("act_and_mul", x, activation=activation, **TERMS)
+    expected = torch_act_and_mul(x, activation, False, **TERMS)
+    if activation != CLAMPED:  # PyTorch's own are approximations on a CPU
+        gate, up = x.chunk(2, -1)
+        ones = torch.ones_like(gate, dtype=torch.float64)
+        expected = eager_act_and_mul(torch.cat((gate.double(), ones), -1), activation).bfloat16() * up
+    # exponentials differ by a last bit, which moves a value across a rounding boundary, but hardly any
+    assert (ours != expected).float().mean() < 2e-3
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_values_saturate_and_nan_stays(activation):
+    gate = torch.tensor([-1e30, -100.0, 100.0, float("nan")])
+    x = torch.cat([gate, torch.ones(4)])[None]
+    ours = routed("act_and_mul", x, activation=activation, **TERMS)
+    expected = torch_act_and_mul(x, activation, False, **TERMS)
+    torch.testing.assert_close(ours, expected, equal_nan=True)
+
+
+def test_rows_may_be_apart():
+    x = random(4, 40, dtype=torch.float32)
+    expected = routed("act_and_mul", x[:, :24].clone(), activation="silu")
+    assert torch.equal(routed("act_and_mul", x[:, :24], activation="silu"), expected)
+    assert torch.equal(routed("act_and_mul", x.t().contiguous().t()[:, :24], activation="silu"), expected)
+
+
+def test_nothing_is_launched_for_nothing():
+    assert routed("act_and_mul", torch.empty(0, 8), activation="silu").shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("x", "word"), [(torch.ones(1, 4, requires_grad=True), "gradient"), (torch.ones(1, 4).double(), "float64")]
+)
+def test_what_it_refuses(x, word):
+    with pytest.raises(TierUnavailable, match=word):
+        routed("act_and_mul", x, activation="silu")
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (1, 14336), (4096, 8192)])
+def test_a_tile_is_whole(rows, dim):
+    block, threads = wrapper.tile(rows, dim)
+    assert block & (block - 1) == 0 and threads & (threads - 1) == 0 and 32 <= threads <= 1024
+
+
+def test_it_is_one_operator_of_a_compiled_graph():
+    x = random(2, 16, dtype=torch.float32)
+    nodes = compiled_once(lambda x: ops.act_and_mul(x, activation=CLAMPED, limit=1.0) * 2, x)
+    assert "hf_rocm.triton_act_and_mul.default" in nodes
+
+
+@pytest.mark.parametrize("name", ["grouped", "gathered"])
+def test_experts_have_it_within(name):
+    from hf_rocm import options
+    from hf_rocm.ops import moe_torch
+
+    tokens, experts, hidden, inner = 3, 4, 16, 8
+    x = random(tokens, hidden, dtype=torch.bfloat16)
+    gate_up = random(experts, 2 * inner, hidden, dtype=torch.bfloat16, seed=1)
+    down = random(experts, hidden, inner, dtype=torch.bfloat16, seed=2)
+    ids, weights = torch.tensor([[0, 3], [1, 2], [3, 1]]), torch.full((tokens, 2), 0.5, dtype=torch.bfloat16)
+    form = moe_torch.Form(CLAMPED, False, True, False, limit=2.0, alpha=1.702)
+    results = {}
+    for tier in ("triton", "torch"):
+        with options.override(tiers={"act_and_mul": tier}), ops.recording() as routes, torch.no_grad():
+            results[tier] = getattr(moe_torch, name)(x, gate_up, down, ids, weights, None, None, form)
+        assert [each.operation for each in routes] == (["act_and_mul"] if tier == "triton" else [])
+    torch.testing.assert_close(results["triton"], results["torch"])

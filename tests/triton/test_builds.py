@@ -1,0 +1,108 @@
+"""Every kernel compiles for every AMD architecture, without a GPU, and the code is as it should be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY, Build
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "scripts" / "build-kernels"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_every_kernel_builds_everywhere():
+    done = build_kernels("--json")
+    assert done.stdout, done.stderr
+    builts = json.loads(done.stdout)
+    bad = [f"{each['kernel']} {each['form']} on {each['architecture']}: {each['problems']}" for each in builts]
+    assert done.returncode == 0, [line for line, each in zip(bad, builts, strict=True) if each["problems"]]
+    assert {each["architecture"] for each in builts} == set(ARCHITECTURES)
+    assert all(each["vgprs"] and each["sgprs"] for each in builts), "the assembler's notes were not found"
+    kernels = {each["kernel"] for each in builts}
+    assert {"rms_norm", "act_and_mul", "rope"} <= kernels
+
+
+def test_the_table_and_the_exit_code():
+    done = build_kernels("norm", "--arch", "gfx942", "--jobs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:4] == ["kernel", "arch", "warps", "VGPR"]
+    assert any("gfx942" in line for line in lines) and "0 bad" in lines[-1]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from lib import build_kernels
+
+    return build_kernels
+
+
+def test_what_cannot_be_built_is_refused(script, monkeypatch):
+    with pytest.raises(script.ScriptError, match="TRITON_INTERPRET is set"):
+        next(script._jobs([], None))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(script.ScriptError, match="there are no kernels in nosuch"):
+        next(script._jobs(["nosuch"], None))
+
+
+@pytest.fixture
+def judged(script):
+    facts = dict.fromkeys(("spilled_vgprs", "spilled_sgprs", "scratch_bytes", "lds_bytes", "matrix_instructions"), 0)
+    facts |= {"kernel": "k", "form": "f", "architecture": "gfx942", "warps": 4, "lds_limit": 65536}
+
+    def judge(*, matrix: bool = False, **found: int) -> tuple[str, ...]:
+        return script._judged(SimpleNamespace(matrix=matrix), {**facts, **found}).problems
+
+    return judge
+
+
+def test_what_an_amd_gpu_would_suffer_from_in_silence_is_a_problem(judged):
+    assert judged() == () and judged(matrix=True, matrix_instructions=8) == ()
+    assert "3 registers spilled" in judged(spilled_vgprs=3)[0]
+    assert "16 bytes of scratch" in judged(scratch_bytes=16)[0]
+    assert "local memory" in judged(lds_bytes=65537)[0]
+    assert judged(matrix=True) == ("no matrix instruction",)
+
+
+def test_the_notes_of_the_assembler_are_read(script):
+    text = """
+\tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1], v[2:3], 0
+\tv_wmma_f32_16x16x16_bf16 v[0:7], v[8:15], v[16:23], v[0:7]
+    .private_segment_fixed_size: 8
+    .sgpr_count:     21
+    .sgpr_spill_count: 1
+    .vgpr_count:     128
+    .vgpr_spill_count: 2
+"""
+    facts = script._facts(SimpleNamespace(asm={"amdgcn": text}, metadata=SimpleNamespace(shared=1024)))
+    assert facts == {
+        "vgprs": 128,
+        "sgprs": 21,
+        "spilled_vgprs": 2,
+        "spilled_sgprs": 1,
+        "scratch_bytes": 8,
+        "lds_bytes": 1024,
+        "matrix_instructions": 2,
+    }
+
+
+def test_waves_and_local_memory_are_those_of_the_architectures():
+    assert {name: lanes for name, lanes in ARCHITECTURES.items() if name.startswith("gfx9")} == dict.fromkeys(
+        ("gfx90a", "gfx942", "gfx950"), 64
+    )
+    assert LOCAL_MEMORY == {"gfx950": 163840}
+    assert Build(None, {}, {}).architectures == tuple(ARCHITECTURES)

@@ -1,0 +1,269 @@
+"""Decode attention by our split kernel, interpreted, against the float64 oracle.
+
+What a row may not see is NaN: a kernel that only weighs it with zero is found, and so is one that reads it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops
+from hf_rocm.ops import probe_cases
+from hf_rocm.ops.attention import AttentionSpec
+from hf_rocm.ops.attention_eager import attention as eager_attention
+from hf_rocm.ops.decode import DecodeSpec, eager_decode, seen_keys
+from hf_rocm.ops.padded import CacheRows, recognise
+from hf_rocm.ops.triton import decode
+from tests.tolerance import assert_as_good_as_eager
+from tests.triton.routed import compiled_once, random, routed
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+each_dtype = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def several_splits(monkeypatch):
+    """As on a GPU of many units: more programs than pieces of work, so that partial results meet."""
+    monkeypatch.setattr(decode, "_units", lambda device: 8)
+    decode._work.cache_clear()
+
+
+def tensors(shape, dtype):
+    b, h, kv_heads, s_q, s_k, d, value_dim = shape
+    query = random(b, s_q, h, d, dtype=dtype).transpose(1, 2)  # as a projection leaves it
+    return (
+        query,
+        random(b, kv_heads, s_k, d, dtype=dtype, seed=1),
+        random(b, kv_heads, s_k, value_dim, dtype=dtype, seed=2),
+    )
+
+
+def check(shape, lengths, *, dtype=FP32, starts=None, window=None, softcap=None, sinks=False):
+    """The kernel on a cache whose unseen keys are NaN, the oracle on the same without NaN."""
+    query, key, value = tensors(shape, dtype)
+    s_q, s_k, d = query.shape[2], key.shape[2], query.shape[3]
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    starts = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+    how = {"scale": d**-0.5, "starts": starts, "window": window, "softcap": softcap}
+    sink = random(shape[1], dtype=dtype, seed=3) if sinks else None
+    eager = eager_decode(query, key, value, lengths, sinks=sink, **how)
+    wide = (each.double() for each in (query, key, value))
+    expected = eager_decode(*wide, lengths, sinks=None if sink is None else sink.double(), **how)
+    unseen = ~seen_keys(s_q, s_k, lengths, starts, window).any(2).transpose(1, 2).expand(len(key), s_k, 1)[:, None]
+    key, value = (each.masked_fill(unseen, torch.nan) for each in (key, value))
+    output = routed("decode_attention", query, key, value, lengths, sinks=sink, **how)
+    assert output.is_contiguous()
+    assert_as_good_as_eager(output, eager, expected)
+    return output
+
+
+SHAPES = {  # B, H, Hkv, S_q, S, D, D_v; the lengths of the rows
+    "one key": ((1, 1, 1, 1, 1, 64, 64), [1]),
+    "63": ((2, 4, 2, 1, 63, 64, 64), [63, 1]),
+    "one block and one": ((2, 4, 2, 1, 65, 128, 128), [65, 64]),
+    "many blocks": ((2, 4, 1, 1, 700, 64, 64), [699, 130]),
+    "shared length": ((3, 2, 2, 1, 100, 64, 64), [77]),
+    "large group": ((1, 40, 1, 1, 70, 64, 64), [69]),
+    "80": ((1, 4, 2, 1, 90, 80, 80), [83]),
+    "96": ((1, 4, 2, 1, 90, 96, 96), [83]),
+    "112": ((1, 4, 2, 1, 90, 112, 112), [83]),
+    "192 and 128": ((1, 2, 2, 1, 70, 192, 128), [65]),
+    "256": ((1, 2, 1, 1, 70, 256, 256), [65]),
+    "tiny": ((2, 4, 2, 1, 40, 8, 12), [37, 5]),
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_single_queries(shape, dtype):
+    check(*shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("s_q", [2, 3, 7, 15, 16])
+def test_several_queries_are_causal_among_themselves(s_q):
+    check((2, 6, 2, s_q, 150, 32, 32), [149, s_q])
+
+
+def test_more_rows_than_a_block_holds():
+    check((1, 8, 1, 16, 70, 16, 16), [66], dtype=BF16)
+
+
+@pytest.mark.parametrize("s_q", [1, 4])
+@pytest.mark.parametrize("starts", [[0, 0], [5, 60], [99, 128]], ids=str)
+def test_left_padding(starts, s_q):
+    """Up to rows of a single real key; queries that are padding themselves see nothing and are zero."""
+    output = check((2, 4, 2, s_q, 130, 32, 32), [100, 129], starts=starts)
+    if starts[0] == 99 and s_q == 4:
+        assert torch.equal(output[:, :3], torch.zeros_like(output[:, :3]))
+        assert output[:, 3].abs().min() > 0
+
+
+@pytest.mark.parametrize("s_q", [1, 4])
+@pytest.mark.parametrize("window", [1, 63, 64, 500])
+def test_windows(window, s_q):
+    check((2, 4, 2, s_q, 200, 32, 32), [199, 40], window=window)
+
+
+@pytest.mark.parametrize("s_q", [1, 3])
+@pytest.mark.parametrize("length", [64, 65, 300])
+def test_a_rolling_cache_holds_the_last_keys(length, s_q):
+    """Length and start go on counting, and the start has been dropped or has moved to the front."""
+    check((2, 4, 2, s_q, 64, 32, 32), [length, length], starts=[20, length - 10], window=64)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "terms", [{"softcap": 2.0}, {"sinks": True}, {"softcap": 3.0, "sinks": True, "window": 50}], ids=str
+)
+@pytest.mark.parametrize("s_q", [1, 5])
+def test_softcap_and_sinks(s_q, terms, dtype):
+    check((2, 4, 2, s_q, 140, 64, 64), [139, 20], dtype=dtype, **terms)
+
+
+def test_softcap_of_scores_beyond_any_exponential():
+    query, key, value = (each * 1e4 for each in tensors((1, 2, 1, 1, 40, 32, 32), FP32))
+    lengths = torch.tensor([40])
+    output = routed("decode_attention", query, key, value, lengths, scale=1.0, softcap=30.0)
+    expected = eager_decode(
+        *(each.double() for each in (query, key, value)), lengths, scale=1.0, softcap=30.0, sinks=None
+    )
+    assert_as_good_as_eager(
+        output, eager_decode(query, key, value, lengths, scale=1.0, softcap=30.0, sinks=None), expected
+    )
+
+
+@pytest.mark.parametrize("units", [1, 8])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_row_of_nothing_is_zero(units, sinks, monkeypatch):
+    monkeypatch.setattr(decode, "_units", lambda device: units)
+    decode._work.cache_clear()
+    query, key, value = tensors((2, 4, 2, 1, 130, 16, 16), FP32)
+    starts = torch.tensor([0, 130])
+    sink = torch.zeros(4) if sinks else None
+    output = routed("decode_attention", query, key, value, torch.tensor([130]), scale=0.3, starts=starts, sinks=sink)
+    assert torch.equal(output[1], torch.zeros_like(output[1])) and output[0].abs().min() > 0
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_one_program_for_each_head_needs_no_second_kernel(sinks, monkeypatch):
+    monkeypatch.setattr(decode, "_units", lambda device: 1)
+    decode._work.cache_clear()
+    shape = (2, 4, 2, 3, 150, 32, 24)
+    assert decode.plan(2, 2, 6, 150, 32, 4, 1, None).splits == 1
+    check(shape, [149, 30], sinks=sinks, softcap=2.0)
+
+
+@each_dtype
+@pytest.mark.parametrize("per", ["row", "head", "query", "all"])
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks(kind, per, dtype):
+    shape = b, h, _, s_q, s_k, d, _ = (2, 4, 2, 3, 150, 32, 32)
+    query, key, value = tensors(shape, dtype)
+    sizes = {"row": (b, 1, s_q), "head": (b, h, s_q), "query": (1, 1, s_q), "all": (1, 1, 1)}[per]
+    mask = torch.rand(*sizes, s_k + 3, generator=torch.Generator().manual_seed(4)) > 0.4
+    mask[..., 64:128] = False  # a block that nobody sees
+    mask[..., 0] = True
+    hidden = ~mask[..., :s_k].flatten(0, -2).any(0)
+    if kind == "additive":
+        bias = random(*mask.shape, dtype=dtype, seed=5)
+        mask = bias.masked_fill(~mask, torch.finfo(dtype).min)
+    how = {"scale": d**-0.5, "causal": True, "window": 149, "softcap": None, "sinks": None}
+    eager, _ = eager_attention(query, key, value, mask=mask, **how)
+    wide = mask.double() if kind == "additive" else mask
+    expected, _ = eager_attention(*(each.double() for each in (query, key, value)), mask=wide, **how)
+    key, value = (each.masked_fill(hidden[:, None], torch.nan) for each in (key, value))
+    output, weights = routed("attention", query, key, value, mask=mask, **how)
+    assert weights is None
+    assert_as_good_as_eager(output, eager, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("s_q", [1, 6])
+def test_dynamic_caches_and_cross_attention(s_q, causal):
+    query, key, value = tensors((2, 4, 2, s_q, 149, 32, 48), FP32)
+    how = {"scale": 0.2, "causal": causal, "mask": None, "window": 70, "softcap": None, "sinks": None}
+    output, _ = routed("attention", query, key, value, **how)
+    expected, _ = eager_attention(*(each.double() for each in (query, key, value)), **how)
+    assert_as_good_as_eager(output, eager_attention(query, key, value, **how)[0], expected)
+
+
+def test_any_strides():
+    """Caches laid out position by position, views of a longer cache, and columns apart."""
+    query, key, value = tensors((2, 4, 2, 1, 90, 32, 32), FP32)
+    lengths = torch.tensor([80, 3])
+    expected = routed("decode_attention", query, key, value, lengths, scale=0.2)
+    by_position = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (key, value)]
+    part = [torch.cat((each, each), 2)[:, :, :90] for each in (key, value)]
+    apart = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in (key, value)]
+    for pair in (by_position, part, apart):
+        assert not any(each.is_contiguous() for each in pair)
+        assert torch.equal(routed("decode_attention", query, *pair, lengths, scale=0.2), expected)
+
+
+def test_lengths_are_read_when_it_runs():
+    """The same call after lengths were advanced in place: what a recorded graph does."""
+    query, key, value = tensors((2, 4, 2, 1, 200, 32, 32), FP32)
+    lengths, starts = torch.tensor([70, 150]), torch.tensor([0, 149])
+    for _ in range(2):
+        output = routed("decode_attention", query, key, value, lengths, scale=0.2, starts=starts)
+        eager = eager_decode(query, key, value, lengths, scale=0.2, starts=starts, softcap=None, sinks=None)
+        torch.testing.assert_close(output, eager)
+        lengths += 49
+        starts -= 60
+
+
+def test_empty_batches_and_no_keys():
+    query, key, value = tensors((2, 4, 2, 1, 5, 16, 16), FP32)
+    assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 1, 4, 16)
+    output, _ = routed("attention", query, key[:, :, :0], value[:, :, :0], scale=1.0)
+    assert torch.equal(output, torch.zeros(2, 1, 4, 16))
+
+
+FORMS = {  # its specifications: two of `attention`, three of `decode_attention`
+    "attention, dynamic cache": AttentionSpec(
+        FP32, CPU, 4, 2, 16, 16, True, *[False] * 3, None, *[False] * 2, None, False, False
+    ),
+    "attention, mask": AttentionSpec(
+        FP32, CPU, 4, 2, 16, 16, *[False] * 4, 5, True, True, torch.bool, False, False, few_queries=True
+    ),
+    "decode_attention, plain": DecodeSpec(FP32, CPU, 4, 2, 16, 16, False, False, False),
+    "decode_attention, padded": DecodeSpec(FP32, CPU, 4, 2, 16, 16, True, True, False, starts=True),
+    "decode_attention, several": DecodeSpec(FP32, CPU, 4, 2, 16, 12, *[False] * 4, starts=True, window=5),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_first_use_checks_pass_and_find_a_key_too_many(name, monkeypatch):
+    operation, kind = name.partition(",")[0], tuple(FORMS[name])
+    assert probe_cases.check(operation, "triton", "decode_kernel", kind) is None
+    stock = decode._traced
+    monkeypatch.setattr(decode, "_traced", lambda *given: stock(*given) + 1)
+    assert "wrong by" in probe_cases.check(operation, "triton", "decode_kernel", kind)
+    if operation == "decode_attention":
+        monkeypatch.setattr(decode, "_traced", lambda q, k, v, lengths, *rest: stock(q, k, v, lengths + 1, *rest))
+        assert "wrong by" in probe_cases.check(operation, "triton", "decode_kernel", kind)
+
+
+def test_it_is_one_operator_in_a_compiled_graph():
+    query, key, value = tensors((1, 4, 2, 1, 70, 16, 16), FP32)
+    lengths = torch.tensor([66])
+
+    def call(*arguments):
+        return ops.decode_attention(*arguments, scale=0.2, softcap=2.0)
+
+    assert "hf_rocm.triton_decode.default" in compiled_once(call, query, key, value, lengths)
+
+
+def test_a_padded_step_is_served_with_its_mask_or_by_numbers():
+    """The mask isn't read on the host where the kernel takes it."""
+    query, key, value = tensors((2, 4, 2, 1, 90, 32, 32), FP32)
+    lengths, starts = torch.tensor([90]), torch.tensor([0, 85])
+    mask = seen_keys(1, 90, lengths, starts, None)
+    with torch.no_grad(), ops.recording() as routes:
+        assert recognise(mask, query, key, value) is None
+        by_mask, _ = ops.attention(query, key, value, scale=0.2, mask=mask)
+        by_numbers, _ = ops.attention(query, key, value, scale=0.2, padded=CacheRows(lengths, starts))
+    assert [(each.operation, each.tier) for each in routes] == [("attention", "triton"), ("decode_attention", "triton")]
+    torch.testing.assert_close(by_mask, by_numbers)

@@ -1,0 +1,188 @@
+"""linear and fused_linear by our kernels, interpreted, against float64 and against the operations one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from hf_rocm.device import Device
+from hf_rocm.errors import OptionError, TierUnavailable
+from hf_rocm.ops.fused_linear import composed, eager_fused_linear
+from hf_rocm.ops.linear import LinearSpec, eager_linear
+from hf_rocm.ops.triton import linear
+from tests.tolerance import assert_as_good_as_eager
+from tests.triton.routed import compiled_once, random, routed
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+CPU = Device("cpu", rocm=False)
+
+
+@each_dtype
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "n"), [((1, 16), 16), ((1, 1, 63), 37), ((2, 131), 20), ((3, 5, 40), 33), ((17, 64), 48)], ids=str
+)
+def test_linear(shape, n, bias, dtype):
+    x, weight = random(*shape, dtype=dtype), random(n, shape[-1], dtype=dtype, seed=1) * shape[-1] ** -0.5
+    added = random(n, dtype=dtype, seed=2) if bias else None
+    output = routed("linear", x, weight, added)
+    expected = eager_linear(x.double(), weight.double(), None if added is None else added.double())
+    assert_as_good_as_eager(output, eager_linear(x, weight, added), expected)
+
+
+@pytest.mark.parametrize("m", range(1, 17))
+def test_every_number_of_rows(m):
+    x, weight = random(m, 48, dtype=torch.bfloat16), random(21, 48, dtype=torch.bfloat16, seed=1)
+    assert_as_good_as_eager(
+        routed("linear", x, weight), eager_linear(x, weight, None), eager_linear(x.double(), weight.double(), None)
+    )
+
+
+FORMS: list[dict[str, Any]] = [
+    {"norm": False},
+    {"norm": True},
+    {"residual": True},
+    {"activation": "silu"},
+    {"activation": "gelu"},
+    {"activation": "gelu_tanh", "norm": True, "residual": True, "bias": True},
+    {"activation": "silu", "norm": False, "residual": True},
+]
+
+
+@each_dtype
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("m", [1, 5])
+def test_what_rides_along(form, m, dtype):
+    arguments, keywords = call(m, dtype, **form)
+    output = routed("fused_linear", *arguments, **keywords)
+    flat = flattened(*arguments, **keywords)
+    wide = flattened(*(each.double() for each in arguments), **keywords)
+    assert_as_good_as_eager(output, eager_fused_linear(*flat), eager_fused_linear(*wide))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_it_rounds_where_the_separate_layers_do(form):
+    """Exact in fp32 sums: what differs from the operations one by one could only be a rounding in another place."""
+    arguments, keywords = call(2, torch.bfloat16, whole=True, **form)
+    with options.override(tiers={"rms_norm": "triton", "act_and_mul": "triton"}), torch.no_grad():
+        expected = composed(*flattened(*arguments, **keywords))
+    assert torch.equal(routed("fused_linear", *arguments, **keywords), expected)
+
+
+def test_one_launch_stands_for_all_parts():
+    arguments, keywords = call(1, torch.bfloat16, norm=False, activation="silu", residual=True)
+    with options.override(tiers={"linear": "triton"}), ops.recording() as routes:
+        ops.fused_linear(*arguments, **keywords)
+    assert [(each.operation, each.tier, each.name) for each in routes] == [("fused_linear", "triton", linear.NAME)]
+
+
+@pytest.mark.parametrize("tiers", [{"rms_norm": "torch"}, {"act_and_mul": "torch"}, {"linear": "torch"}], ids=str)
+def test_a_part_whose_tier_was_named_runs_by_itself(tiers):
+    arguments, keywords = call(1, torch.bfloat16, norm=False, activation="silu")
+    with options.override(tiers=tiers), ops.recording() as routes:
+        output = ops.fused_linear(*arguments, **keywords)
+        (name,) = tiers
+    assert [each.operation for each in routes] == ["fused_linear", "rms_norm", "linear", "act_and_mul"]
+    assert next(each.tier for each in routes if each.operation == name) == "torch"
+    assert torch.isfinite(output).all()
+
+
+def test_the_users_own_product_is_not_passed_over():
+    arguments, keywords = call(1, torch.bfloat16, norm=False)
+    ops.fused_linear(*arguments, **keywords)  # a choice that must not outlive the registration
+    remove = ops.register("linear", name="mine", call=torch.nn.functional.linear, refuses=lambda spec, device: None)
+    try:
+        with ops.recording() as routes:
+            ops.fused_linear(*arguments, **keywords)
+    finally:
+        remove()
+    assert ("linear", "user") in [(each.operation, each.tier) for each in routes]
+
+
+def test_one_graph_without_a_break():
+    (x, weight), keywords = call(2, torch.bfloat16, norm=True, activation="silu", residual=True)
+
+    def function(x, weight):
+        return ops.fused_linear(x, weight, **keywords)
+
+    assert any("triton_fused_linear" in each for each in compiled_once(function, x, weight))
+
+
+def test_few_rows_alone_are_ours():
+    x, weight = random(17, 64, dtype=torch.bfloat16), random(32, 64, dtype=torch.bfloat16)
+    with ops.recording() as routes:
+        ops.linear(x, weight)
+        ops.linear(x[:1], weight)
+    assert [each.tier for each in routes] == ["torch", "triton"]
+    assert "more than 16 rows" in str(linear.refuses(spec(rows=0), CPU))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"grad": True}, "no gradient"),
+        ({"dtype": torch.float32, "weight_dtype": torch.float32}, "not for torch.float32"),
+        ({"weight_dtype": torch.float16}, "one dtype"),
+        ({"contiguous": False}, "isn't contiguous"),
+        ({"n": 8}, "at least 16"),
+    ],
+    ids=str,
+)
+def test_refusals(change, reason):
+    assert reason in str(linear.refuses(spec(**change), CPU))
+    assert linear.refuses(spec(), CPU) is None
+
+
+def test_gradients_are_refused_when_the_tier_is_named():
+    x, weight = random(1, 64, dtype=torch.bfloat16).requires_grad_(), random(32, 64, dtype=torch.bfloat16)
+    with options.override(tier="linear=triton"), pytest.raises(TierUnavailable, match="gradient"):
+        ops.linear(x, weight)
+
+
+def test_an_unknown_activation():
+    arguments, _ = call(1, torch.bfloat16)
+    with pytest.raises(OptionError, match="mish"):
+        ops.fused_linear(*arguments, activation="mish")
+
+
+def spec(**change: Any) -> LinearSpec:
+    bf16 = torch.bfloat16
+    return LinearSpec(bf16, bf16, torch.device("cpu"), 32, 64, None, True, False, 1)._replace(**change)
+
+
+def call(
+    m: int,
+    dtype: torch.dtype,
+    *,
+    norm: bool | None = None,
+    activation: str | None = None,
+    residual: bool = False,
+    bias: bool = False,
+    whole: bool = False,
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Arguments of fused_linear. norm: whether it is (1 + w). whole: weights and inputs whose sums are exact."""
+    n, k = 38, 67
+    x, weight = random(1, m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5
+    if whole:
+        weight = (weight * 16).round() / 16
+        if norm is None:
+            x = x.round()
+    arguments = (x, weight, random(n, dtype=dtype, seed=2)) if bias else (x, weight)
+    keywords: dict[str, Any] = {"activation": activation}
+    if norm is not None:
+        keywords["norm"] = ops.Norm(random(k, dtype=dtype, seed=3), 1e-5, norm)
+    if residual:
+        keywords["residual"] = random(1, m, n if activation is None else n // 2, dtype=dtype, seed=4)
+    return arguments, keywords
+
+
+def flattened(x, weight, bias=None, *, norm=None, activation=None, residual=None):
+    """As implementations take them; what a keyword holds in x's dtype."""
+    weight_of_norm, eps, one_plus = (None, 0.0, False) if norm is None else norm
+    if weight_of_norm is not None and x.dtype == torch.float64:
+        weight_of_norm = weight_of_norm.double()
+    residual = residual.double() if residual is not None and x.dtype == torch.float64 else residual
+    return x, weight, bias, weight_of_norm, residual, eps, one_plus, activation

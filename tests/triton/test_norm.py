@@ -1,0 +1,116 @@
+"""rms_norm and add_rms_norm by our kernel, interpreted, against float64 and against transformers' own layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops
+from hf_rocm.ops.norm import eager_rms_norm
+from hf_rocm.ops.triton import norm
+from tests.tolerance import assert_as_good_as_eager
+from tests.triton.routed import compiled_once, random, routed
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+each_form = pytest.mark.parametrize("one_plus", [False, True])
+
+
+@each_dtype
+@each_form
+@pytest.mark.parametrize("shape", [(1, 8), (3, 63), (2, 5, 64), (1, 1), (37, 128), (2, 3000)], ids=str)
+def test_rms_norm(shape, one_plus, dtype):
+    x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
+    output = routed("rms_norm", x, weight, eps=1e-6, one_plus=one_plus)
+    expected = eager_rms_norm(x.double(), weight.double(), 1e-6, one_plus)
+    assert_as_good_as_eager(output, eager_rms_norm(x, weight, 1e-6, one_plus), expected)
+
+
+@each_dtype
+@each_form
+@pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (5, 2560)], ids=str)
+def test_add_rms_norm(shape, one_plus, dtype):
+    x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
+    weight = random(shape[-1], dtype=dtype, seed=2)
+    output, total = routed("add_rms_norm", x, residual, weight, eps=1e-5, one_plus=one_plus)
+    assert torch.equal(total, x + residual)
+    expected = eager_rms_norm(total.double(), weight.double(), 1e-5, one_plus)
+    assert_as_good_as_eager(output, eager_rms_norm(total, weight, 1e-5, one_plus), expected)
+    assert torch.equal(output, routed("rms_norm", total, weight, eps=1e-5, one_plus=one_plus))
+
+
+def test_it_rounds_where_transformers_does():
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    x = random(64, 96, dtype=torch.bfloat16)
+    for kind, one_plus in ((LlamaRMSNorm, False), (GemmaRMSNorm, True)):
+        layer = kind(96, eps=1e-6).to(torch.bfloat16)
+        layer.weight.data.copy_(random(96, dtype=torch.bfloat16, seed=1))
+        with torch.no_grad():
+            stock = layer(x)
+            ours = routed("rms_norm", x, layer.weight, eps=1e-6, one_plus=one_plus)
+        # sums of squares in another order may move a value across a rounding boundary, but hardly any
+        assert (ours != stock).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("part", [slice(0, 4), slice(4, 6)], ids=["queries", "keys"])
+def test_heads_of_a_fused_projection_are_read_where_they_are(part, monkeypatch):
+    fused = random(2, 5, 8, 16, dtype=torch.bfloat16)
+    view = fused[:, :, part]
+    assert not view.is_contiguous()
+    weight = random(16, dtype=torch.bfloat16, seed=1)
+    expected = routed("rms_norm", view.contiguous(), weight, eps=1e-6)
+    monkeypatch.setattr(torch.Tensor, "contiguous", _only_whole(torch.Tensor.contiguous))
+    assert torch.equal(routed("rms_norm", view, weight, eps=1e-6), expected)
+
+
+def _only_whole(contiguous):
+    def checked(self, **keywords):
+        assert self.is_contiguous(), "a copy"
+        return contiguous(self, **keywords)
+
+    return checked
+
+
+def test_rows_that_two_strides_cannot_reach_are_copied():
+    x = random(3, 4, 2, 8, dtype=torch.float32).transpose(0, 1)
+    weight = random(8, dtype=torch.float32, seed=1)
+    assert norm._two_strides(x) is None
+    assert torch.equal(routed("rms_norm", x, weight, eps=1e-6), routed("rms_norm", x.clone(), weight, eps=1e-6))
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 4)], ids=str)
+def test_nothing_is_launched_for_nothing(shape):
+    x, weight = torch.empty(shape), torch.ones(shape[-1])
+    assert routed("rms_norm", x, weight, eps=1e-6).shape == x.shape
+    assert routed("add_rms_norm", x, x, weight, eps=1e-6)[1].shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "word"),
+    [
+        (torch.ones(2, 4, requires_grad=True), torch.ones(4), "gradient"),
+        (torch.ones(2, 4, dtype=torch.float64), torch.ones(4, dtype=torch.float64), "float64"),
+        (torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4), "weight is torch.float32"),
+        (torch.ones(1, 32769), torch.ones(32769), "at most 32768"),
+    ],
+    ids=["grad", "fp64", "mixed", "wide"],
+)
+def test_what_it_refuses(x, weight, word):
+    from hf_rocm.errors import TierUnavailable
+
+    with pytest.raises(TierUnavailable, match=word):
+        routed("rms_norm", x, weight, eps=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(1, 4096), (1, 64), (4096, 8192), (100_000, 128), (3, 32768)])
+def test_a_tile_is_whole(rows, dim):
+    many, block, threads = norm.tile(rows, dim)
+    assert block >= dim and many * block <= max(2048, block)
+    assert 64 <= threads <= 1024 and threads & (threads - 1) == 0
+
+
+def test_it_is_one_operator_of_a_compiled_graph():
+    weight = torch.ones(16)
+    nodes = compiled_once(lambda x: ops.rms_norm(x, weight, eps=1e-6) * 2, random(2, 16, dtype=torch.float32))
+    assert "hf_rocm.triton_rms_norm.default" in nodes

@@ -1,0 +1,47 @@
+"""The tiny cases that check our kernels before their first use: they pass, and a wrong kernel fails them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm.ops import probe_cases, registry
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+KINDS = {
+    "rms_norm": (BF16, BF16, CPU, 48, False, False),
+    "add_rms_norm": (BF16, BF16, CPU, 48, True, False),
+    "act_and_mul": (BF16, CPU, 24, "clamped_swiglu", False, True),
+    "rope": (BF16, BF16, CPU, 16, 8, True, False, False),
+    "rope_into_cache": (BF16, BF16, CPU, 16, 12, 16, False, True, True, False, False),
+}
+NAMES = {"act_and_mul": "act_and_mul_kernel", "rope": "rope_kernel", "rope_into_cache": "rope_kernel"}
+
+
+@pytest.mark.parametrize("operation", KINDS)
+def test_they_pass(operation):
+    name = NAMES.get(operation, "rms_norm_kernel")
+    assert probe_cases.check(operation, "triton", name, KINDS[operation]) is None
+
+
+def test_a_single_token_passes_too():
+    kind = (BF16, BF16, CPU, 16, 16, 16, False, True, True, True, False)
+    assert probe_cases.check("rope_into_cache", "triton", "rope_kernel", kind) is None
+
+
+@pytest.mark.parametrize("operation", KINDS)
+def test_a_wrong_kernel_fails(operation, monkeypatch):
+    known = registry.operations()[operation]
+    right = next(each for each in known.implementations if each.tier == "triton")
+
+    def wrong(*arguments):
+        result = right.call(*arguments)
+        (result[-1] if isinstance(result, tuple) else result).view(-1)[-1] += 1
+        return result
+
+    changed = registry.Implementation("triton", right.name, right.refuses, wrong)
+    monkeypatch.setattr(
+        known, "implementations", [changed if each is right else each for each in known.implementations]
+    )
+    assert "wrong by" in probe_cases.check(operation, "triton", right.name, KINDS[operation])

@@ -1,0 +1,129 @@
+"""rope and rope_into_cache by our kernel, interpreted: bit for bit the torch tier in bf16 and fp16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops.rope import eager_rope
+from tests.tolerance import assert_as_good_as_eager
+from tests.triton.routed import compiled_once, random, routed
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+each_form = pytest.mark.parametrize("interleaved", [False, True])
+
+
+def angles(batch, length, rotated, dtype, *, interleaved=False):
+    turns = torch.rand(batch, length, rotated // 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 6
+    doubled = turns.repeat_interleave(2, -1) if interleaved else torch.cat((turns, turns), -1)
+    return doubled.cos().to(dtype), doubled.sin().to(dtype)
+
+
+def heads(b, s, dtype, *, h=3, kv=2, d=8, d_v=8):
+    """Queries, keys and values as views of one fused projection."""
+    sizes = (h * d, kv * d, kv * d_v)
+    fused = random(b, s, sum(sizes), dtype=dtype)
+    dims = (d, d, d_v)
+    return [
+        part.unflatten(-1, (-1, dim)).transpose(1, 2) for part, dim in zip(fused.split(sizes, -1), dims, strict=True)
+    ]
+
+
+def torch_tier(operation, *arguments, **keywords):
+    with options.override(tier="torch"):
+        return getattr(ops, operation)(*arguments, **keywords)
+
+
+def assert_equal(ours, expected):
+    if ours.dtype == torch.float32:  # a product may be contracted with the sum
+        torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
+    else:
+        assert torch.equal(ours, expected)
+
+
+@each_dtype
+@each_form
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize(("d", "rotated"), [(8, 8), (8, 2), (6, 6), (80, 32), (96, 96)])
+def test_rope(d, rotated, tables, interleaved, dtype):
+    query, key, _ = heads(2, 5, dtype, d=d)
+    cos, sin = angles(tables, 5, rotated, dtype, interleaved=interleaved)
+    outputs = routed("rope", query, key, cos, sin, interleaved=interleaved)
+    for ours, expected in zip(outputs, torch_tier("rope", query, key, cos, sin, interleaved=interleaved), strict=True):
+        assert_equal(ours, expected)
+        assert ours.stride(3) == 1
+    eager = eager_rope(query, key, cos, sin, interleaved)
+    expected = eager_rope(*(each.double() for each in (query, key, cos, sin)), interleaved)
+    if dtype == torch.float32:
+        assert_as_good_as_eager(outputs[0], eager[0], expected[0])
+
+
+def test_many_heads_are_several_programs():
+    query, key, _ = heads(1, 3, torch.bfloat16, h=70, kv=35, d=64)
+    cos, sin = angles(1, 3, 64, torch.bfloat16)
+    ours, expected = routed("rope", query, key, cos, sin), torch_tier("rope", query, key, cos, sin)
+    assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+
+
+@each_dtype
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize(("b", "s"), [(1, 1), (2, 1), (1, 3), (2, 4)])
+def test_rope_into_cache(b, s, counted, dtype):
+    results = {}
+    for tier in ("triton", "torch"):
+        query, key, value = heads(b, s, dtype, d_v=6)
+        cos, sin = angles(b, s, 4, dtype)
+        keys, values = random(b, 2, 9, 8, dtype=dtype, seed=1), random(b, 2, 9, 6, dtype=dtype, seed=2)
+        position = torch.tensor(3) if counted else torch.tensor([8, 0, 5, 2])[:s]
+        cache = {"keys": keys, "values": values, "position": position}
+        call = routed if tier == "triton" else torch_tier
+        out = call("rope_into_cache", query, key, value, cos, sin, **cache)
+        results[tier] = (out, keys, values, position)
+    for ours, expected in zip(results["triton"], results["torch"], strict=True):
+        assert_equal(ours, expected) if ours.is_floating_point() else torch.testing.assert_close(ours, expected)
+    assert not counted or position == 3 + s
+
+
+@pytest.mark.parametrize(("b", "s"), [(1, 1), (2, 3)])
+def test_what_has_no_place_in_the_cache_is_not_written_and_shows(b, s):
+    query, key, value = heads(b, s, torch.float32)
+    keys, values = torch.zeros(b, 2, 4, 8), torch.zeros(b, 2, 4, 8)
+    cache = {"keys": keys, "values": values, "position": torch.tensor(4)}
+    out = routed("rope_into_cache", query, key, value, *angles(1, s, 8, torch.float32), **cache)
+    assert out.isnan().all() and not keys.any() and not values.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"angle": torch.float32}, "angles are torch.float32"),
+        ({"grad": True}, "no gradient"),
+        ({"d": 1026}, "at most 1024"),
+        ({"dtype": torch.float64, "angle": torch.float64}, "float64"),
+    ],
+    ids=lambda each: str(each)[:12],
+)
+def test_what_it_refuses(change, word):
+    dtype = change.get("dtype", torch.bfloat16)
+    query, key, _ = heads(1, 2, dtype, d=change.get("d", 8))
+    cos, sin = angles(1, 2, 8, change.get("angle", dtype))
+    if "grad" in change:
+        query = query.detach().clone().requires_grad_()
+    with pytest.raises(TierUnavailable, match=word):
+        routed("rope", query, key, cos, sin)
+
+
+def test_they_are_operators_of_a_compiled_graph():
+    query, key, value = heads(1, 2, torch.float32)
+    cos, sin = angles(1, 2, 8, torch.float32)
+    nodes = compiled_once(lambda query: ops.rope(query, key, cos, sin)[0] * 2, query)
+    assert "hf_rocm.triton_rope.default" in nodes
+
+    def into_cache(query):
+        keys, values, position = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), torch.arange(2)
+        out = ops.rope_into_cache(query, key, value, cos, sin, keys=keys, values=values, position=position)
+        return out.sum() + keys.sum() + values.sum()
+
+    assert "hf_rocm.triton_rope_into_cache.default" in compiled_once(into_cache, query)

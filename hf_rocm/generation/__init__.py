@@ -1,0 +1,1 @@
+"""Decoding as transformers does it, with less work for every token."""

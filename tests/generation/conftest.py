@@ -1,0 +1,112 @@
+"""Small models whose decode steps are recorded on a CPU, and what stock makes of the same calls."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import hf_rocm
+from hf_rocm.generation import cache, deferral, pool, recorder
+from hf_rocm.generation.state import known
+from tests.generation.emulator import EmulatedRecorder
+
+COMMON = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+KINDS = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "mistral": ("Mistral", {"sliding_window": 10}),
+    # eager is what transformers chooses for it, for its softcap, when it loads a checkpoint
+    "gemma2": ("Gemma2", {"sliding_window": 10, "query_pre_attn_scalar": 8, "attn_implementation": "eager"}),
+    "gemma3": ("Gemma3", {"sliding_window": 10, "query_pre_attn_scalar": 8, "num_hidden_layers": 3}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def make(kind, **changes):
+    """A model with weights large enough that its tokens differ from one another."""
+    name, arguments = KINDS[kind]
+    config_name = "Gemma3TextConfig" if kind == "gemma3" else f"{name}Config"
+    config = getattr(transformers, config_name)(**{**COMMON, **arguments, **changes})
+    torch.manual_seed(len(kind))
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.4)
+    model.tie_weights()
+    return model.eval()
+
+
+@pytest.fixture
+def recorded_on_cpu(monkeypatch):
+    """Steps are recorded on CPUs too; windows move on and buffers grow after a few tokens."""
+    monkeypatch.setitem(recorder.factories, "cpu", EmulatedRecorder)
+    monkeypatch.setattr(cache, "SLACK", 5)
+    monkeypatch.setattr(cache, "LEAST", 16)
+    monkeypatch.setattr(pool, "_AHEAD", 32)
+
+
+@pytest.fixture
+def pair(recorded_on_cpu):
+    """(ours, stock) of a kind. graphs: as `prepare` takes it; where it is True, a call that isn't recorded raises."""
+
+    def build(kind="llama", *, graphs=True, **changes):
+        stock = make(kind, **changes)
+        return hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs), stock
+
+    return build
+
+
+@pytest.fixture
+def ends_asked_late(recorded_on_cpu, monkeypatch):
+    """Calls are asked for their end a step late, as on a GPU."""
+    monkeypatch.setattr(deferral, "devices", {"cpu"})
+    monkeypatch.setattr(torch, "Event", _NoEvent)
+
+
+class _NoEvent:
+    """What a CPU needs of an event: nothing."""
+
+    def __init__(self, **_):
+        pass
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+def prompt(rows=2, length=7, seed=0, padded=0):
+    ids = torch.randint(3, 61, (rows, length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[0, :padded] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, inputs=None, *, new=12, seed=None, **arguments):
+    if seed is not None:
+        torch.manual_seed(seed)
+    arguments.setdefault("do_sample", False)
+    return model.generate(**(inputs or prompt()), max_new_tokens=new, **arguments)
+
+
+def counted(model):
+    """(recordings, replayed steps) so far."""
+    state = known(model)
+    return (state.recorded, state.replayed)

@@ -1,0 +1,66 @@
+"""Recorded steps on a CPU: the operators that a step ran, on the memory that they ran on.
+
+A replay runs no Python of the model, so whatever a graph on a GPU would get wrong (a length that the host counts, a
+weight that moved, an input that is not copied) is as wrong here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# What makes the host wait for a value: a capture on a GPU breaks there.
+SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.equal", "aten.masked_select")
+
+
+class EmulatedRecorder:
+    """The recorder of one cache, in place of a GPU's."""
+
+    def __init__(self, device):
+        self.warmed = 0
+
+    def warm(self, run):
+        self.warmed += 1
+        return run()
+
+    def record(self, run):
+        with Operators() as recording:
+            result = run()
+        return recording, result
+
+
+class Operators(TorchDispatchMode):
+    """Runs operators and keeps them, but for views, which a replay sees the changes of anyway."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if str(operator).startswith(SYNCS):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
+        result = operator(*args, **kwargs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        if outputs and all(each.device.type == "cpu" for each in outputs) and not _is_view(operator, inputs, outputs):
+            self.kept.append((operator, args, kwargs, outputs))
+        return result
+
+    def replay(self):
+        self.replays += 1
+        with torch.no_grad():
+            for operator, args, kwargs, outputs in self.kept:
+                for old, new in zip(outputs, _tensors(operator(*args, **kwargs)), strict=True):
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+def _is_view(operator, inputs, outputs):
+    storages = {each.untyped_storage()._cdata for each in inputs}
+    return not operator._schema.is_mutable and all(each.untyped_storage()._cdata in storages for each in outputs)
+
+
+def _tensors(values):
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]

@@ -1,0 +1,186 @@
+"""Which calls are recorded, which are not and why, and what is kept between them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+import hf_rocm
+from hf_rocm import options
+from hf_rocm.errors import GraphError
+from hf_rocm.generation import recorder
+from hf_rocm.generation.cache import DecodeCache, bucket
+from hf_rocm.generation.state import known
+from tests.generation.conftest import counted, generate, make, prompt
+
+UNCAPTURED = [
+    ({"num_beams": 2}, "beam"),
+    ({"prompt_lookup_num_tokens": 2, "eos_token_id": 60}, "assisted"),
+    ({"return_dict_in_generate": True}, "returns its cache"),
+    ({"use_cache": False}, "no cache"),
+    ({"cache_implementation": "dynamic"}, "asks for a cache, 'dynamic'"),
+    ({"disable_compile": True}, "disables compilation"),
+    ({"past_key_values": DynamicCache}, "brings a cache"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), UNCAPTURED)
+def test_what_is_not_recorded_runs_as_in_stock_and_says_why(arguments, reason, pair):
+    ours, stock = pair(graphs=None)
+    rows = 1 if "prompt_lookup_num_tokens" in arguments else 2
+    results = []
+    for model in (ours, stock):
+        given = {name: each() if callable(each) else each for name, each in arguments.items()}
+        results.append(generate(model, prompt(rows=rows), **given))
+    tokens = [each if isinstance(each, torch.Tensor) else each.sequences for each in results]
+    assert torch.equal(*tokens)
+    assert counted(ours) == (0, 0)
+    assert [found for found in known(ours).turned_away if reason in found]
+
+
+def test_a_cache_that_is_returned_is_transformers_own(pair):
+    ours, _ = pair(graphs=None)
+    returned = generate(ours, return_dict_in_generate=True).past_key_values
+    assert not isinstance(returned, DecodeCache)
+
+
+def test_required_graphs_raise_with_the_reason(pair, monkeypatch):
+    ours, _ = pair(graphs=True)
+    with pytest.raises(GraphError, match="returns its cache"):
+        generate(ours, return_dict_in_generate=True)
+    monkeypatch.delitem(recorder.factories, "cpu")
+    with pytest.raises(GraphError, match="on cpu, where nothing can be recorded"):
+        generate(ours)
+
+
+def test_the_variable_switches_them(recorded_on_cpu):
+    for switch, replays in ((options.Switch.OFF, False), (options.Switch.AUTO, True), (options.Switch.REQUIRED, True)):
+        with options.override(graphs=switch):
+            ours = hf_rocm.prepare(make("llama"), force=True)
+            generate(ours)
+        assert (known(ours) is not None and counted(ours)[1] > 0) is replays
+
+
+def test_nothing_is_asked_of_the_users_generation_config(pair, tmp_path):
+    ours, _ = pair()
+    before = ours.generation_config.to_dict()
+    generate(ours, generation_config=GenerationConfig(max_new_tokens=12, do_sample=False))
+    assert ours.generation_config.to_dict() == before
+    ours.save_pretrained(tmp_path)
+    saved = GenerationConfig.from_pretrained(tmp_path)
+    assert getattr(saved, "cache_implementation", None) is None
+
+
+def test_what_belongs_to_a_model_goes_with_it(pair):
+    ours, _ = pair()
+    generate(ours)
+    cache = known(ours).pool._idle[0][0]
+    watched = [weakref.ref(cache), weakref.ref(cache.layers[0].keys)]
+    gc.collect()
+    gc.disable()
+    try:
+        del ours, cache
+        assert [each() for each in watched] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_idle_caches_are_bounded(pair):
+    ours, _ = pair()
+    generate(ours)
+    _, nbytes = known(ours).pool.summary()
+    with options.override(graphs_memory=str(int(2.5 * nbytes))):
+        for rows in (2, 1, 2, 1):
+            generate(ours, prompt(rows=rows))
+        assert known(ours).pool.summary()[0] == 2
+        generate(ours, prompt(rows=3))
+        assert known(ours).pool.summary()[1] <= 2.5 * nbytes
+    with options.override(graphs_memory="0"):
+        generate(ours)
+    assert known(ours).pool.summary() == (0, 0)
+
+
+def test_a_step_that_depends_on_what_the_host_counts_is_found_out(pair):
+    """A length as a Python number would be the same in every replay: no token comes from such a recording."""
+    ours, stock = pair(graphs=None)
+
+    def shift(module, args, output):
+        output.last_hidden_state = output.last_hidden_state.roll(_seen(output.past_key_values), -1)
+        return output
+
+    shift.__module__ = "transformers"  # a user's own would be turned away
+    for model in (ours, stock):
+        model.model.register_forward_hook(shift)
+    assert torch.equal(generate(ours), generate(stock))
+    assert counted(ours) == (1, 0)
+    assert "differed from the step itself" in known(ours).disabled
+    assert torch.equal(generate(ours), generate(stock))
+    assert counted(ours) == (1, 0)
+
+
+def _seen(cache):
+    """What a model could do that counts on the host."""
+    if isinstance(cache, DecodeCache):
+        return cache.layers[0].rows
+    return int(cache.get_seq_length())
+
+
+def test_a_step_that_waits_for_the_device_is_not_recorded(pair):
+    ours, stock = pair(graphs=None)
+
+    def wait(module, args, output):
+        return output * (1 + bool(output.isnan().any()))
+
+    wait.__module__ = "transformers"  # a user's own would be turned away
+    for model in (ours, stock):
+        model.lm_head.register_forward_hook(wait)
+    assert torch.equal(generate(ours), generate(stock))
+    assert counted(ours) == (0, 0)
+    assert "can't be recorded: operation not permitted" in known(ours).disabled
+
+
+def test_an_error_in_a_call_leaves_the_next_one_right(pair):
+    ours, stock = pair()
+
+    class Stop(Exception):
+        pass
+
+    class Breaking:
+        calls = 0
+
+        def put(self, value):
+            self.calls += 1
+            if self.calls > 6:
+                raise Stop
+
+        def end(self):
+            pass
+
+    with pytest.raises(Stop):
+        generate(ours, streamer=Breaking(), inputs=prompt(rows=1))
+    assert torch.equal(generate(ours, prompt(rows=1)), generate(stock, prompt(rows=1)))
+
+
+def test_lengths_are_rounded_up_by_a_quarter_at_most():
+    previous = 0
+    for tokens in range(1, 5000):
+        rounded = bucket(tokens)
+        assert tokens <= rounded <= max(256, 1.25 * tokens) and rounded >= previous
+        previous = rounded
+    assert len({bucket(tokens) for tokens in range(1, 5000)}) < 20
+
+
+def test_explain_tells_what_was_recorded_and_what_was_not(pair):
+    ours, _ = pair(graphs=None)
+    generate(ours)
+    generate(ours, num_beams=2)
+    told = hf_rocm.explain(ours).decoding
+    assert told[:2] == ("steps are recorded and replayed", "so far 1 recorded, 8 replayed, in 1 calls of generate")
+    assert "uncaptured × 1: beam search runs uncaptured" in told
+    off = hf_rocm.explain(hf_rocm.prepare(ours, force=True, graphs=False))
+    assert off.decoding == ("steps run uncaptured: graphs are switched off",)
+    assert "graphs are switched off" in str(off)

@@ -1,0 +1,145 @@
+"""What is done to a model between two calls shows in the next: no recording outlives what it was made of."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hf_rocm
+from hf_rocm.generation.state import known
+from tests.generation.conftest import counted, generate
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter around a layer, as PEFT puts it there: switched and scaled by plain attributes."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.lora = nn.ModuleDict()
+        for seed, name in enumerate("ab"):
+            torch.manual_seed(seed)
+            self.lora[name] = nn.Linear(base.in_features, base.out_features, bias=False)
+        self.active_adapters, self.scaling = ["a"], {"a": 1.0, "b": 1.0}
+
+    def forward(self, x):
+        result = self.base_layer(x)
+        for name in self.active_adapters:
+            result = result + self.lora[name](x) * self.scaling[name]
+        return result
+
+
+def value_of(model):
+    return model.model.layers[0].self_attn.v_proj
+
+
+Adapter.__module__ = "peft.tuners.lora.layer"  # as PEFT's: code of the user's own would be turned away
+
+
+def moved(model):
+    value_of(model).weight.data = value_of(model).weight.data * -1.5
+
+
+def written(model):
+    with torch.no_grad():
+        value_of(model).weight.mul_(-1.5)
+
+
+def replaced(model):
+    value_of(model).weight = nn.Parameter(value_of(model).weight.detach() * -1.5)
+
+
+def loaded(model):
+    model.load_state_dict({name: each * 0.7 for name, each in model.state_dict().items()})
+
+
+def adapted(model):
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = Adapter(attention.v_proj)
+
+
+def in_eager(model):
+    model.config._attn_implementation = "eager"
+
+
+def normalised(model):
+    model.model.layers[1].input_layernorm.variance_epsilon = 9.0
+
+
+@pytest.mark.parametrize("change", [moved, written, replaced, loaded, adapted, in_eager, normalised])
+def test_a_change_shows_in_the_next_call(change, pair):
+    ours, stock = pair()
+    before = generate(stock)
+    for _ in range(2):
+        assert torch.equal(generate(ours), before)
+    for model in (ours, stock):
+        change(model)
+    after = generate(stock)
+    replayed = counted(ours)[1]
+    for _ in range(2):
+        assert torch.equal(generate(ours), after)
+    assert counted(ours)[1] > replayed and known(ours).disabled is None
+    assert change is in_eager or not torch.equal(before, after)
+
+
+def test_adapters_take_turns(pair):
+    """Each has a recording, and coming back to one records nothing."""
+    ours, stock = pair()
+    for model in (ours, stock):
+        adapted(model)
+    recorded = []
+    for active, scale in (("a", 1.0), ("b", 1.0), ("a", 1.0), ("b", 2.0), ("b", 1.0), ("a", 1.0)):
+        for model in (ours, stock):
+            value_of(model).active_adapters = [active]
+            value_of(model).scaling["b"] = scale
+        assert torch.equal(generate(ours), generate(stock))
+        recorded.append(counted(ours)[0])
+    assert recorded == [1, 2, 2, 3, 3, 3]
+
+
+def test_a_moved_weight_leaves_nothing_behind_that_is_replayed(pair):
+    """The fused block is forgotten with the weights, in the uncaptured step as in the recorded one."""
+    ours, stock = pair()
+    generate(ours)
+    for _ in range(3):
+        moved(ours)
+        moved(stock)
+        assert torch.equal(generate(ours), generate(stock))
+    assert counted(ours)[0] == 4
+
+
+def test_a_copy_decodes_with_its_own_weights(pair):
+    ours, stock = pair()
+    generate(ours)
+    twin, stock_twin = copy.deepcopy(ours), copy.deepcopy(stock)
+    assert known(twin) is None
+    for model in (twin, stock_twin):
+        written(model)
+    assert torch.equal(generate(twin), generate(stock_twin))
+    assert torch.equal(generate(ours), generate(stock))
+    assert not torch.equal(generate(twin), generate(ours))
+    assert counted(twin)[1] and counted(ours)[0] == 1
+
+
+def test_a_pickled_model_decodes_again(pair):
+    ours, stock = pair()
+    generate(ours)
+    again = pickle.loads(pickle.dumps(ours))
+    assert torch.equal(generate(again), generate(stock))
+    assert counted(again)[1]
+
+
+def test_preparing_twice_and_restoring(pair):
+    ours, stock = pair()
+    generate(ours)
+    assert hf_rocm.prepare(ours, force=True) is ours
+    assert torch.equal(generate(ours), generate(stock))
+    assert counted(ours)[1]  # still required, as it was asked for at first
+    hf_rocm.restore(ours)
+    assert known(ours) is None and not any(name.startswith("_hf_rocm") for name in ours.__dict__)
+    assert torch.equal(generate(ours), generate(stock))
+    assert known(ours) is None

@@ -1,0 +1,164 @@
+"""torch.compile: our settings reach the compiler, the user's win, nothing of PyTorch's is changed, and it comes off."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+
+import hf_rocm
+from hf_rocm.errors import OptionError
+from hf_rocm.generation import compile as compiling
+
+
+@pytest.fixture
+def model():
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What reaches the compiler, which then runs the graph as it is."""
+    seen: list[dict] = []
+
+    def compile_fx(graph, inputs, config_patches=None, **rest):
+        seen.append(dict(config_patches or {}))
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    torch._dynamo.reset()
+    yield seen
+    torch._dynamo.reset()
+
+
+IDS = torch.arange(5, 17)[None]
+
+
+def run(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def test_the_safe_settings_reach_the_compiler_and_nothing_else(model, compiled):
+    from torch._inductor import config
+
+    before = copy.deepcopy(config.get_config_copy())
+    expected = run(model)
+    assert hf_rocm.compile(model, force=True) is model
+    assert torch.equal(run(model), expected)
+    assert compiled and all(each.items() >= compiling.SETTINGS.items() for each in compiled)
+    assert config.get_config_copy() == before
+
+
+def test_without_rocm_and_unforced_a_model_is_compiled_as_pytorch_would(model, compiled):
+    hf_rocm.compile(model)
+    run(model)
+    assert compiled and not any(set(each) & set(compiling.SETTINGS) for each in compiled)
+
+
+def test_what_the_user_asks_for_wins():
+    options = compiling.arguments({"mode": "reduce-overhead", "options": {"memory_planning": True}})["options"]
+    assert options["triton.cudagraphs"] is True and options["memory_planning"] is True
+    assert options["max_autotune_gemm_backends"] == "ATEN"
+    assert compiling.arguments({"backend": "eager", "dynamic": True}) == {"backend": "eager", "dynamic": True}
+    assert compiling.arguments({"mode": "default", "fullgraph": True}) == {
+        "fullgraph": True,
+        "options": dict(compiling.SETTINGS),
+    }
+
+
+def test_an_override_that_pytorch_does_not_know_is_its_error(model, compiled):
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        hf_rocm.compile(model, force=True, options={"no_such_option": 1})
+
+
+def test_restore_takes_our_compilation_off_and_leaves_others(model):
+    hf_rocm.compile(model, backend="eager")
+    assert model._compiled_call_impl is not None
+    hf_rocm.restore(model)
+    assert model._compiled_call_impl is None and not [name for name in model.__dict__ if name.startswith("_hf_rocm")]
+    model.compile(backend="eager")
+    hf_rocm.restore(model)
+    assert model._compiled_call_impl is not None
+
+
+def generate(model, **arguments):
+    return model.generate(
+        input_ids=IDS, max_new_tokens=4, do_sample=False, pad_token_id=0, cache_implementation="static", **arguments
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The arguments with which transformers calls torch.compile, which then compiles nothing."""
+    seen: list[dict] = []
+
+    def compile(function, **arguments):
+        seen.append(arguments)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_valid_auto_compile_criteria", lambda *a: True, raising=False)
+    return seen
+
+
+def test_what_transformers_compiles_by_itself_gets_the_settings(model, asked):
+    expected = generate(model)
+    assert [each["mode"] for each in asked] == ["reduce-overhead"]  # stock's own
+    hf_rocm.prepare(model, force=True, graphs=False)
+    assert torch.equal(generate(model), expected)
+    assert asked[1]["mode"] is None and asked[1]["options"] == dict(compiling.SETTINGS)
+    hf_rocm.restore(model)
+    assert torch.equal(generate(model), expected)
+    assert asked[2]["mode"] == "reduce-overhead" and not asked[2]["options"]
+
+
+def test_a_config_of_the_users_is_left_alone(model, asked):
+    config = transformers.CompileConfig(mode="max-autotune", dynamic=True)
+    hf_rocm.prepare(model, force=True, graphs=False)
+    generate(model, compile_config=config)
+    assert [(each["mode"], each["options"]) for each in asked] == [("max-autotune", None)]
+
+
+def test_copies_and_pickles_keep_the_settings(model, asked):
+    hf_rocm.prepare(model, force=True, graphs=False)
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        generate(each)
+    assert [each["mode"] for each in asked] == [None, None]
+
+
+def test_a_model_on_the_cpu_that_nobody_forced_compiles_as_stock(model):
+    model.__dict__[compiling.AUTOMATIC] = "gpu"
+    assert compiling.automatic(model, None) is None
+
+
+def test_both_ways_of_setting_tf32_are_refused_in_our_words(model, monkeypatch):
+    class Mixed:
+        @property
+        def allow_tf32(self):
+            raise RuntimeError("PyTorch is checking whether allow_tf32 is enabled, but a mix of APIs was used")
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Mixed())
+    with pytest.raises(OptionError, match="old way and in its new one"):
+        hf_rocm.compile(model)
+
+
+def test_an_allocator_setting_that_goes_wrong_is_warned_of(model, monkeypatch, caplog):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128")
+    compiling.check()
+    assert not caplog.records  # NVIDIA's takes both
+    monkeypatch.setattr(compiling, "is_rocm", lambda: True)
+    compiling.check()
+    assert "max_split_size_mb" in caplog.text

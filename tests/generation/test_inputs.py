@@ -1,0 +1,229 @@
+"""Decode steps are prepared once by transformers and then in place: that changes nothing but the time it takes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import time
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import hf_rocm
+from hf_rocm.generation import inputs
+from tests.generation.conftest import generate, make, prompt
+
+NEW = 12
+PREPARED = NEW - 1  # the prompt is transformers' own
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How many steps were prepared in place."""
+    counts = [0]
+    take = inputs.Step.inputs
+
+    def counted(*arguments):
+        counts[0] += 1
+        return take(*arguments)
+
+    monkeypatch.setattr(inputs.Step, "inputs", counted)
+    return counts
+
+
+class Streamer:
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, tokens):
+        self.tokens += tokens.flatten().tolist()
+
+    def end(self):
+        self.tokens.append("end")
+
+
+class Favour(LogitsProcessor):
+    """Depends on every token so far."""
+
+    def __call__(self, input_ids, scores):
+        return scores - 5 * torch.nn.functional.one_hot(input_ids, scores.shape[-1]).sum(1)
+
+
+class Long(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 12)
+
+
+CALLS = {
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3},
+    "a processor": {"logits_processor": LogitsProcessorList([Favour()])},
+    "a criterion": {"stopping_criteria": StoppingCriteriaList([Long()])},
+    "several ends": {"eos_token_id": list(range(3, 8))},
+    "several answers": {"do_sample": True, "num_return_sequences": 2, "seed": 3},
+    "beams": {"num_beams": 2, "cache_implementation": "static"},
+    "scores": {"return_dict_in_generate": True, "output_logits": True, "cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tokens_are_stocks(name, pair, steps):
+    ours, stock = pair("llama", graphs=None)
+    got, wanted = (generate(model, prompt(padded=2), new=NEW, **CALLS[name]) for model in (ours, stock))
+    assert steps[0] > 1  # an early end ends them early
+    if name == "scores":
+        inputs.switch_off(ours)
+        same = generate(ours, prompt(padded=2), new=NEW, **CALLS[name])
+        assert torch.equal(torch.stack(got.logits), torch.stack(same.logits))
+        got, wanted = got.sequences, wanted.sequences
+    assert torch.equal(got, wanted)
+
+
+def test_a_streamer_gets_the_tokens(pair, steps):
+    ours, stock = pair("llama", graphs=None)
+    streams = []
+    for model in (ours, stock):
+        streams.append(Streamer())
+        generate(model, prompt(rows=1), new=NEW, streamer=streams[-1])
+    assert streams[0].tokens == streams[1].tokens
+    assert steps[0] == PREPARED
+
+
+def test_calls_of_every_shape_in_turn(pair, steps):
+    """Other batches, lengths and padding, and the same again, on one model."""
+    ours, stock = pair("gemma2", graphs=None)
+    for rows, length, padded in ((2, 7, 0), (1, 9, 0), (2, 7, 3), (3, 5, 1), (2, 7, 0), (2, 7, 2)):
+        call = prompt(rows=rows, length=length, padded=padded, seed=length + padded)
+        assert torch.equal(generate(ours, call, new=NEW), generate(stock, call, new=NEW)), (rows, length, padded)
+    assert steps[0] == 6 * PREPARED
+
+
+def hole():
+    call = prompt()
+    call["attention_mask"][0, 3] = 0
+    return call
+
+
+def right():
+    call = prompt()
+    call["attention_mask"][0, -2:] = 0
+    return call
+
+
+def positions():
+    call = prompt()
+    return {**call, "position_ids": torch.arange(1, 8)[None].repeat(2, 1)}
+
+
+def embedded():
+    ids = prompt()["input_ids"]
+    return {"inputs_embeds": torch.nn.functional.one_hot(ids, 32 if ids.max() < 32 else 61).float()[..., :32]}
+
+
+@pytest.mark.parametrize("call", [hole, right, positions, embedded], ids=lambda call: call.__name__)
+def test_what_is_not_left_padding_is_prepared_by_transformers(call, pair, steps):
+    ours, stock = pair("llama", graphs=None)
+    assert torch.equal(generate(ours, call(), new=NEW), generate(stock, call(), new=NEW))
+    if call in (hole, right):
+        assert steps[0] == 0
+        assert inputs.noted(ours) == "the attention mask is not that of a sequence with left padding"
+    assert torch.equal(generate(ours, new=NEW), generate(stock, new=NEW))  # and the next call is not
+    assert inputs.noted(ours) is None
+    assert steps[0] >= PREPARED
+
+
+def test_a_class_with_its_own_preparation_keeps_it(steps):
+    class Own(transformers.LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, *args, **kwargs):
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    model = Own(make("llama").config).eval()
+    assert inputs.switch_on(model) == "Own has its own prepare_inputs_for_generation"
+    generate(model, new=NEW, cache_implementation="static")
+    assert steps[0] == 0
+
+
+def test_a_subclass_of_a_prepared_models_class_stays_stock(pair, steps):
+    pair("llama")
+
+    class Sub(transformers.LlamaForCausalLM):
+        pass
+
+    generate(Sub(make("llama").config).eval(), new=NEW, cache_implementation="static")
+    assert steps[0] == 0
+
+
+def test_restored_copied_and_pickled(pair, steps):
+    ours, stock = pair("llama", graphs=None)
+    wanted = generate(stock, new=NEW)
+    for model in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours):
+        steps[0] = 0
+        assert torch.equal(generate(model, new=NEW), wanted)
+        assert steps[0] == PREPARED
+    hf_rocm.restore(ours)
+    steps[0] = 0
+    assert torch.equal(generate(ours, new=NEW, cache_implementation="static"), wanted)
+    assert steps[0] == 0
+    assert not [name for name in ours.__dict__ if name.startswith("_hf_rocm")]
+
+
+def test_the_step_is_read_where_it_lies(pair):
+    """Two calls over one cache read the same tensors; padding makes them others."""
+    given = []
+    ours, _ = pair("llama", graphs=False)
+    ours.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
+    cache = transformers.StaticCache(config=ours.config, max_batch_size=2, max_cache_len=32, device="cpu")
+    places = []
+    for padded in (0, 0, 3):
+        cache.reset()
+        generate(ours, prompt(padded=padded), new=4, past_key_values=cache)
+        steps = [each for each in given if each["input_ids"].shape[1] == 1]
+        names = {name for name in steps[0] if isinstance(steps[0][name], torch.Tensor)}
+        assert {"input_ids", "attention_mask"} <= names
+        places.append({name: {each[name].data_ptr() for each in steps} for name in names})
+        given.clear()
+    assert all(len(each) == 1 for place in places for each in place.values())
+    assert places[0] == places[1]
+    assert all(places[0][name] != places[2][name] for name in places[0])
+
+
+class Operators(TorchDispatchMode):
+    """Counts what reaches the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def costs(model, monkeypatch):
+    """(operators, seconds of this thread) in the preparation of each step of one call, the first few left out."""
+    spent = []
+
+    def measured(method):
+        def call(*args, **kwargs):
+            with Operators() as operators:
+                began = time.thread_time()
+                result = method(*args, **kwargs)
+                spent.append((operators.count, time.thread_time() - began))
+            return result
+
+        return functools.wraps(method)(call)
+
+    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        monkeypatch.setattr(type(model), name, measured(getattr(type(model), name)))
+    generate(model, prompt(padded=2), new=40, cache_implementation="static")
+    monkeypatch.undo()
+    return [sum(each) for each in zip(*spent[8:], strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_the_host_does_far_less(kind, pair, monkeypatch):
+    ours, stock = pair(kind, graphs=False)
+    (operators, seconds), (stock_operators, stock_seconds) = (costs(model, monkeypatch) for model in (ours, stock))
+    assert operators < stock_operators / 2
+    assert seconds < stock_seconds

@@ -1,0 +1,170 @@
+"""Masks and positions that are advanced in place are, at every step, those that transformers would have made anew."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from hf_rocm.generation import cache as caches
+from hf_rocm.generation import inputs
+from hf_rocm.generation.methods import take_away
+from hf_rocm.layers import attention as layers
+from hf_rocm.ops.attention_eager import attention
+from hf_rocm.ops.decode import eager_decode
+from tests.generation.conftest import KINDS, generate, prompt
+
+FIVE = Version(transformers.__version__) >= Version("5")
+SERVED = [kind for kind in KINDS if FIVE or kind != "mixtral"]
+
+
+METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How many steps were prepared in place; each is compared with what transformers makes of the same arguments."""
+    compared = []
+    take = inputs.Step.inputs
+
+    def checked(step, cache, input_ids):
+        ours = take(step, cache, input_ids)
+        theirs = step.stock(input_ids)
+        compared.append(equal(ours, theirs))
+        return ours
+
+    prepare = inputs._prepare
+
+    def remembering(model, inherited, input_ids, *positional, **arguments):
+        step = inputs._step_of(arguments.get("past_key_values"))
+        if step is not None:
+            step.stock = lambda ids: inherited(ids, **arguments)
+        return prepare(model, inherited, input_ids, *positional, **arguments)
+
+    monkeypatch.setattr(inputs.Step, "inputs", checked)
+    monkeypatch.setattr(inputs.Step, "stock", lambda step, ids: step._inputs, raising=False)  # the first step's are
+    for cls in (getattr(transformers, f"{name}ForCausalLM") for name, _ in KINDS.values()):
+        for name in METHODS:
+            take_away(cls, name)  # those that are there already call the function itself
+    monkeypatch.setattr(inputs, "_prepare", remembering)
+    yield compared
+    for cls in (getattr(transformers, f"{name}ForCausalLM") for name, _ in KINDS.values()):
+        for name in METHODS:
+            take_away(cls, name)
+
+
+def equal(ours, theirs):
+    """Whether two steps have the same arguments; tensors are compared by form and content."""
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        names = set(ours) - {"past_key_values"}
+        return names == set(theirs) - {"past_key_values"} and all(equal(ours[name], theirs[name]) for name in names)
+    return ours is theirs or ours == theirs
+
+
+@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("padded", [0, 3])
+def test_every_step_has_what_transformers_would_have_made(kind, padded, pair, steps):
+    ours, stock = pair(kind)
+    call = prompt(padded=padded)
+    assert torch.equal(generate(ours, call, new=24), generate(stock, call, new=24))
+    assert len(steps) == 23
+    assert all(steps), steps
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+def test_over_transformers_own_static_cache(kind, pair, steps):
+    ours, stock = pair(kind, graphs=False)
+    call = prompt(padded=3)
+    made = [generate(model, call, new=24, cache_implementation="static") for model in (ours, stock)]
+    assert torch.equal(*made)
+    assert len(steps) == 23
+    assert all(steps), steps
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+def test_while_windows_move(kind, pair, steps, monkeypatch):
+    monkeypatch.setattr(caches, "SLACK", 4)  # rows beyond the window: it moves every few steps
+    ours, stock = pair(kind)
+    call = prompt(padded=5)
+    assert torch.equal(generate(ours, call, new=40), generate(stock, call, new=40))
+    assert len(steps) == 39
+    assert all(steps), steps
+
+
+def test_while_buffers_grow(pair, steps, monkeypatch):
+    monkeypatch.setattr(caches, "bucket", lambda tokens: -(-tokens // 8) * 8)
+    ours, stock = pair("gemma2")
+    call = prompt(padded=2)
+    assert torch.equal(generate(ours, call, new=40), generate(stock, call, new=40))
+    assert len(steps) == 39
+    assert all(steps), steps
+
+
+def test_what_a_mask_says_in_numbers_is_what_it_hides(pair, monkeypatch):
+    """Attention over lengths, for a kernel, and over the mask, for PyTorch, is the same in every layer."""
+    seen = []
+
+    def compare(rows, query, key, value, *, softcap, sinks):
+        mask = masks.pop()
+        bias = mask if mask.dtype == torch.bool else mask == 0
+        plain = {"scale": 0.3, "softcap": None, "sinks": None}
+        by_mask, _ = attention(query, key, value, causal=False, window=None, mask=bias, **plain)
+        how = {"starts": rows.key_starts, "window": rows.window, **plain}
+        by_rows = eager_decode(query, key, value, rows.key_lengths, **how)
+        seen.append(torch.equal(by_mask, by_rows))
+        return False
+
+    masks = []
+    sees = layers.sees
+
+    def remembering(module, query, key, value, mask, arguments, **further):
+        masks[:] = [mask]
+        return sees(module, query, key, value, mask, arguments, **further)
+
+    monkeypatch.setattr(layers, "_kernel_takes", compare)
+    monkeypatch.setattr("hf_rocm.layers.sees", remembering)
+    ours, _ = pair("gemma2", graphs=False)
+    generate(ours, prompt(padded=3), new=16, cache_implementation="static")
+    assert len(seen) == 15 * ours.config.num_hidden_layers
+    assert all(seen), seen
+
+
+def test_a_kernel_gets_the_numbers_and_not_the_mask(pair, monkeypatch):
+    asked = []
+
+    def lengths(query, key, value, padded, **further):
+        asked.append(padded)
+        raise Reached
+
+    class Reached(Exception):
+        pass
+
+    monkeypatch.setattr(layers, "kernel_serves", lambda operation, spec: True)
+    monkeypatch.setattr(sys.modules["hf_rocm.ops.attention"], "attend", lengths)
+    ours, _ = pair("qwen3", graphs=False)
+    with pytest.raises(Reached):
+        generate(ours, prompt(padded=3), new=4, cache_implementation="static")
+    assert asked[0].key_lengths.tolist() == [8]
+    assert asked[0].key_starts.tolist() == [3, 0]
+
+
+def test_what_hangs_on_a_mask_travels_with_it(pair):
+    """Layers, accelerate and transformers move and reshape masks: one that is in place is handed on as it is."""
+    from accelerate.utils import send_to_device
+
+    given = []
+    ours, _ = pair("llama", graphs=False)
+    ours.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: given.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    generate(ours, new=4, cache_implementation="static")
+    mask = given[-1]
+    assert getattr(mask, layers._ROWS).key_lengths.tolist() == [7 + 4]
+    assert mask.contiguous() is mask
+    assert mask.to("cpu") is mask
+    assert send_to_device({"mask": mask}, "cpu")["mask"] is mask

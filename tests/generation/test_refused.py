@@ -1,0 +1,156 @@
+"""Calls whose steps can't be taken for granted: they run uncaptured, with stock's tokens and the reason noted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from types import MethodType
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_rocm
+from hf_rocm.generation import decide
+from hf_rocm.generation.state import known
+from tests.generation.conftest import counted, generate, prompt
+
+
+def steered(model):
+    """A hook that does something else every time."""
+    calls = iter(range(1, 10**6))
+    model.model.layers[0].register_forward_hook(
+        lambda module, args, output: (
+            (output[0] * next(calls), *output[1:]) if isinstance(output, tuple) else output * next(calls)
+        )
+    )
+
+
+def patched(model):
+    mlp = model.model.layers[0].mlp
+    stock, calls = type(mlp).forward, iter(range(1, 10**6))
+    mlp.forward = MethodType(lambda self, x: stock(self, x) * next(calls), mlp)
+
+
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(x) * self.calls
+
+
+def replaced(model):
+    model.model.layers[0].mlp.act_fn = Counting()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(steered, "the hook of model.layers.0"), (patched, "put on model.layers.0.mlp"), (replaced, "a Counting")],
+)
+def test_code_of_the_users_own_runs_at_every_step(change, reason, pair):
+    ours, stock = pair(graphs=None)
+    generate(ours)
+    replayed = counted(ours)[1]
+    assert replayed
+    for model in (ours, stock):
+        change(model)
+    assert torch.equal(generate(ours), generate(stock))
+    assert counted(ours)[1] == replayed
+    assert any(reason in each for each in known(ours).turned_away)
+
+
+def test_a_setting_of_the_config_counts(pair):
+    ours, stock = pair("gemma2")
+    generate(ours)
+    for model in (ours, stock):
+        model.config.final_logit_softcapping = 0.05
+        model.config.get_text_config().final_logit_softcapping = 0.05
+    recorded = counted(ours)[0]
+    assert torch.equal(generate(ours), generate(stock))
+    assert counted(ours)[0] == recorded + 1
+
+
+def test_a_module_that_took_the_place_of_another_counts(pair):
+    ours, stock = pair()
+    generate(ours)
+    recorded = counted(ours)[0]
+    for model in (ours, stock):
+        for layer in model.model.layers:
+            del layer.mlp.act_fn
+            layer.mlp.act_fn = nn.Tanh()  # perhaps where the other one was
+    assert torch.equal(generate(ours), generate(stock))
+    assert counted(ours)[0] == recorded + 1
+
+
+def test_autocast_runs_uncaptured(pair):
+    ours, _ = pair(graphs=None)
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(ours)
+    assert counted(ours) == (0, 0)
+    assert any("autocast" in each for each in known(ours).turned_away)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "a_hub/kernel"])
+def test_another_attention_keeps_transformers_cache(name, pair, monkeypatch):
+    ours, _ = pair(graphs=None)
+    monkeypatch.setattr(ours.config, "_attn_implementation_internal", name)
+    mode = type("Mode", (), {"value": "greedy_search"})
+    reason = decide.refuses_call(ours, copy.deepcopy(ours.generation_config), {}, mode)
+    assert reason == f"the attention implementation {name!r} takes no lengths"
+
+
+@pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_what_is_returned_from_within_the_layers_disables_nothing(name, pair):
+    ours, stock = pair(graphs=None)
+    assert torch.equal(generate(ours, **{name: True}), generate(stock, **{name: True}))
+    assert known(ours).disabled is None and counted(ours) == (0, 0)
+    assert torch.equal(generate(ours), generate(stock))
+
+
+def test_a_model_that_is_restored_in_the_middle_of_a_call_ends_it(pair):
+    ours, stock = pair()
+    expected = generate(stock, prompt(rows=1))
+
+    class Restoring:
+        calls = 0
+
+        def put(self, value):
+            self.calls += 1
+            if self.calls == 6:
+                hf_rocm.restore(ours)
+
+        def end(self):
+            pass
+
+    assert torch.equal(generate(ours, prompt(rows=1), streamer=Restoring()), expected)
+    assert known(ours) is None
+    assert torch.equal(generate(ours, prompt(rows=1)), expected)
+
+
+def test_a_loop_of_the_users_own_gets_transformers_cache(pair):
+    ours, _ = pair(graphs=None)
+    seen = []
+
+    def loop(model, input_ids, **kwargs):
+        seen.append(type(kwargs.get("past_key_values")).__name__)
+        return input_ids
+
+    if transformers.__version__.startswith("4.53"):
+        pytest.skip("this release takes the name of a loop alone")
+    generate(ours, custom_generate=loop)
+    assert seen in (["DynamicCache"], ["NoneType"])  # 5.0 makes none for such a loop
+    generate(ours)
+    assert counted(ours)[1] > 0
+
+
+def test_a_model_is_freed_with_what_it_keeps(pair):
+    ours, stock = pair()
+    generate(ours)
+    gone = weakref.ref(ours)
+    del ours, stock
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,115 @@
+"""`random_state_in_capture`: what a recording would refuse is answered, and only within the block."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import hf_rocm
+
+STATE = torch.arange(16, dtype=torch.uint8)
+
+
+class Gpu:
+    """A GPU's generator, which refuses to be read or written while a recording runs, as PyTorch's did up to 2.9."""
+
+    def __init__(self) -> None:
+        self.capturing = False
+        self.refuses = True
+        self.state = STATE.clone()
+
+    def read(self, device: object = "cuda") -> torch.Tensor:
+        self._refuse()
+        return self.state.clone()
+
+    def write(self, new_state: torch.Tensor, device: object = "cuda") -> None:
+        self._refuse()
+        self.state = new_state.clone()
+
+    def _refuse(self) -> None:
+        if self.capturing and self.refuses:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    found = Gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    for module in (torch.cuda, torch.cuda.random):
+        monkeypatch.setattr(module, "get_rng_state", found.read)
+        monkeypatch.setattr(module, "set_rng_state", found.write)
+    return found
+
+
+def preserve_random_state() -> None:
+    """What Dynamo does around a compilation."""
+    state = torch.cuda.get_rng_state()
+    torch.cuda.random.set_rng_state(state + 1)
+
+
+def test_without_it_a_recording_refuses(gpu: Gpu) -> None:
+    gpu.capturing = True
+    with nullcontext(), pytest.raises(RuntimeError, match="during CUDA graph capture"):
+        preserve_random_state()
+
+
+def test_within_it_reads_give_the_state_at_entry_and_writes_are_left_out(gpu: Gpu) -> None:
+    with hf_rocm.random_state_in_capture():
+        gpu.capturing = True
+        preserve_random_state()
+        for device in ("cuda", "cuda:0", 0, torch.device("cuda")):
+            assert torch.equal(torch.cuda.get_rng_state(device), STATE)
+        torch.cuda.get_rng_state().zero_()  # the caller's own copy
+        assert torch.equal(torch.cuda.random.get_rng_state(), STATE)
+        gpu.capturing = False
+        assert torch.equal(gpu.state, STATE)
+
+
+def test_where_pytorch_answers_itself_it_is_left_to_it(gpu: Gpu) -> None:
+    gpu.refuses = False
+    with hf_rocm.random_state_in_capture():
+        gpu.capturing = True
+        preserve_random_state()
+        preserve_random_state()
+    assert torch.equal(gpu.state, STATE + 2)
+
+
+def test_seeding_on_purpose_is_refused_as_before(gpu: Gpu) -> None:
+    with hf_rocm.random_state_in_capture():
+        gpu.capturing = True
+        with pytest.raises(RuntimeError, match="during CUDA graph capture"):
+            torch.cuda.set_rng_state(STATE)
+
+
+def test_an_error_outside_of_a_recording_stays_one(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: object = "cuda") -> torch.Tensor:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": STATE if device == 0 else broken())
+    with hf_rocm.random_state_in_capture(), pytest.raises(RuntimeError, match="device lost"):
+        torch.cuda.get_rng_state()
+
+
+def test_outside_of_a_recording_nothing_changes(gpu: Gpu) -> None:
+    with hf_rocm.random_state_in_capture():
+        preserve_random_state()
+        assert torch.equal(torch.cuda.get_rng_state(), STATE + 1) and torch.equal(gpu.state, STATE + 1)
+
+
+def test_it_is_gone_after_the_block_also_after_an_error_and_when_nested(gpu: Gpu) -> None:
+    with pytest.raises(ZeroDivisionError), hf_rocm.random_state_in_capture(), hf_rocm.random_state_in_capture():
+        raise ZeroDivisionError
+    for module in (torch.cuda, torch.cuda.random):
+        assert module.get_rng_state == gpu.read and module.set_rng_state == gpu.write
+
+
+def test_without_a_gpu_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    before = torch.cuda.get_rng_state
+    with hf_rocm.random_state_in_capture():
+        assert torch.cuda.get_rng_state is before

@@ -54,6 +54,12 @@ def deactivate(*models: str) -> list[str]:
         return sorted({binding.model for binding in found})
 
 
+def is_active(model: str) -> bool:
+    """Whether an overlay of this model was activated in this process and is in force."""
+    ours = (binding for binding in bind.bindings() if binding.model == model)
+    return any("__hf_rocm_activation__" in binding.replacement.__globals__ for binding in ours)
+
+
 def _rocm() -> bool:
     torch = sys.modules.get("torch")
     return (torch_facts().hip if torch is None else torch.version.hip) is not None

@@ -11,7 +11,6 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from hf_rocm.errors import OptionError
@@ -26,22 +25,39 @@ ON = "on"  # ours wherever the input is: what force gives
 # A plain string in the module's __dict__: copies and pickles carry it, state dicts don't see it.
 MODE = "_hf_rocm_mode"
 
+# Where overlay text runs: in its stock module, or in memory.
+_OVERLAYS = ("transformers.models.", "hf_rocm._active.")
+
+# Whose decorators stock forwards wear.
+_DECORATED_BY = ("transformers", "torch", "kernels")
+
 _bindings: dict[type, Binding] = {}
 
 
-@dataclass(eq=False)
 class Binding:
-    """One stock class and the forward that serves it."""
+    """One stock class and the forward that serves it.
 
-    cls: type
-    stock: Forward
-    replacement: Forward
-    fuses: tuple[str, ...]
-    first: str
-    mode: str = OFF
-    bound: bool = True
+    No dataclass: every process that imports a block pays for what this file costs.
+    """
+
+    mode = OFF
+    bound = True
     dispatcher: Forward | None = None
-    attached: dict[str, object] = field(default_factory=dict)
+
+    def __init__(
+        self,
+        cls: type,
+        stock: Forward,
+        replacement: Forward,
+        fuses: tuple[str, ...],
+        first: str,
+        experts: tuple[str, ...] = (),
+        old_name: bool = False,
+    ) -> None:
+        """old_name: its forward calls the cache past_key_value, as transformers did before 4.56, and ours doesn't."""
+        self.cls, self.stock, self.replacement = cls, stock, replacement
+        self.fuses, self.experts, self.first, self.old_name = fuses, experts, first, old_name
+        self.attached: dict[str, object] = {}
 
     @property
     def model(self) -> str:
@@ -63,14 +79,19 @@ def wanted(module_name: str) -> bool:
     if not module_name.startswith("transformers.models."):
         return False  # a copy of the file under another name: its classes are not the ones we were made for
     try:
-        forced = options.force_requested()
+        forced, automatic = options.force_requested(), options.auto_requested()
     except OptionError as error:
         warnings.warn(f"hf_rocm: {error.message}; the overlay stays stock", RuntimeWarning, stacklevel=2)
         return False
     torch = sys.modules.get("torch")
     if not forced and getattr(getattr(torch, "version", None), "hip", None) is None:
         return False
-    return _block_is_current(module_name)
+    current = _block_is_current(module_name)
+    if current and automatic:
+        from hf_rocm import auto
+
+        auto.switch_on_from_block()
+    return current
 
 
 def _block_is_current(module_name: str) -> bool:
@@ -88,23 +109,31 @@ def _block_is_current(module_name: str) -> bool:
     return False
 
 
-def replaces(cls: type, *, fuses: tuple[str, ...] = ()) -> Callable[[Forward], Forward]:
+def replaces(cls: type, *, fuses: tuple[str, ...] = (), experts: tuple[str, ...] = ()) -> Callable[[Forward], Forward]:
     """Bind the decorated `function(self, stock, *args, **kwargs)` to a stock class.
 
     stock is the class's own forward with all of its decorators: call it as `stock(self, …)` for whatever ours
-    doesn't serve. fuses names the linear layers, in order, whose weights the loader may fuse into one.
+    doesn't serve. fuses names the linear layers, in order, whose weights the loader may fuse into one. experts, for a
+    class with a list of them, names an expert's gate, up and down layers and its activation: the loader may stack them.
+    A cache that older releases pass as `past_key_value` reaches a function that takes `past_key_values` under that
+    name, so one text serves both; hand it to stock by position.
     """
 
     def bind(function: Forward) -> Forward:
+        if function.__module__.startswith(_OVERLAYS) and not _stock(cls):
+            return function  # what another library or the user put there wins
         binding = _bindings.get(cls)
         if binding is None:
             stock = cls.__dict__["forward"]
             names = list(inspect.signature(stock).parameters)
-            binding = Binding(cls, stock, function, fuses, first=names[1] if len(names) > 1 else "")
+            code = function.__code__
+            renamed = "past_key_values" in code.co_varnames[: code.co_argcount]
+            first, old_name = names[1] if len(names) > 1 else "", renamed and "past_key_value" in names
+            binding = Binding(cls, stock, function, fuses, first, experts, old_name)
             binding.dispatcher = _dispatcher(binding)
             _bindings[cls] = binding
         # An overlay that is activated again revives its dispatcher: instances may still hold it as an attribute.
-        binding.replacement, binding.fuses = function, fuses
+        binding.replacement, binding.fuses, binding.experts = function, fuses, experts
         if not isinstance(function.__globals__.get("__hf_rocm_activation__"), str):
             binding.mode = installed_mode()
         if cls.__dict__["forward"] is binding.stock:
@@ -115,6 +144,18 @@ def replaces(cls: type, *, fuses: tuple[str, ...] = ()) -> Callable[[Forward], F
     return bind
 
 
+def _stock(cls: type) -> bool:
+    """Whether a class, and the forward that it has now, are transformers' own.
+
+    Another library's class may have taken the name, as apex's norm does in some files, and others set a forward of
+    theirs on the stock class. A wrapper is known by where it was written: functools.wraps hides its module.
+    """
+    forward = cls.__dict__.get("forward")
+    written = getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0]
+    ours = getattr(forward, "__hf_rocm_binding__", None) is not None
+    return cls.__module__.startswith("transformers.") and (ours or written in _DECORATED_BY)
+
+
 def installed_mode() -> str:
     """How far an installed block reaches on this machine: everywhere if forced, else inputs on a GPU."""
     from hf_rocm import options
@@ -123,7 +164,7 @@ def installed_mode() -> str:
 
 
 def _dispatcher(binding: Binding) -> Forward:
-    cls, stock, first = binding.cls, binding.stock, binding.first
+    cls, stock, first, old_name = binding.cls, binding.stock, binding.first, binding.old_name
 
     # wraps keeps the signature: kernels, generate and Trainer read it
     @functools.wraps(stock)
@@ -133,10 +174,29 @@ def _dispatcher(binding: Binding) -> Forward:
             return stock(self, *args, **kwargs)
         if mode == GPU and not getattr(args[0] if args else kwargs.get(first), "is_cuda", False):
             return stock(self, *args, **kwargs)
+        if old_name and "past_key_value" in kwargs:
+            kwargs["past_key_values"] = kwargs.pop("past_key_value")
         return binding.replacement(self, stock, *args, **kwargs)
 
     forward.__hf_rocm_binding__ = binding  # type: ignore[attr-defined]
-    return forward
+    return _checkpointed(cls, stock, forward)
+
+
+def _checkpointed(cls: Any, stock: Forward, forward: Forward) -> Forward:
+    """The dispatcher, checkpointed as transformers does it where it wraps the forward itself, from 5.21 on.
+
+    Its wrapper checkpoints only as the class's own attribute, so it has to be put around the dispatcher anew.
+    """
+    if getattr(getattr(stock, "__code__", None), "co_name", "") != "forward_with_checkpointing":
+        return forward
+    base = next(each for each in cls.__mro__[1:] if "__init_subclass__" in each.__dict__)
+    cls.forward = forward
+    try:
+        base.__init_subclass__.__func__(cls)
+        wrapped: Forward = cls.__dict__["forward"]
+    finally:
+        cls.forward = stock
+    return wrapped
 
 
 def unbind(cls: type) -> str | None:

@@ -6,7 +6,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -82,18 +82,16 @@ class Directory:
         record = self.manifest.records.get(model)
         if record is None:
             return None
-        return Overlay(model, self.name, self.files[model], self.manifest.transformers, record)
+        return Overlay(model, self.name, self.files[model], self.requires(model), record)
 
-    def covers(self, release: str) -> bool:
-        try:
-            return Version(release) in self._range
-        except InvalidVersion:
-            return False
+    def requires(self, model: str) -> str:
+        """The releases (PEP 440) that this directory's overlay of a model is for."""
+        limit = self.manifest.limits.get(model)
+        return f"{self.manifest.transformers},{limit.transformers}" if limit else self.manifest.transformers
 
-    @cached_property
-    def _range(self) -> SpecifierSet:
-        # nightlies and local builds count: the content decides, not the version's spelling
-        return SpecifierSet(self.manifest.transformers, prereleases=True)
+    def covers(self, release: str, model: str | None = None) -> bool:
+        """Whether the release is in this directory's range, and in the model's own."""
+        return _within(release, self.requires(model) if model else self.manifest.transformers)
 
 
 class Catalog:
@@ -110,9 +108,22 @@ class Catalog:
     def serving(self, model: str, release: str) -> Directory | None:
         """The newest directory that has the model and covers the release."""
         for directory in reversed(self.directories):
-            if model in directory.files and directory.covers(release):
+            if model in directory.files and directory.covers(release, model):
                 return directory
         return None
+
+    def leaves_out(self, model: str, release: str) -> str | None:
+        """The reason by which the newest directory with the model leaves out a release in its range, if it does."""
+        for directory in reversed(self.directories):
+            if model in directory.files and directory.covers(release):
+                limit = directory.manifest.limits.get(model)
+                return limit.reason if limit and not directory.covers(release, model) else None
+        return None
+
+    def releases(self, model: str) -> list[str]:
+        """Every release in which the model was seen, the oldest first."""
+        records = (directory.manifest.records.get(model) for directory in self.directories)
+        return sorted({release for record in records if record for release in record.releases()}, key=Version)
 
     def find(self, model: str, release: str) -> Overlay | None:
         """The overlay that serves a model in this release."""
@@ -130,7 +141,8 @@ class Catalog:
 
     def ranges(self, model: str | None = None) -> list[str]:
         """The ranges of releases that are covered, of one model or of any."""
-        return [d.manifest.transformers for d in self.directories if model is None or model in d.files]
+        covered = [d for d in self.directories if model is None or model in d.files]
+        return list(dict.fromkeys(d.requires(model) if model else d.manifest.transformers for d in covered))
 
 
 def load(root: Path | None = None, *, checked: bool = True) -> Catalog:
@@ -168,7 +180,8 @@ def _directories(root: Path) -> Iterator[Directory]:
             continue
         parsed = manifest.parse(file.read_text(encoding="utf-8"), source=file)
         try:
-            SpecifierSet(parsed.transformers)
+            for requires in (parsed.transformers, *(limit.transformers for limit in parsed.limits.values())):
+                SpecifierSet(requires)
             _first_release(path)
         except (InvalidSpecifier, InvalidVersion) as error:
             raise OverlayError(
@@ -177,6 +190,15 @@ def _directories(root: Path) -> Iterator[Directory]:
                 hint="reinstall hf-rocm",
             ) from error
         yield Directory(path, parsed)
+
+
+@cache
+def _within(release: str, requires: str) -> bool:
+    try:
+        # nightlies and local builds count: the content decides, not the version's spelling
+        return Version(release) in SpecifierSet(requires, prereleases=True)
+    except InvalidVersion:
+        return False
 
 
 def _first_release(path: Path) -> Version:

@@ -50,7 +50,7 @@ def check(
 
 
 def _fingerprint(models: Sequence[str], *, strict: bool, transformers_path: Path | str | None) -> str:
-    installation, states = status(models, transformers_path=transformers_path)
+    installation, states, _ = status(models, transformers_path=transformers_path)
     if not states:
         raise OverlayError(
             f"no overlay is made for transformers {installation.version}, and none is installed",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from hf_rocm.errors import HfRocmError, OverlayError
 from hf_rocm.overlay import catalog as catalogs
@@ -14,8 +16,8 @@ from hf_rocm.overlay.install import execute
 from hf_rocm.overlay.locate import Installation, check_writable, locate
 from hf_rocm.overlay.lock import exclusive
 from hf_rocm.overlay.plan import Plan, plan_install, plan_uninstall
-from hf_rocm.overlay.state import FileState
-from hf_rocm.overlay.survey import no_overlay, survey
+from hf_rocm.overlay.state import FileState, LeftOut
+from hf_rocm.overlay.survey import left_out, no_overlay, survey
 
 
 @contextmanager
@@ -39,9 +41,13 @@ def install(
     *,
     transformers_path: Path | str | None = None,
     dry_run: bool = False,
+    skip_changed: bool = False,
     catalog: Catalog | None = None,
 ) -> tuple[Plan, list[str]]:
     """Append the overlays of these models (none named: all that this release has).
+
+    skip_changed: leave out the models of which upstream changed a definition, in place of refusing; an edited file is
+    refused all the same.
 
     Returns the plan, and notices for the user. A plan with refusals was not executed, nor was a dry run's.
     Raises `OverlayError` where no plan can be made, or where writing it failed.
@@ -56,9 +62,18 @@ def install(
         if not models:
             # a block that is left of a model which this release no longer serves is nothing to install
             plan = plan_install(installation, [state for state in plan.states if state.overlay is not None])
+            plan = replace(plan, left_out=left_out(installation, catalog))
+        if skip_changed:
+            plan = _without_changed(plan)
         if not dry_run and not plan.refusals:
             execute(plan)
     return plan, notices
+
+
+def _without_changed(plan: Plan) -> Plan:
+    kept = plan_install(plan.installation, [state for state in plan.states if not state.outgrown])
+    changed = {state.model: f"upstream changed it: {state.detail}" for state in plan.states if state.outgrown}
+    return replace(kept, left_out=LeftOut(plan.left_out.absent, {**plan.left_out.stock, **changed}))
 
 
 @system_errors()
@@ -80,13 +95,23 @@ def uninstall(
     return plan, notices
 
 
+class Status(NamedTuple):
+    """Where transformers is, the state of each file, and the models without one."""
+
+    installation: Installation
+    states: list[FileState]
+    left_out: LeftOut
+
+
 @system_errors()
 def status(
     models: Iterable[str] = (), *, transformers_path: Path | str | None = None, catalog: Catalog | None = None
-) -> tuple[Installation, list[FileState]]:
-    """Where transformers is, and the state of each file. Writes nothing."""
+) -> Status:
+    """Look at the files of these models (none named: all that this release has). Writes nothing."""
+    catalog = catalog or catalogs.load()
     installation = locate(transformers_path)
-    return installation, survey(installation, catalog or catalogs.load(), models)
+    states = survey(installation, catalog, models)
+    return Status(installation, states, LeftOut() if models else left_out(installation, catalog))
 
 
 @system_errors()

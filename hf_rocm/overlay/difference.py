@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from hf_rocm.errors import OverlayError
 from hf_rocm.overlay import block
 from hf_rocm.overlay.catalog import release_span
+from hf_rocm.overlay.digest import digests
 from hf_rocm.overlay.state import FileState, Installed, Match, render
 
 
@@ -18,6 +22,59 @@ def explain_difference(state: FileState) -> str:
     """
     parts = [part for part in (_block_diff(state), _definitions(state)) if part]
     return "\n\n".join(parts) or f"{state.file}: {state.detail}"
+
+
+def explain_change(state: FileState, reference: Path) -> str:
+    """Each changed definition as a diff against another release's text.
+
+    reference: a wheel of transformers, or the folder of one. Raises `OverlayError` if it is neither.
+    """
+    parts = []
+    for difference in state.differences:
+        path = Path("transformers", difference.file.relative_to(state.root)).as_posix()
+        known = block.stock_part(_member(reference, path))
+        found = block.stock_part(difference.file.read_bytes()) if difference.file.is_file() else b""
+        old, new = _definition(known, difference.name), _definition(found, difference.name)
+        lines = difflib.unified_diff(
+            old, new, f"{reference.name}: {difference.name}", f"{difference.file}: {difference.name}", lineterm=""
+        )
+        parts.append("\n".join(lines) or f"{difference.name} is in {reference.name} as it is here")
+    return "\n\n".join(parts)
+
+
+def _member(reference: Path, path: str) -> bytes:
+    try:
+        if reference.is_dir():
+            folder = reference if reference.name == "transformers" else reference / "transformers"
+            return folder.with_name("transformers").joinpath(*path.split("/")[1:]).read_bytes()
+        with zipfile.ZipFile(reference) as archive:
+            return archive.read(path)
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise OverlayError(
+            "there is no such file of transformers to compare with",
+            facts={
+                "path": reference,
+                "expected": f"a wheel of transformers, or its folder, with {path}",
+                "found": error,
+            },
+            hint="pip download --no-deps transformers==<a release that the message names>",
+        ) from error
+
+
+def _definition(source: bytes, name: str) -> list[str]:
+    """The lines of every top-level statement that binds the name."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return []
+    lines = source.decode("utf-8", errors="replace").splitlines()
+    found: list[str] = []
+    for statement in body:
+        if digests(ast.unparse(statement), [name])[name] is not None:
+            decorators = getattr(statement, "decorator_list", [])
+            first = min(node.lineno for node in (statement, *decorators))
+            found += lines[first - 1 : statement.end_lineno]
+    return found
 
 
 def _block_diff(state: FileState) -> str:
@@ -50,6 +107,11 @@ def _sentences(state: FileState) -> Iterator[str]:
         yield f"{difference.name} in {difference.file}: {found} in transformers {state.release}"
         for digest, releases in difference.expected.items():
             yield f"  expected digest {digest}, as in transformers {release_span(releases)}"
+    if state.outgrown:
+        known = release_span(next(iter(state.differences[0].expected.values())))
+        yield f"to see the change itself, fetch a release that is known ({known}) and compare with it:"
+        yield "  pip download --no-deps transformers==<release>"
+        yield f"  hf-rocm status --diff {state.model} --against transformers-<release>-py3-none-any.whl"
     if state.delivered is not None:
         yield f"{state.file} is not the file that transformers {state.release} was delivered with"
         yield f"  expected sha256 {state.delivered}"

@@ -1,4 +1,4 @@
-"""The canonical digest of one top-level definition in a Python source text.
+"""The canonical digest of one definition in a Python source text: at its top level, or a class's method.
 
 Releases of transformers are compared by what their definitions do, not by their version numbers. A digest ignores
 layout, comments, docstrings and annotations, and is the same on every Python from 3.10 on (`ast.dump` is not).
@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 
 _LENGTH = 16  # hex characters
 _IGNORED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_ignores", "type_params"})
@@ -19,9 +20,15 @@ _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 def digests(source: bytes | str, names: Iterable[str]) -> dict[str, str | None]:
     """The digest of each name that the module binds at its top level, None for those that it doesn't.
 
-    A name may be a function, a class, an assignment or an import; one that is bound more than once, or under an
-    `if` or `try`, is digested with all of its bindings and their conditions. Raises `SyntaxError`.
+    A name may be a function, a class, an assignment or an import, or what a class binds (`GenerationMixin._sample`);
+    one that is bound more than once, or under an `if` or `try`, is digested with all of its bindings and their
+    conditions. Raises `SyntaxError`.
     """
+    return dict(_digests(source, tuple(names)))
+
+
+@lru_cache(maxsize=256)  # a command may look at a file twice, and several overlays lean on the same one
+def _digests(source: bytes | str, names: tuple[str, ...]) -> Mapping[str, str | None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # another project's invalid escapes are not ours to report
         tree = ast.parse(source)
@@ -35,20 +42,26 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
 
 
-def _bindings(body: list[ast.stmt], *, wanted: Iterable[str], condition: str) -> Iterator[tuple[str, str]]:
+def _bindings(
+    body: list[ast.stmt], *, wanted: Iterable[str], condition: str, inside: str = ""
+) -> Iterator[tuple[str, str]]:
     for statement in body:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             for alias in statement.names:
-                name = alias.asname or alias.name.split(".")[0]
+                name = inside + (alias.asname or alias.name.split(".")[0])
                 if name in wanted:
                     yield name, f"{condition}import {_origin(statement)}:{alias.name}"
         elif isinstance(statement, (ast.If, ast.Try)):
             for inner, text in _branches(statement):
-                yield from _bindings(inner, wanted=wanted, condition=condition + text)
+                yield from _bindings(inner, wanted=wanted, condition=condition + text, inside=inside)
         else:
             for name in _names_bound_by(statement):
-                if name in wanted:
-                    yield name, condition + "".join(_canonical(statement))
+                if inside + name in wanted:
+                    yield inside + name, condition + "".join(_canonical(statement))
+            if isinstance(statement, ast.ClassDef):
+                owner = f"{inside}{statement.name}."
+                if any(name.startswith(owner) for name in wanted):
+                    yield from _bindings(statement.body, wanted=wanted, condition=condition, inside=owner)
 
 
 def _branches(statement: ast.If | ast.Try) -> Iterator[tuple[list[ast.stmt], str]]:

@@ -11,16 +11,19 @@ from hf_rocm import __version__
 from hf_rocm.overlay.catalog import Catalog, Overlay, release_span
 from hf_rocm.overlay.locate import Installation
 from hf_rocm.overlay.state import FileState, Installed, Match
-from hf_rocm.overlay.survey import state_of
+from hf_rocm.overlay.survey import left_out, state_of
+
+_LISTED = 8  # names that a sentence can carry
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """One file. go_on: its overlay may be used; sentence: why, or why not."""
+    """One file. go_on: its overlay may be used; sentence: why, or why not; why: the same of any file that is alike."""
 
     model: str
     go_on: bool
     sentence: str
+    why: str = ""
 
     def to_dict(self) -> dict[str, object]:
         return {"model": self.model, "go_on": self.go_on, "sentence": self.sentence}
@@ -44,7 +47,8 @@ class Outlook:
         stay = f"stay on transformers {self.newest}, or upgrade hf-rocm"
         if not usable:
             return f"don't go on: no overlay can be used with it, and models stay stock; {stay}"
-        return f"go on with {', '.join(usable)}; {', '.join(others)} would stay stock: if you need it, {stay}"
+        names = ", ".join(usable) if len(usable) <= _LISTED else f"{len(usable)} models"
+        return f"go on with {names}; {', '.join(others)} would stay stock: if you need it, {stay}"
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -60,7 +64,8 @@ def outlook(installation: Installation, catalog: Catalog, models: Iterable[str] 
     if newest is None or not _newer(installation.version, newest):
         return None
     named = set(models)
-    overlays = [overlay for overlay in _newest_overlays(catalog) if not named or overlay.model in named]
+    wanted = named or set(catalog.models()) - set(left_out(installation, catalog).absent)
+    overlays = [overlay for overlay in _newest_overlays(catalog) if overlay.model in wanted]
     prospects = [_prospect(state_of(installation, catalog, each.model, each), catalog) for each in overlays]
     return Outlook(installation.version, newest, tuple(prospects))
 
@@ -84,7 +89,8 @@ def _prospect(state: FileState, catalog: Catalog) -> Prospect:
     if catalog.find(state.model, state.release) is None:
         range_ = f"hf-rocm {__version__} is made for {state.overlay.requires}"
         return Prospect(state.model, False, f"{state.file.name} {what}; still, {range_} and refuses other releases")
-    return Prospect(state.model, True, f"{state.file.name} {what}")
+    alike = "is new, but every definition that its overlay needs is a known one"
+    return Prospect(state.model, True, f"{state.file.name} {what}", what if verified else alike)
 
 
 def _seen(expected: Iterable[str]) -> str:

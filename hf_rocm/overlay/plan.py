@@ -6,13 +6,13 @@ Pure. Installing and removing are each other's inverse by construction: one's `b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
 from hf_rocm.errors import OverlayError
 from hf_rocm.overlay.locate import Installation
-from hf_rocm.overlay.state import FileState, Installed
+from hf_rocm.overlay.state import FileState, Installed, LeftOut
 
 
 class Verb(str, Enum):
@@ -56,6 +56,7 @@ class Plan:
     states: tuple[FileState, ...]
     actions: tuple[Action, ...]
     refusals: tuple[OverlayError, ...]
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     @property
     def writes(self) -> tuple[Action, ...]:
@@ -72,6 +73,7 @@ class Plan:
             "transformers": {"path": str(self.installation.root), "version": self.installation.version},
             "actions": [action.to_dict() for action in self.actions],
             "refused": [error.to_dict() for error in self.refusals],
+            "left_out": self.left_out.to_dict(),
         }
 
 

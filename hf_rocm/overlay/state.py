@@ -6,7 +6,7 @@ Pure: the bytes come from the caller. `survey` reads them from disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -80,6 +80,16 @@ class FileState:
         """Whether what is installed is in order: nothing of ours, or our block on a file that it matches."""
         return self.installed is Installed.NO or (self.installed is Installed.YES and self.match in GOOD)
 
+    @property
+    def root(self) -> Path:
+        """The transformers package that the file is in."""
+        return self.file.parents[2]
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether upstream changed a definition that the overlay needs, and nobody edited the file."""
+        return self.match is Match.CHANGED and bool(self.differences) and self.delivered is None
+
     def rendered(self) -> bytes:
         """The file with this release's block."""
         assert self.overlay is not None
@@ -141,6 +151,30 @@ class FileState:
             "differences": [difference.to_dict() for difference in self.differences],
             "written_by": self.written.version if self.written else None,
         }
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Models that hf-rocm has an overlay of, and this transformers no use for it.
+
+    absent: it has no such model; stock: it has one that no overlay here is made for, with the reason.
+    """
+
+    absent: tuple[str, ...] = ()
+    stock: Mapping[str, str] = field(default_factory=dict)
+
+    def sentences(self, release: str) -> list[str]:
+        """A line for people on each kind, and a line on each reason."""
+        count = len(self.absent)
+        what = "1 model with an overlay is" if count == 1 else f"{count} models with an overlay are"
+        found = [f"{what} not in transformers {release}"] if count else []
+        by_reason: dict[str, list[str]] = {}
+        for model, reason in self.stock.items():
+            by_reason.setdefault(reason, []).append(model)
+        return found + [f"{', '.join(models)} stay stock: {reason}" for reason, models in by_reason.items()]
+
+    def to_dict(self) -> dict[str, object]:
+        return {"absent": list(self.absent), "stock": dict(self.stock)}
 
 
 def render(stock: bytes, overlay: Overlay) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import stat
 from collections.abc import Iterable
@@ -9,22 +10,36 @@ from pathlib import Path
 
 from hf_rocm.errors import OverlayError
 from hf_rocm.overlay import block
-from hf_rocm.overlay.catalog import MODEL, Catalog, Overlay
+from hf_rocm.overlay.catalog import MODEL, Catalog, Overlay, release_span
 from hf_rocm.overlay.locate import Installation
-from hf_rocm.overlay.state import FileState, examine
+from hf_rocm.overlay.state import FileState, LeftOut, examine
 
 
 def survey(installation: Installation, catalog: Catalog, models: Iterable[str] = ()) -> list[FileState]:
     """The state of each named model's file, or of every file that an overlay serves or a block stands in.
 
-    Raises `OverlayError` for a model that neither an overlay nor this transformers knows.
+    Models that this transformers doesn't have are left out; naming one raises `OverlayError`, as does naming one that
+    no overlay is made for.
     """
     names = list(dict.fromkeys(models))
     if not names:
-        names = sorted(
-            {overlay.model for overlay in catalog.for_release(installation.version)} | _patched(installation)
-        )
+        served = {overlay.model for overlay in catalog.for_release(installation.version)}
+        there = {model for model in served if not _absent(installation, model)}
+        names = sorted(there | _patched(installation))
     return [state_of(installation, catalog, model, catalog.find(model, installation.version)) for model in names]
+
+
+def left_out(installation: Installation, catalog: Catalog) -> LeftOut:
+    """The models that a survey without names leaves out."""
+    release = installation.version
+    others = {model: catalog.find(model, release) for model in catalog.models()}
+    absent = [model for model in others if _absent(installation, model)]
+    stock = {
+        model: _why_stock(catalog, model, release)
+        for model, overlay in others.items()
+        if overlay is None and model not in absent
+    }
+    return LeftOut(tuple(absent), stock)
 
 
 def read_file(path: Path) -> bytes | None:
@@ -51,8 +66,10 @@ def state_of(installation: Installation, catalog: Catalog, model: str, overlay: 
     release = installation.version
     if not MODEL.fullmatch(model):  # it becomes part of a path
         raise no_overlay(installation, catalog, model)
-    file = installation.root / "models" / model / f"modeling_{model}.py"
+    file = _file(installation, model)
     data = read_file(file)
+    if data is None and model in catalog.models() and _absent(installation, model):
+        raise _no_model(installation, catalog, model)
     if overlay is None and (data is None or not block.has_block(data)):
         raise no_overlay(installation, catalog, model)
     return examine(
@@ -69,6 +86,18 @@ def state_of(installation: Installation, catalog: Catalog, model: str, overlay: 
     )
 
 
+def _file(installation: Installation, model: str) -> Path:
+    return installation.root / "models" / model / f"modeling_{model}.py"
+
+
+def _absent(installation: Installation, model: str) -> bool:
+    """Whether this transformers came without the model; a file that was taken away is not absent but missing."""
+    file = _file(installation, model)
+    if os.path.lexists(file):
+        return False
+    return installation.recorded_sha256(file) is None if installation.record else not file.parent.is_dir()
+
+
 def _patched(installation: Installation) -> set[str]:
     """Models with a block in their file: an earlier release of hf-rocm may have had more overlays than this one."""
     found = set()
@@ -81,23 +110,45 @@ def _patched(installation: Installation) -> set[str]:
 def no_overlay(installation: Installation, catalog: Catalog, model: str | None = None) -> OverlayError:
     """The error that says that this release has no overlay (of that model), and which have."""
     release = installation.version
-    served = [overlay.model for overlay in catalog.for_release(release)]
     if model is None or model in catalog.models():
+        facts = {
+            "file": installation.root / "__init__.py",
+            "expected": " or ".join(catalog.ranges(model) or catalog.ranges()),
+            "found": release,
+        }
+        if model is not None and (reason := catalog.leaves_out(model, release)):
+            facts["because"] = reason
         return OverlayError(
             f"no overlay{f' of {model}' if model else ''} is made for transformers {release}",
-            facts={
-                "file": installation.root / "__init__.py",
-                "expected": " or ".join(catalog.ranges(model) or catalog.ranges()),
-                "found": release,
-            },
+            facts=facts,
             hint="upgrade hf-rocm, or install a release of transformers from that range",
         )
+    served = [overlay.model for overlay in catalog.for_release(release)]
+    examples = difflib.get_close_matches(model, served, n=3) or served[:3]
     return OverlayError(
         f"hf-rocm has no overlay of {model!r}",
         facts={
-            "expected": f"one of {', '.join(served) or 'none for this release'}",
+            "expected": f"one of {len(served)} models, such as {', '.join(examples)}" if served else "none here",
             "found": model,
             "transformers": f"{release} ({installation.root})",
         },
-        hint="leave the name out to take every overlay",
+        hint="leave the name out to take every overlay; `hf-rocm status` lists them",
     )
+
+
+def _no_model(installation: Installation, catalog: Catalog, model: str) -> OverlayError:
+    seen = catalog.releases(model)
+    return OverlayError(
+        f"transformers {installation.version} has no model {model}",
+        facts={
+            "file": _file(installation, model),
+            "expected": f"a release that has it: {release_span(seen)}" if seen else "a release that has it",
+            "found": installation.version,
+        },
+        hint="install one of those releases, or leave the name out",
+    )
+
+
+def _why_stock(catalog: Catalog, model: str, release: str) -> str:
+    made_for = " or ".join(catalog.ranges(model))
+    return catalog.leaves_out(model, release) or f"what hf-rocm has is for transformers {made_for}"

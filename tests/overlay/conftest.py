@@ -16,6 +16,7 @@ from hf_rocm.overlay import catalog as catalogs
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.locate import Installation, locate
 
+# Enough for a site: every release has them, and the machinery is the same for all. The other models are absent there.
 MODELS = ("bert", "gemma", "llama", "qwen3")
 
 
@@ -106,7 +107,22 @@ def make_site(path: Path) -> Site:
         )
     metadata = next(source.parent.glob("transformers-*.dist-info"))
     shutil.copytree(metadata, path / metadata.name)
-    return Site(path)
+    site = Site(path)
+    for overlay in catalogs.load().for_release(site.installation.version):
+        for module in {name.partition(":")[0] for name in overlay.record.names} if overlay.model in MODELS else ():
+            _copy_module(module, source.parent, path)
+    record = site.metadata / "RECORD"
+    rows = [row for row in record.read_text().splitlines() if (path / row.split(",")[0]).is_file()]
+    record.write_text("\n".join(rows) + "\n")
+    return site
+
+
+def _copy_module(module: str, source: Path, target: Path) -> None:
+    stem = Path(*module.split("."))
+    for file in (stem / "__init__.py", stem.with_suffix(".py")):
+        if (source / file).is_file() and not (target / file).exists():
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / file, target / file)
 
 
 @pytest.fixture(scope="session")

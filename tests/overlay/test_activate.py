@@ -12,6 +12,8 @@ from hf_rocm.overlay import bind
 from hf_rocm.overlay.activate import activate, deactivate
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.commands import install
+from hf_rocm.overlay.locate import locate
+from hf_rocm.overlay.survey import survey
 from tests.overlay.conftest import Site
 
 
@@ -74,7 +76,8 @@ def test_activating_twice_is_activating_once(forced: None) -> None:
 
 
 def test_without_a_name_every_overlay_of_the_release_is_bound(forced: None, catalog: Catalog) -> None:
-    assert activate() == catalog.models()
+    assert activate() == [state.model for state in survey(locate(), catalog)]
+    assert {"bert", "gemma", "llama", "qwen3"} <= {binding.model for binding in bind.bindings()}
 
 
 def test_only_the_named_model_is_bound(forced: None) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from hf_rocm.errors import OverlayError
 from hf_rocm.overlay.catalog import Catalog, release_span
-
-MODELS = ("bert", "gemma", "llama", "qwen3")
 
 
 def directory(root: Path, first: str, requires: str, *models: str, recorded: bool = True) -> None:
@@ -81,7 +81,7 @@ def test_an_invalid_range_is_refused_by_name(tmp_path: Path) -> None:
     assert refused.value.facts["file"].endswith("transformers-5.0/manifest.toml")
 
 
-def test_every_supported_release_is_served_for_every_model(catalog: Catalog) -> None:
+def test_every_release_that_has_a_model_is_served_or_left_out_with_a_reason(catalog: Catalog) -> None:
     recorded = {
         release
         for directory in catalog.directories
@@ -89,10 +89,50 @@ def test_every_supported_release_is_served_for_every_model(catalog: Catalog) -> 
         for release in record.releases()
     }
     assert {"4.53.0", "4.53.3", "4.57.6", "5.0.0", "5.19.0", "5.23.0"} <= recorded
-    for release in recorded:
-        assert tuple(overlay.model for overlay in catalog.for_release(release)) == MODELS
-        for overlay in catalog.for_release(release):
-            assert release in overlay.record.releases(), (overlay.id, release)
+    for model in catalog.models():
+        first = Version(catalog.releases(model)[0])
+        for release in recorded:
+            overlay = catalog.find(model, release)
+            if overlay is None:
+                assert catalog.leaves_out(model, release) or Version(release) < first, (model, release)
+            elif Version(release) >= first:
+                assert release in overlay.record.releases(), (overlay.id, release)
+    assert {"bert", "gemma", "llama", "qwen3"} <= {overlay.model for overlay in catalog.for_release("4.53.0")}
+
+
+def limit(root: Path, first: str, model: str, requires: str, reason: str) -> None:
+    manifest = root / f"transformers-{first}" / "manifest.toml"
+    manifest.write_text(
+        manifest.read_text() + f"\n[{model}]\ntransformers = {json.dumps(requires)}\nreason = {json.dumps(reason)}\n"
+    )
+
+
+def test_a_model_may_have_a_range_of_its_own_and_an_older_directory_serves_the_rest(tmp_path: Path) -> None:
+    directory(tmp_path, "4.9", ">=4.9,<6", "bert", "llama")
+    directory(tmp_path, "5.0", ">=5.0,<6", "bert")
+    limit(tmp_path, "5.0", "bert", ">=5.2,!=5.3.1", "its head is another one")
+    limit(tmp_path, "4.9", "llama", ">=4.10", "4.9 has it in another form")
+    found = Catalog(tmp_path)
+    serving = {
+        release: overlay.directory
+        for release in ("4.9.0", "5.1.0", "5.2.0", "5.3.0", "5.3.1", "5.4.0")
+        if (overlay := found.find("bert", release))
+    }
+    old, new = "transformers-4.9", "transformers-5.0"
+    assert serving == {"4.9.0": old, "5.1.0": old, "5.2.0": new, "5.3.0": new, "5.3.1": old, "5.4.0": new}
+    assert found.find("llama", "4.9.3") is None and found.find("llama", "5.0.0") is not None
+    assert found.leaves_out("llama", "4.9.3") == "4.9 has it in another form"
+    assert found.leaves_out("llama", "5.0.0") is None
+    assert found.ranges("llama") == [">=4.9,<6,>=4.10"]
+    assert found.leaves_out("llama", "6.0.0") is None, "the directory's own range needs no reason"
+
+
+def test_an_invalid_range_of_a_model_is_refused_by_name(tmp_path: Path) -> None:
+    directory(tmp_path, "5.0", ">=5.0,<6", "llama")
+    limit(tmp_path, "5.0", "llama", "five and up", "")
+    with pytest.raises(OverlayError) as refused:
+        Catalog(tmp_path)
+    assert refused.value.facts["file"].endswith("transformers-5.0/manifest.toml")
 
 
 def test_release_span() -> None:

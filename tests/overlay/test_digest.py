@@ -113,3 +113,14 @@ def test_conditions_count() -> None:
 def test_broken_source_raises() -> None:
     with pytest.raises(SyntaxError):
         one("def f(:\n")
+
+
+def test_a_method_has_a_digest_of_its_own() -> None:
+    found = digests(SOURCE, ["Norm.forward", "Norm.eps", "Norm.backward", "forward", "Norm"])
+    assert found["Norm.backward"] is None
+    assert found["forward"] is None
+    other = SOURCE.replace("scale=1.5j", "scale=2.5j")
+    changed = digests(other, ["Norm.forward", "Norm.eps", "Norm"])
+    assert changed["Norm.eps"] == found["Norm.eps"]
+    assert changed["Norm.forward"] != found["Norm.forward"]
+    assert changed["Norm"] != found["Norm"]

@@ -50,7 +50,8 @@ def test_uninstall_restores_content_and_mode_of_the_whole_tree(whole_site: Site)
     install(transformers_path=whole_site.path)
     between = hashes(whole_site.path)
     assert {path for path in before if before[path] != between[path]} == {
-        f"transformers/models/{model}/modeling_{model}.py" for model in MODELS
+        f"transformers/models/{state.model}/modeling_{state.model}.py"
+        for state in status(transformers_path=whole_site.path).states
     }
     assert before.keys() == between.keys(), "nothing of ours lies beside the files"
     uninstall(transformers_path=whole_site.path)

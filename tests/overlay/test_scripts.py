@@ -1,8 +1,7 @@
-"""The maintainers' scripts: digests from released wheels, and drafts of new overlays."""
+"""The maintainers' script that reads digests off released wheels."""
 
 from __future__ import annotations
 
-import ast
 import zipfile
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -11,7 +10,6 @@ from types import ModuleType
 
 import pytest
 
-from hf_rocm.overlay import manifest
 from hf_rocm.overlay.catalog import Catalog
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,24 +119,54 @@ def test_a_release_that_lacks_a_name_is_refused(
     assert run(refresh, overlays) == 1
     error = capsys.readouterr().err
     assert "transformers 5.12.0 has no DemoAttention" in error
-    assert "hint: end the directory's range before that release" in error
+    assert "hint: leave that release out in the manifest (a range and a reason under [demo])" in error
 
 
-def test_a_draft_names_the_classes_and_calls_stock(overlays: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    draft = load("new-overlay")
-    (overlays / "transformers-5.2/models/demo/modeling_demo.py").unlink()
-    (overlays / "transformers-5.2/models/demo").rmdir()
-    arguments = ["demo", "--directory", "transformers-5.2", "--overlays", str(overlays)]
-    arguments += ["--wheel", str(overlays.parent / "wheels/transformers-5.10.0-py3-none-any.whl")]
-    assert draft.main(arguments) == 0
-    text = (overlays / "transformers-5.2/models/demo/modeling_demo.py").read_text()
-    ast.parse(text)
-    assert manifest.dependencies(text) == [
-        "transformers.models.demo.modeling_demo:DemoAttention",
-        "transformers.models.demo.modeling_demo:DemoMLP",
-    ]
-    assert "def demo_attention(self, stock, hidden_states, mask=None, **kwargs):" in text
-    assert "return stock(self, hidden_states, mask, **kwargs)" in text
-    assert "def demo_mlp(self, stock, x):" in text
-    assert draft.main(arguments) == 1, "an overlay that is there is not overwritten"
-    assert "this overlay is there already" in capsys.readouterr().err
+def test_releases_without_the_model_are_passed_over(refresh: ModuleType, overlays: Path) -> None:
+    path = wheel(overlays.parent / "wheels", "5.0.1", "1")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("transformers/models/other/modeling_other.py", "")
+    assert run(refresh, overlays) == 0
+    assert "5.0.1" not in (overlays / "transformers-5.0/manifest.toml").read_text()
+
+
+def test_a_range_of_the_models_own_is_kept_and_followed(refresh: ModuleType, overlays: Path) -> None:
+    file = overlays / "transformers-5.2/manifest.toml"
+    own = '\n[demo]\ntransformers = ">=5.10"\nreason = "it had \\"another\\" form before"\n'
+    file.write_text(file.read_text() + own)
+    assert run(refresh, overlays) == 0
+    old, new = Catalog(overlays).directories
+    assert new.manifest.records["demo"].releases() == {"5.10.0"}
+    assert old.manifest.records["demo"].releases() == {"5.0.0", "5.1.0", "5.2.0"}, "the older text serves the rest"
+    assert own in file.read_text()
+    assert run(refresh, overlays, "--check") == 0
+
+
+def test_each_wheel_is_opened_once(refresh: ModuleType, overlays: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    real = zipfile.ZipFile
+
+    def counting(path: Path) -> zipfile.ZipFile:
+        opened.append(path)
+        return real(path)
+
+    monkeypatch.setattr(refresh.zipfile, "ZipFile", counting)
+    run(refresh, overlays)
+    assert len(opened) == len(set(opened)) == 4
+
+
+def test_the_parts_that_features_lean_on_are_recorded_in_every_release(
+    refresh: ModuleType, overlays: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = ("transformers.models.demo.modeling_demo:DemoAttention.forward", "transformers.generation.utils:Absent")
+    monkeypatch.setattr(refresh.features, "FEATURES", {"deep": parts})
+    file = overlays / "features.toml"
+    file.write_text('transformers = ">=5"\n')
+    assert run(refresh, overlays) == 0
+    assert "overlays/features.toml: deep: transformers.generation.utils:Absent has a new" in capsys.readouterr().out
+    recorded = refresh.parse(file.read_text(), source=file).records["deep"]
+    every = ("5.0.0", "5.1.0", "5.2.0", "5.10.0")
+    assert recorded.names[parts[1]] == {"absent": every}
+    assert list(recorded.names[parts[0]].values()) == [("5.0.0",), ("5.1.0", "5.2.0"), ("5.10.0",)]
+    assert list(recorded.files.values()) == [("5.0.0",), ("5.1.0", "5.2.0"), ("5.10.0",)]
+    assert run(refresh, overlays, "--check") == 0

@@ -31,7 +31,7 @@ def test_the_installed_transformers_is_verified_for_every_model(catalog: Catalog
     from hf_rocm.overlay.locate import locate
 
     states = survey(locate(), catalog)
-    assert tuple(found.model for found in states) == MODELS
+    assert {found.model for found in states} >= set(MODELS)
     assert {found.match for found in states} == {Match.VERIFIED}
 
 
@@ -135,7 +135,7 @@ def test_an_unknown_release_is_refused_with_the_known_ranges(site: Site, catalog
     with pytest.raises(OverlayError) as refused:
         state(site, catalog)
     assert refused.value.facts["found"] == release
-    assert ">=5.4,<6" in refused.value.facts["expected"]
+    assert refused.value.facts["expected"] == " or ".join(catalog.ranges("llama"))
     assert refused.value.hint
 
 
@@ -149,7 +149,7 @@ def test_a_block_in_an_unknown_release_is_unsupported(site: Site, catalog: Catal
 def test_a_model_that_nobody_knows_is_an_error(site: Site, catalog: Catalog) -> None:
     with pytest.raises(OverlayError, match="no overlay of 'mistrall'") as refused:
         state(site, catalog, "mistrall")
-    assert "llama" in refused.value.facts["expected"]
+    assert " models, such as mistral" in refused.value.facts["expected"]
 
 
 def test_installed_is_read_off_the_file(site: Site, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:

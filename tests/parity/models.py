@@ -119,7 +119,7 @@ def fused_ran(model: Any, routes: list[ops.registry.Route]) -> None:
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    weights = [each.shapes[1] for each in routes if each.operation == "linear"]
+    weights = [each.shapes[1] for each in routes if each.operation in ("linear", "fused_linear")]
     assert ((config.num_attention_heads + 2 * kv_heads) * head_dim, config.hidden_size) in weights
     if hasattr(config, "num_key_value_heads"):
         assert (2 * config.intermediate_size, config.hidden_size) in weights

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_rocm.overlay import catalog
 from tests.overlay.promises.injected import BEGIN, IDLE
 
 # more calls than the parent makes while it imports what the children need: see `injected`
@@ -106,6 +107,7 @@ def _run(
                 "call": name,
                 "lead": LEAD.get(name or "", FEW),
                 "models": list(models),
+                "overlays": str(_overlays(models, scratch / "overlays")),
                 "places": [(place, str(site)) for place, site in places],
             }
         )
@@ -123,6 +125,17 @@ def _run(
     statuses = json.loads(done.stdout.splitlines()[-1])
     assert len(statuses) == len(places)
     return statuses
+
+
+def _overlays(models: Sequence[str], root: Path) -> Path:
+    """Those of these models alone: reading all of them takes more calls than a driver may make."""
+    if not root.exists():
+        for directory in catalog.load().directories:
+            for model in set(models) & directory.files.keys():
+                shutil.copytree(directory.files[model].parent, root / directory.name / "models" / model)
+            if (root / directory.name).exists():
+                shutil.copy(directory.path / "manifest.toml", root / directory.name)
+    return root
 
 
 def _path() -> str:

@@ -59,7 +59,7 @@ def _flock(descriptor: int, operation: int) -> None:
 
 def main(order: dict[str, object]) -> list[int]:
     """The exit status of each child, as waitpid gives it."""
-    catalog = catalogs.load()
+    catalog = catalogs.load(Path(str(order["overlays"])))
     command = {"install": commands.install, "uninstall": commands.uninstall}[str(order["command"])]
     idle = IDLE[str(order["call"])] if order["call"] else None
     statuses = []

@@ -202,7 +202,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def status_tells_the_truth(self) -> None:
-        _, found = status(transformers_path=self.site.path, catalog=CATALOG)
+        found = status(transformers_path=self.site.path, catalog=CATALOG).states
         for each in found:
             if each.model in self.edited:
                 assert each.installed.value == "edited" or each.match.value == "changed", each.model

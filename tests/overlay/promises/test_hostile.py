@@ -38,7 +38,7 @@ def delivered(tmp_path: Path) -> Path:
 
 
 def llama(overlays: Path) -> Path:
-    return overlays / "transformers-5.4" / "models" / "llama" / "modeling_llama.py"
+    return overlays / "transformers-4.53" / "models" / "llama" / "modeling_llama.py"
 
 
 def link(overlays: Path) -> None:
@@ -52,14 +52,14 @@ def fifo(overlays: Path) -> None:
 
 
 def other_digest(overlays: Path) -> None:
-    file = overlays / "transformers-5.4" / "manifest.toml"
-    file.write_text(file.read_text().replace('transformers = ">=5.4,<6"', 'transformers = ">=4,<9"'))
+    file = overlays / "transformers-4.53" / "manifest.toml"
+    file.write_text(file.read_text().replace('transformers = ">=4.53,<6"', 'transformers = ">=4,<9"'))
 
 
 def new_model(overlays: Path) -> None:
-    folder = overlays / "transformers-5.4" / "models" / "mistral"
+    folder = overlays / "transformers-4.53" / "models" / "unheard_of"
     folder.mkdir()
-    (folder / "modeling_mistral.py").write_text("import os\n")
+    (folder / "modeling_unheard_of.py").write_text("import os\n")
 
 
 def case_folded(overlays: Path) -> None:
@@ -75,7 +75,7 @@ TAMPERED: dict[str, Callable[[Path], object]] = {
     "new model": new_model,
     "case-folded": case_folded,
     "macOS leftovers": lambda overlays: llama(overlays).with_name("._modeling_llama.py").write_bytes(b"\x00\x05"),
-    "linked folder": lambda overlays: (overlays / "transformers-9.0").symlink_to(overlays / "transformers-5.4"),
+    "linked folder": lambda overlays: (overlays / "transformers-9.0").symlink_to(overlays / "transformers-4.53"),
 }
 
 
@@ -96,8 +96,8 @@ assert uninstall(transformers_path=sys.argv[1])[0].writes
 
 def test_17_what_the_wheel_delivered_passes(delivered: Path) -> None:
     check_delivered(delivered)
-    (delivered / "transformers-5.4" / "__pycache__").mkdir()
-    (delivered / "transformers-5.4" / "__pycache__" / "x.cpython-311.pyc").touch()
+    (delivered / "transformers-4.53" / "__pycache__").mkdir()
+    (delivered / "transformers-4.53" / "__pycache__" / "x.cpython-311.pyc").touch()
     check_delivered(delivered)
 
 

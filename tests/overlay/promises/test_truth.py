@@ -207,6 +207,10 @@ try:
     print(hf_rocm.check(transformers_path=site))
 except hf_rocm.HfRocmError as error:
     sys.exit(f"{error}")
+finally:
+    # gloo's threads abort an interpreter that ends while they are still at work
+    distributed.barrier()
+    distributed.destroy_process_group()
 """
 
 

@@ -21,14 +21,12 @@ if overlay is not None and overlay.wanted(__name__):
             self, attention_mask, kwargs, dropout=self.dropout_prob, further=_what_stays(self, more, kwargs)
         ):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
-        batch, length = hidden_states.shape[:-1]
-        heads = (batch, length, self.num_attention_heads, self.attention_head_size)
-        parts = layers.project(self, hidden_states, "query", "key", "value")
-        query, key, value = (part.view(heads).transpose(1, 2) for part in parts)  # [B, H, S, D]
+        names = ("query", "key", "value")
+        query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
         causal = {"is_causal": self.is_decoder}
         key, value, seen = layers.sees(self, query, key, value, attention_mask, causal)
         output, _ = ops.attention(query, key, value, scale=self.attention_head_size**-0.5, **seen)
-        return (output.view(batch, length, -1),)
+        return (output.flatten(2),)
 
     def _what_stays(self, more, kwargs):
         if self.position_embedding_type != "absolute":

@@ -1,4 +1,4 @@
-"""ROCm overlay of transformers.models.llama.modeling_llama, 4.53 to 4.55."""
+"""ROCm overlay of transformers.models.llama.modeling_llama, 4.53 and up."""
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
@@ -6,37 +6,33 @@ except ImportError:  # hf-rocm was removed: the stock forwards stay
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+    from transformers.models.llama.modeling_llama import (
+        LlamaAttention,
+        LlamaDecoderLayer,
+        LlamaMLP,
+        LlamaRMSNorm,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers, ops
 
+    @overlay.replaces(LlamaDecoderLayer)
+    def llama_decoder_layer(self, stock, hidden_states, *args, **kwargs):
+        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+
     @overlay.replaces(LlamaAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def llama_attention(
-        self,
-        stock,
-        hidden_states,
-        position_embeddings,
-        attention_mask,
-        past_key_value=None,
-        cache_position=None,
-        **kwargs,
+        self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
     ):
         if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
-            return stock(
-                self, hidden_states, position_embeddings, attention_mask, past_key_value, cache_position, **kwargs
-            )
-        batch, length = hidden_states.shape[:-1]
-        heads = (batch, length, -1, self.head_dim)
-        query, key, value = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")
-        query, key, value = (part.view(heads).transpose(1, 2) for part in (query, key, value))  # [B, H | Hkv, S, D]
-        cos, sin = position_embeddings
-        query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        if past_key_value is not None:
-            place = {"sin": sin, "cos": cos, "cache_position": cache_position}
-            key, value = past_key_value.update(key, value, self.layer_idx, place)
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
+        query, key, value = layers.rotate_and_remember(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        )
         key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return self.o_proj(output.view(batch, length, -1)), weights
+        return layers.project_out(self, hidden_states, output.flatten(2)), weights
 
     @overlay.replaces(LlamaMLP, fuses=("gate_proj", "up_proj"))
     def llama_mlp(self, stock, x):

@@ -1,4 +1,4 @@
-"""ROCm overlay of transformers.models.bert.modeling_bert, 5.0 to 5.3.
+"""ROCm overlay of transformers.models.bert.modeling_bert, 5.0 and up.
 
 Served: self-attention, with and without a cache. Cross-attention stays stock.
 """
@@ -14,18 +14,13 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers, ops
 
     @overlay.replaces(BertSelfAttention, fuses=("query", "key", "value"))
-    def bert_attention(
-        self, stock, hidden_states, attention_mask=None, past_key_values=None, cache_position=None, **kwargs
-    ):
+    def bert_attention(self, stock, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
         if layers.stays_stock(self, attention_mask, kwargs, dropout=self.dropout.p):
-            return stock(self, hidden_states, attention_mask, past_key_values, cache_position, **kwargs)
-        batch, length = hidden_states.shape[:-1]
-        heads = (batch, length, -1, self.attention_head_size)
-        parts = layers.project(self, hidden_states, "query", "key", "value")
-        query, key, value = (part.view(heads).transpose(1, 2) for part in parts)  # [B, H, S, D]
-        if past_key_values is not None:
-            cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-            key, value = cache.update(key, value, self.layer_idx, {"cache_position": cache_position})
+            return stock(self, hidden_states, attention_mask, past_key_values, **kwargs)
+        names = ("query", "key", "value")
+        query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
+        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        key, value = layers.remember(self, key, value, cache, kwargs)
         key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return output.view(batch, length, -1), weights
+        return output.flatten(2), weights

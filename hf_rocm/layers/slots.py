@@ -1,0 +1,80 @@
+"""Where a call's keys and values go in a static cache, so that the kernel that rotates them puts them there itself.
+
+Only what `update` does is done in its place, for caches whose `update` is known: transformers' static layers, by the
+digests of their definitions, and the cache that decode steps are recorded over.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Slot(NamedTuple):
+    """Rows of a cache.
+
+    keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]. position: [S], the rows, or a scalar, the first of them, which
+    counts on when they are written (see `ops.rope_into_cache`). written: to be called then, if there is more to count.
+    """
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+    written: Callable[[], None] | None = None
+
+
+def slot(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
+    """The rows for key [B, Hkv, S, D] and value [B, Hkv, S, D_v] of layer `index`, or None: `update` must be asked.
+
+    arguments: the call's keyword arguments. Changes nothing.
+    """
+    own = getattr(type(cache), "_hf_rocm_slot", None)
+    found: Slot | None = _static(cache, index, key, arguments) if own is None else own(cache, index, key.shape[2])
+    if found is None or not (_fits(found.keys, key) and _fits(found.values, value)):
+        return None
+    return found
+
+
+def _static(cache: Any, index: int, key: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
+    """A layer of transformers' own static cache that doesn't slide, from 4.56 on."""
+    home = sys.modules.get("transformers.cache_utils")
+    kind = getattr(home, "StaticLayer", None)
+    layers = getattr(cache, "layers", None)
+    if kind is None or not layers or index >= len(layers) or type(layers[index]) is not kind:
+        return None
+    layer = layers[index]
+    # before 4.56 a cache might offload without the word
+    if layer.keys is None or getattr(cache, "offloading", True) or not _is_stock(type(cache), home):
+        return None
+    counter = getattr(layer, "cumulative_length", None)
+    if counter is not None:
+        if counter.device != key.device:
+            return None
+        return Slot(layer.keys, layer.values, counter if counter.ndim == 0 else counter[0])
+    place = arguments.get("cache_position")
+    if place is None or place.shape != key.shape[2:3] or place.device != key.device:
+        return None
+    return Slot(layer.keys, layer.values, place)
+
+
+def _is_stock(kind: type, home: Any) -> bool:
+    """Whether this cache updates its layers as transformers does."""
+    from hf_rocm.generation import features
+
+    return getattr(kind, "update", None) is home.Cache.update and features.refuses("static_cache") is None
+
+
+def _fits(rows: Tensor, new: Tensor) -> bool:
+    """Whether new [B, heads, S, D] may be written to rows [B, heads, L, D] as it is."""
+    return (
+        type(rows) is torch.Tensor
+        and rows.dtype == new.dtype
+        and rows.device == new.device
+        and rows.shape[:2] == new.shape[:2]
+        and rows.shape[3] == new.shape[3]
+        and rows.stride(3) == 1
+    )

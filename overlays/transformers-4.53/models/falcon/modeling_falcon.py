@@ -1,0 +1,37 @@
+"""ROCm overlay of transformers.models.falcon.modeling_falcon, 4.53 and up.
+
+Served with rotary positions. ALiBi stays stock, as do the MLP, which has no gate, and LayerNorm.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
+
+    from hf_rocm import layers, ops
+
+    with_cache = layers.before("4.54")
+
+    @overlay.replaces(FalconAttention)
+    def falcon_attention(self, stock, hidden_states, *more, **kwargs):
+        mask, cache, further = kwargs.get("attention_mask"), kwargs.get("layer_past"), _what_stays(more, kwargs)
+        if layers.stays_stock(self, mask, kwargs, further=further):
+            return stock(self, hidden_states, *more, **kwargs)
+        parts = self._split_heads(self.query_key_value(hidden_states))
+        query, key, value = (part.transpose(1, 2) for part in parts)  # [B, H | Hkv, S, D]
+        query, key = layers.rotate(apply_rotary_pos_emb, query, key, kwargs["position_embeddings"])
+        key, value = layers.remember(self, key, value, cache, kwargs, kwargs["position_embeddings"])
+        if self.new_decoder_architecture:  # there stock repeats the heads before it caches them
+            groups = self.num_heads // self.num_kv_heads
+            key, value = key[:, ::groups], value[:, ::groups]
+        key, value, seen = layers.sees(self, query, key, value, mask, kwargs)
+        output, _ = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
+        return self.dense(output.flatten(2)), cache if with_cache else None
+
+    def _what_stays(more, kwargs):
+        if kwargs.get("alibi") is not None:
+            return "ALiBi stays stock"
+        return "arguments given by position stay stock" if more else None

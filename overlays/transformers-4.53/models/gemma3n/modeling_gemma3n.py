@@ -1,0 +1,72 @@
+"""ROCm overlay of transformers.models.gemma3n.modeling_gemma3n, 4.53 and up.
+
+Served: the text model. Layers that reuse another's keys stay stock up to 4.55, where they read them out of the cache;
+the audio and vision parts stay stock, and the norms in training, whose gradients round more coarsely in ours.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.gemma3n.modeling_gemma3n import (
+        Gemma3nRMSNorm,
+        Gemma3nTextAttention,
+        Gemma3nTextMLP,
+        apply_rotary_pos_emb,
+    )
+
+    from hf_rocm import layers, ops
+
+    keys_in_cache = layers.before("4.56")
+
+    @overlay.replaces(Gemma3nTextAttention, fuses=("q_proj", "k_proj", "v_proj"))
+    def gemma3n_attention(
+        self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+    ):
+        old = self.is_kv_shared_layer and keys_in_cache
+        further = "layers that reuse another's keys stay stock up to 4.55" if old else None
+        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout, further=further):
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        shared = _shared(past_key_values, kwargs)
+        if self.is_kv_shared_layer and shared is not None:
+            (query,) = layers.split_heads((self.q_proj(hidden_states),), self.config.head_dim)
+            key, value = shared[_place(self, "kv_shared_layer_index")]
+        else:
+            query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
+            key, value = apply_rotary_pos_emb(self.k_norm(key), *position_embeddings), self.v_norm(value)
+            if not self.is_kv_shared_layer:
+                key, value = layers.remember(self, key, value, past_key_values, kwargs, position_embeddings)
+        query = apply_rotary_pos_emb(self.q_norm(query), *position_embeddings)
+        if shared is not None and self.store_full_length_kv:
+            shared[_place(self, "layer_idx")] = key, value
+        window = self.sliding_window
+        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window)
+        output, weights = ops.attention(query, key, value, scale=1.0, **seen)
+        return self.o_proj(output.flatten(2)), weights
+
+    def _shared(cache, kwargs):
+        """Where layers leave keys for later ones: given from 5.6 on, on the cache since 4.56, nowhere before."""
+        shared = kwargs.get("shared_kv_states")
+        if shared is not None or cache is None or keys_in_cache:
+            return shared
+        if not hasattr(cache, "shared_layers"):
+            cache.shared_layers = {}
+        return cache.shared_layers
+
+    def _place(self, number):
+        return getattr(self, number) if hasattr(self, "kv_shared_layer_index") else self.layer_type
+
+    @overlay.replaces(Gemma3nTextMLP, fuses=("gate_proj", "up_proj"))
+    def gemma3n_mlp(self, stock, hidden_states):
+        if self.activation_sparsity <= 0.0:
+            return layers.gated_mlp(self, stock, hidden_states)
+        gate, up = layers.project(self, hidden_states, "gate_proj", "up_proj")
+        return self.down_proj(self.act_fn(self._gaussian_topk(gate)) * up)
+
+    @overlay.replaces(Gemma3nRMSNorm)
+    def gemma3n_rms_norm(self, stock, hidden_states):
+        if not self.with_scale or self.training:
+            return stock(self, hidden_states)
+        return layers.rms_norm(self, stock, hidden_states, eps=self.eps)

@@ -1,0 +1,33 @@
+"""ROCm overlay of transformers.models.gpt2.modeling_gpt2, 4.53 and up.
+
+Served: self-attention. Cross-attention stays stock, as do its MLP, which has no gate, and its LayerNorm.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    from hf_rocm import layers, ops
+
+    @overlay.replaces(GPT2Attention)
+    def gpt2_attention(self, stock, hidden_states, past_key_values=None, *more, **kwargs):
+        mask, further = kwargs.get("attention_mask"), _what_stays(more, kwargs)
+        if layers.stays_stock(self, mask, kwargs, dropout=self.attn_dropout.p, further=further):
+            return stock(self, hidden_states, past_key_values, *more, **kwargs)
+        parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
+        query, key, value = layers.split_heads(parts, self.head_dim)  # [B, H, S, D]
+        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        key, value = layers.remember(self, key, value, cache, kwargs)
+        key, value, seen = layers.sees(self, query, key, value, mask, kwargs)
+        # up to 5.3 stock's sdpa knew no scale but this one, whatever the config said
+        output, _ = ops.attention(query, key, value, scale=getattr(self, "scaling", self.head_dim**-0.5), **seen)
+        return self.resid_dropout(self.c_proj(output.flatten(2))), None
+
+    def _what_stays(more, kwargs):
+        if kwargs.get("encoder_hidden_states") is not None:
+            return "cross-attention stays stock"
+        return "arguments given by position stay stock" if more else None

@@ -1,0 +1,58 @@
+"""ROCm overlay of transformers.models.llama4.modeling_llama4, 4.53 to 4.55.
+
+Served: attention, the shared experts and the norms of the text model. The routed experts, which these releases compute
+densely and 4.54 and 4.55 by scores of other tokens, and the vision tower stay stock.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    import torch
+    from transformers.models.llama4.modeling_llama4 import (
+        Llama4TextAttention,
+        Llama4TextMLP,
+        Llama4TextRMSNorm,
+        apply_rotary_emb,
+    )
+
+    from hf_rocm import layers, ops
+
+    @overlay.replaces(Llama4TextAttention, fuses=("q_proj", "k_proj", "v_proj"))
+    def llama4_attention(
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        if self.use_rope:
+            query, key = apply_rotary_emb(query, key, position_embeddings.to(query.device))
+        if hasattr(self, "qk_norm"):
+            query, key = self.qk_norm(query), self.qk_norm(key)
+        if self.attn_temperature_tuning and not self.use_rope:
+            query = _by_temperature(self, query, past_key_values, kwargs.get("cache_position"))
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        key, value = layers.remember(self, key, value, past_key_values, kwargs)
+        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return self.o_proj(output.flatten(2)), weights
+
+    def _by_temperature(self, query, cache, positions):
+        """query: [B, S, H, D]; positions: of this call's tokens, which transformers passes until 5.3."""
+        if positions is None:
+            start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+            positions = torch.arange(query.shape[1], device=query.device) + start
+        steps = torch.floor((positions.float() + 1.0) / self.floor_scale)
+        scales = torch.log1p(steps) * self.attn_scale + 1.0
+        return (query * scales[:, None, None]).to(query.dtype)
+
+    @overlay.replaces(Llama4TextMLP, fuses=("gate_proj", "up_proj"))
+    def llama4_mlp(self, stock, x):
+        return layers.gated_mlp(self, stock, x, activation="activation_fn")
+
+    @overlay.replaces(Llama4TextRMSNorm)
+    def llama4_rms_norm(self, stock, x):
+        return layers.rms_norm(self, stock, x, eps=self.eps)

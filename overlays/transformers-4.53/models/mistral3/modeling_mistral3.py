@@ -1,0 +1,18 @@
+"""ROCm overlay of transformers.models.mistral3.modeling_mistral3, 4.53 and up.
+
+Served: the norm between the two parts. The parts themselves are served by the overlays of pixtral and mistral.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.mistral3.modeling_mistral3 import Mistral3RMSNorm
+
+    from hf_rocm import layers
+
+    @overlay.replaces(Mistral3RMSNorm)
+    def mistral3_rms_norm(self, stock, hidden_states):
+        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

@@ -1,0 +1,38 @@
+"""ROCm overlay of transformers.models.modernbert.modeling_modernbert, 4.53 to 5.0."""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.modernbert.modeling_modernbert import (
+        MODERNBERT_ATTENTION_FUNCTION,  # noqa: F401  the functions whose place ops.attention takes
+        ModernBertAttention,
+        ModernBertMLP,
+        apply_rotary_pos_emb,
+        sdpa_attention_forward,  # noqa: F401
+    )
+
+    from hf_rocm import layers, ops
+
+    @overlay.replaces(ModernBertAttention)
+    def modernbert_attention(self, stock, hidden_states, *more, **kwargs):
+        local = self.local_attention != (-1, -1)
+        mask = kwargs.get("sliding_window_mask" if local else "attention_mask")
+        further = "positional arguments stay stock" if more else None
+        if layers.stays_stock(self, mask, kwargs, dropout=self.attention_dropout, further=further):
+            return stock(self, hidden_states, *more, **kwargs)
+        qkv = self.Wqkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, S, 3, H, D]
+        angles = kwargs.get("position_embeddings")
+        if angles is None:
+            angles = self.rotary_emb(qkv, position_ids=kwargs.get("position_ids"))
+        query, key, value = qkv.transpose(3, 1).unbind(dim=2)  # [B, H, S, D]
+        query, key = layers.rotate(apply_rotary_pos_emb, query, key, angles)
+        key, value, seen = layers.sees(self, query, key, value, mask, {"is_causal": False})
+        output, _ = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
+        return (self.out_drop(self.Wo(output.flatten(2))),)
+
+    @overlay.replaces(ModernBertMLP)
+    def modernbert_mlp(self, stock, hidden_states):
+        return self.Wo(self.drop(layers.activated(self.Wi(hidden_states), self.act)))  # gate and up in one matrix

@@ -1,0 +1,43 @@
+"""ROCm overlay of transformers.models.roberta.modeling_roberta, 4.53.
+
+Served: self-attention of an encoder, or of a decoder without a cache. Cross-attention, a cache, a head mask and
+relative positions stay stock.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    # RoBERTa's table builds the first for sdpa; the second is its base and is listed so that its digest counts
+    from transformers.models.roberta.modeling_roberta import (  # noqa: F401
+        RobertaSdpaSelfAttention,
+        RobertaSelfAttention,
+    )
+
+    from hf_rocm import layers, ops
+
+    @overlay.replaces(RobertaSdpaSelfAttention, fuses=("query", "key", "value"))
+    def roberta_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
+        if layers.stays_stock(
+            self, attention_mask, kwargs, dropout=self.dropout_prob, further=_what_stays(self, more, kwargs)
+        ):
+            return stock(self, hidden_states, attention_mask, *more, **kwargs)
+        names = ("query", "key", "value")
+        query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
+        causal = {"is_causal": self.is_decoder}
+        key, value, seen = layers.sees(self, query, key, value, attention_mask, causal)
+        output, _ = ops.attention(query, key, value, scale=self.attention_head_size**-0.5, **seen)
+        return (output.flatten(2),)
+
+    def _what_stays(self, more, kwargs):
+        if self.position_embedding_type != "absolute":
+            return f"position embeddings of type {self.position_embedding_type!r} stay stock"
+        if self.is_decoder:
+            return "a decoder returns its cache as a tuple in this release, which stays stock"
+        given = [name for name, value in kwargs.items() if value is not None and value is not False]
+        unserved = [name for name in given if name != "cache_position"]
+        if unserved or any(value is not None and value is not False for value in more):
+            return "cross-attention, a cache and a head mask stay stock"
+        return None

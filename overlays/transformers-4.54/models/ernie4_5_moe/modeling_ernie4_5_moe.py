@@ -1,0 +1,59 @@
+"""ROCm overlay of transformers.models.ernie4_5_moe.modeling_ernie4_5_moe, 4.54 to 4.57."""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import (
+        Ernie4_5_MoeAttention,
+        Ernie4_5_MoeDecoderLayer,
+        Ernie4_5_MoeMLP,
+        Ernie4_5_MoeRMSNorm,
+        Ernie4_5_MoeSparseMoeBlock,
+        apply_rotary_pos_emb,
+    )
+
+    from hf_rocm import layers, ops
+
+    @overlay.replaces(Ernie4_5_MoeDecoderLayer)
+    def ernie4_5_moe_decoder_layer(self, stock, hidden_states, *args, **kwargs):
+        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+
+    @overlay.replaces(Ernie4_5_MoeAttention, fuses=("q_proj", "k_proj", "v_proj"))
+    def ernie4_5_moe_attention(
+        self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+    ):
+        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        key, value = layers.remember(self, key, value, past_key_values, kwargs, position_embeddings)
+        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return layers.project_out(self, hidden_states, output.flatten(2)), weights
+
+    @overlay.replaces(Ernie4_5_MoeSparseMoeBlock, experts=("gate_proj", "up_proj", "down_proj", "act_fn"))
+    def ernie4_5_moe_mixture(self, stock, hidden_states):
+        run = layers.listed_experts(self, hidden_states)
+        if run is None:
+            return stock(self, hidden_states)
+        rows = hidden_states.flatten(0, 1)  # [T, H]
+        router_logits = self.gate(rows.float())
+        scores = router_logits.softmax(1)
+        ids = self.moe_statics(scores).topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.norm_min)
+        routed = run(rows, ids, weights.to(rows.dtype))
+        if self.shared_experts is not None:
+            routed = routed + self.shared_experts(rows)
+        return routed.view_as(hidden_states), router_logits
+
+    @overlay.replaces(Ernie4_5_MoeMLP, fuses=("gate_proj", "up_proj"))
+    def ernie4_5_moe_mlp(self, stock, x):
+        return layers.gated_mlp(self, stock, x)
+
+    @overlay.replaces(Ernie4_5_MoeRMSNorm)
+    def ernie4_5_moe_rms_norm(self, stock, hidden_states):
+        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

@@ -1,0 +1,40 @@
+"""ROCm overlay of transformers.models.exaone4.modeling_exaone4, 4.54 and up."""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.exaone4.modeling_exaone4 import (
+        Exaone4Attention,
+        Exaone4MLP,
+        Exaone4RMSNorm,
+        apply_rotary_pos_emb,
+    )
+
+    from hf_rocm import layers, ops
+
+    @overlay.replaces(Exaone4Attention, fuses=("q_proj", "k_proj", "v_proj"))
+    def exaone4_attention(
+        self, stock, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
+    ):
+        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        names = ("q_proj", "k_proj", "v_proj")
+        query, key, value = layers.heads(self, hidden_states, *names, norms=("q_norm", "k_norm"))  # [B, H | Hkv, S, D]
+        if self.sliding_window is None or self.is_sliding:
+            query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
+        key, value = layers.remember(self, key, value, past_key_values, kwargs)
+        window = self.sliding_window if self.is_sliding else None
+        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return self.o_proj(output.flatten(2)), weights
+
+    @overlay.replaces(Exaone4MLP, fuses=("gate_proj", "up_proj"))
+    def exaone4_mlp(self, stock, x):
+        return layers.gated_mlp(self, stock, x)
+
+    @overlay.replaces(Exaone4RMSNorm)
+    def exaone4_rms_norm(self, stock, hidden_states):
+        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

@@ -1,0 +1,41 @@
+"""ROCm overlay of transformers.models.cwm.modeling_cwm, 5.0 and up."""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.cwm.modeling_cwm import (
+        CwmAttention,
+        CwmDecoderLayer,
+        CwmMLP,
+        CwmRMSNorm,
+        apply_rotary_pos_emb,
+    )
+
+    from hf_rocm import layers, ops
+
+    @overlay.replaces(CwmDecoderLayer)
+    def cwm_decoder_layer(self, stock, hidden_states, *args, **kwargs):
+        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+
+    @overlay.replaces(CwmAttention, fuses=("q_proj", "k_proj", "v_proj"))
+    def cwm_attention(self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
+        query, key, value = layers.rotate_and_remember(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        )
+        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=self.sliding_window)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return layers.project_out(self, hidden_states, output.flatten(2)), weights
+
+    @overlay.replaces(CwmMLP, fuses=("gate_proj", "up_proj"))
+    def cwm_mlp(self, stock, x):
+        return layers.gated_mlp(self, stock, x)
+
+    @overlay.replaces(CwmRMSNorm)
+    def cwm_rms_norm(self, stock, hidden_states):
+        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

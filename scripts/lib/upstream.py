@@ -1,0 +1,141 @@
+"""scripts/run-upstream-tests: transformers' own tests of a model, stock and overlaid, and what differs."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lib.console import duration, heading, line, say, step, styled, table
+from lib.environments import ENVIRONMENTS, RUNNABLE, Environment, base, lock, release, wheel
+from lib.upstream_differences import Comparison, as_json, compare, listed
+from lib.upstream_passes import Interpreter, Pass, Result, overlaid_site, run
+from lib.upstream_tree import from_checkout, from_mixins, model_of, source_distribution
+
+DESCRIPTION = """\
+Run transformers' own tests of each MODEL in the environment of RELEASE, stock and then with overlays installed (in a
+copy of that transformers) and forced, and print the tests that pass stock and don't with overlays.
+
+Without --source, the shared mixins of the release's source distribution are applied to thin test classes of ours
+(tests/upstream). A model's own test file stands only in transformers' public repository: name a checkout of it."""
+
+EPILOG = """\
+Exit codes: 0 nothing passes stock and fails overlaid, but what tests/upstream/differences.toml lists with a reason;
+1 something does, a listed difference no longer occurs, an overlay never ran, or the tests could not be run; 2 usage."""
+
+OUTCOMES = ("passed", "failed", "skipped", "network", "timeout", "crashed")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0: no difference that isn't listed; 1: there is one, or the tests could not be run."""
+    options = _parser().parse_args(arguments)
+    models = list(dict.fromkeys(options.models))
+    began = time.monotonic()
+    with lock(), tempfile.TemporaryDirectory(prefix="hf-rocm-upstream-") as scratch:
+        heading("set-up")
+        environment, pip = _environments(options)
+        wanted = options.release_mixins or not options.source
+        mixins = source_distribution(options.release, pip) if wanted else None
+        tree = Path(scratch) / "tree"
+        if options.source:
+            files = from_checkout(tree, options.source, models, mixins=mixins)
+        else:
+            assert mixins is not None
+            files = from_mixins(tree, mixins, models)
+        interpreter = Interpreter(environment.python)
+        with step("overlays, installed into a copy of transformers"):
+            site = overlaid_site(interpreter, Path(scratch) / "site")
+        heading("tests")
+        passes = {}
+        for name, where in (("stock", None), ("overlaid", site)):
+            log = Path(scratch) / f"{name}.jsonl"
+            with step(f"transformers {options.release}, {name}"):
+                passes[name] = run(
+                    Pass(interpreter, tree, tuple(files), log, where, options.timeout, tuple(options.pytest))
+                )
+    comparison = compare(options.release, passes["stock"], passes["overlaid"], listed())
+    show(comparison)
+    if options.json:
+        sources = {"tests": options.source_name or str(options.source or "thin classes of hf_rocm")}
+        sources["mixins"] = f"source distribution of transformers {options.release}" if mixins else sources["tests"]
+        options.json.write_text(as_json(comparison, sources), encoding="utf-8")
+    say(f"\n  {duration(time.monotonic() - began)} in all")
+    return 1 if comparison.failed else 0
+
+
+def show(comparison: Comparison) -> None:
+    """The counts by model, then every difference with what was said about it."""
+    heading("summary")
+    rows = []
+    for model in sorted({model_of(test) for test in comparison.stock}):
+        for name, results in (("stock", comparison.stock), ("overlaid", comparison.overlaid)):
+            counts = _counts(model, results)
+            hits = str(sum(comparison.hits(model).values())) if name == "overlaid" else ""
+            rows.append((f"{model}, {name}", *(str(counts[outcome]) for outcome in OUTCOMES), hits))
+    table(("", *OUTCOMES, "our forwards"), rows)
+    say()
+    for test in comparison.regressions:
+        after = comparison.overlaid.get(test)
+        say(f"  {styled('regression', 'red')}   {test}\n      {after.reason if after else 'was not run'}")
+    for test, entry in comparison.unavoidable.items():
+        say(f"  {styled('unavoidable', 'yellow')}  {test}\n      {entry.reason}")
+    for entry in comparison.stale:
+        named = f"{entry.test} ({', '.join(entry.models)})"
+        say(f"  {styled('stale', 'red')}        {named} is listed, and no longer differs")
+    for model in comparison.idle:
+        say(f"  {styled('idle', 'red')}         {model}: no forward of ours was called")
+    if comparison.repaired:
+        say(f"  {len(comparison.repaired)} tests fail stock and pass overlaid")
+    result = "failed" if comparison.failed else "passed"
+    line(f"{len(comparison.regressions)} regressions", result, "red" if comparison.failed else "green")
+
+
+def _counts(model: str, results: Mapping[str, Result]) -> Counter[str]:
+    return Counter(result.outcome for test, result in results.items() if model_of(test) == model)
+
+
+def _environments(options: argparse.Namespace) -> tuple[Environment, Environment]:
+    """The one to run in, and one with pip."""
+    if options.environment:
+        return (Environment(options.environment),) * 2
+    shared = base()
+    return release(options.release, shared, wheel(shared, ENVIRONMENTS / "wheel")), shared
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/run-upstream-tests",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("release", metavar="RELEASE", choices=RUNNABLE, help=", ".join(RUNNABLE))
+    parser.add_argument("models", metavar="MODEL", nargs="+", type=_model, help="as the folder is called: llama")
+    parser.add_argument("--source", type=_folder, metavar="PATH", help="a checkout of transformers, of any commit")
+    parser.add_argument("--source-name", metavar="TEXT", help="what the JSON calls it: a commit, say")
+    parser.add_argument(
+        "--release-mixins",
+        action="store_true",
+        help="with --source: the shared mixins as RELEASE's distribution has them",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write each test's outcome in both passes")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for one test (default 120)")
+    parser.add_argument("--environment", type=_folder, metavar="PATH", help="a virtual environment of your own")
+    parser.add_argument("--pytest", action="append", default=[], metavar="ARG", help="for pytest, as --pytest=-kname")
+    return parser
+
+
+def _model(text: str) -> str:
+    if not text.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is no model's name")
+    return text
+
+
+def _folder(text: str) -> Path:
+    path = Path(text).absolute()
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder")
+    return path

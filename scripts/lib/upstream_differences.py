@@ -1,0 +1,141 @@
+"""What passes stock and doesn't with overlays, held against the list of what can't be helped."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from lib.console import ScriptError
+from lib.upstream_passes import Result
+from lib.upstream_tree import OURS, model_of
+
+LISTED = OURS / "differences.toml"
+
+ABSENT = Result("absent")
+
+
+@dataclass(frozen=True)
+class Unavoidable:
+    """An entry of the list. models and test are patterns; test is the method's name, with its parameters."""
+
+    models: tuple[str, ...]
+    releases: tuple[str, ...]
+    test: str
+    reason: str
+
+    def covers(self, test: str, release: str) -> bool:
+        named = test.split("::")[-1]
+        return self._is_about(test, release) and fnmatchcase(named, self.test)
+
+    def _is_about(self, test: str, release: str) -> bool:
+        model = model_of(test)
+        return any(fnmatchcase(release, each) for each in self.releases) and any(
+            fnmatchcase(model, each) for each in self.models
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both passes side by side.
+
+    regressions: tests that pass stock and don't with overlays, and aren't listed. unavoidable: those that are listed.
+    repaired: the other way round. stale: entries whose tests ran and don't differ. idle: models none of whose
+    overlaid forwards was called.
+    """
+
+    release: str
+    stock: Mapping[str, Result]
+    overlaid: Mapping[str, Result]
+    regressions: tuple[str, ...]
+    unavoidable: Mapping[str, Unavoidable]
+    repaired: tuple[str, ...]
+    stale: tuple[Unavoidable, ...]
+    idle: tuple[str, ...]
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.regressions or self.stale or self.idle)
+
+    def hits(self, model: str) -> Counter[str]:
+        """Calls of the model's overlaid forwards over all of its tests, by class."""
+        counted = (result.hits for test, result in self.overlaid.items() if model_of(test) == model)
+        return sum(counted, Counter())
+
+
+def compare(
+    release: str, stock: Mapping[str, Result], overlaid: Mapping[str, Result], listed: Sequence[Unavoidable]
+) -> Comparison:
+    """Hold the passes of one release against each other and against the list."""
+    regressions, unavoidable, repaired = [], {}, []
+    for test in sorted(stock.keys() | overlaid.keys()):
+        before, after = stock.get(test, ABSENT).outcome, overlaid.get(test, ABSENT).outcome
+        if before == after or "passed" not in (before, after):
+            continue
+        entry = next((each for each in listed if each.covers(test, release)), None)
+        if after == "passed":
+            repaired.append(test)
+        elif entry is None:
+            regressions.append(test)
+        else:
+            unavoidable[test] = entry
+    seen = [each for each in listed if any(each.covers(test, release) for test in stock)]
+    stale = [each for each in seen if each not in unavoidable.values()]
+    comparison = Comparison(
+        release, stock, overlaid, tuple(regressions), unavoidable, tuple(repaired), tuple(stale), ()
+    )
+    models = sorted({model_of(test) for test in stock})
+    idle = tuple(model for model in models if not comparison.hits(model))
+    return Comparison(**{**vars(comparison), "idle": idle})
+
+
+def listed(file: Path = LISTED) -> list[Unavoidable]:
+    """The list of the repository. Raises `ScriptError` where an entry lacks its reason."""
+    # tomllib is Python's from 3.11 on; before, tomli comes with hf-rocm
+    reader = next((name for name in ("tomllib", "tomli") if importlib.util.find_spec(name)), None)
+    if reader is None:
+        raise ScriptError(f"reading {file.name} needs Python 3.11 or newer, or tomli")
+    entries = importlib.import_module(reader).loads(file.read_text(encoding="utf-8")).get("difference", [])
+    for entry in entries:
+        if set(entry) != {"models", "releases", "test", "reason"} or not entry["reason"].strip():
+            raise ScriptError(f"an entry of {file.name} needs models, releases, test and reason\n  found  {entry}")
+    return [
+        Unavoidable(tuple(each["models"]), tuple(each["releases"]), each["test"], each["reason"]) for each in entries
+    ]
+
+
+def as_json(comparison: Comparison, sources: Mapping[str, str]) -> str:
+    """Everything, by test class and then test by test, one on a line. sources: where the tests were taken from."""
+    models = sorted({model_of(test) for test in comparison.stock})
+    summary: dict[str, object] = {
+        "transformers": comparison.release,
+        "sources": dict(sources),
+        "regressions": list(comparison.regressions),
+        "unavoidable": {test: entry.reason for test, entry in comparison.unavoidable.items()},
+        "repaired": list(comparison.repaired),
+        "stale": [entry.test for entry in comparison.stale],
+        "idle": list(comparison.idle),
+        "hits": {model: dict(sorted(comparison.hits(model).items())) for model in models},
+    }
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in summary.items()]
+    classes: dict[str, list[str]] = {}
+    for test in sorted(comparison.stock.keys() | comparison.overlaid.keys()):
+        place, _, name = test.rpartition("::")
+        classes.setdefault(place, []).append(f"   {json.dumps(name)}: {json.dumps(_entry(comparison, test))}")
+    bodies = (f"  {json.dumps(place)}: {{\n" + ",\n".join(entries) + "\n  }" for place, entries in classes.items())
+    return "\n".join(["{", *lines, ' "tests": {', ",\n".join(bodies), " }", "}", ""])
+
+
+def _entry(comparison: Comparison, test: str) -> dict[str, object]:
+    before, after = comparison.stock.get(test, ABSENT), comparison.overlaid.get(test, ABSENT)
+    entry: dict[str, object] = {"stock": before.outcome, "overlaid": after.outcome}
+    if hits := sum(after.hits.values()):
+        entry["hits"] = hits
+    if reasons := list(dict.fromkeys(each.reason[:100] for each in (before, after) if each.reason)):
+        entry["reason"] = " | ".join(reasons)
+    return entry

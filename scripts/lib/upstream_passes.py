@@ -1,0 +1,199 @@
+"""One pass over transformers' own tests: pytest in a process of its own, begun anew after a crash or a hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lib.console import ScriptError
+from lib.environments import clean_environ
+
+PLUGIN = Path(__file__).resolve().with_name("upstream_plugin.py")
+
+# beyond a test's own limit, until a process that doesn't hear its alarm is ended from outside
+GRACE = 30.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one test in one pass.
+
+    outcome: `passed`, `failed`, `skipped`, `network` (it wanted the hub), `timeout` or `crashed`.
+    hits: calls of overlaid forwards, by class.
+    """
+
+    outcome: str
+    seconds: float = 0.0
+    reason: str = ""
+    hits: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that has transformers, hf_rocm and pytest, with folders that it finds modules in beside its own."""
+
+    python: Path
+    path: tuple[Path, ...] = ()
+
+    def environ(self, *first: Path, **changes: str) -> dict[str, str]:
+        """The variables of a child: `first` before everything else on its path."""
+        return clean_environ(PYTHONPATH=os.pathsep.join(map(str, (*first, *self.path))), **changes)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How the tests of a tree are run: by which Python, over which transformers (None: the one that it finds)."""
+
+    interpreter: Interpreter
+    tree: Path
+    files: tuple[str, ...]
+    log: Path
+    site: Path | None = None
+    timeout: float = 120.0
+    pytest: tuple[str, ...] = ()
+
+
+def run(settings: Pass) -> dict[str, Result]:
+    """Run every test of the files, each once. Raises `ScriptError` if pytest can't get as far as running them."""
+    results: dict[str, Result] = {}
+    _show_sources(settings)
+    with tempfile.TemporaryDirectory(prefix="upstream-tests-") as scratch:
+        while True:
+            settings.log.unlink(missing_ok=True)
+            code, output = _run_pytest(settings, list(results), Path(scratch))
+            running = _read(settings.log, results)
+            if running is None:
+                break
+            reason = "the process hung" if code == -signal.SIGKILL else f"the process ended with {code}"
+            results[running] = Result("timeout" if code == -signal.SIGKILL else "crashed", reason=reason)
+    # 0 and 1: all were run; 5: none were left after a crash in the last one
+    if code not in (0, 1, 5) or not results:
+        raise ScriptError(f"pytest did not run transformers' tests (exit code {code})\n\n{output[-3000:]}")
+    return results
+
+
+def overlaid_site(interpreter: Interpreter, folder: Path) -> Path:
+    """A copy of the interpreter's transformers, in `folder`, with every overlay of its release installed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    package = _package(interpreter)
+    shutil.copytree(package, folder / "transformers")
+    for metadata in package.parent.glob("transformers-*.dist-info"):
+        shutil.copytree(metadata, folder / metadata.name)
+    install = ["-m", "hf_rocm", "install-overlays", "--transformers-path", str(folder)]
+    _output(interpreter, install, "the overlays could not be installed")
+    return folder
+
+
+def _package(interpreter: Interpreter) -> Path:
+    find = "import importlib.util; print(importlib.util.find_spec('transformers').origin)"
+    return Path(_output(interpreter, ["-c", find], "transformers was not found")).parent
+
+
+def _show_sources(settings: Pass) -> None:
+    """Some tests read the sources, which they find at src/transformers of their tree."""
+    link = settings.tree / "src" / "transformers"
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    site = settings.site
+    link.symlink_to(_package(settings.interpreter) if site is None else site / "transformers")
+
+
+def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, str]:
+    (scratch / "plugin").mkdir(exist_ok=True)
+    shutil.copy2(PLUGIN, scratch / "plugin")  # alone, since its neighbours' names are too common to be importable
+    command = [
+        settings.interpreter.python,
+        "-m",
+        "pytest",
+        "-p",
+        PLUGIN.stem,
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "--tb=short",
+    ]
+    command += ["-c", settings.tree / "pytest.ini", "--rootdir", settings.tree, *settings.pytest, *settings.files]
+    told = {"log": str(settings.log), "done": done, "timeout": settings.timeout, "overlaid": settings.site is not None}
+    environ = settings.interpreter.environ(
+        *([] if settings.site is None else [settings.site]),
+        scratch / "plugin",
+        UPSTREAM_TESTS=json.dumps(told),
+        HF_HOME=str(scratch / "hub"),
+        HF_HUB_OFFLINE="1",
+        DISABLE_SAFETENSORS_CONVERSION="1",  # it asks the hub for a converted checkpoint, in a thread
+        OMP_NUM_THREADS="1",
+        TOKENIZERS_PARALLELISM="false",
+        PYTHONFAULTHANDLER="1",
+        **({} if settings.site is None else {"HF_ROCM_FORCE": "1", "HF_ROCM_CACHE": str(scratch / "probes")}),
+    )
+    output = scratch / "output"
+    with output.open("w") as written:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=settings.tree,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # what a test leaves running is ended with it
+        )
+        try:
+            code = _watch(process, settings)
+        finally:
+            _end(process)
+    return code, output.read_text(errors="replace")
+
+
+def _watch(process: subprocess.Popen[bytes], settings: Pass) -> int:
+    """Wait for the end, or end it once nothing has been heard for longer than a test may take."""
+    heard, seen = time.monotonic(), 0.0
+    while process.poll() is None:
+        time.sleep(0.2)
+        written = settings.log.stat().st_mtime if settings.log.exists() else 0.0
+        if written != seen:
+            heard, seen = time.monotonic(), written
+        elif time.monotonic() - heard > settings.timeout + GRACE:
+            _end(process)
+            return -signal.SIGKILL
+    return process.returncode
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def _read(log: Path, results: dict[str, Result]) -> str | None:
+    """Add what the log says to the results. Returns the test that began and did not end."""
+    running = None
+    for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
+        entry: dict[str, Any] = json.loads(line)
+        running = entry.get("began")
+        if running is None:
+            hits = Counter(entry["hits"])
+            results[entry["ended"]] = Result(entry["outcome"], entry["seconds"], entry["reason"], hits)
+    return running
+
+
+def _output(interpreter: Interpreter, arguments: Sequence[str], failure: str) -> str:
+    command = [str(interpreter.python), *arguments]
+    elsewhere = tempfile.gettempdir()  # not in a checkout, whose modules would be found first
+    environ = interpreter.environ()
+    done = subprocess.run(command, env=environ, cwd=elsewhere, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ScriptError(f"{failure}\n  command  {' '.join(command)}\n\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout.strip()

@@ -1,0 +1,169 @@
+"""Inside the pytest that runs transformers' own tests: what became of each test, and whether our forwards ran in it.
+
+Loaded with `-p upstream_plugin` and told what to do by the variable UPSTREAM_TESTS (JSON): `log`, a file that gets one
+JSON line when a test begins and one when it ends, so that a crash names its test; `done`, tests to leave out;
+`timeout`, seconds a test may take; `overlaid`, whether overlays must, or must not, be in force.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SETTINGS: dict[str, Any] = json.loads(os.environ["UPSTREAM_TESTS"])
+
+PASSED, FAILED, SKIPPED, NETWORK, TIMEOUT = "passed", "failed", "skipped", "network", "timeout"
+
+# What says that a test wanted the hub, by name: the libraries that define them differ between the releases.
+WANTS_NETWORK = {"NetworkForbidden", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ProxyError"}
+
+_WORSE = (PASSED, SKIPPED, NETWORK, FAILED, TIMEOUT)
+
+
+class NetworkForbidden(OSError):
+    """A test tried to reach another machine."""
+
+
+class TooSlow(BaseException):
+    """A test took longer than it may; not an Exception, so that the test can't swallow it."""
+
+
+class _Progress:
+    """The test that is running."""
+
+    def __init__(self) -> None:
+        self.outcome, self.reason = PASSED, ""
+        self.began = time.monotonic()
+        self.hits: Counter[str] = Counter()
+
+    def worsen(self, outcome: str, reason: str) -> None:
+        if _WORSE.index(outcome) > _WORSE.index(self.outcome):
+            self.outcome, self.reason = outcome, reason
+
+
+_current = _Progress()
+_counted: set[int] = set()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    connect = socket.socket.connect
+
+    def local_only(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise NetworkForbidden(f"{address[0]}: tests run without a network")
+        connect(self, address)
+
+    socket.socket.connect = local_only  # type: ignore[method-assign, assignment]
+    signal.signal(signal.SIGALRM, _too_slow)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    done = set(SETTINGS["done"])
+    left_out = [item for item in items if item.nodeid in done]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item.nodeid not in done]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """One test: the same random numbers in both passes, a time limit, and a line in the log at either end."""
+    global _current
+    _current = _Progress()
+    _write({"began": item.nodeid})
+    _seed(item.nodeid)
+    _count_hits()
+    signal.setitimer(signal.ITIMER_REAL, SETTINGS["timeout"])
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        seconds = round(time.monotonic() - _current.began, 3)
+        ended = {"outcome": _current.outcome, "seconds": seconds, "reason": _current.reason}
+        _write({"ended": item.nodeid, **ended, "hits": dict(_current.hits)})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+    report = yield
+    if report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        _current.worsen(SKIPPED, reason.removeprefix("Skipped: "))
+    elif report.failed:
+        error = call.excinfo.value if call.excinfo is not None else None
+        _current.worsen(_kind(error), _summary(error))
+    return report
+
+
+def _kind(error: BaseException | None) -> str:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, TooSlow):
+            return TIMEOUT
+        if type(error).__name__ in WANTS_NETWORK:
+            return NETWORK
+        error = error.__cause__ or error.__context__
+    return FAILED
+
+
+def _summary(error: BaseException | None) -> str:
+    text = " ".join(str(error).split()) if error is not None else ""
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def _too_slow(signum: int, frame: object) -> None:
+    raise TooSlow(f"took longer than {SETTINGS['timeout']} s")
+
+
+def _seed(test: str) -> None:
+    """Seed every generator that the tests draw from; transformers' common module has one of its own."""
+    number = zlib.crc32(test.encode())
+    random.seed(number)
+    for name, module in list(sys.modules.items()):
+        if name.endswith("test_modeling_common") and isinstance(getattr(module, "global_rng", None), random.Random):
+            module.global_rng.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(number)
+
+
+def _count_hits() -> None:
+    """Count calls of the overlays' forwards by class name. In the stock pass, make sure that there are none."""
+    bind = sys.modules.get("hf_rocm.overlay.bind")
+    for binding in bind.bindings() if bind is not None else ():
+        if not SETTINGS["overlaid"]:
+            pytest.exit(f"{binding.cls.__name__} is overlaid in the stock pass", returncode=3)
+        if id(binding) not in _counted:
+            _counted.add(id(binding))
+            binding.replacement = _counting(binding.replacement, binding.cls.__name__)
+
+
+def _counting(replacement: Any, name: str) -> Any:
+    import torch
+
+    @functools.wraps(replacement)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # what is traced is counted nowhere, and the trace stays as it was
+            _current.hits[name] += 1
+        return replacement(*args, **kwargs)
+
+    return counted
+
+
+def _write(entry: dict[str, Any]) -> None:
+    with Path(SETTINGS["log"]).open("a", encoding="utf-8") as log:
+        log.write(json.dumps(entry) + "\n")

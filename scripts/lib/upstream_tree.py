@@ -1,0 +1,152 @@
+"""Where transformers' own tests come from, and the folder that they are run in.
+
+A release's source distribution carries the shared mixins alone. The tests of each model and of `generation/` stand in
+the public repository only: who has a checkout names it, and for everybody else the mixins are applied to thin classes
+of ours (tests/upstream). None of transformers' files is kept in this repository.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lib.console import ScriptError, step
+from lib.environments import ENVIRONMENTS, ROOT, Environment, clean_environ
+
+OURS = ROOT / "tests" / "upstream"
+FETCHED = ENVIRONMENTS / "upstream"
+
+# sha256 of transformers-<release>.tar.gz on the package index, where it was recorded
+RECORDED = {
+    "4.57.6": "55e44126ece9dc0a291521b7e5492b572e6ef2766338a610b9ab5afbb70689d3",
+    "5.23.0": "19d647a4d5d903a7c644ca5cde2d86efc3dde7d8c687ae7988806ff2205efa71",
+}
+
+CONFIGURATION = "[pytest]\naddopts =\nfilterwarnings =\n"
+
+
+def source_distribution(release: str, builder: Environment) -> Path:
+    """The folder with the tests of a release's source distribution, downloaded once.
+
+    builder: an environment with pip. Raises `ScriptError` if it can't be had, or isn't the one that was recorded.
+    """
+    found = fetched(release)
+    if found is not None:
+        return found
+    FETCHED.mkdir(parents=True, exist_ok=True)
+    with step(f"source distribution of transformers {release}"), tempfile.TemporaryDirectory(dir=FETCHED) as scratch:
+        archive = _download(release, builder, Path(scratch))
+        digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if digest != RECORDED.get(release, digest):
+            raise ScriptError(
+                f"the source distribution of transformers {release} is not the one that was recorded\n"
+                f"  expected  {RECORDED[release]}\n  found     {digest}"
+            )
+        unpacked = Path(scratch) / "unpacked"
+        with tarfile.open(archive) as content:
+            root = f"transformers-{release}/tests/"
+            members = [each for each in content if each.isfile() and each.name.startswith(root)]
+            for member in members:
+                target = unpacked / "tests" / Path(member.name.removeprefix(root)).name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                reading = content.extractfile(member)
+                assert reading is not None
+                target.write_bytes(reading.read())
+        unpacked.replace(FETCHED / f"transformers-{release}")
+    found = fetched(release)
+    assert found is not None
+    return found
+
+
+def fetched(release: str) -> Path | None:
+    """The folder that `source_distribution` left, or None."""
+    folder = FETCHED / f"transformers-{release}" / "tests"
+    return folder if (folder / "test_modeling_common.py").is_file() else None
+
+
+def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins: Path | None = None) -> list[str]:
+    """Copy a checkout's tests into `target`; mixins: shared modules of the release, which replace the checkout's.
+
+    Its conftest.py stays behind: it is about doctests and the hub's cache, and asks for plugins of pytest.
+    Returns the models' own test files, relative to `target`. Raises `ScriptError` if a model has none.
+    """
+    tests = checkout / "tests"
+    if not (tests / "test_modeling_common.py").is_file():
+        raise ScriptError(f"this is not a source tree of transformers\n  path  {checkout}")
+    files = [_file(model) for model in models]
+    missing = [model for model, file in zip(models, files, strict=True) if not (checkout / file).is_file()]
+    if missing:
+        raise ScriptError(f"the source tree has no modeling tests of {', '.join(missing)}\n  path  {checkout}")
+    _begin(target)
+    for folder in ("tests", "utils"):  # the tests import modules of utils/
+        if (checkout / folder).is_dir():
+            shutil.copytree(checkout / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    if mixins is not None:
+        shutil.copytree(mixins, target / "tests", dirs_exist_ok=True)
+        for standin in sorted((OURS / "standins").rglob("*.py")):  # for what a later release's mixins import
+            place = target / "tests" / standin.relative_to(OURS / "standins")
+            if not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(standin, place)
+    return files
+
+
+def from_mixins(target: Path, mixins: Path, models: Sequence[str]) -> list[str]:
+    """Lay the release's mixins, stand-ins for what they import beside themselves, and our thin classes out in `target`.
+
+    Returns the thin test files, relative to `target`. Raises `ScriptError` for a model that has none.
+    """
+    missing = sorted(set(models) - set(thin_models()))
+    if missing:
+        raise ScriptError(
+            f"there is no thin test class of {', '.join(missing)}\n  there is  {', '.join(thin_models())}\n\n"
+            "hint: name a checkout of transformers with --source, or write one in tests/upstream/thin"
+        )
+    _begin(target)
+    shutil.copytree(OURS / "standins", target / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(mixins, target / "tests", dirs_exist_ok=True)
+    shutil.copy2(OURS / "thin" / "common.py", target / "tests" / "thin.py")
+    for model in models:
+        file = target / _file(model)
+        file.parent.mkdir(parents=True)
+        shutil.copy2(OURS / "thin" / f"{model}.py", file)
+    for folder in {path.parent for path in (target / "tests").rglob("*.py")} | {target / "tests" / "models"}:
+        (folder / "__init__.py").touch()
+    return [_file(model) for model in models]
+
+
+def thin_models() -> list[str]:
+    """The models that have a thin test class."""
+    return sorted(path.stem for path in (OURS / "thin").glob("*.py") if path.stem not in ("__init__", "common"))
+
+
+def model_of(test: str) -> str:
+    """The model whose test this is, by its node id."""
+    return test.split("/")[2]
+
+
+def _file(model: str) -> str:
+    return f"tests/models/{model}/test_modeling_{model}.py"
+
+
+def _begin(target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    (target / "pytest.ini").write_text(CONFIGURATION)
+
+
+def _download(release: str, builder: Environment, folder: Path) -> Path:
+    """pip, since it knows which index is meant; it prepares the metadata, and builds nothing."""
+    command = [str(builder.python), "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--no-binary", "transformers", "--dest", str(folder), f"transformers=={release}"]
+    done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=False)
+    archive = folder / f"transformers-{release}.tar.gz"
+    if done.returncode or not archive.is_file():
+        said = done.stderr.strip()[-1000:]
+        raise ScriptError(f"the source distribution of transformers {release} could not be downloaded\n\n{said}")
+    return archive

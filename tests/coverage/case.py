@@ -1,0 +1,106 @@
+"""One row of the table of served models: how to build a tiny one, and what must have served it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+RELEASE = Version(transformers.__version__)
+
+# Small, but with several heads in a group, two layers, and sizes that no two dims share by accident.
+SMALL: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model type in one tiny configuration, with every feature of its family on.
+
+    overlay: the folder of the stock file. model, config: class names in transformers. arguments: of the config; a
+    callable gets the transformers module (for nested configs). attention: the stock classes whose forward is ours,
+    each of which must be hit in every layer that has it; older: the same for releases below a version, where the
+    model had other classes. since, until: the releases that have the model with an overlay, until is the first
+    without. kind: which inputs it takes, see `inputs.py`. experts: of a mixture, the stock class whose forward runs
+    them through ours, by the release below which it is that one.
+    """
+
+    overlay: str
+    model: str
+    config: str
+    arguments: Any = field(default_factory=dict)
+    attention: tuple[str, ...] = ()
+    older: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    since: str = "4.53"
+    until: str = "99"
+    kind: str = "text"
+    experts: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0  # of the weights
+    image_tokens: int = 16  # that one image of 16 × 16 pixels becomes, in kind "image and text"
+    variant: str = ""  # a second configuration of the same overlay
+    # reasons, by scenario, why it isn't run for this model: only what stock itself can't do
+    stock_can_not: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return f"{self.overlay}-{self.variant}" if self.variant else self.overlay
+
+    @property
+    def here(self) -> bool:
+        """Whether this release has the model."""
+        return Version(self.since) <= RELEASE < Version(self.until)
+
+    def classes(self) -> tuple[str, ...]:
+        """The attention classes whose forward must be hit in this release."""
+        for below in sorted(self.older, key=Version):
+            if Version(below) > RELEASE:
+                return self.older[below]
+        return self.attention
+
+    def mixture(self) -> str | None:
+        """The class whose forward must run the experts through ours in this release."""
+        below = [each for each in sorted(self.experts, key=Version) if Version(each) > RELEASE]
+        return self.experts[below[0]] if below else None
+
+    def build(self, dtype: torch.dtype = torch.float32) -> Any:
+        """A stock model with weights large enough that every part of it shows in the output."""
+        arguments = self.arguments(transformers) if callable(self.arguments) else dict(self.arguments)
+        config = getattr(transformers, self.config)(**arguments)
+        torch.manual_seed(len(self.id) + self.seed)
+        model = getattr(transformers, self.model)(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if not parameter.is_floating_point():
+                    continue
+                if parameter.ndim == 1:  # norms and biases: keep their mean, add a spread
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+                else:
+                    parameter.normal_(0, 0.15)
+        model.tie_weights()
+        model = model.to(dtype).eval()
+        kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # as loading a checkpoint does
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if any(f".{part}." in f".{name}." for part in kept):
+                tensor.data = tensor.data.float()
+        return model
+
+
+def params(cases: list[Case], without: str | None = None) -> Any:
+    """Parametrise a test by the cases of this release; without: a scenario that some models can't do even in stock."""
+    chosen = [case for case in cases if case.here and without not in case.stock_can_not]
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in chosen])

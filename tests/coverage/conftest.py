@@ -1,0 +1,46 @@
+"""Models of a case, built once for each dtype."""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+
+import pytest
+import torch
+
+import hf_rocm
+from tests.coverage.case import Case
+from tests.coverage.cases import CASES
+from tests.coverage.routing import route_in_float64
+
+
+@lru_cache(maxsize=2)
+def _built(case: Case, dtype: torch.dtype):
+    stock = case.build(dtype)
+    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    exact = copy.deepcopy(stock).double()
+    if case.mixture() is not None and hasattr(exact, "set_experts_implementation"):
+        exact.set_experts_implementation("eager")  # grouped_mm has no float64
+    if case.mixture() is not None:
+        route_in_float64(exact)
+    return ours, stock, exact
+
+
+@pytest.fixture
+def trio(case):
+    """A function of a dtype: (ours, stock in the same dtype, stock in float64). Nobody may change them."""
+    return lambda dtype=torch.float32: _built(case, dtype)
+
+
+def pytest_collection_modifyitems(items):
+    ours = [item for item in items if "tests/coverage/" in item.nodeid]
+    # everything about one model in a row, so that it is built once
+    order = {id(case): place for place, case in enumerate(CASES)}
+    places = [place for place, item in enumerate(items) if item in ours]
+    ours.sort(key=lambda item: order.get(id(_case_of(item)), -1))
+    for place, item in zip(places, ours, strict=True):
+        items[place] = item
+
+
+def _case_of(item):
+    return getattr(item, "callspec", None) and item.callspec.params.get("case")

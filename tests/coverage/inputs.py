@@ -1,0 +1,105 @@
+"""Inputs by kind of model, and the runs whose tensors are compared."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tests.coverage.case import Case
+
+IMAGE_START, IMAGE_END, VIDEO_TOKEN, IMAGE_TOKEN = 126, 127, 128, 129
+
+LEFT = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+RIGHT = torch.tensor([[1] * 5 + [0] * 4, [1] * 9])
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 131, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def pixels(batch: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(5), dtype=torch.float32).to(dtype)
+
+
+def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> dict[str, Any]:
+    """What the model is called with. padding: [2, 9] of the text part."""
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    text = {"input_ids": tokens(2, 9)}
+    if padding is not None:
+        text["attention_mask"] = padding
+    if case.kind in ("text", "encoder"):
+        return text
+    if case.kind == "seq2seq":
+        return {**text, "decoder_input_ids": tokens(2, 6, seed=1)}
+    if case.kind == "image":
+        return {"pixel_values": pixels(2, 16, dtype)}
+    if case.kind == "patches":  # of two images of different shapes
+        patches = torch.randn(2, 16, 3 * 4 * 4, generator=torch.Generator().manual_seed(5), dtype=torch.float32).to(
+            dtype
+        )
+        there = torch.arange(16)[None] < torch.tensor([[16], [12]])
+        shapes = torch.tensor([[4, 4], [3, 4]])
+        return {"pixel_values": patches, "pixel_attention_mask": there.long(), "spatial_shapes": shapes}
+    if case.kind == "images in text":  # two images of different sizes, cut to patches, of which four make a token
+        ids = text["input_ids"]
+        ids[0, 2:6], ids[1, 3:5] = IMAGE_TOKEN, IMAGE_TOKEN
+        ids[0, 1], ids[1, 2] = IMAGE_START, IMAGE_START
+        patches = torch.randn(24, 96, generator=torch.Generator().manual_seed(5), dtype=torch.float32).to(dtype)
+        given = {**text, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]])}
+        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+            given["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
+        return given
+    if case.kind == "towers":
+        return {**text, "pixel_values": pixels(2, 16, dtype)}
+    if case.kind == "image and text":
+        image = torch.full((2, case.image_tokens), IMAGE_TOKEN)
+        given = {"input_ids": torch.cat([image, text["input_ids"]], dim=1), "pixel_values": pixels(2, 16, dtype)}
+        known = inspect.signature(model.forward).parameters
+        if case.overlay == "mistral3":
+            given["image_sizes"] = torch.tensor([[16, 16], [16, 16]])
+        if "token_type_ids" in known:
+            given["token_type_ids"] = (given["input_ids"] == IMAGE_TOKEN).long()
+        return given
+    if case.kind == "audio":
+        features = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(6), dtype=torch.float32).to(dtype)
+        return {"input_features": features, "decoder_input_ids": tokens(2, 6, seed=1)}
+    raise AssertionError(f"{case.id}: inputs of kind {case.kind!r} are not known")
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """For runs of float64 models, which stock makes narrower in two places.
+
+    Some masks are made in the default dtype, where float64's least value overflows; so it does in the softmax of
+    eager attention, which asks for float32.
+    """
+    kept, stock = torch.get_default_dtype(), functional.softmax
+
+    def softmax(x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **more: Any) -> torch.Tensor:
+        return stock(x, *args, dtype=None if x.dtype == torch.float64 else dtype, **more)
+
+    torch.set_default_dtype(torch.float64)
+    functional.softmax = softmax
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(kept)
+        functional.softmax = stock
+
+
+def outputs(result: Any, keep: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Every floating tensor of a model's result by name. keep: [B, S], the positions that count."""
+    named: dict[str, torch.Tensor] = {}
+    for part, value in result.items():
+        if torch.is_tensor(value) and value.is_floating_point():
+            named[part] = value
+        elif part.endswith("hidden_states") and isinstance(value, tuple):
+            named.update({f"{part} {layer}": state for layer, state in enumerate(value) if torch.is_tensor(state)})
+    if keep is None:
+        return named
+    return {part: value[keep] for part, value in named.items() if value.shape[:2] == keep.shape}

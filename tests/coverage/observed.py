@@ -1,0 +1,225 @@
+"""What hf_rocm was seen to do in each model: the record that the support matrix is made from.
+
+    python -m tests.coverage.observed docs/support     write <release>.json for the installed transformers
+
+Nothing here is declared: a mark is set because an operation ran inside a forward of ours, in every module of its class.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import hf_rocm
+from hf_rocm import ops
+from hf_rocm.layers.notes import noted
+from hf_rocm.overlay import bind, catalog
+from hf_rocm.weights import fuse
+from hf_rocm.weights.joined import joined_already
+from tests.coverage import inputs
+from tests.coverage.case import Case
+
+FEATURES = (
+    "attention", "fused QKV", "fused gate/up", "activation", "norm", "add+norm", "rope", "MoE", "graph decode",
+)  # fmt: skip
+YES, JOINED, NONE = "yes", "joined in the checkpoint", "the model has none"
+ATTENTION = {"attention", "decode_attention", "varlen_attention"}
+GATES = re.compile(r"gate_proj|gate_up_proj|wi_0|w1|Wi|gate_linear|fc_gate")
+Row = dict[str, Any]
+
+
+def observed(case: Case) -> dict[str, Row]:
+    """Run the case once with our forwards on, and a step on a filled cache, and say what each overlay did.
+
+    Returns, by the overlay's model: the overlay's id, the classes whose forward of ours ran with the operations that
+    ran inside it, and a mark for each feature.
+    """
+    model = hf_rocm.prepare(case.build(), force=True)
+    with torch.inference_mode(), ops.recording() as routes, _watched(routes) as seen:
+        result = model(**inputs.arguments(case, model))
+        if case.kind == "text" and "cache" not in case.stock_can_not:
+            past = model(input_ids=inputs.tokens(2, 9), use_cache=True).past_key_values
+            model(input_ids=inputs.tokens(2, 1, seed=1), past_key_values=past, use_cache=True)
+        assert result is not None
+    rows = {}
+    for name in sorted({cls.__module__.split(".")[-2] for cls in seen}):
+        classes = {cls: routes for cls, routes in seen.items() if cls.__module__.split(".")[-2] == name}
+        rows[name] = _row(name, model, classes)
+    return rows
+
+
+def merged(rows: Iterable[Row]) -> Row:
+    """Of several configurations of one model: what one of them showed, it can do."""
+    first, *rest = rows
+    for row in rest:
+        first["classes"] = {
+            name: sorted({*first["classes"].get(name, ()), *row["classes"].get(name, ())})
+            for name in sorted({*first["classes"], *row["classes"]})
+        }
+        for feature, mark in row["support"].items():
+            best = min((first["support"][feature], mark), key=_rank)
+            first["support"][feature] = best
+    return first
+
+
+def _rank(mark: str) -> int:
+    if mark in (YES, JOINED):
+        return (YES, JOINED).index(mark)
+    return 2 if mark.startswith(YES) else 4 if mark == NONE else 3
+
+
+@contextmanager
+def _watched(routes: list[Any]) -> Iterator[dict[type, list[Any]]]:
+    """By stock class: the operations that ran inside our forward of it."""
+    seen: dict[type, list[Any]] = {}
+    kept = [(binding, binding.replacement) for binding in bind.bindings()]
+
+    def watching(cls: type, replacement: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = len(routes)
+            result = replacement(self, *args, **kwargs)
+            seen.setdefault(cls, []).extend(routes[before:])
+            return result
+
+        return forward
+
+    for binding, replacement in kept:
+        binding.replacement = watching(binding.cls, replacement)
+    try:
+        yield seen
+    finally:
+        for binding, replacement in kept:
+            binding.replacement = replacement
+
+
+def _row(name: str, model: nn.Module, classes: dict[type, list[Any]]) -> Row:
+    overlay = catalog.load().find(name, transformers.__version__)
+    assert overlay is not None
+    module = sys.modules[overlay.module]
+    modules = [each for each in model.modules() if type(each).__module__ == overlay.module]
+    ran = {cls: {route.operation for route in routes} for cls, routes in classes.items()}
+    return {
+        "overlay": overlay.id,
+        "classes": {cls.__name__: sorted(operations) for cls, operations in sorted(ran.items(), key=str)},
+        "support": _support(module, modules, classes, ran),
+    }
+
+
+def _support(
+    module: ModuleType, modules: list[nn.Module], classes: dict[type, list[Any]], ran: dict[type, set[str]]
+) -> dict[str, str]:
+    attending = [cls for cls, operations in ran.items() if operations & ATTENTION]
+    others = [cls for cls in ran if cls not in attending and "Attention" not in cls.__name__]
+    every = set().union(*ran.values()) if ran else set()
+    names = {type(each).__name__ for each in modules}
+    text = Path(str(module.__file__)).read_text(encoding="utf-8").split("# >>> hf-rocm")[0]
+    norms, mixture = (
+        any("RMSNorm" in each for each in names),
+        any(re.search("Experts|SparseMoe|Moe?E$|MoE", each) for each in names),
+    )
+    gated = any(GATES.fullmatch(child) for each in modules for child, _ in each.named_children())
+    here = [each for each in modules if type(each) in attending]
+    marks = {
+        "attention": _attention(modules, here, attending),
+        "fused QKV": _fused(here, classes),
+        "fused gate/up": _fused([each for each in modules if type(each) in others], classes),
+        "activation": _ran({"act_and_mul"}, every, gated, "a form that no operation of ours has"),
+        "norm": _ran({"rms_norm"}, every, norms, "its norm is of a kind of its own"),
+        "add+norm": _ran(
+            {"add_rms_norm"},
+            every,
+            norms or "rms_norm" in every,
+            "the layer is not replaced, so the sum and the norm are two calls",
+        ),
+        "rope": _ran({"rope"}, every, "rotary" in text, "its rotation has a form of its own"),
+        "MoE": _ran({"experts", "shuffled_experts"}, every, mixture, "its experts have a form of their own"),
+        "graph decode": "stock: hf_rocm records no graphs yet",
+    }
+    if marks["fused gate/up"] == NONE and gated:
+        marks["fused gate/up"] = "stock: its gate is of a form of its own"
+    if not attending:
+        marks["fused QKV"] = NONE if marks["attention"] == NONE else "stock: its attention is"
+    return {feature: marks[feature] for feature in FEATURES}
+
+
+def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[type]) -> str:
+    kinds = {type(each) for each in modules if "Attention" in type(each).__name__}
+    asked = [*here, *(each for each in modules if type(each) in kinds)]
+    stayed = sorted({reason for each in asked if (reason := noted(each)) is not None})
+    if stayed:
+        return f"stock: {stayed[0]}"
+    # what holds another attention, or makes no product of its own, is no attention that stayed behind
+    leaves = {
+        type(each) for each in modules
+        if type(each) in kinds and any(isinstance(child, nn.Linear) for _, child in each.named_children())
+        and not any(type(inner) in kinds for inner in list(each.modules())[1:])
+    }  # fmt: skip
+    left = sorted(cls.__name__ for cls in leaves - set(attending))
+    if not attending:
+        return f"stock: {', '.join(left)} is not replaced" if left else NONE
+    return f"{YES}, but {', '.join(left)} stays stock" if left else YES
+
+
+def _fused(modules: list[nn.Module], classes: dict[type, list[Any]]) -> str:
+    """Whether one product gave the outputs of all the layers that the overlay fuses, in each of these modules."""
+    groups, reasons = [], []
+    for each in modules:
+        binding = bind.binding_of(each)
+        names = binding.fuses if binding is not None else ()
+        if len(names) > 1 and all(each._modules.get(name) is not None for name in names):
+            rows = sum(each._modules[name].weight.shape[0] for name in names)  # type: ignore[union-attr,misc]
+            shapes = {route.shapes[1][0] for route in classes[type(each)] if route.operation == "linear"}
+            groups.append(rows in shapes)
+            with torch.no_grad():
+                why = fuse.why_not(each, names) or "the layers ran one by one"
+            reasons += [why] if rows not in shapes else []
+    if groups and all(groups):
+        return YES
+    if groups:
+        return f"stock: {reasons[0]}" if len(reasons) == len(groups) else f"{YES}, but in some layers: {reasons[0]}"
+    return JOINED if any(joined_already(each) for each in modules) else NONE
+
+
+def _ran(operations: set[str], every: set[str], has: bool, why_stock: str) -> str:
+    if operations & every:
+        return YES
+    return f"stock: {why_stock}" if has else NONE
+
+
+def record() -> dict[str, Row]:
+    """Every overlay of the installed release, from every case that reaches it."""
+    from tests.coverage.cases import CASES
+
+    rows: dict[str, list[Row]] = {}
+    for case in CASES:
+        if case.here:
+            for name, row in observed(case).items():
+                rows.setdefault(name, []).append({**row, "cases": [case.id]})
+    return {name: _joined(found) for name, found in sorted(rows.items())}
+
+
+def _joined(rows: list[Row]) -> Row:
+    cases = sorted({case for row in rows for case in row.pop("cases")})
+    return {**merged(rows), "cases": cases}
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    target = Path(folder) / f"{transformers.__version__}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(record(), indent=1) + "\n", encoding="utf-8")
+    print(target)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,88 @@
+"""Every served model gives what stock gives, within the derived tolerance, and our forwards ran."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from tests.coverage import inputs
+from tests.coverage.case import params
+from tests.coverage.cases import CASES
+from tests.coverage.hits import assert_experts_served, assert_served, counted, recording
+from tests.coverage.routing import choosing
+from tests.tolerance import assert_as_good_as_eager, assert_run_as_good_as_eager
+
+TEXT = [case for case in CASES if case.kind == "text"]
+PADDED = [case for case in CASES if case.kind in ("text", "encoder", "seq2seq")]
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def compare(case, models, run):
+    """Run `run(model)`, giving named tensors, on all three; hold ours against stock's own error."""
+    ours, stock, exact = models
+    with torch.inference_mode():
+        with recording() as routes:
+            with choosing(case) as chosen:
+                same_dtype = run(stock)
+            with inputs.in_float64(), choosing(case, chosen) as exactly:
+                expected = run(exact)
+        assert routes == []  # the stock models beside ours stayed stock
+        with recording() as routes, counted() as hits, choosing(case, chosen) as alike:
+            actual = run(ours)
+        assert_served(ours, case.classes(), routes, hits)
+        assert_experts_served(ours, case.mixture(), routes, hits)
+    dtype = next(stock.parameters()).dtype  # scores are fp32, but made of products that were rounded to it
+    for mine, theirs, exact_scores in zip(alike.scores, chosen.scores, exactly.scores, strict=True):
+        assert_as_good_as_eager(mine.to(dtype), theirs.to(dtype), exact_scores)
+    assert_run_as_good_as_eager(actual, same_dtype, expected)
+
+
+@each_dtype
+@params(CASES)
+def test_forward(case, dtype, trio):
+    def run(model):
+        return inputs.outputs(model(**inputs.arguments(case, model), output_hidden_states=True))
+
+    compare(case, trio(dtype), run)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@params(PADDED, without="padding")
+def test_padded(case, padding, trio):
+    mask = inputs.LEFT if padding == "left" else inputs.RIGHT
+
+    def run(model):
+        result = model(**inputs.arguments(case, model, mask))
+        # what a padding token computes is nobody's business: stock itself differs there between implementations
+        return inputs.outputs(result, None if case.kind == "seq2seq" else mask.bool())
+
+    compare(case, trio(), run)
+
+
+@each_dtype
+@params(TEXT, without="cache")
+def test_prefill_decode_and_a_chunk_on_a_filled_cache(case, dtype, trio):
+    prompt, further = inputs.tokens(2, 9), inputs.tokens(2, 5, seed=1)
+
+    def run(model):
+        past, results, seen = DynamicCache(config=model.config) if _takes_config() else DynamicCache(), {}, 0
+        for step, ids in (
+            ("prefill", prompt),
+            ("decode", further[:, :1]),
+            ("chunk", further[:, 1:4]),
+            ("again", further[:, 4:]),
+        ):
+            mask = torch.ones(2, seen + ids.shape[1], dtype=torch.long)
+            result = model(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True)
+            results[step] = result.logits
+            seen += ids.shape[1]
+        return results
+
+    compare(case, trio(dtype), run)
+
+
+def _takes_config() -> bool:
+    import inspect
+
+    return "config" in inspect.signature(DynamicCache.__init__).parameters

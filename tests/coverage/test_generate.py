@@ -1,0 +1,73 @@
+"""generate() gives stock's tokens: caches of every kind, padding, beams, an assistant, windows that have passed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.coverage import inputs
+from tests.coverage.case import params
+from tests.coverage.cases import CASES
+from tests.coverage.hits import assert_served, counted, recording
+
+GENERATING = [case for case in CASES if case.kind in ("text", "seq2seq", "audio", "images in text", "image and text")]
+TEXT = [case for case in CASES if case.kind == "text"]
+
+# Cohere2's own config of 4.53 reads the attribute that it deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:The `sliding_window_pattern` attribute is deprecated:FutureWarning")
+
+WAYS = {
+    "greedy": {},
+    "static": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+    "no cache": {"use_cache": False},
+}
+
+
+def generated(case, model, padding=None, **how):
+    given = inputs.arguments(case, model, padding)
+    given.pop("decoder_input_ids", None)
+    if case.kind in ("images in text", "image and text"):  # none of these may come out: what comes out goes in again
+        how["suppress_tokens"] = [inputs.IMAGE_START, inputs.IMAGE_END, inputs.VIDEO_TOKEN, inputs.IMAGE_TOKEN]
+    with torch.inference_mode():
+        return model.generate(**given, max_new_tokens=14, do_sample=False, **how)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@params(GENERATING, without="generate")
+def test_tokens(case, way, trio):
+    if way in case.stock_can_not:
+        pytest.skip(f"stock can't: {case.stock_can_not[way]}")
+    ours, stock, _ = trio()
+    try:
+        expected = generated(case, stock, **WAYS[way])
+    except Exception as error:
+        if way != "static" or not case.experts:
+            raise
+        # what stock can't do in this release says nothing of ours
+        pytest.skip(f"stock can't in this release: {str(error).splitlines()[0]}")
+    with recording() as routes, counted() as hits:
+        actual = generated(case, ours, **WAYS[way])
+    assert_served(ours, case.classes(), routes, hits)
+    assert torch.equal(actual, expected)
+
+
+@params(TEXT, without="padding")
+def test_tokens_of_a_left_padded_batch(case, trio):
+    ours, stock, _ = trio()
+    assert torch.equal(generated(case, ours, inputs.LEFT), generated(case, stock, inputs.LEFT))
+
+
+@params(TEXT, without="assisted")
+def test_tokens_with_an_assistant(case, trio):
+    """Several candidate tokens at once on a filled cache, some of which are taken back."""
+    ours, stock, _ = trio()
+    prompt = {"input_ids": inputs.tokens(1, 9), "max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    with torch.inference_mode():
+        try:
+            expected = stock.generate(**prompt)
+        except ValueError as error:  # 5.0 to 5.14: a sliding cache that is full takes nothing back
+            if "Cannot `crop`" not in str(error):
+                raise
+            pytest.skip(f"stock can't: {error}")
+        assert torch.equal(ours.generate(**prompt), expected)

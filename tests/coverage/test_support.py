@@ -1,0 +1,112 @@
+"""The committed record of what each model got is what is observed now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.coverage.case import RELEASE, Case
+from tests.coverage.cases import CASES
+from tests.coverage.observed import FEATURES, NONE, YES, _joined, _rank, merged, observed
+
+RECORDS = Path(__file__).resolve().parents[2] / "docs" / "support"
+FILE = RECORDS / f"{transformers.__version__}.json"
+HERE = sorted({case.overlay for case in CASES if case.here})
+
+# a release without a record is one that nobody claims anything about
+pytestmark = pytest.mark.skipif(not FILE.is_file(), reason="nothing is recorded of this release")
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """Rows by overlay and case, as they come in."""
+    return {}
+
+
+@pytest.mark.parametrize("overlay", HERE)
+def test_what_is_recorded_is_what_is_observed(overlay, recorded, seen):
+    for case in CASES:
+        if case.overlay == overlay and case.here:
+            for name, row in observed(case).items():
+                seen.setdefault(name, []).append({**row, "cases": [case.id]})
+                assert name in recorded, f"{name} is served and not recorded: python -m tests.coverage.observed"
+                assert case.id in recorded[name]["cases"]
+                for feature, mark in row["support"].items():
+                    best = recorded[name]["support"][feature]
+                    assert _rank(best) <= _rank(mark), f"{name}: {feature} is better than recorded: {mark}"
+
+
+def test_every_entry_was_observed(recorded, seen):
+    """Runs after the others: all that they saw, put together, is the record."""
+    if {case for rows in seen.values() for row in rows for case in row["cases"]} != {c.id for c in CASES if c.here}:
+        pytest.skip("not every case ran")
+    assert {name: _joined(rows) for name, rows in sorted(seen.items())} == recorded
+
+
+def test_a_mark_needs_an_operation_of_ours(recorded):
+    needed = {
+        "attention": {"attention", "decode_attention", "varlen_attention"},
+        "norm": {"rms_norm"},
+        "add+norm": {"add_rms_norm", "fused_linear"},
+        "rope": {"rope"},
+        "activation": {"act_and_mul"},
+        "MoE": {"experts", "shuffled_experts"},
+        "fused QKV": {"linear"},
+        "fused gate/up": {"linear"},
+    }
+    for name, row in recorded.items():
+        assert tuple(row["support"]) == FEATURES
+        ran = {operation for operations in row["classes"].values() for operation in operations}
+        for feature, mark in row["support"].items():
+            if mark.split(",")[0] == YES:
+                assert needed[feature] & ran, (name, feature)
+
+
+class Eager(Case):
+    """The case as someone builds it who asks for eager attention."""
+
+    def build(self, dtype=torch.float32):
+        model = super().build(dtype)
+        model.config._attn_implementation = "eager"
+        return model
+
+
+def test_what_stays_stock_is_not_marked():
+    case = next(case for case in CASES if case.id == "llama")
+    row = observed(Eager(case.overlay, case.model, case.config, case.arguments, case.attention))["llama"]
+    assert row["support"]["attention"].startswith("stock: the attention implementation 'eager' was asked for")
+    assert row["support"]["rope"].startswith("stock: ") and row["support"]["fused QKV"] == "stock: its attention is"
+    assert row["support"]["fused gate/up"] == row["support"]["norm"] == YES
+
+
+def test_a_model_that_is_not_prepared_gets_no_row(monkeypatch):
+    monkeypatch.setattr("hf_rocm.prepare", lambda model, **_: model)
+    assert observed(next(case for case in CASES if case.id == "llama")) == {}
+
+
+def test_of_two_configurations_the_one_that_shows_more_counts():
+    def row(mark, operations):
+        return {"overlay": "a/b", "classes": {"C": operations}, "support": {"rope": mark}}
+
+    found = merged([row(NONE, ["linear"]), row("stock: why", []), row(YES, ["rope"])])
+    assert found["support"]["rope"] == YES and found["classes"]["C"] == ["linear", "rope"]
+    assert merged([row(NONE, []), row("stock: why", [])])["support"]["rope"] == "stock: why"
+
+
+@pytest.mark.skipif(not str(RELEASE).startswith("5.23"), reason="the numbers are those of the newest release")
+def test_the_pages_are_what_is_recorded():
+    import subprocess
+    import sys
+
+    script = RECORDS.parents[1] / "scripts" / "support-matrix"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

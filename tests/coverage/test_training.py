@@ -1,0 +1,41 @@
+"""Loss and gradients in training mode are stock's: our forwards are differentiable, or step aside."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from tests.coverage import inputs
+from tests.coverage.case import params
+from tests.coverage.cases import CASES
+from tests.coverage.hits import counted
+from tests.tolerance import assert_run_as_good_as_eager
+
+
+def objective(case, model):
+    """A scalar that every output takes part in."""
+    result = model(**inputs.arguments(case, model))
+    return sum(value.double().square().mean() for value in inputs.outputs(result).values())
+
+
+def gradients(case, model):
+    model = copy.deepcopy(model).train()
+    with torch.enable_grad():
+        loss = objective(case, model)
+        loss.backward()
+    named = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {"loss": loss.detach().to(next(model.parameters()).dtype), **named}
+
+
+@params(CASES, without="training")
+def test_loss_and_gradients(case, trio):
+    ours, stock, exact = trio()
+    with counted() as hits:
+        actual = gradients(case, ours)
+    assert all(hits[name] for name in case.classes()), f"ours did not run while training: {dict(hits)}"
+    same_dtype = gradients(case, stock)
+    with inputs.in_float64():
+        expected = gradients(case, exact)
+    # gradients span decades; what is zero but for rounding (a key's bias) is no decade of its own
+    assert_run_as_good_as_eager(actual, same_dtype, expected, least=1e-3)

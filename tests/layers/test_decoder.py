@@ -1,0 +1,243 @@
+"""Decoder layers: what rides along with the products of few rows, what many rows are given, and what a user put in."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hf_rocm
+from hf_rocm import ops
+from hf_rocm.layers import branch, decoder
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+LAYERS = 2
+TOKENS = torch.randint(3, 131, (1, 5), generator=torch.Generator().manual_seed(1))
+FUSED = "fused_linear"
+TOUCHABLE = {
+    "self_attn": "self_attn",
+    "mlp": "mlp",
+    "first norm": "input_layernorm",
+    "second norm": "post_attention_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "o_proj": "self_attn.o_proj",
+    "down_proj": "mlp.down_proj",
+    "act_fn": "mlp.act_fn",
+}
+
+
+def build(name: str) -> Any:
+    further = (
+        {"attn_logit_softcapping": None} if name == "Gemma2" else {}
+    )  # stock leaves it out under sdpa in old releases
+    config = getattr(transformers, f"{name}Config")(**SMALL, **further)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.requires_grad_(False)
+
+
+@pytest.fixture(scope="module", params=["Llama", "Gemma2", "Qwen3"])
+def each_pair(request):
+    model = build(request.param)
+    return model, hf_rocm.prepare(copy.deepcopy(model), force=True)
+
+
+@pytest.fixture
+def pair():
+    model = build("Llama")
+    return model, hf_rocm.prepare(copy.deepcopy(model), force=True)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """As on a GPU whose kernels take norms and sums along; here the parts run one by one."""
+    monkeypatch.setattr(decoder, "rides_along", lambda x: True)
+
+
+@torch.no_grad()
+def run(model: Any, **arguments: Any) -> tuple[Any, list[str]]:
+    """The model's output, with what each layer returned as `layers`, and the operations that ran."""
+    returned: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda module, args, output: returned.append(_hidden(output)))
+        for layer in model.model.layers
+    ]
+    with ops.recording() as routes:
+        output = model(TOKENS, use_cache=False, **arguments)
+    for hook in hooks:
+        hook.remove()
+    return SimpleNamespace(logits=output.logits, layers=returned, attentions=output.attentions), [
+        each.operation for each in routes
+    ]
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def assert_same(ours: Any, stock: Any) -> None:
+    """Sums in another order; the layers' own outputs, one by one."""
+    assert len(ours.layers) == len(stock.layers) == LAYERS
+    for mine, its in zip((ours.logits, *ours.layers), (stock.logits, *stock.layers), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
+
+
+def test_few_rows_are_one_product_for_each_part(each_pair, few):
+    stock, ours = each_pair
+    output, routes = run(ours)
+    assert_same(output, run(stock)[0])
+    assert routes.count(FUSED) == 4 * LAYERS
+
+
+def test_few_rows_give_what_many_rows_give_bit_for_bit(each_pair, monkeypatch):
+    _, ours = each_pair
+    many, routes = run(ours)
+    assert FUSED not in routes
+    monkeypatch.setattr(decoder, "rides_along", lambda x: True)
+    together, routes = run(ours)
+    assert FUSED in routes
+    assert all(map(torch.equal, together.layers, many.layers))
+
+
+def test_many_rows_have_the_first_sum_and_the_second_norm_in_one(each_pair):
+    stock, ours = each_pair
+    output, routes = run(ours)
+    assert_same(output, run(stock)[0])
+    assert routes.count("add_rms_norm") == LAYERS
+
+
+@pytest.mark.parametrize("part", TOUCHABLE)
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_what_a_user_changes_takes_effect(pair, few, part, how):
+    """Each part of the first layer in turn: it is called, once, and what it returns is what counts."""
+    outputs = []
+    for model in pair:
+        calls: list[int] = []
+        module = model.model.layers[0].get_submodule(TOUCHABLE[part])
+        if how == "hook":
+            module.register_forward_hook(lambda module, args, output, calls=calls: _changed(output, calls))
+        else:
+            stock = module.forward
+            module.forward = lambda *args, stock=stock, calls=calls, **kwargs: _changed(stock(*args, **kwargs), calls)
+        outputs.append(run(model)[0])
+        assert calls == [1]
+    assert_same(outputs[1], outputs[0])
+
+
+def _changed(output: Any, calls: list[int]) -> Any:
+    calls.append(1)
+    return (output[0] * 1.5, *output[1:]) if isinstance(output, tuple) else output * 1.5
+
+
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
+def test_a_wrapped_projection_is_called(pair, few, name):
+    """As adapters wrap them."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base = base
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + 0.25 * x.mean(-1, keepdim=True)
+
+    for model in pair:
+        for layer in model.model.layers:
+            layer.set_submodule(name, Wrapped(layer.get_submodule(name)))
+    output, routes = run(pair[1])
+    assert_same(output, run(pair[0])[0])
+    assert routes.count(FUSED) == 3 * LAYERS
+
+
+def test_hooks_on_all_modules_see_every_module(pair, few):
+    seen: list[list[str]] = []
+    for model in pair:
+        names: list[str] = []
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, args, output, names=names: names.append(type(module).__name__)
+        )
+        try:
+            routes = run(model)[1]
+        finally:
+            handle.remove()
+        seen.append(names)
+    assert FUSED not in routes
+    assert seen[0] == seen[1]
+
+
+def test_attention_weights_are_stocks(pair, few):
+    for model in pair:
+        model.config._attn_implementation = "eager"
+    mine, its = (run(model, output_attentions=True)[0] for model in reversed(pair))
+    assert_same(mine, its)
+    assert len(mine.attentions) == LAYERS
+    torch.testing.assert_close(mine.attentions, its.attentions, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_alone_is_called_as_its_stock_forward_is(pair, few):
+    x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(2))
+    positions = torch.arange(3)[None]
+    results = []
+    for model in pair:
+        turned = model.model.rotary_emb(x, positions)
+        with torch.no_grad():
+            results.append(model.model.layers[0](x, None, positions, position_embeddings=turned))
+    assert type(results[0]) is type(results[1])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+
+def test_generating_with_a_cache(each_pair, few):
+    stock, ours = each_pair
+    arguments: dict[str, Any] = {"min_new_tokens": 12, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    with ops.recording() as routes:
+        output = ours.generate(TOKENS, **arguments)
+    assert torch.equal(output, stock.generate(TOKENS, **arguments))
+    assert sum(each.operation == FUSED for each in routes) == 4 * LAYERS * 12
+
+
+def test_gradients_are_those_of_the_separate_layers(pair, few):
+    gradients = []
+    for model in pair:
+        model.requires_grad_(True).train()
+        for layer in model.model.layers:
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = (
+                True,
+                partial(checkpoint, use_reentrant=False),
+            )
+        model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+        gradients.append([each.grad for each in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
+
+
+def test_a_restored_model_is_stock(pair, few):
+    stock, ours = pair
+    output, routes = run(hf_rocm.restore(ours))
+    assert routes == []
+    assert torch.equal(output.logits, run(stock)[0].logits)
+
+
+def test_no_row_rides_along_on_a_cpu_or_with_gradients():
+    x = torch.randn(1, 1, 64)
+    assert not branch.rides_along(x)  # gradients are on
+    with torch.no_grad():
+        assert not branch.rides_along(x)

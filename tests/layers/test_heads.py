@@ -1,0 +1,76 @@
+"""Rotary positions of a part of the head's dims, where the model's own function must be given that part only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.phi import modeling_phi
+from transformers.models.phi.modeling_phi import apply_rotary_pos_emb
+
+from hf_rocm import layers, ops
+
+B, S, H, D, R = 2, 5, 3, 16, 8
+
+
+@pytest.fixture
+def case():
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(B, heads, S, D, generator=generator) for heads in (H, 1))
+    angles = torch.rand(1, S, R // 2, generator=generator).repeat(1, 1, 2)
+    return query, key, (angles.cos(), angles.sin())
+
+
+def expected(query, key, position_embeddings):
+    rotated = apply_rotary_pos_emb(query[..., :R], key[..., :R], *position_embeddings)
+    return [torch.cat((part, whole[..., R:]), dim=-1) for part, whole in zip(rotated, (query, key), strict=True)]
+
+
+def test_our_op_where_the_dtypes_agree(case):
+    query, key, position_embeddings = case
+    with ops.recording() as routes:
+        actual = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
+    assert [route.operation for route in routes] == ["rope"]
+    torch.testing.assert_close(list(actual), expected(*case))
+
+
+def test_the_models_function_where_they_differ(case):
+    """As under autocast: the projections are bf16, cos and sin are not."""
+    query, key, position_embeddings = case
+    query, key = query.bfloat16(), key.bfloat16()
+    with ops.recording() as routes:
+        actual = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
+    assert routes == []
+    for mine, theirs in zip(actual, expected(query, key, position_embeddings), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_another_function_in_its_place_runs(case):
+    query, key, position_embeddings = case
+    given = []
+
+    def replaced(query, key, cos, sin):
+        given.append(query.shape[-1])
+        return query, key
+
+    actual = layers.rotate(replaced, query, key, position_embeddings, partial=True)
+    assert given == [R]
+    assert torch.equal(actual[0], query) and torch.equal(actual[1], key)
+
+
+def test_what_was_put_into_the_model_file_runs_though_the_overlay_holds_the_stock_function(case, monkeypatch):
+    query, key, position_embeddings = case
+    monkeypatch.setattr(modeling_phi, "apply_rotary_pos_emb", lambda query, key, cos, sin: (query * 2, key * 3))
+    with ops.recording() as routes:
+        actual = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
+    assert routes == []
+    assert torch.equal(actual[0][..., :R], query[..., :R] * 2) and torch.equal(actual[1][..., :R], key[..., :R] * 3)
+
+
+def test_a_function_of_the_users_runs_under_the_compiler_too(case):
+    def swapped(query, key, cos, sin):
+        return query * 2, key
+
+    torch._dynamo.reset()
+    run = torch.compile(lambda *given: layers.rotate(swapped, *given, partial=True), backend="eager", fullgraph=True)
+    assert torch.equal(run(*case)[0][..., :R], case[0][..., :R] * 2)
+    torch._dynamo.reset()

@@ -1,0 +1,101 @@
+"""The rows that `slot` finds in a cache are those that its `update` would write, in every release."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from hf_rocm import layers, ops, options
+from hf_rocm.layers.slots import slot
+
+B, H, KV, D, LENGTH = 2, 4, 2, 8, 12
+RELEASE = Version(transformers.__version__)
+FROM = Version("4.56")  # before it, static layers aren't told from those that offload
+
+since = pytest.mark.skipif(RELEASE < FROM, reason="static layers are asked before 4.56")
+
+
+def static_cache():
+    config = LlamaConfig(
+        num_hidden_layers=1,
+        num_attention_heads=H,
+        num_key_value_heads=KV,
+        hidden_size=H * D,
+        max_position_embeddings=64,
+    )
+    if RELEASE < FROM:
+        return StaticCache(config=config, max_batch_size=B, max_cache_len=LENGTH)
+    return StaticCache(config=config, max_cache_len=LENGTH)
+
+
+def call(seed, length):
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(B, heads, length, D, generator=generator) for heads in (H, KV, KV))
+    angles = torch.rand(1, length, D // 2, generator=generator).repeat(1, 1, 2)
+    return query, key, value, (angles.cos(), angles.sin())
+
+
+class Module:
+    layer_idx = 0
+
+
+@since
+def test_they_are_those_that_update_writes():
+    ours, stock = static_cache(), static_cache()
+    for seed, (first, length) in enumerate(((0, 3), (3, 1), (4, 2))):
+        query, key, value, angles = call(seed, length)
+        arguments = {"cache_position": torch.arange(first, first + length)}
+        with options.override(tier="torch"):
+            expected = layers.rotate_and_remember(
+                Module(), apply_rotary_pos_emb, query, key, value, angles, stock, arguments
+            )
+            found = slot(ours, 0, key, value, arguments)
+            if not seed:
+                assert found is None  # nothing is allocated yet
+                layers.rotate_and_remember(Module(), apply_rotary_pos_emb, query, key, value, angles, ours, arguments)
+                continue
+            rotated = ops.rope_into_cache(
+                query, key, value, *angles, keys=found.keys, values=found.values, position=found.position
+            )
+        for one, other in zip((rotated, found.keys, found.values), expected, strict=True):
+            assert torch.equal(one, other)
+    counters = [getattr(cache.layers[0], "cumulative_length", None) for cache in (ours, stock)]
+    assert counters[0] is counters[1] is None or int(counters[0]) == int(counters[1]) == 6
+
+
+@since
+def test_another_dtype_batch_or_place_is_asked():
+    cache = static_cache()
+    _, key, value, _ = call(0, 1)
+    place = {"cache_position": torch.tensor([0])}
+    cache.update(key, value, 0, place)
+    assert slot(cache, 0, key, value, place) is not None
+    assert slot(cache, 0, key.half(), value, place) is None
+    assert slot(cache, 0, key[:1], value[:1], place) is None
+    assert slot(cache, 0, key, value[..., :4], place) is None
+    assert slot(cache, 7, key, value, place) is None
+    if not hasattr(cache.layers[0], "cumulative_length"):
+        assert slot(cache, 0, key, value, {}) is None
+        assert slot(cache, 0, key, value, {"cache_position": torch.tensor([0, 1])}) is None
+
+
+@pytest.mark.parametrize("cache", [DynamicCache(), None], ids=["dynamic", "none"])
+def test_a_cache_without_fixed_rows_is_asked(cache):
+    query, key, value, angles = call(0, 3)
+    with options.override(tier="torch"), ops.recording() as routes:
+        results = layers.rotate_and_remember(Module(), apply_rotary_pos_emb, query, key, value, angles, cache, {})
+    assert [each.operation for each in routes] == ["rope"]
+    assert torch.equal(results[1], layers.rotate(apply_rotary_pos_emb, query, key, angles)[1])
+
+
+@pytest.mark.skipif(RELEASE >= FROM, reason="4.56 and later have layers that say where they write")
+def test_earlier_static_caches_are_asked():
+    cache = static_cache()
+    _, key, value, _ = call(0, 1)
+    place = {"cache_position": torch.tensor([0])}
+    cache.update(key, value, 0, place)
+    assert slot(cache, 0, key, value, place) is None

@@ -1,0 +1,143 @@
+"""Models that the installed transformers does not have, or has in a form that no overlay is made for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.check_version import main as check_version
+from hf_rocm.cli import main
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay import catalog as catalogs
+from hf_rocm.overlay import manifest
+from hf_rocm.overlay.activate import activate, deactivate
+from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.commands import install, status, uninstall
+from hf_rocm.overlay.manifest import Limit, Manifest
+from hf_rocm.overlay.state import Installed, Match
+from hf_rocm.overlay.survey import left_out, survey
+from tests.overlay.conftest import MODELS, Site, fingerprint
+
+REASON = "its attention has another form there"
+Here = Callable[..., Catalog]
+
+
+@pytest.fixture
+def here(tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> Here:
+    """Make every command take its overlays from a catalog of our own: those of MODELS, and what is added to them."""
+
+    def make(*, newcomer: str = "", releases: tuple[str, ...] = (), limits: dict[str, Limit] | None = None) -> Catalog:
+        root = tmp_path / "overlays"
+        for directory in catalog.directories:
+            files = {model: path for model, path in directory.files.items() if model in MODELS}
+            records = {model: record for model, record in directory.manifest.records.items() if model in MODELS}
+            if newcomer and directory is catalog.serving("llama", "5.23.0"):
+                record = directory.manifest.records["llama"]
+                seen = {sha: releases for sha in list(record.files)[:1]}
+                records[newcomer] = manifest.Record(seen, {})
+                files[newcomer] = directory.files["llama"]
+            for model, path in files.items():
+                target = root / directory.name / "models" / model / f"modeling_{model}.py"
+                target.parent.mkdir(parents=True)
+                target.write_bytes(path.read_bytes())
+            own = {model: limit for model, limit in (limits or {}).items() if model in files}
+            text = manifest.render(Manifest(directory.manifest.transformers, records, own))
+            (root / directory.name).mkdir(exist_ok=True)
+            (root / directory.name / "manifest.toml").write_text(text)
+        made = Catalog(root)
+        monkeypatch.setattr(catalogs, "load", lambda *_, **__: made)
+        monkeypatch.setattr("hf_rocm.check_version.load", lambda: made)
+        return made
+
+    return make
+
+
+def test_a_model_that_this_transformers_does_not_have_is_left_out(site: Site, here: Here) -> None:
+    made = here(newcomer="gemma9", releases=("5.90.0", "5.91.0"))
+    assert "gemma9" in made.models()
+    assert [state.model for state in survey(site.installation, made)] == list(MODELS)
+    assert left_out(site.installation, made).absent == ("gemma9",)
+    plan, _ = install(transformers_path=site.path)
+    assert [action.model for action in plan.writes] == list(MODELS) and plan.refusals == ()
+    assert status(transformers_path=site.path).left_out.absent == ("gemma9",)
+    plan, _ = uninstall(transformers_path=site.path)
+    assert [action.model for action in plan.writes] == list(MODELS)
+
+
+@pytest.mark.parametrize("command", [install, uninstall, status])
+def test_naming_it_says_where_it_is(site: Site, here: Here, command: Callable[..., object]) -> None:
+    here(newcomer="gemma9", releases=("5.90.0", "5.91.0"))
+    before = fingerprint(site.path)
+    with pytest.raises(OverlayError) as refused:
+        command(["gemma9"], transformers_path=site.path)
+    assert refused.value.message == f"transformers {site.installation.version} has no model gemma9"
+    assert refused.value.facts["expected"] == "a release that has it: 5.90.0–5.91.0"
+    assert "install one of those releases" in (refused.value.hint or "")
+    assert fingerprint(site.path) == before
+
+
+def test_in_memory_it_is_left_out_too(site: Site, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    here(newcomer="gemma9", releases=("5.90.0",))
+    monkeypatch.setenv("HF_ROCM_FORCE", "1")
+    monkeypatch.setattr("hf_rocm.overlay.activate.locate", lambda: site.installation)
+    try:
+        assert activate() == list(MODELS)
+        with pytest.raises(OverlayError, match="has no model gemma9"):
+            activate("gemma9")
+    finally:
+        deactivate()
+
+
+def test_a_file_that_was_taken_away_is_missing_and_not_absent(site: Site, here: Here) -> None:
+    made = here()
+    site.model("llama").unlink()
+    (state,) = survey(site.installation, made, ["llama"])
+    assert (state.installed, state.match) == (Installed.NO, Match.CHANGED)
+    assert left_out(site.installation, made).absent == ()
+    site.forget_record()
+    assert left_out(site.installation, made).absent == (), "its folder is still there"
+    for file in site.model("llama").parent.iterdir():
+        file.unlink()
+    site.model("llama").parent.rmdir()
+    assert left_out(site.installation, made).absent == ("llama",)
+
+
+def test_a_form_that_the_text_does_not_serve_stays_stock_with_the_reason(
+    site: Site, here: Here, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = here(limits={"gemma": Limit("<4", REASON)})
+    assert left_out(site.installation, made).stock == {"gemma": REASON}
+    plan, _ = install(transformers_path=site.path)
+    assert [action.model for action in plan.writes] == ["bert", "llama", "qwen3"]
+    with pytest.raises(OverlayError, match="no overlay of gemma is made for") as refused:
+        install(["gemma"], transformers_path=site.path)
+    assert refused.value.facts["because"] == REASON
+    place = ["--transformers-path", str(site.path)]
+    assert main(["status", *place]) == check_version(place) == 0
+    assert capsys.readouterr().out.count(f"gemma stay stock: {REASON}") == 2
+    assert main(["status", "--json", *place]) == check_version(["--json", *place]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count('"left_out"') == 2 and shown.count(REASON) == 2
+
+
+def test_a_block_that_was_left_in_a_model_that_is_no_longer_served_is_seen(site: Site, here: Here) -> None:
+    install(["gemma"], transformers_path=site.path)
+    made = here(limits={"gemma": Limit("<4", REASON)})
+    (state,) = survey(site.installation, made, ["gemma"])
+    assert (state.installed, state.match) == (Installed.OLD, Match.UNSUPPORTED)
+    plan, _ = uninstall(transformers_path=site.path)
+    assert [action.model for action in plan.writes] == ["gemma"]
+
+
+def test_commands_say_it_in_one_line(site: Site, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+    here(newcomer="gemma9", releases=("5.90.0",))
+    release = site.installation.version
+    line = f"1 model with an overlay is not in transformers {release}"
+    place = ["--transformers-path", str(site.path)]
+    assert main(["install-overlays", *place]) == main(["status", *place]) == check_version(place) == 0
+    assert capsys.readouterr().out.count(line) == 3
+    assert main(["install-overlays", "--json", *place]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == {"absent": ["gemma9"], "stock": {}}

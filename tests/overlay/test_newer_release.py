@@ -1,0 +1,141 @@
+"""A release one newer than those that were tested: only models whose definitions changed are refused, and it shows."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.cli import main
+from hf_rocm.errors import DigestMismatch, OverlayError
+from hf_rocm.overlay.activate import activate, deactivate
+from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.commands import install
+from hf_rocm.overlay.difference import explain_change
+from hf_rocm.overlay.state import FileState, Match
+from hf_rocm.overlay.survey import survey
+from tests.overlay.conftest import MODELS, Site, hashes, next_release
+
+# What upstream might do: another default, another step of the computation, another method, another name.
+EDITS: dict[str, tuple[str, str, str]] = {
+    "gemma": ("GemmaRMSNorm", "eps: float = 1e-6", "eps: float = 1e-5"),
+    "llama": ("LlamaMLP", "self.act_fn(self.gate_proj(x)) * self.up_proj(x)", "self.act_fn(self.gate_proj(x))"),
+    "qwen3": (
+        "Qwen3Attention",
+        "class Qwen3Attention(nn.Module):",
+        "class Qwen3Attention(nn.Module):\n    gated = True\n",
+    ),
+}
+
+
+@pytest.fixture
+def newer(site: Site, make: Callable[[str], Site]) -> Site:
+    """The site as a release that nobody has seen, every file of it new, and some of its definitions changed."""
+    site.forget_record()
+    site.release(next_release(site.installation.version))
+    for model in MODELS:
+        text = site.model(model).read_text(encoding="utf-8")
+        name, old, new = EDITS.get(model, ("", "", ""))
+        assert text.count(old) >= 1
+        site.model(model).write_text(text.replace(old, new, 1 if name else 0) + "# a newer release\n", encoding="utf-8")
+    return site
+
+
+def states(site: Site, catalog: Catalog) -> dict[str, FileState]:
+    return {state.model: state for state in survey(site.installation, catalog)}
+
+
+def test_only_what_changed_is_refused(newer: Site, catalog: Catalog) -> None:
+    found = states(newer, catalog)
+    assert {model for model, state in found.items() if state.match is Match.CHANGED} == set(EDITS)
+    assert found["bert"].match is Match.COMPATIBLE
+    for model, (name, _, _) in EDITS.items():
+        assert [difference.name for difference in found[model].differences] == [name]
+        assert found[model].outgrown
+
+
+@pytest.mark.parametrize("model", EDITS)
+def test_the_message_names_the_definition_its_digests_and_the_releases(
+    newer: Site, catalog: Catalog, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = states(newer, catalog)[model]
+    error, (difference,) = state.mismatch(), state.differences
+    assert isinstance(error, DigestMismatch)
+    assert error.facts["expected"].startswith(f"{EDITS[model][0]} as in transformers ")
+    assert all(digest in error.facts["expected"] for digest in difference.expected)
+    assert str(difference.found) in error.facts["found"]
+    assert main(["install-overlays", model, "--transformers-path", str(newer.path)]) == 1
+    assert str(error) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["wheel", "folder"])
+@pytest.mark.parametrize("model", EDITS)
+def test_the_change_itself_is_shown_against_a_release_that_is_at_hand(
+    newer: Site,
+    make: Callable[[str], Site],
+    model: str,
+    packed: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    known = reference = make("known").path
+    if packed:
+        reference = tmp_path / "transformers-known.whl"
+        with zipfile.ZipFile(reference, "w") as wheel:
+            wheel.write(make("packed").model(model), f"transformers/models/{model}/modeling_{model}.py")
+    main(["status", "--diff", model, "--against", str(reference), "--transformers-path", str(newer.path)])
+    shown = capsys.readouterr().out
+    lines = [line for line in shown.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    name, _, new = EDITS[model]
+    added = [line for line in lines if line.startswith("+")]
+    assert any(part in "\n".join(added) for part in new.splitlines()[-1:]), shown
+    assert name in shown and len(added) <= 2 and known.is_dir()
+
+
+def test_what_is_no_transformers_can_not_be_compared_with(newer: Site, catalog: Catalog, tmp_path: Path) -> None:
+    (tmp_path / "other.whl").write_bytes(b"")
+    for path in (tmp_path / "other.whl", tmp_path / "nothing", tmp_path):
+        with pytest.raises(OverlayError, match="no such file of transformers"):
+            explain_change(states(newer, catalog)["llama"], path)
+    assert main(["status", "--against", str(tmp_path), "--transformers-path", str(newer.path)]) == 2
+
+
+def test_all_or_none_unless_the_changed_ones_are_left_out(newer: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ["--transformers-path", str(newer.path)]
+    before = hashes(newer.path)
+    assert main(["install-overlays", *place]) == 1
+    refused = capsys.readouterr().err
+    assert all(name in refused for name, _, _ in EDITS.values())
+    assert "`hf-rocm install-overlays --skip-changed` takes the other 1" in refused
+    assert hashes(newer.path) == before
+    assert main(["install-overlays", "--skip-changed", *place]) == 0
+    shown = capsys.readouterr().out
+    for model, (name, _, _) in EDITS.items():
+        assert f"{model} stay stock: upstream changed it: {name} differs" in shown
+    assert {path for path, kept in hashes(newer.path).items() if before[path] != kept} == {
+        "transformers/models/bert/modeling_bert.py"
+    }
+    assert main(["install-overlays", "--skip-changed", "--json", *place]) == 0
+    assert set(json.loads(capsys.readouterr().out)["left_out"]["stock"]) == set(EDITS)
+
+
+def test_an_edited_file_is_not_what_upstream_changed(site: Site) -> None:
+    site.model("llama").write_text(site.model("llama").read_text().replace("class LlamaMLP(", "class LlamaMLQ("))
+    before = hashes(site.path)
+    plan, _ = install(transformers_path=site.path, skip_changed=True)
+    assert len(plan.refusals) == 1 and hashes(site.path) == before
+
+
+def test_in_memory_the_others_are_bound(newer: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ROCM_FORCE", "1")
+    monkeypatch.setattr("hf_rocm.overlay.activate.locate", lambda: newer.installation)
+    try:
+        for model in EDITS:
+            with pytest.raises(DigestMismatch, match="is not a file that this overlay was made for"):
+                activate(model)
+        assert activate("bert") == ["bert"]
+    finally:
+        deactivate()

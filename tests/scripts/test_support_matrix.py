@@ -1,0 +1,70 @@
+"""scripts/support-matrix writes what the records say, and nothing else."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from tests.overlay.test_scripts import load
+
+FEATURES = (
+    "attention", "fused QKV", "fused gate/up", "activation", "norm", "add+norm", "rope", "MoE", "graph decode",
+)  # fmt: skip
+NONE, JOINED = "the model has none", "joined in the checkpoint"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load("support-matrix")
+
+
+def row(name: str, cases: tuple[str, ...] = (), **marks: str) -> dict[str, object]:
+    named = {feature: marks.get(feature.split()[-1].split("/")[0].split("+")[0], "yes") for feature in FEATURES}
+    return {"overlay": f"transformers-4.53/{name}", "classes": {}, "support": named, "cases": list(cases or (name,))}
+
+
+RECORDS = {
+    "5.23.0": {
+        "phi3": row("phi3", QKV=JOINED),
+        "siglip": row("siglip", ("llava", "siglip"), gate=NONE, MoE=NONE),
+        "whisper": row("whisper", QKV="stock: one of them has no bias"),
+    },
+    "4.53.3": {"phi3": row("phi3")},
+}
+
+
+def test_the_page_has_a_table_for_each_release_and_every_reason(script: ModuleType) -> None:
+    page = script.page(RECORDS)
+    assert "| phi3 | 4.53 | ● | ◐ |" in page and "| siglip | 4.53 | ● | ● | – |" in page
+    assert page.index("## transformers 5.23.0") < page.index("## transformers 4.53.3")
+    assert "- fused QKV: one of them has no bias: whisper" in page
+    assert "Models that are served by their parts: `llava` by siglip." in page
+
+
+def test_a_model_counts_in_full_only_where_all_three_are_ours(script: ModuleType) -> None:
+    assert script.full(RECORDS["5.23.0"]["phi3"])
+    assert not script.full(RECORDS["5.23.0"]["whisper"]) and not script.full(RECORDS["5.23.0"]["siglip"])
+    assert script.full(row("mixtral", gate=NONE)), "its gates are the experts'"
+    assert not script.full(row("minimax", attention="stock: why"))
+    assert "attention, QKV and gate/up of 1 of them" in script.page(RECORDS)
+
+
+def test_the_readme_has_the_newest_release_and_the_number_of_the_others(script: ModuleType) -> None:
+    text = f"before\n{script.BEGIN}old\n{script.END}\nafter\n"
+    updated = script.readme(text, RECORDS)
+    assert updated.startswith("before\n") and updated.endswith("\nafter\n") and "old" not in updated
+    assert "3 modeling files in transformers 5.23.0" in updated and "1 in 4.53.3" in updated
+    assert script.readme(updated, RECORDS) == updated
+    assert script.readme("no place for it\n", RECORDS) == "no place for it\n"
+
+
+def test_check_writes_nothing(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    page, readme = tmp_path / "page.md", tmp_path / "README.md"
+    readme.write_text(f"{script.BEGIN}{script.END}\n")
+    for name, value in {"ROOT": tmp_path, "PAGE": page, "README": readme}.items():
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(script, "read", lambda: RECORDS)
+    assert script.main(["--check"]) == 1 and not page.exists()
+    assert script.main([]) == script.main(["--check"]) == 0
+    assert script.main(["--nonsense"]) == 2

@@ -1,0 +1,230 @@
+"""run-upstream-tests' own judgement: what is a regression, what a crash costs, what must be listed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PREFIX = "tests/models/llama/test_modeling_llama.py::LlamaModelTest::"
+
+# Tests as transformers has them, one for each thing that can happen to one.
+TESTS = """
+import os, random, signal, time, unittest, urllib.request
+
+DRAWN = []
+
+class LlamaModelTest(unittest.TestCase):
+    def test_a_passes(self):
+        pass
+
+    def test_b_fails(self):
+        self.assertEqual(1, 2)
+
+    def test_c_crashes(self):
+        os.abort()
+
+    def test_d_hangs(self):
+        while True:
+            try:
+                time.sleep(1)
+            except Exception:
+                pass
+
+    def test_e_hangs_deaf(self):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        time.sleep(600)
+
+    def test_f_wants_the_network(self):
+        import socket
+        try:
+            socket.create_connection(("192.0.2.1", 80), timeout=1)
+        except OSError as error:
+            raise ValueError("no connection") from error
+
+    @unittest.skip("not today")
+    def test_g_is_skipped(self):
+        pass
+
+    def test_h_has_a_bad_part(self):
+        with self.subTest("part"):
+            self.fail("this part")
+
+    def test_i_draws(self):
+        raise AssertionError(random.random())
+"""
+
+
+@pytest.fixture
+def lib(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from lib import console, upstream, upstream_differences, upstream_passes, upstream_tree
+
+    return SimpleNamespace(
+        differences=upstream_differences,
+        passes=upstream_passes,
+        tree=upstream_tree,
+        main=upstream.main,
+        console=console,
+    )
+
+
+@pytest.fixture
+def settings(lib: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A pass over `TESTS` that needs no transformers."""
+    monkeypatch.setattr(lib.passes, "_show_sources", lambda settings: None)
+    monkeypatch.setattr(lib.passes, "GRACE", 3.0)
+    file = tmp_path / "tree" / "tests" / "models" / "llama" / "test_modeling_llama.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(TESTS)
+    (tmp_path / "tree" / "pytest.ini").write_text(lib.tree.CONFIGURATION)
+    interpreter = lib.passes.Interpreter(Path(sys.executable), tuple(map(Path, sys.path)))
+    files = ("tests/models/llama/test_modeling_llama.py",)
+    return lib.passes.Pass(interpreter, tmp_path / "tree", files, tmp_path / "log.jsonl", None, 3.0)
+
+
+@pytest.mark.slow
+def test_one_bad_test_does_not_cost_the_others(lib: SimpleNamespace, settings) -> None:
+    results = lib.passes.run(settings)
+    assert {test.split("::test_")[1]: result.outcome for test, result in results.items()} == {
+        "a_passes": "passed",
+        "b_fails": "failed",
+        "c_crashes": "crashed",
+        "d_hangs": "timeout",
+        "e_hangs_deaf": "timeout",
+        "f_wants_the_network": "network",
+        "g_is_skipped": "skipped",
+        "h_has_a_bad_part": "failed",
+        "i_draws": "failed",
+    }
+    assert results[f"{PREFIX}test_g_is_skipped"].reason == "not today"
+    again = lib.passes.run(settings)
+    drawn = f"{PREFIX}test_i_draws"
+    assert again[drawn].reason == results[drawn].reason  # both passes draw the same numbers
+
+
+@pytest.mark.slow
+def test_tests_that_can_not_be_imported_are_an_error(lib: SimpleNamespace, settings) -> None:
+    (settings.tree / settings.files[0]).write_text("import no_such_module")
+    with pytest.raises(lib.console.ScriptError, match="no_such_module"):
+        lib.passes.run(settings)
+
+
+def results(lib: SimpleNamespace, hits: int = 1, **outcomes: str):
+    return {
+        f"{PREFIX}test_{name}": lib.passes.Result(outcome, hits=Counter({"LlamaMLP": hits}))
+        for name, outcome in outcomes.items()
+    }
+
+
+@pytest.mark.parametrize("after", ["failed", "skipped", "network", "timeout", "crashed", "absent"])
+def test_whatever_passed_must_pass(after: str, lib: SimpleNamespace) -> None:
+    overlaid = results(lib, one="passed") | ({} if after == "absent" else results(lib, two=after))
+    found = lib.differences.compare("5.23.0", results(lib, one="passed", two="passed"), overlaid, [])
+    assert found.regressions == (f"{PREFIX}test_two",) and found.failed
+
+
+@pytest.mark.parametrize("before", ["failed", "skipped", "timeout"])
+def test_what_did_not_pass_stock_is_no_regression(before: str, lib: SimpleNamespace) -> None:
+    stock, overlaid = results(lib, one="passed", two=before), results(lib, one="passed", two="passed")
+    found = lib.differences.compare("5.23.0", stock, overlaid, [])
+    assert found.repaired == (f"{PREFIX}test_two",) and not found.failed
+
+
+def test_a_listed_difference_needs_its_model_and_release(lib: SimpleNamespace) -> None:
+    stock, overlaid = results(lib, one="passed", two="passed"), results(lib, one="passed", two="failed")
+    entry = lib.differences.Unavoidable(("lla*",), ("5.*",), "test_two", "it reads the source")
+    found = lib.differences.compare("5.23.0", stock, overlaid, [entry])
+    assert not found.failed and found.unavoidable == {f"{PREFIX}test_two": entry}
+    assert lib.differences.compare("4.57.6", stock, overlaid, [entry]).failed
+    other = lib.differences.Unavoidable(("gemma",), ("5.*",), "test_two", "it reads the source")
+    assert lib.differences.compare("5.23.0", stock, overlaid, [other]).failed
+
+
+def test_a_listed_difference_that_no_longer_occurs_fails(lib: SimpleNamespace) -> None:
+    entry = lib.differences.Unavoidable(("*",), ("*",), "test_two", "it reads the source")
+    found = lib.differences.compare("5.23.0", results(lib, two="passed"), results(lib, two="passed"), [entry])
+    assert found.stale == (entry,) and found.failed
+    # its test was not among those that ran
+    assert not lib.differences.compare("5.23.0", results(lib, a="passed"), results(lib, a="passed"), [entry]).failed
+
+
+def test_an_overlay_that_never_ran_fails(lib: SimpleNamespace) -> None:
+    found = lib.differences.compare("5.23.0", results(lib, a="passed"), results(lib, hits=0, a="passed"), [])
+    assert found.idle == ("llama",) and found.failed
+
+
+def test_the_list_gives_a_reason_for_each(lib: SimpleNamespace, tmp_path: Path) -> None:
+    assert all(entry.reason for entry in lib.differences.listed())
+    file = tmp_path / "differences.toml"
+    file.write_text('[[difference]]\nmodels = ["a"]\nreleases = ["*"]\ntest = "b"\nreason = " "\n')
+    with pytest.raises(lib.console.ScriptError, match="reason"):
+        lib.differences.listed(file)
+
+
+def test_every_outcome_reaches_the_json(lib: SimpleNamespace) -> None:
+    found = lib.differences.compare("5.23.0", results(lib, a="passed", b="failed"), results(lib, a="passed"), [])
+    data = json.loads(lib.differences.as_json(found, {"tests": "commit"}))
+    assert data["tests"][PREFIX.removesuffix("::")] == {
+        "test_a": {"stock": "passed", "overlaid": "passed", "hits": 1},
+        "test_b": {"stock": "failed", "overlaid": "absent"},
+    }
+    assert data["sources"] == {"tests": "commit"} and data["hits"] == {"llama": {"LlamaMLP": 1}}
+
+
+def test_a_folder_without_the_tests_is_refused(lib: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(lib.console.ScriptError, match="not a source tree"):
+        lib.tree.from_checkout(tmp_path / "tree", tmp_path, ["llama"])
+    with pytest.raises(lib.console.ScriptError, match="no thin test class of nobodys"):
+        lib.tree.from_mixins(tmp_path / "tree", tmp_path, ["nobodys"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["5.23.0"], ["9.9", "llama"], ["5.23.0", "../llama"], ["--no-such"]])
+def test_wrong_usage_is_told_apart(arguments: list[str]) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "run-upstream-tests"), *arguments]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ([], {"newest": "--ignore tests/upstream", "upstream": "tests/upstream", "models": "tests/coverage"}),
+        (["tests/ops"], {"newest": "tests/ops"}),
+        (["tests/upstream/test_mixin.py"], {"upstream": "tests/upstream/test_mixin.py"}),
+    ],
+)
+def test_they_are_a_suite_of_their_own(asked, expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from lib import environments, testing
+
+    names = {testing.NEWEST: "newest", testing.UPSTREAM: "upstream", f"{testing.NEWEST}, every model": "models"}
+    nowhere = environments.Environment(Path("nowhere"))
+    suites = testing.plan(dict.fromkeys((testing.NEWEST, testing.UPSTREAM), nowhere), asked, quick=False)
+    found = {names[suite.name.removeprefix("transformers ")]: " ".join(suite.arguments) for suite in suites}
+    assert found.keys() == expected.keys()
+    assert all(words in found[name] for name, words in expected.items())
+
+
+@pytest.mark.parametrize("release", ["5.23.0", "4.57.6"])
+def test_the_recorded_runs_are_as_the_documentation_says(release: str) -> None:
+    recorded = json.loads((ROOT / "docs" / "upstream-tests" / f"{release}.json").read_text())
+    assert recorded["regressions"] == recorded["stale"] == recorded["idle"] == []
+    page = (ROOT / "docs" / "upstream-tests.md").read_text()
+    assert recorded["sources"]["tests"].split()[-1] in page
+    for model, hits in recorded["hits"].items():
+        pairs = [
+            (each["stock"], each["overlaid"])
+            for place, tests in recorded["tests"].items()
+            if place.split("/")[2] == model
+            for each in tests.values()
+        ]
+        passed, failed, skipped = (pairs.count((outcome,) * 2) for outcome in ("passed", "failed", "skipped"))
+        cells = (release, model, len(pairs), passed, passed, 0, failed, skipped, sum(hits.values()))
+        assert f"| {' | '.join(map(str, cells))} |" in page

@@ -1,0 +1,76 @@
+"""transformers' own ModelTesterMixin over tiny models: what passes stock passes with overlays.
+
+Both passes run once, in processes of their own (scripts/lib/upstream_passes.py), with the mixin as the source
+distribution of the installed release has it. scripts/test fetches that; without it nothing here is run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import hf_rocm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+MODELS = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3", "phi3", "olmo2"),
+    *("gpt_oss", "glm4", "deepseek_v3", "bert", "siglip", "whisper"),
+)
+
+# A model of the smallest test class passes more than this; far fewer would mean that the tests were not found.
+FEWEST = 60
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def lib():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        from lib import upstream_differences, upstream_passes, upstream_tree
+
+        yield SimpleNamespace(differences=upstream_differences, passes=upstream_passes, tree=upstream_tree)
+
+
+@pytest.fixture(scope="session")
+def comparison(lib, tmp_path_factory):
+    release = importlib.metadata.version("transformers")
+    mixins = lib.tree.fetched(release)
+    if mixins is None:
+        pytest.skip(f"not run: needs the source distribution of transformers {release}, which scripts/test fetches")
+    scratch = tmp_path_factory.mktemp("upstream")
+    files = tuple(lib.tree.from_mixins(scratch / "tree", mixins, MODELS))
+    # an installed wheel is found by itself, a checkout on the path is not
+    beside = Path(hf_rocm.__file__).parents[1]
+    interpreter = lib.passes.Interpreter(Path(sys.executable), () if beside.name == "site-packages" else (beside,))
+    results = {}
+    for name, site in (("stock", None), ("overlaid", lib.passes.overlaid_site(interpreter, scratch / "site"))):
+        settings = lib.passes.Pass(interpreter, scratch / "tree", files, scratch / f"{name}.jsonl", site)
+        results[name] = lib.passes.run(settings)
+    return lib.differences.compare(release, results["stock"], results["overlaid"], lib.differences.listed())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_passes_stock_passes_overlaid(model, comparison, lib):
+    own = [test for test in comparison.stock if lib.tree.model_of(test) == model]
+    assert sum(comparison.stock[test].outcome == "passed" for test in own) > FEWEST
+    assert {test: comparison.overlaid[test].reason for test in comparison.regressions if test in own} == {}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_our_forwards_ran(model, comparison):
+    assert comparison.hits(model), f"no forward of an overlay was called in the tests of {model}"
+
+
+def test_what_is_listed_still_differs(comparison):
+    assert comparison.stale == ()
+
+
+def test_nothing_crashed_or_hung(comparison):
+    outcomes = {result.outcome for passed in (comparison.stock, comparison.overlaid) for result in passed.values()}
+    assert not outcomes & {"crashed", "timeout"}

@@ -1,0 +1,84 @@
+"""Tiny models for transformers' own ModelTesterMixin: the configuration and the inputs that it asks a tester for.
+
+Copied to `tests/thin.py` of the folder in which the mixins are run (scripts/lib/upstream_tree.py).
+"""
+
+import random
+
+import torch
+from transformers import AutoConfig
+from transformers.models.auto import modeling_auto
+
+from .generation.test_utils import GenerationTesterMixin
+from .test_modeling_common import ModelTesterMixin
+
+# What a causal model of any family is given, where its configuration knows the name. More queries than keys.
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+generator = random.Random(0)
+
+
+class Tester:
+    """What ModelTesterMixin reads: sizes as attributes, a configuration, and inputs that go with it."""
+
+    batch_size = 3
+    seq_length = 7
+    is_training = True
+
+    def __init__(self, model_type, sizes):
+        self.model_type, self.sizes = model_type, {**SIZES, **sizes}
+        for name, value in self.sizes.items():
+            setattr(self, name, value)
+
+    def get_config(self):
+        return AutoConfig.for_model(self.model_type, **self.sizes)
+
+    def prepare_config_and_inputs_for_common(self):
+        mask = torch.ones(self.batch_size, self.seq_length, dtype=torch.long)
+        mask[1, :2] = 0
+        return self.get_config(), {"input_ids": ids(self.batch_size, self.seq_length), "attention_mask": mask}
+
+
+class EncoderTest(ModelTesterMixin):
+    """ModelTesterMixin over a model type that can't generate: its bare model, and those of its heads that are named."""
+
+    model_type = ""
+    heads = ()
+    sizes = {}  # noqa: RUF012
+    model_tester_class = Tester
+
+    def setUp(self):
+        self.model_tester = self.model_tester_class(self.model_type, self.sizes)
+        if not self.all_model_classes:
+            self.all_model_classes = classes(self.model_type, ("MODEL", *self.heads))
+
+
+class CausalTest(EncoderTest, GenerationTesterMixin):
+    """The same for a decoder. The mixin asks for the generation tests beside it; here those have no tests."""
+
+    heads = ("MODEL_FOR_CAUSAL_LM",)
+
+
+def classes(model_type, mappings):
+    """The classes that auto classes would choose for a model type."""
+    import transformers
+
+    names = [getattr(modeling_auto, f"{mapping}_MAPPING_NAMES")[model_type] for mapping in mappings]
+    return tuple(getattr(transformers, name) for name in names)
+
+
+def ids(*shape, low=3, high=99):
+    """Random token ids, none of them special."""
+    return torch.tensor([generator.randrange(low, high) for _ in range(torch.Size(shape).numel())]).reshape(shape)

@@ -1,0 +1,10 @@
+"""ModelTesterMixin over a tiny gemma2: softcap, full and sliding layers."""
+
+import unittest
+
+from ...thin import CausalTest
+
+
+class Gemma2ModelTest(CausalTest, unittest.TestCase):
+    model_type = "gemma2"
+    sizes = {"sliding_window": 5, "query_pre_attn_scalar": 8}  # noqa: RUF012

@@ -1,0 +1,10 @@
+"""ModelTesterMixin over a tiny gpt_oss: sinks, full and sliding layers, four experts."""
+
+import unittest
+
+from ...thin import CausalTest
+
+
+class GptOssModelTest(CausalTest, unittest.TestCase):
+    model_type = "gpt_oss"
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}  # noqa: RUF012

@@ -1,0 +1,10 @@
+"""ModelTesterMixin over a tiny mixtral: four experts."""
+
+import unittest
+
+from ...thin import CausalTest
+
+
+class MixtralModelTest(CausalTest, unittest.TestCase):
+    model_type = "mixtral"
+    sizes = {"num_local_experts": 4}  # noqa: RUF012

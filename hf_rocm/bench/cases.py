@@ -1,0 +1,46 @@
+"""What is timed: decoding, prefill, or the forward of an encoder, at one batch size and length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+KINDS = ("decode", "prefill", "encode")
+
+
+class Case(NamedTuple):
+    """One thing to time. prompt: tokens a row (an encoder of images has its own). new: tokens generated a row."""
+
+    kind: str
+    batch: int
+    prompt: int
+    new: int = 0
+
+    @property
+    def title(self) -> str:
+        if self.kind == "decode":
+            return f"decode, batch {self.batch}, prompt {self.prompt}, {self.new} new tokens"
+        if self.kind == "prefill":
+            return f"prefill, {self.batch} × {self.prompt} tokens"
+        return f"encoder, batch {self.batch}" + (f", {self.prompt} tokens" if self.prompt else "")
+
+    @property
+    def unit(self) -> str:
+        """What one timed unit is: its milliseconds are in the tables."""
+        return {"decode": "ms a token", "prefill": "ms", "encode": "ms"}[self.kind]
+
+    def rate(self, milliseconds: float) -> float:
+        """Tokens a second over the whole batch (samples a second for an encoder)."""
+        per_unit = self.batch * self.prompt if self.kind == "prefill" else self.batch
+        return per_unit * 1000 / milliseconds
+
+
+def grid(kinds: Iterable[str], batches: Iterable[int], prompts: Iterable[int], *, new: int) -> list[Case]:
+    """Every combination, decode first."""
+    lengths = list(prompts)
+    return [
+        Case(kind, batch, prompt, new if kind == "decode" else 0)
+        for kind in kinds
+        for prompt in lengths
+        for batch in batches
+    ]

@@ -1,0 +1,154 @@
+"""The floor under a time: what has to be read and multiplied, at the rates that this machine was seen to reach.
+
+A decode step reads each weight and each cached key and value once; a prefill multiplies every token with every weight.
+Embedding tables are looked up, not read, and don't count.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from hf_rocm.bench.cases import Case
+from hf_rocm.bench.rates import Rates
+
+
+class Floor(NamedTuple):
+    """milliseconds: of one timed unit. bytes, flops: what one takes. by: what bounds it, `memory` or `products`."""
+
+    milliseconds: float
+    bytes: float
+    flops: float
+    by: str
+
+
+def floor(model: Any, case: Case, rates: Rates) -> Floor:
+    """The floor of one unit of a case: a token (of every row) in decoding, else the whole forward."""
+    read, flops = (decode_work if case.kind == "decode" else forward_work)(model, case)
+    memory, products = read / rates.copy, flops / rates.matmul
+    return Floor(1000 * max(memory, products), read, flops, "memory" if memory >= products else "products")
+
+
+def decode_work(model: Any, case: Case) -> tuple[float, float]:
+    """Bytes and operations of one step, halfway through the new tokens."""
+    context = case.prompt + case.new // 2
+    cached = sum(_seen(context, window) for window in windows(model)) * _key_bytes(model)
+    weights = Weights.of(model)
+    read = weights.bytes(tokens=case.batch) + case.batch * cached
+    attention = 4 * _query_width(model) * sum(_seen(context, window) for window in windows(model))
+    return read, case.batch * (weights.flops() + attention)
+
+
+def forward_work(model: Any, case: Case) -> tuple[float, float]:
+    """Bytes and operations of one forward over the prompt; of a causal model's head, one position a row."""
+    length = case.prompt or _positions(model)
+    causal = case.kind == "prefill"
+    weights = Weights.of(model)
+    pairs = sum(_pairs(length, window, causal=causal) for window in windows(model))
+    products = weights.flops() * length - (2 * weights.head * (length - 1) if causal else 0)
+    flops = case.batch * (products + 4 * _query_width(model) * pairs)
+    return weights.bytes(tokens=case.batch * length), flops
+
+
+class Weights(NamedTuple):
+    """The matrices of a model, in elements. dense: read by every token. routed: of all experts together; a token
+    takes `share` of them. head: the part of dense that turns the last state into logits.
+    """
+
+    dense: int
+    routed: int
+    share: float
+    head: int
+    item: int
+
+    @classmethod
+    def of(cls, model: Any) -> Weights:
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        counted: set[int] = set()
+        dense = routed = 0
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                continue
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim < 2 or id(parameter) in counted:
+                    continue
+                counted.add(id(parameter))
+                if "experts" in name.split(".") and "shared_experts" not in name:
+                    routed += parameter.numel()
+                else:
+                    dense += parameter.numel()
+        item = next(model.parameters()).element_size()
+        return cls(dense, routed, _expert_share(model), head.weight.numel() if head is not None else 0, item)
+
+    def bytes(self, *, tokens: int) -> float:
+        """Read once for so many tokens: an expert only if one of them, spread evenly, is expected to choose it."""
+        chosen = 1 - (1 - self.share) ** tokens
+        return self.item * (self.dense + self.routed * chosen)
+
+    def flops(self) -> float:
+        """Operations for one token."""
+        return 2 * (self.dense + self.routed * self.share)
+
+
+def windows(model: Any) -> list[int | None]:
+    """How far each attention layer looks back, in tokens; None: all the way."""
+    config = _text(model)
+    layers = getattr(config, "num_hidden_layers", 0)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def cache_bytes(model: Any, case: Case) -> int:
+    """Keys and values of a whole decode case, as a static cache holds them."""
+    length = case.prompt + case.new
+    return int(case.batch * sum(_seen(length, window) for window in windows(model)) * _key_bytes(model))
+
+
+def _seen(context: int, window: int | None) -> int:
+    return context if window is None else min(context, window)
+
+
+def _pairs(length: int, window: int | None, *, causal: bool) -> float:
+    """Pairs of query and key that see each other."""
+    if not causal:
+        return length * length
+    width = _seen(length, window)
+    return width * (width + 1) / 2 + (length - width) * width
+
+
+def _key_bytes(model: Any) -> int:
+    """Bytes of one position's keys and values in one layer."""
+    config = _text(model)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * kv_heads * _head_dim(config) * next(model.parameters()).element_size()
+
+
+def _query_width(model: Any) -> int:
+    config = _text(model)
+    return int(config.num_attention_heads * _head_dim(config))
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _expert_share(model: Any) -> float:
+    config = _text(model)
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 0)
+    return getattr(config, "num_experts_per_tok", 0) / experts if experts else 0.0
+
+
+def _positions(model: Any) -> int:
+    """How many tokens an image is."""
+    config = model.config
+    return int((config.image_size // config.patch_size) ** 2)
+
+
+def _text(model: Any) -> Any:
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

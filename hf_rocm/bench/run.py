@@ -1,0 +1,110 @@
+"""One run of the benchmark: the model, its sides, the machine's rates, and every case that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_rocm import options
+from hf_rocm.bench import rates as machine_rates
+from hf_rocm.bench.cases import Case
+from hf_rocm.bench.floor import Weights
+from hf_rocm.bench.machine import commit, machine
+from hf_rocm.bench.measure import Measurement, Progress, measure
+from hf_rocm.bench.parity import Reference
+from hf_rocm.bench.record import Segment
+from hf_rocm.bench.shapes import SHAPES, build
+from hf_rocm.bench.sides import Side, sides
+from hf_rocm.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: a checkpoint, or a named shape with random weights."""
+
+    model: str | None
+    shape: str | None
+    device: torch.device
+    dtype: torch.dtype | None = None
+    layers: int | None = None
+
+    @property
+    def name(self) -> str:
+        layers = f", {self.layers} layers" if self.layers is not None else ""
+        return f"{self.shape or self.model}{layers}"
+
+    @property
+    def encoder(self) -> bool:
+        return self.shape is not None and SHAPES[self.shape].encoder
+
+    def load(self) -> Any:
+        """The stock model, in eval mode, on its device. bf16 on a GPU and fp32 on a CPU, unless a dtype is given."""
+        dtype = self.dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        if self.shape is not None:
+            return build(self.shape, device=self.device, dtype=dtype, layers=self.layers)
+        assert self.model is not None
+        from hf_rocm.loader import from_pretrained
+
+        return from_pretrained(self.model, force=False, dtype=dtype).to(self.device).eval()
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name, by default the first GPU, else the CPU."""
+    try:
+        return torch.empty(0, device=name or ("cuda" if torch.cuda.is_available() else "cpu")).device
+    except (RuntimeError, AssertionError) as error:  # torch says so in either way
+        raise OptionError(
+            f"there is no device {name!r} here",
+            facts={"torch says": str(error).splitlines()[0]},
+            hint="leave --device out, or name one such as cpu, cuda or cuda:1",
+        ) from error
+
+
+def bench(
+    subject: Subject,
+    cases: Sequence[Case],
+    names: Sequence[str],
+    *,
+    rounds: int,
+    segment: str,
+    progress: Progress,
+    parity: bool = True,
+) -> Segment:
+    """Measure every case on every side, interleaved. Raises `Mismatch` if hf_rocm's numbers are wrong."""
+    progress(f"{subject.name}: making the model")
+    model = subject.load()
+    reference = Reference(model) if parity else None
+    made, missing = sides_of(model, subject, names)
+    progress(f"{subject.name}: how fast does this machine copy and multiply?")
+    dtype = next(model.parameters()).dtype
+    rates = machine_rates.measure(subject.device, dtype)
+    run = Measurement(model, made, reference, rates, rounds, progress)
+    with options.override(graphs_memory="50%"):  # what one round recorded is there in the next, however long the prompt
+        results = tuple(measure(run, case) for case in cases)
+    return Segment(
+        segment, machine(subject.device), commit(), describe(subject, model), rates, rounds, missing, results
+    )
+
+
+def sides_of(model: Any, subject: Subject, names: Sequence[str]) -> tuple[list[Side], dict[str, str]]:
+    """The sides of a model that was just loaded, and for those that can't be had here, why not."""
+    made, missing = sides(model, list(names), encoder=subject.encoder)
+    if not made:
+        raise OptionError("none of these sides can be had here", facts=missing, hint="name others with --sides")
+    return made, missing
+
+
+def describe(subject: Subject, model: Any) -> dict[str, Any]:
+    """The model as it stands beside the figures."""
+    weights = Weights.of(model)
+    return {
+        "name": subject.name,
+        "class": type(model).__name__,
+        "weights": "random" if subject.shape is not None else "its own",
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "matrix_bytes": weights.item * (weights.dense + weights.routed),
+    }

@@ -1,0 +1,69 @@
+"""The whole matrix that docs/performance.md shows, in segments that each can be measured again by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+STOCK, COMPILE, OVERHEAD, LIGER = "stock", "compile", "reduce-overhead", "liger"
+OURS, UNCAPTURED = "hf_rocm", "no-graphs"
+
+EVERYTHING = (STOCK, COMPILE, OVERHEAD, UNCAPTURED, OURS)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One segment. cases: (kind, batch, prompt, new). kind of run: cases, kernels, or starts of fresh processes."""
+
+    shape: str
+    cases: tuple[tuple[str, int, int, int], ...] = ()
+    sides: tuple[str, ...] = (STOCK, OURS)
+    rounds: int = 5
+    run: str = "cases"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _decode(*sizes: tuple[int, int], new: int = 128) -> tuple[tuple[str, int, int, int], ...]:
+    return tuple(("decode", batch, prompt, new) for batch, prompt in sizes)
+
+
+SEGMENTS: dict[str, Plan] = {
+    "decode-1": Plan("llama-8b", _decode((1, 1024)), EVERYTHING),
+    "decode-8": Plan("llama-8b", _decode((8, 1024)), (STOCK, COMPILE, OVERHEAD, OURS)),
+    "decode-32": Plan("llama-8b", _decode((32, 1024)), (STOCK, COMPILE, OVERHEAD, OURS), rounds=3),
+    "context-16k": Plan("llama-8b", _decode((1, 16384), (8, 16384)), rounds=3),
+    "context-64k": Plan("llama-8b", _decode((1, 65536)), rounds=2),
+    "context-32k": Plan("llama-8b", _decode((8, 32768)), rounds=1),
+    "prefill": Plan(
+        "llama-8b",
+        tuple(("prefill", batch, prompt, 0) for prompt in (1024, 8192) for batch in (1, 8)),
+        (STOCK, LIGER, OURS),
+    ),
+    "start": Plan("llama-8b", _decode((1, 1024), new=32), (STOCK, COMPILE, OURS), run="starts"),
+    "kernels": Plan("llama-8b", run="kernels"),
+    "qwen3-8b": Plan("qwen3-8b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
+    "gemma2-9b": Plan("gemma2-9b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
+    "mistral-7b": Plan("mistral-7b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
+    "qwen3-30b-a3b": Plan("qwen3-30b-a3b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
+    "bert-base": Plan("bert-base", (("encode", 1, 128, 0), ("encode", 32, 128, 0)), (STOCK, COMPILE, OURS)),
+    "siglip": Plan("siglip", (("encode", 1, 0, 0), ("encode", 32, 0, 0)), (STOCK, COMPILE, OURS)),
+}
+
+
+def measure(name: str, plan: Plan, progress: Callable[[str], None], *, device: str | None, rounds: int | None) -> Any:
+    """The segment, measured."""
+    from hf_rocm.bench.cases import Case
+    from hf_rocm.bench.ops_cases import OPERATIONS, ROUTING
+    from hf_rocm.bench.ops_run import compare_ops
+    from hf_rocm.bench.run import Subject, bench, device_of
+    from hf_rocm.bench.start import starts
+
+    subject = Subject(None, plan.shape, device_of(device))
+    cases = [Case(*each) for each in plan.cases]
+    if plan.run == "starts":
+        return starts(subject, cases[0], plan.sides, segment=name, progress=progress)
+    if plan.run == "kernels":
+        sizes: dict[str, Any] = {"rows": (1, 8, 32, 1024), "batches": (1, 8), "keys": (1024, 32768), "prompt": 1024}
+        return compare_ops(subject, (*OPERATIONS, ROUTING), **sizes, segment=name, progress=progress)
+    return bench(subject, cases, plan.sides, rounds=rounds or plan.rounds, segment=name, progress=progress)

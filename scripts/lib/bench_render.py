@@ -1,0 +1,186 @@
+"""The generated parts of docs/performance.md, and its chart, from the recorded segments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lib import data_sheets
+
+PAGE = Path("docs/performance.md")
+RECORDS = Path("docs/performance")
+CHART = "decode"
+
+COLUMNS = {
+    "stock": "stock",
+    "liger": "Liger-Kernel",
+    "compile": "compile",
+    "reduce-overhead": "compile, reduce-overhead",
+    "no-graphs": "hf_rocm without graphs",
+    "hf_rocm": "**hf_rocm**",
+}
+
+# Heading, and the segments whose cases stand below it.
+TABLES = {
+    "Decoding, Llama-3.1-8B shape": ("decode-1", "decode-8", "decode-32"),
+    "Long contexts": ("context-16k", "context-32k", "context-64k"),
+    "Prefill": ("prefill",),
+    "Other shapes": ("qwen3-8b", "gemma2-9b", "mistral-7b", "qwen3-30b-a3b"),
+    "Encoders": ("bert-base", "siglip"),
+}
+
+
+def render(root: Path) -> list[Path]:
+    """Write the page and the chart. Returns the files."""
+    from hf_rocm.bench import chart, record
+    from hf_rocm.bench.record import write_text
+
+    files = sorted((root / RECORDS).glob("*.json"))
+    parts: list[str] = []
+    written: list[Path] = []
+    for file in files:
+        segments = {each.name: each for each in record.load(file)}
+        drawn = [segments[name] for name in TABLES["Decoding, Llama-3.1-8B shape"] if name in segments]
+        if drawn and not written:
+            title = f"Llama-3.1-8B shape, decoding on one {drawn[0].machine['device']}"
+            written += chart.save(drawn, root / RECORDS / CHART, title=title)
+            parts.append(f"![{title}](performance/{CHART}.svg)")
+        parts.append(machine(segments))
+    page = root / PAGE
+    text = page.read_text(encoding="utf-8")
+    text = replaced(text, "measured", "\n\n".join(parts) or "Nothing has been recorded yet.")
+    text = replaced(text, "computed", data_sheets.table())
+    write_text(page, text)
+    return [page, *written]
+
+
+def replaced(text: str, name: str, body: str) -> str:
+    """The page with another body between its two markers of that name."""
+    pattern = rf"(<!-- {name}: begin [^>]*-->\n).*?(<!-- {name}: end -->)"
+    found, count = re.subn(pattern, lambda match: str(match[1]) + body + "\n" + str(match[2]), text, flags=re.DOTALL)
+    assert count == 1, name
+    return found
+
+
+def machine(segments: dict[str, Any]) -> str:
+    """All tables of one machine."""
+    first = next(iter(segments.values()))
+    facts: dict[str, str] = dict(first.machine)
+    commits = sorted({each.commit for each in segments.values() if each.commit})
+    lines = [
+        f"## Measured on one {facts.pop('device')}",
+        "",
+        ", ".join(f"{name} {value}" for name, value in facts.items())
+        + (f"; commit {', '.join(map(str, commits))}" if commits else "")
+        + ("" if "ROCm" in facts else ". **Forced: not an AMD GPU.**"),
+    ]
+    for heading, names in TABLES.items():
+        chosen = [segments[name] for name in names if name in segments]
+        if chosen:
+            lines += ["", f"### {heading}", "", *times(chosen)]
+    if "start" in segments:
+        lines += ["", "### Starts and memory", "", *starts(segments["start"])]
+    if "kernels" in segments:
+        lines += ["", "### Single operations", "", *kernels(segments["kernels"])]
+    return "\n".join(lines)
+
+
+def times(segments: Sequence[Any]) -> Iterator[str]:
+    """One row a case, one column a side: medians in milliseconds, and how hf_rocm stands to the others."""
+    from hf_rocm.bench.report import gains, large, markdown, milliseconds
+
+    results = [(segment, result) for segment in segments for result in segment.results]
+    sides = [side for side in COLUMNS if any(each.side == side for _, result in results for each in result.timings)]
+    ratios = ["× floor", "× stock", *(["× compiled"] if {"compile", "reduce-overhead"} & set(sides) else [])]
+    several = len({segment.model["name"] for segment in segments}) > 1
+    rows = []
+    for segment, result in results:
+        medians = {each.side: milliseconds(each.unit.median) for each in result.timings}
+        gained = gains(result)
+        found = {
+            "× floor": f"{1 / gained['the floor']:.2f}" if "the floor" in gained else "",
+            "× stock": f"{gained['stock']:.2f}" if "stock" in gained else "",
+            "× compiled": f"{gained['stock with torch.compile']:.2f}" if "stock with torch.compile" in gained else "",
+        }
+        name = f"{segment.model['name']}: {result.case.title}" if several else result.case.title
+        rows.append(
+            (
+                name,
+                milliseconds(result.floor.milliseconds),
+                *(
+                    f"**{medians[side]}**" if side == "hf_rocm" else medians.get(side, "")
+                    for side in sides
+                    if side in medians or side != "hf_rocm"
+                ),
+                *(found[each] for each in ratios),
+            )
+        )
+    rates = segments[0].rates
+    unit = results[0][1].case.unit if results else "ms"
+    yield markdown(("", "floor", *(COLUMNS[side] for side in sides), *ratios), rows)
+    yield ""
+    yield (
+        f"{unit[0].upper()}{unit[1:]}, medians of {segments[0].rounds} interleaved rounds. The machine copied "
+        f"{large(rates.copy)}B/s and multiplied {large(rates.matmul)}FLOP/s in the same run."
+    )
+    for segment, result in results:
+        for side, reason in {**segment.missing, **result.left_out}.items():
+            if reason != "it differs in decoding only":
+                yield f"{result.case.title}: {side} was left out: {reason}."
+
+
+def starts(segment: Any) -> Iterator[str]:
+    """Fresh processes: what the first generation costs beyond a later one, and the most memory."""
+    from hf_rocm.bench.report import markdown
+
+    rows = []
+    for side in dict.fromkeys(each["side"] for each in segment.starts):
+        cold, cached = (
+            next(each for each in segment.starts if each["side"] == side and each["caches"] == caches)
+            for caches in ("cold", "cached")
+        )
+        memory = (
+            ("", "") if cached["peak"] is None else (f"{cached['peak'] / 1e9:.2f}", f"{cached['reserved'] / 1e9:.2f}")
+        )
+        rows.append((COLUMNS[side], f"{cold['warmup']:.1f}", f"{cached['warmup']:.1f}", *memory))
+    weights, cache = segment.starts[0]["weights"], segment.starts[0]["static_cache"]
+    yield markdown(("", "warm-up cold, s", "warm-up, kernels cached, s", "peak GB", "reserved GB"), rows)
+    yield ""
+    yield (
+        "The first `generate` of a fresh process (prompt 1024, batch 1) beyond the third one. "
+        f"Weights {weights / 1e9:.2f} GB; a static cache of this call is {cache / 1e9:.2f} GB."
+    )
+
+
+def kernels(segment: Any) -> Iterator[str]:
+    """PyTorch's best and ours, for each operation and case."""
+    from hf_rocm.bench.report import kernels_by_case, markdown
+
+    rows = []
+    routed = [each for each in segment.kernels if each["operation"] == "routing"]
+    for (operation, case), lines in kernels_by_case(segment).items():
+        if operation == "routing":
+            continue
+        timed = [each for each in lines if each["microseconds"] is not None]
+        best = {
+            tier: next((each for each in timed if each["implementation"].startswith(tier)), None) for tier in _TIERS
+        }
+        rows.append(
+            (
+                f"{operation}: {case}",
+                f"{lines[0]['floor']:.1f}",
+                *(f"{each['microseconds']:.1f}" if each else "" for each in best.values()),
+                f"{timed[0]['implementation']}, {100 * timed[0]['share']:.0f} %" if timed else "",
+            )
+        )
+    yield markdown(("", "floor, µs", *_TIERS, "fastest, share of the floor's rate"), rows)
+    yield ""
+    yield "µs on the device, the fastest implementation of each tier."
+    if routed:
+        added = ", ".join(f"{each['case']} {each['microseconds']:.2f}" for each in routed)
+        yield f"The router adds to each eager call, µs on the host: {added}."
+
+
+_TIERS = ("aiter", "triton", "torch")

@@ -1,0 +1,65 @@
+"""The chart: a well-formed SVG without help, a PNG where Pillow is, bars as long as their times."""
+
+from __future__ import annotations
+
+import struct
+from xml.etree import ElementTree
+
+import pytest
+
+from hf_rocm.bench import chart, drawing
+from hf_rocm.bench.cases import Case
+from hf_rocm.bench.drawing import ChartError
+from tests.bench.conftest import result, segment
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_svg_is_well_formed_and_says_it_all(tmp_path):
+    (file,) = chart.save([segment()], tmp_path / "a.svg", title="A < B & C")
+    root = ElementTree.parse(file).getroot()
+    assert root.tag == f"{SVG}svg" and root.find(f"{SVG}title").text == "A < B & C"
+    words = [each.text for each in root.iter(f"{SVG}text")]
+    for expected in ("hf_rocm", "5.00 ms   3.20 ×", "16.00 ms a token", "floor 4.00", "stock + torch.compile"):
+        assert expected in words, expected
+    assert any("not an AMD GPU" in each for each in words) and any("4.25 TB/s" in each for each in words)
+    width, height = (float(root.get(name)) for name in ("width", "height"))
+    for each in root.iter(f"{SVG}rect"):
+        assert float(each.get("x")) >= 0 and float(each.get("x")) + float(each.get("width")) <= width
+        assert float(each.get("y")) + float(each.get("height")) <= height
+
+
+def test_bars_are_as_long_as_their_times():
+    picture = chart.draw("x", [segment()])
+    bars = {each.fill: each.width for each in picture.parts if isinstance(each, drawing.Box)}
+    stock, ours = bars[chart.COLOURS["stock"]], bars[chart.COLOURS["hf_rocm"]]
+    assert ours / stock == pytest.approx(5 / 16)
+    (line,) = [each for each in picture.parts if isinstance(each, drawing.Line)]
+    assert (line.x - chart.LABEL) / stock == pytest.approx(4 / 16)
+
+
+def test_panels_of_a_kind_share_a_scale_unless_one_would_be_a_stub():
+    near = [chart.panel(result(Case("decode", 1, 8, 8), stock=each)) for each in (10.0, 20.0)]
+    far = [chart.panel(result(Case("prefill", 1, 8), stock=each)) for each in (10.0, 99.0)]
+    assert chart._scales([*near, *far]) == [20.0, 20.0, 10.0, 99.0]
+
+
+def test_the_png_where_pillow_is(tmp_path):
+    if not drawing.can_png():
+        pytest.skip("Pillow is not installed here")
+    files = chart.save([segment()], tmp_path / "a")
+    assert [each.suffix for each in files] == [".svg", ".png"]
+    data = files[1].read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    picture = chart.draw("x", [segment()])
+    assert struct.unpack(">II", data[16:24]) == (2 * picture.width, round(2 * picture.height))
+
+
+def test_what_can_not_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    with pytest.raises(ChartError, match=r"a\.pdf"):
+        chart.check(tmp_path / "a.pdf")
+    monkeypatch.setattr(drawing, "can_png", lambda: False)
+    with pytest.raises(ChartError, match="Pillow is not installed"):
+        chart.check(tmp_path / "a.png")
+    chart.check(tmp_path / "a")
+    assert [each.name for each in chart.save([segment()], tmp_path / "a")] == ["a.svg"]

@@ -1,0 +1,97 @@
+"""hf-rocm bench: tables, JSON, files, and refusals before anything is measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hf_rocm.bench import record
+from hf_rocm.cli import main
+
+TINY = ["--config", "small", "--layers", "1", "--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_run_prints_its_tables_and_writes_its_files(tmp_path, capsys):
+    runs, chart = tmp_path / "runs.json", tmp_path / "chart.svg"
+    arguments = ["--sides", "stock,hf_rocm", "--save", str(runs), "--chart", str(chart), "--segment", "mine"]
+    assert main(["bench", *TINY, *arguments]) == 0
+    told = capsys.readouterr()
+    assert "forced without ROCm" in told.out and "measured in this run" in told.out
+    assert "decode, batch 1, prompt 8, 4 new tokens: floor" in told.out and "prefill, 1 × 8 tokens: floor" in told.out
+    assert told.out.count("\nstock ") == 2 and told.out.count("\nhf_rocm ") == 2
+    assert "uncaptured: its weights are on cpu" in told.out
+    assert "making the model" in told.err and f"drawn: {chart}" in told.err
+    (segment,) = record.load(runs)
+    assert segment.name == "mine" and len(segment.results) == 2 and chart.read_text().startswith("<svg")
+
+
+def test_json_is_the_segment_and_nothing_else(capsys):
+    assert main(["bench", *TINY, "--kinds", "prefill", "--sides", "stock,liger,hf_rocm", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["model"]["name"] == "small, 1 layers" and told["missing"] == {"liger": "liger-kernel is not installed"}
+    assert [each["side"] for each in told["results"][0]["timings"]] == ["stock", "hf_rocm"]
+
+
+def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
+    arguments = [str(tiny_checkpoint), "--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4", "--json"]
+    assert main(["bench", *arguments, "--kinds", "decode", "--sides", "stock,hf_rocm"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["model"]["weights"] == "its own" and len(told["results"]) == 1
+
+
+def test_ops_lists_what_was_timed_and_on_request_what_was_not(capsys):
+    arguments = ["--config", "small", "--device", "cpu", "--op", "rms_norm", "--rows", "2"]
+    assert main(["bench", "ops", *arguments]) == 0
+    told = capsys.readouterr()
+    assert "rms_norm: 2 × 256, floor" in told.out and "torch: F.rms_norm" in told.out
+    assert "aiter" not in told.out + told.err.replace("note", "")
+    assert main(["bench", "ops", *arguments, "--refused", "--json"]) == 0
+    assert {each["operation"] for each in json.loads(capsys.readouterr().out)["kernels"]} == {"rms_norm"}
+    assert main(["bench", "ops", *arguments, "--refused"]) == 0
+    assert "aiter: rms_norm: aiter needs an AMD GPU" in capsys.readouterr().err
+
+
+def test_a_profile_lists_kernels_and_writes_a_trace(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_rocm.bench.profile.STEPS", 2)
+    trace = tmp_path / "trace.json"
+    assert main(["bench", *TINY, "--kinds", "prefill", "--sides", "hf_rocm", "--profile", str(trace)]) == 0
+    told = capsys.readouterr()
+    assert "µs a step" in told.out and trace.exists() and str(trace) in told.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "Usage"),
+        (["--config", "small", "a-model"], 2, "give a MODEL, or a known shape"),
+        (["a-model", "--layers", "1"], 2, "--layers goes with --config"),
+        (["--config", "llama-9b"], 1, "there is no shape 'llama-9b'"),
+        ([*TINY, "--sides", "stock,fast"], 1, "'fast'"),
+        ([*TINY, "--kinds", "encode"], 1, "--kinds encode"),
+        ([*TINY, "--batch", "1,x"], 1, "--batch 1,x"),
+        ([*TINY, "--dtype", "int8"], 1, "--dtype int8"),
+        (["--config", "small", "--device", "tpu"], 1, "'tpu'"),
+        ([*TINY, "--chart", "a.pdf"], 1, "a.pdf"),
+        ([*TINY, "--save", "{file}"], 1, "is not a file of measurements"),
+        (["ops", "--op", "softmax"], 1, "--op softmax"),
+    ],
+)
+def test_what_can_not_be_done_is_refused_before_anything_is_measured(
+    arguments, code, words, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("hf_rocm.bench.rates.measure", lambda *args: pytest.fail("it was measured"))
+    file = tmp_path / "runs.json"
+    file.write_text("{}")
+    assert main(["bench", *(each.replace("{file}", str(file)) for each in arguments)]) == code
+    told = capsys.readouterr()
+    assert words in told.out + told.err

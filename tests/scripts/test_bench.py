@@ -1,0 +1,107 @@
+"""The recorder of docs/performance.md: its matrix is measurable, its tables and the page agree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.bench import record
+from hf_rocm.bench.cases import KINDS, Case
+from hf_rocm.bench.shapes import SHAPES
+from hf_rocm.bench.sides import LABELS
+from tests.bench.conftest import result, segment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def lib(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from lib import bench_plan, bench_render, data_sheets
+
+    return bench_plan, bench_render, data_sheets
+
+
+def test_every_segment_names_what_there_is(lib):
+    plan, render, _ = lib
+    for name, each in plan.SEGMENTS.items():
+        assert each.shape in SHAPES and set(each.sides) <= set(LABELS) and each.rounds > 0
+        assert each.cases or each.run == "kernels", name
+        assert all(Case(*case).kind in KINDS for case in each.cases)
+    shown = {name for names in render.TABLES.values() for name in names} | {"start", "kernels"}
+    assert shown == set(plan.SEGMENTS)
+
+
+def test_the_tables_say_what_the_segments_say(lib, tmp_path):
+    _, render, _ = lib
+    (tmp_path / "docs" / "performance").mkdir(parents=True)
+    page = tmp_path / "docs" / "performance.md"
+    page.write_text((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), encoding="utf-8")
+    file = tmp_path / "docs" / "performance" / "gpu.json"
+    start = {"side": "hf_rocm", "warmup": 4.25, "peak": 17e9, "reserved": 18e9, "weights": 16e9, "static_cache": 151e6}
+    record.write(
+        file,
+        [
+            segment("decode-1"),
+            segment("prefill", result(Case("prefill", 1, 1024), floor=20.0, stock=32.4, hf_rocm=25.0)),
+            segment("start", starts=({**start, "caches": "cold"}, {**start, "caches": "cached", "warmup": 0.5})),
+            segment("kernels", kernels=(kernel("torch: F.rms_norm", 40.0), kernel("triton: rms_norm", 32.0))),
+        ],
+    )
+    files = render.render(tmp_path)
+    assert {each.name for each in files} >= {"performance.md", "decode.svg"}
+    text = page.read_text(encoding="utf-8")
+    assert (
+        "| decode, batch 1, prompt 1024, 128 new tokens | 4.00 | 16.00 | 8.00 | 7.00 | **5.00** | 1.25 | 3.20 | 1.40 |"
+        in text
+    )
+    assert "| prefill, 1 × 1024 tokens | 20.0 | 32.4 | **25.0** | 1.25 | 1.30 |" in text
+    assert "| **hf_rocm** | 4.2 | 0.5 | 17.00 | 18.00 |" in text
+    assert "| rms_norm: 4096 × 8192 | 31.6 |  | 32.0 | 40.0 | triton: rms_norm, 99 % |" in text
+    assert "Forced: not an AMD GPU" in text and "0123456789ab" in text
+    assert render.render(tmp_path) and page.read_text(encoding="utf-8") == text
+
+
+def kernel(implementation, microseconds):
+    return {
+        "operation": "rms_norm",
+        "case": "4096 × 8192",
+        "implementation": implementation,
+        "microseconds": microseconds,
+        "floor": 31.6,
+        "share": 31.6 / microseconds,
+        "bound": "memory",
+        "reason": None,
+    }
+
+
+def test_the_page_is_as_the_recorded_segments_render_it(lib, tmp_path):
+    """What stands in the repository's page was not edited by hand."""
+    _, render, _ = lib
+    docs = tmp_path / "docs"
+    (docs / "performance").mkdir(parents=True)
+    for each in (ROOT / "docs" / "performance").glob("*.json"):
+        (docs / "performance" / each.name).write_bytes(each.read_bytes())
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    (docs / "performance.md").write_text(text, encoding="utf-8")
+    render.render(tmp_path)
+    assert (docs / "performance.md").read_text(encoding="utf-8") == text
+
+
+def test_the_computed_table_is_what_the_shapes_give(lib):
+    """Bytes and operations of the named shapes, from their settings."""
+    _, _, sheets = lib
+    for name, (read, cached, whole, flops) in sheets.MODELS.items():
+        shape = SHAPES[name].settings
+        hidden, width = shape["hidden_size"], 128 * shape["num_key_value_heads"]
+        layer = 2 * hidden * hidden + 2 * hidden * width + 3 * hidden * shape["intermediate_size"]
+        layers, head = shape["num_hidden_layers"] * layer, shape["vocab_size"] * hidden
+        assert read == pytest.approx(2 * (layers + head), rel=1e-3)
+        assert whole == pytest.approx(2 * (layers + 2 * head), rel=1e-3)
+        assert flops == pytest.approx(2 * layers, rel=1e-3)
+        assert cached == 2 * 2 * width * shape["num_hidden_layers"]
+    text = sheets.table()
+    assert re.search(r"MI300X \(gfx942\) .* 2\.83 ms \(353 tokens/s\)", text)
+    assert "RX 7900 XTX" in text and text.count("does not fit") == 1

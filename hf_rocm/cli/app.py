@@ -10,16 +10,34 @@ from typing import Annotated, Any
 import typer
 
 from hf_rocm import __version__
+from hf_rocm.cli.bench import bench
+from hf_rocm.cli.doctor import doctor
+from hf_rocm.cli.env import env
 from hf_rocm.cli.explain import explain
 from hf_rocm.cli.install_overlays import install_overlays
 from hf_rocm.cli.output import print_error, print_json
+from hf_rocm.cli.port_check import port_check
+from hf_rocm.cli.quantize import quantize
 from hf_rocm.cli.status import status
+from hf_rocm.cli.tune import tune
 from hf_rocm.cli.uninstall_overlays import uninstall_overlays
+from hf_rocm.cli.verify import verify
 from hf_rocm.cli.warmup import warmup
 from hf_rocm.errors import HfRocmError
 from hf_rocm.overlay.install import Interrupted
 
-COMMANDS: tuple[Callable[..., Any], ...] = (install_overlays, uninstall_overlays, status, explain, warmup)
+COMMANDS: tuple[Callable[..., Any], ...] = (
+    doctor,
+    install_overlays,
+    uninstall_overlays,
+    status,
+    explain,
+    warmup,
+    verify,
+    quantize,
+    port_check,
+    env,
+)
 
 REFUSED, BUG = 1, 3
 
@@ -58,6 +76,8 @@ def build() -> typer.Typer:
     app.callback()(_options)
     for command in COMMANDS:
         app.command()(command)
+    app.add_typer(bench)
+    app.add_typer(tune)
     return app
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from hf_rocm.cli.execution import report
 from hf_rocm.cli.parameters import DryRun, Json, Models, TransformersPath
 
 
 def install_overlays(
-    models: Models = None, transformers_path: TransformersPath = None, dry_run: DryRun = False, json: Json = False
+    models: Models = None,
+    transformers_path: TransformersPath = None,
+    skip_changed: Annotated[
+        bool,
+        typer.Option("--skip-changed", help="Leave out models that a newer transformers changed; take the others."),
+    ] = False,
+    dry_run: DryRun = False,
+    json: Json = False,
 ) -> None:
     """Give transformers' modeling files a ROCm path; without ROCm they stay stock.
 
@@ -15,5 +26,7 @@ def install_overlays(
     """
     from hf_rocm.overlay.commands import install
 
-    plan, notices = install(models or (), transformers_path=transformers_path, dry_run=dry_run)
+    plan, notices = install(
+        models or (), transformers_path=transformers_path, dry_run=dry_run, skip_changed=skip_changed
+    )
     report(plan, notices, dry_run=dry_run, as_json=json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ from hf_rocm.cli.output import (
     Counter,
     print_error,
     print_json,
+    print_left_out,
     print_states,
     print_table,
     print_transformers,
@@ -23,6 +25,9 @@ def status(
     models: Models = None,
     transformers_path: TransformersPath = None,
     diff: Annotated[str | None, typer.Option(metavar="MODEL", help="Show what differs in one model's file.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="With --diff: a transformers wheel or folder to compare with.")
+    ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Compare the whole transformers package with its package record.")
     ] = False,
@@ -30,6 +35,7 @@ def status(
 ) -> None:
     """Show each file on two axes: is the overlay installed, and does it match this transformers.
 
+    Without MODEL, files in order are listed by group, and only the others one by one.
     Exits with 1 if an installed overlay needs attention (old, edited, or on a file that it was not made for), and
     with --record also if anything in the package is neither stock nor ours.
     """
@@ -37,11 +43,15 @@ def status(
         _record(models, diff, transformers_path=transformers_path, as_json=json)
         return
     from hf_rocm.overlay.commands import status as look
-    from hf_rocm.overlay.difference import explain_difference
+    from hf_rocm.overlay.difference import explain_change, explain_difference
 
+    if against and not diff:
+        raise typer.BadParameter("--against says what --diff MODEL compares with; give both")
     named = [*(models or ()), *([diff] if diff else ())]
-    installation, states = look(named, transformers_path=transformers_path)
+    installation, states, left_out = look(named, transformers_path=transformers_path)
     texts = {state.model: explain_difference(state) for state in states if state.model == diff}
+    if against:
+        texts = {state.model: explain_change(state, against) for state in states if state.model in texts}
     if json:
         print_json(
             {
@@ -50,14 +60,16 @@ def status(
                     {**state.to_dict(), **({"diff": texts[state.model]} if state.model in texts else {})}
                     for state in states
                 ],
+                "left_out": left_out.to_dict(),
             }
         )
     else:
         print_transformers(installation)
         if states:
-            print_states(states)
+            print_states(states, left_out, each=bool(named))
         else:
             print("no overlay is made for this release, and none is installed")
+            print_left_out(left_out, installation.version)
         for text in texts.values():
             print(f"\n{text}")
     if not all(state.good for state in states):

@@ -14,13 +14,18 @@ from torch import nn
 
 from hf_rocm import __version__, options
 from hf_rocm.device import describe, is_rocm
+from hf_rocm.diagnostics.decoding import decoding
+from hf_rocm.diagnostics.linears import linears
 from hf_rocm.diagnostics.specifications import specifications
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.layers.notes import noted
 from hf_rocm.ops.registry import operations
 from hf_rocm.overlay import bind
-from hf_rocm.weights import fuse
+from hf_rocm.tuning.hits import Tuning, tuning_of
+from hf_rocm.weights import experts, fuse
+from hf_rocm.weights.joined import joined_already
 from hf_rocm.weights.prepare import REPORT, families
+from hf_rocm.weights.quantize import summary
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,10 @@ class Part:
     group: tuple[str, ...] = ()  # the linear layers that are fused, if the class has such a group
     fused: int = 0
     not_fused: dict[str, int] = field(default_factory=dict)  # reason → instances
+    joined: tuple[str, ...] = ()  # layers that are one matrix in the checkpoint already
     gradients: bool = False  # they are on and the weights require them: at this moment the layers run one by one
     stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
+    theirs: int = 0  # instances with a forward of their own, which runs instead of ours
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,10 @@ class Explanation:
     parts: tuple[Part, ...]
     without_overlay: dict[str, str]
     kernels: tuple[Kernel, ...]
+    tuning: Tuning | None = None
+    linears: tuple[str, ...] = ()  # shuffled weights and routes, and why not, in sentences
+    quantized: str | None = None  # what was brought to 8 bits, and how wrong its layers are
+    decoding: tuple[str, ...] = ()  # whether steps of generate are recorded and replayed, and why not, in sentences
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,12 +83,20 @@ class Explanation:
         if self.parts:
             lines += ["", "parts"]
             lines += [line for part in self.parts for line in _part_lines(part)]
+        if self.linears:
+            lines += ["", "linear layers", *(f"  {line}" for line in self.linears)]
+        if self.quantized is not None:
+            lines += ["", f"8 bits: {self.quantized}"]
+        if self.decoding:
+            lines += ["", "decoding", *(f"  {line}" for line in self.decoding)]
         if self.without_overlay:
             lines += ["", "without an overlay"]
             lines += [f"  {name}: {reason}" for name, reason in self.without_overlay.items()]
         if self.kernels:
             lines += ["", "kernels"]
             lines += [line for kernel in self.kernels for line in _kernel_lines(kernel)]
+        if self.tuning is not None:
+            lines += ["", f"tuned products: {self.tuning.sentence}"]
         return "\n".join(lines)
 
 
@@ -87,7 +106,10 @@ def explain(model: nn.Module) -> Explanation:
     Routing is what the next call would choose, so a kernel that was never used may be probed here.
     """
     report = model.__dict__.get(REPORT) or {}
-    parts = tuple(_part(cls, modules) for cls, modules in _bound_modules(model).items())
+    with torch.no_grad():
+        mixtures = [module for module in model.modules() if experts.stacked(module) is not None]
+    stacked = {id(each) for module in mixtures for each in experts.members(module)}
+    parts = tuple(_part(cls, modules, stacked) for cls, modules in _bound_modules(model).items())
     active = any(part.active for part in parts)
     return Explanation(
         model=type(model).__name__,
@@ -95,7 +117,11 @@ def explain(model: nn.Module) -> Explanation:
         machine=_machine(model),
         parts=parts,
         without_overlay=_without_overlay(model, report, parts),
-        kernels=tuple(_kernels(model)) if active else (),
+        kernels=tuple(_kernels(model)) if active or summary(model) else (),
+        tuning=tuning_of(model),
+        linears=linears(model, report),
+        quantized=summary(model),
+        decoding=decoding(model, report),
     )
 
 
@@ -107,13 +133,14 @@ def _bound_modules(model: nn.Module) -> dict[type, list[nn.Module]]:
     return found
 
 
-def _part(cls: type, modules: list[nn.Module]) -> Part:
+def _part(cls: type, modules: list[nn.Module], stacked: set[int]) -> Part:
     binding = bind.binding_of(modules[0])
     assert binding is not None
     active = [module for module in modules if bind.mode_of(module) != bind.OFF]
+    weighty = [module for module in active if id(module) not in stacked]  # the others' weights are in their mixture's
     with torch.no_grad():
-        reasons = [fuse.why_not(module, binding.fuses) for module in active] if binding.fuses else []
-    now = [fuse.why_not(module, binding.fuses) for module in active] if binding.fuses else []
+        reasons = _why_not_joined(binding, weighty)
+    now = _why_not_joined(binding, weighty)
     in_memory = "__hf_rocm_activation__" in binding.replacement.__globals__
     return Part(
         cls=cls.__name__,
@@ -121,12 +148,28 @@ def _part(cls: type, modules: list[nn.Module]) -> Part:
         delivery="in memory" if in_memory else "installed",
         instances=len(modules),
         active=len(active),
-        group=binding.fuses,
+        group=binding.fuses or ((experts.LIST,) if binding.experts else ()),
         fused=sum(reason is None for reason in reasons),
         not_fused=dict(Counter(reason for reason in reasons if reason is not None)),
+        joined=tuple(dict.fromkeys(name for module in active for name in joined_already(module))),
         gradients=now != reasons,
         stayed_stock=dict(Counter(reason for module in active if (reason := noted(module)) is not None)),
+        theirs=sum(_has_its_own_forward(module) for module in active),
     )
+
+
+def _has_its_own_forward(module: nn.Module) -> bool:
+    """Whether a hub kernel, or the user, put a forward on this one module; accelerate's calls ours in the end."""
+    forward = module.__dict__.get("forward")
+    if forward is None or "_hf_hook" in module.__dict__:
+        return False
+    return getattr(getattr(forward, "__func__", forward), "__hf_rocm_binding__", None) is None
+
+
+def _why_not_joined(binding: bind.Binding, modules: list[nn.Module]) -> list[str | None]:
+    if binding.experts:
+        return [experts.why_not(module, binding.experts) for module in modules]
+    return [fuse.why_not(module, binding.fuses) for module in modules] if binding.fuses else []
 
 
 def _state(report: dict[str, Any], active: bool) -> str:
@@ -186,7 +229,11 @@ def _part_lines(part: Part) -> list[str]:
         if part.gradients:
             lines.append("    one by one while gradients are on: call the model under torch.inference_mode()")
         lines += [f"    not fused × {count}: {reason}" for reason, count in part.not_fused.items()]
+    if part.joined:
+        lines.append(f"    one matrix in the checkpoint already: {', '.join(part.joined)}")
     lines += [f"    last call stock × {count}: {reason}" for reason, count in part.stayed_stock.items()]
+    if part.theirs:
+        lines.append(f"    not ours × {part.theirs}: a forward that was put there runs (a hub kernel's, or yours)")
     return lines
 
 

@@ -12,10 +12,14 @@ from hf_rocm.layers.mlp import activation_of
 from hf_rocm.ops.activation import ActivationSpec
 from hf_rocm.ops.attention import AttentionSpec
 from hf_rocm.ops.linear import LinearSpec
+from hf_rocm.ops.moe import ExpertsSpec
 from hf_rocm.ops.norm import NormSpec
 from hf_rocm.ops.padded import packed_specification, packing_serves
 from hf_rocm.overlay import bind
+from hf_rocm.weights import quantized
+from hf_rocm.weights.experts import stacked
 from hf_rocm.weights.fuse import fused
+from hf_rocm.weights.preshuffle import shuffled_weight
 
 Specification = tuple[str, str, tuple[Any, ...]]
 
@@ -24,23 +28,31 @@ def specifications(model: nn.Module) -> list[Specification]:
     """(operation, situation, specification) of the model's typical inference calls, each once."""
     found: dict[Specification, None] = {}
     for module in model.modules():
+        found.update(dict.fromkeys(_of_shuffled(module)))
         if bind.mode_of(module) == bind.OFF:
             continue
         found.update(dict.fromkeys(_of_module(module)))
+    for situation, spec in quantized.specifications(model):
+        found["quantized_linear", situation, tuple(spec)] = None
     return sorted(found, key=lambda each: ("attention" not in each[0], each[0]))
 
 
 def _of_module(module: nn.Module) -> Iterator[Specification]:
-    parameter = next(module.parameters(), None)
-    if parameter is None:
+    parameter: Any = next(module.parameters(), None)
+    eight_bit = next((each for each in module.children() if isinstance(each, quantized.QuantizedLinear)), None)
+    if parameter is None and eight_bit is None:
         return
-    dtype, device = parameter.dtype, parameter.device
+    dtype = parameter.dtype if eight_bit is None else eight_bit.dtype
+    device = parameter.device if eight_bit is None else eight_bit.quantized.scale.device
     with torch.no_grad():
         held = fused(module)
+        group = quantized.group_of(module)
     if held is not None:
         n, k = held.weight.shape
         spec = LinearSpec(dtype, dtype, device, n, k, None if held.bias is None else held.bias.dtype, True, False)
         yield "linear", f"{' + '.join(held.names)}, {n} × {k}", tuple(spec)
+    if held is not None or group is not None:
+        n = len(held.weight if group is None else group.scale)  # type: ignore[union-attr]
         activation = activation_of(getattr(module, "act_fn", None))
         if activation is not None:
             yield "act_and_mul", activation, tuple(ActivationSpec(dtype, device, n // 2, activation, False))
@@ -48,14 +60,61 @@ def _of_module(module: nn.Module) -> Iterator[Specification]:
         one_plus = not hasattr(module, "variance_epsilon")
         spec_of_norm = NormSpec(dtype, dtype, device, parameter.shape[-1], one_plus, False)
         yield "rms_norm", f"{'1 + w' if one_plus else 'w'}, {parameter.shape[-1]}", tuple(spec_of_norm)
+    yield from _of_experts(module)
     yield from _of_attention(module, dtype, device)
+
+
+def _of_shuffled(module: nn.Module) -> Iterator[Specification]:
+    found = shuffled_weight(module)
+    if found is not None:
+        data, bias, names = found
+        n, k = data.shape
+        bias_dtype = None if bias is None else bias.dtype
+        spec = LinearSpec(data.dtype, data.dtype, data.device, n, k, bias_dtype, True, False)
+        yield "shuffled_linear", f"{names}{n} × {k}", tuple(spec)
+
+
+def _of_experts(module: nn.Module) -> Iterator[Specification]:
+    with torch.no_grad():
+        held: Any = stacked(module)
+    gate_up: Any = module._parameters.get("gate_up_proj") if held is None else held.gate_up
+    if gate_up is None or gate_up.dim() != 3:
+        return
+    down: Any = module._parameters["down_proj"] if held is None else held.down
+    activation = activation_of(getattr(module, "act_fn", None) if held is None else held.activation)
+    config: Any = getattr(module, "config", None)
+    top = int(getattr(module, "top_k", 0) or getattr(config, "num_experts_per_tok", 1))
+    transposed = gate_up.shape[1:] != (2 * down.shape[2], down.shape[1])
+    hidden, intermediate = down.shape[:0:-1] if transposed else down.shape[1:]
+    biased = held.gate_up_bias is not None if held else "gate_up_proj_bias" in module._parameters
+    for situation, few in (("prefill", False), ("decode", True)):
+        spec = ExpertsSpec(
+            dtype=gate_up.dtype,
+            weight_dtype=gate_up.dtype,
+            device=gate_up.device,
+            experts=len(gate_up),
+            hidden=hidden,
+            intermediate=intermediate,
+            top=top,
+            activation=activation or "clamped_swiglu",
+            bias=biased,
+            transposed=transposed,
+            interleaved=activation is None,
+            weigh_input=False,
+            contiguous=True,
+            few=few,
+            traced=False,
+            grad=False,
+        )
+        yield "experts", f"{situation}, {top} of {len(gate_up)}, {hidden} × {intermediate}", tuple(spec)
 
 
 def _of_attention(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[Specification]:
     head_dim = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
     if head_dim is None:
         return
-    rows = [child.weight.shape[0] // head_dim for child in module.children() if isinstance(child, nn.Linear)]
+    linears = (nn.Linear, quantized.QuantizedLinear)
+    rows = [child.out_features // head_dim for child in module.children() if isinstance(child, linears)]
     if len(rows) < 3:
         return
     heads, kv_heads = rows[0], rows[1]

@@ -80,7 +80,7 @@ def test_strict_wants_verified(check: Callable[..., Outcome], site: Site) -> Non
 
 
 def test_it_shows_which_directory_serves_which_model(check: Callable[..., Outcome], site: Site) -> None:
-    shown = check().out
+    shown = check(*MODELS).out
     rows = {
         line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.split()[:1] and "transformers-" in line
     }

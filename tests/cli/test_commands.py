@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -19,17 +20,28 @@ from tests.overlay.conftest import MODELS, Site, fingerprint, hashes, next_relea
 Command = Callable[..., Outcome]
 
 
+def grouped(shown: str) -> dict[str, list[str]]:
+    """The state of each model in a table of groups; a row that begins with blanks goes on with the one before."""
+    found, state = {}, []
+    for line in shown.splitlines():
+        first = re.match(r"(.*)transformers-\S+ (.*)", line)
+        if first or line.startswith("      "):
+            state = first[1].split() if first else state
+            found.update(dict.fromkeys(re.findall(r"\w+", first[2] if first else line), state))
+    return found
+
+
 def test_install_status_uninstall(command: Command, site: Site) -> None:
     before = hashes(site.path)
     installed = command("install-overlays")
     assert (installed.code, installed.err) == (0, "")
     assert str(site.root) in installed.out, "the path that is meant is shown"
-    assert [line.split()[:2] for line in installed.out.splitlines()[2:]] == [[model, "installed"] for model in MODELS]
+    assert grouped(installed.out) == {model: ["installed"] for model in MODELS}
     assert command("status").code == 0
     again = command("install-overlays")
     assert again.code == 0 and "nothing to do" in again.out
     removed = command("uninstall-overlays")
-    assert removed.code == 0 and removed.out.count("removed") == len(MODELS)
+    assert removed.code == 0 and grouped(removed.out) == {model: ["removed"] for model in MODELS}
     assert hashes(site.path) == before
     assert "nothing to do" in command("uninstall-overlays").out
 
@@ -116,16 +128,19 @@ def test_a_refusal_as_json_is_data_and_stays_an_error(command: Command, site: Si
 def test_a_model_that_is_not_there_is_an_error(command: Command, name: str) -> None:
     refused = command(name, "llama", "mistrall")
     assert refused.code == 1
-    assert "mistrall" in refused.err and "llama" in refused.err
+    assert "mistrall" in refused.err and " models, such as " in refused.err
 
 
 def test_status_shows_both_axes_and_calls_for_attention(command: Command, site: Site) -> None:
     command("install-overlays", "llama")
     shown = command("status")
-    rows = {line.split()[0]: line.split()[2:4] for line in shown.out.splitlines()[2:]}
-    assert rows["llama"] == ["yes", "verified"]
-    assert rows["bert"] == ["no", "verified"]
+    files, summary = shown.out.splitlines()[1:2], grouped(shown.out)
+    assert files == [f"{len(MODELS)} files; installed: {len(MODELS) - 1} no, 1 yes; match: {len(MODELS)} verified"]
+    assert summary["llama"] == ["yes", "verified"]
+    assert summary["bert"] == ["no", "verified"]
     assert "\033" not in shown.out
+    (row,) = (line for line in command("status", "llama").out.splitlines() if line.startswith("llama"))
+    assert row.split()[2:4] == ["yes", "verified"]
     edited_block(site)
     shown = command("status", "--json")
     assert shown.code == 1

@@ -1,0 +1,187 @@
+"""What is found out in a child process, since it may crash, hang or write to the terminal: torch and aiter at work.
+
+Started as `python -m hf_rocm.diagnostics.doctor.child TASK FILE`. The file is rewritten after every stage, so a child
+that is ended by a signal still tells how far it came.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+# what every release of aiter since 0.1.5 has, and hf_rocm calls; some releases swallow failures and lack a part
+AITER_NAMES = ("flash_attn_func", "flash_attn_varlen_func", "rms_norm", "silu_and_mul")
+FLAGS = (
+    "backends.cuda.matmul.allow_tf32",
+    "backends.cudnn.allow_tf32",
+    "backends.cudnn.benchmark",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+)
+
+
+class Diary:
+    """The facts so far, on disk."""
+
+    def __init__(self, file: Path) -> None:
+        self.facts: dict[str, Any] = {}
+        self._file = file
+        self._stage = "start"
+        self._error: str | None = None
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[dict[str, Any]]:
+        """Facts are put into what is yielded; an exception ends the task and is written down."""
+        self._stage = name
+        self._write()
+        try:
+            yield self.facts
+        except BaseException as error:
+            lines = str(error).strip().splitlines() or ["no message"]
+            self._error = f"{type(error).__name__}: {lines[0]}"
+            raise
+        finally:
+            self._write()
+
+    def _write(self) -> None:
+        self._file.write_text(json.dumps({"facts": self.facts, "stage": self._stage, "error": self._error}))
+
+
+def examine_torch(diary: Diary) -> None:
+    with diary.stage("import"):
+        import torch
+    with diary.stage("build") as facts:
+        facts |= {"version": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda}
+        flags = getattr(torch._C, "_cuda_getArchFlags", None)
+        facts["built_for"] = (flags() or "").split() if flags else []
+    with diary.stage("flags") as facts:
+        facts["flags"] = {name: _flag(torch, name) for name in FLAGS}
+    with diary.stage("devices") as facts:
+        facts["available"] = torch.cuda.is_available()
+        if not facts["available"]:
+            facts["why_not"] = _error_of(torch.cuda.init)
+            return
+        facts["devices"] = [_device(torch, index) for index in range(torch.cuda.device_count())]
+    for index, device in enumerate(facts["devices"]):
+        with diary.stage(f"a product on GPU {index} ({device['arch']})"):
+            device["product"] = _error_of(partial(_product, torch, index))
+        with diary.stage(f"flash attention on GPU {index} ({device['arch']})"):
+            device["flash"] = _flash(torch, index)
+    with diary.stage("the allocator with these settings") as facts:
+        facts["allocator"] = _allocate(torch)
+    with diary.stage("several GPUs") as facts:
+        count = len(facts["devices"])
+        if count > 1:
+            facts["peers"] = [
+                [one == other or torch.cuda.can_device_access_peer(one, other) for other in range(count)]
+                for one in range(count)
+            ]
+            nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+            facts["collectives"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
+
+
+def examine_aiter(diary: Diary) -> None:
+    with diary.stage("import"):
+        import aiter
+    with diary.stage("import of aiter.tuned_gemm"):
+        import aiter.tuned_gemm
+    with diary.stage("what it has") as facts:
+        facts["missing"] = [name for name in AITER_NAMES if not callable(getattr(aiter, name, None))]
+
+
+TASKS: dict[str, Callable[[Diary], None]] = {"torch": examine_torch, "aiter": examine_aiter}
+
+
+def _flag(torch: Any, name: str) -> object:
+    """A flag's value, after setting it to what it is; the error's text if this build can't."""
+    owner, attribute = torch, name
+    try:
+        *path, attribute = name.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        value = getattr(owner, attribute)
+        setattr(owner, attribute, value)
+    except (AttributeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return value if isinstance(value, bool) else str(value)
+
+
+def _device(torch: Any, index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "name": properties.name,
+        "arch": properties.gcnArchName.split(":")[0]
+        if torch.version.hip
+        else f"sm_{properties.major}{properties.minor}",
+        "units": properties.multi_processor_count,
+        "total": total,
+        "free": free,
+    }
+
+
+def _product(torch: Any, index: int) -> None:
+    left = torch.arange(64 * 64, dtype=torch.float32, device=f"cuda:{index}").reshape(64, 64) % 7
+    right = left.t().contiguous()
+    # small whole numbers: exact in bf16 inputs with fp32 sums, so nothing but equality will do
+    found = (left.bfloat16() @ right.bfloat16()).float().cpu()
+    expected = (left.cpu() @ right.cpu()).bfloat16().float()
+    if not torch.equal(found, expected):
+        raise ArithmeticError(f"a 64 × 64 product is wrong by up to {(found - expected).abs().max().item():g}")
+
+
+def _flash(torch: Any, index: int) -> str | None:
+    """Why SDPA's flash kernel does not serve a plain bf16 call, in PyTorch's words; None if it does."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    query = torch.randn(1, 4, 64, 64, dtype=torch.bfloat16, device=f"cuda:{index}")
+    with warnings.catch_warnings(record=True) as caught, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        warnings.simplefilter("always")
+        error = _error_of(lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().item())
+    said = [str(each.message).split(" (Triggered", 1)[0] for each in caught]
+    telling = [each for each in said if "kernel not used because" not in each]
+    return None if error is None else (telling or [error])[0]
+
+
+def _allocate(torch: Any) -> dict[str, Any]:
+    """Large blocks come and go beside one that stays, fenced by a small one: what must stay, stays, and memory that is
+    free is used again."""
+    device = "cuda:0"
+    error = None
+    canary = torch.ones(5 * MIB, device=device)
+    fences, baseline = [], 0
+    try:
+        for turn in range(8):
+            blocks = [torch.empty(size * MIB, dtype=torch.uint8, device=device) for size in (48, 160, 40)]
+            fences.append(torch.zeros(256, device=device))
+            del blocks
+            if turn == 1:
+                baseline = torch.cuda.memory_reserved(device)
+            if not bool((canary == 1).all()):
+                raise ArithmeticError("a live block was overwritten")
+    except (RuntimeError, ArithmeticError) as caught:
+        error = f"{type(caught).__name__}: {(str(caught).splitlines() or ['no message'])[0]}"
+    return {
+        "error": error,
+        "expandable": bool(torch.cuda.memory._snapshot().get("allocator_settings", {}).get("expandable_segments")),
+        "reserved_after_2": baseline,
+        "reserved_after_8": torch.cuda.memory_reserved(device),
+    }
+
+
+def _error_of(call: Callable[[], object]) -> str | None:
+    try:
+        call()
+    except (RuntimeError, AssertionError, ArithmeticError, NotImplementedError) as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return None
+
+
+if __name__ == "__main__":
+    TASKS[sys.argv[1]](Diary(Path(sys.argv[2])))

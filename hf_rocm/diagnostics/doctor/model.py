@@ -1,0 +1,90 @@
+"""What a named model needs, read from its folder or from the hub's cache: no network, nothing loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """One model. folder: None if it isn't on this machine; weights: bytes on disk; dtype: the checkpoint's;
+    per_token: bytes of KV cache for a token in that dtype, None if the config doesn't say; free: bytes on its disk."""
+
+    name: str
+    folder: str | None = None
+    weights: int = 0
+    dtype: str | None = None
+    per_token: int | None = None
+    free: int | None = None
+    memory: int | None = None
+    quantized: bool = False
+
+
+def model_facts(name: str, *, cache: Path, memory: int | None) -> ModelFacts:
+    """cache: where the hub keeps what was downloaded; memory: bytes of RAM that are available."""
+    folder = Path(name) if Path(name).is_dir() else cached(name, cache)
+    free = _free(folder or cache)
+    if folder is None:
+        return ModelFacts(name, free=free, memory=memory)
+    config = _config(folder)
+    text = {**config, **(config.get("text_config") or {})}
+    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype")
+    return ModelFacts(
+        name,
+        folder=str(folder),
+        weights=_weights(folder),
+        dtype=dtype if isinstance(dtype, str) else None,
+        per_token=_per_token(text, BYTES.get(str(dtype), 2)),
+        free=free,
+        memory=memory,
+        quantized="quantization_config" in config,
+    )
+
+
+def cached(name: str, cache: Path) -> Path | None:
+    """The newest snapshot of a hub model in the cache."""
+    snapshots = cache / f"models--{name.replace('/', '--')}" / "snapshots"
+    found = [each for each in snapshots.glob("*") if (each / "config.json").is_file()]
+    return max(found, key=lambda each: each.stat().st_mtime, default=None)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _weights(folder: Path) -> int:
+    """Bytes of one format: transformers reads safetensors where they are there."""
+    for suffix in WEIGHTS:
+        sizes = [each.stat().st_size for each in folder.glob(f"*{suffix}")]
+        if sizes:
+            return sum(sizes)
+    return 0
+
+
+def _per_token(config: dict[str, Any], width: int) -> int | None:
+    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    if not layers or not heads:
+        return None
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or int(config.get("hidden_size", 0)) // int(heads)
+    return 2 * int(layers) * int(kv_heads) * int(head_dim) * width or None
+
+
+def _free(path: Path) -> int | None:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None

@@ -1,0 +1,40 @@
+"""A row in a padded batch gives what it gives alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_rocm.diagnostics.verify.cases import Case, Step
+from hf_rocm.diagnostics.verify.examine import Examined
+from hf_rocm.diagnostics.verify.judge import end_to_end
+from hf_rocm.diagnostics.verify.measure import difference
+from hf_rocm.diagnostics.verify.reference import Run, run
+from hf_rocm.diagnostics.verify.report import FAILED, NOT_RUN, PASSED, Check
+from hf_rocm.diagnostics.verify.subject import PAIR, Subject
+
+NAME, TITLE = "padding", "rows of a padded batch beside the same rows alone"
+
+
+def padding_changes_nothing(subject: Subject, batch: Examined | None) -> Check:
+    """Ours in a batch, held to the reference of each row alone; allowed is what stock's own padding costs."""
+    if batch is None or subject.kind == PAIR:
+        return Check(NAME, TITLE, NOT_RUN, note="no padded batch was run, or the rows are the encoder's")
+    step, reference, free = batch.case.steps[0], batch.reference, batch.free
+    assert step.mask is not None
+    with subject.reference():
+        alone = [_alone(subject, ids, mask.bool()) for ids, mask in zip(step.ids, step.mask, strict=True)]
+    exact = torch.cat([rows[keep[mask.bool()]] for rows, mask, keep in zip(alone, step.mask, step.keep, strict=True)])
+    stock, ours = (difference(each.finals[0].flatten(1), exact) for each in (reference.eager, free))
+    off, bound = end_to_end(subject, ours, stock)
+    status = FAILED if bound.exceeded(off) else PASSED
+    note = "" if status == PASSED else "a row in the batch gives something else than alone"
+    return Check(NAME, TITLE, status, off.worst, bound.worst, note=note)
+
+
+def _alone(subject: Subject, ids: Tensor, real: Tensor) -> Tensor:
+    """The final output of one row's real tokens, [S, V]."""
+    row = ids[real][None]
+    case = Case("alone", (Step(row),))
+    found: Run = run(subject, Case(case.name, case.steps), subject.wide)
+    return found.finals[0].flatten(1)

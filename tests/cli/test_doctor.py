@@ -1,0 +1,146 @@
+"""`hf-rocm doctor` from end to end on recorded machines: every problem and warning, and no other."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.cli import main
+from hf_rocm.diagnostics.doctor import examine
+from hf_rocm.diagnostics.doctor.machine import Ran, ThisMachine, read_answer
+from hf_rocm.diagnostics.doctor.report import Level
+from tests.diagnostics import recorded
+from tests.diagnostics.recorded import Recorded
+
+KINDS = {
+    "mi300x",
+    "mi300x-cuda-torch",
+    "rx7900xtx",
+    "strix-halo-override",
+    "no-gpu",
+    "nvidia",
+    "container-without-kfd",
+    "old-rocm",
+    "wrong-aiter",
+    "truncated-aiter",
+    "stale-jit",
+    "mixed-gpus",
+    "wsl",
+    "windows",
+}
+
+
+def test_a_dozen_kinds_of_machines_are_recorded_and_each_names_its_source() -> None:
+    assert set(recorded.NAMES) >= KINDS
+    for name in recorded.NAMES:
+        source = recorded.read(name)["source"]
+        assert "https://" in source or "synthetic" in source or ".toml" in source, name
+
+
+@pytest.mark.parametrize("name", recorded.NAMES)
+def test_each_machine_is_judged_as_it_should_be(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Recorded(name)
+    monkeypatch.setattr(examine, "ThisMachine", lambda: machine)
+    code = main(["doctor", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    found = [(each["level"], each["check"]) for each in told["findings"]]
+    for level in ("problem", "warning"):
+        assert sorted(check for kind, check in found if kind == level) == sorted(machine.expected[f"{level}s"])
+    assert code == int(bool(machine.expected["problems"])) and told["ready"] is not bool(code)
+    for each in told["findings"]:
+        assert (each["level"] == "ok") is (not each["means"]) is (not each["fix"]), each
+
+    assert main(["doctor"]) == code
+    page = re.sub(r"\s+", " ", capsys.readouterr().out)
+    for words in machine.expected["says"]:
+        assert words in page
+    assert "this check failed by itself" not in page
+
+
+def test_the_text_gives_each_finding_its_meaning_and_a_fix_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(examine, "ThisMachine", lambda: Recorded("mi300x-cuda-torch"))
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    (start,) = [number for number, line in enumerate(lines) if line.startswith("problem  torch ")]
+    assert "CUDA 12.8" in lines[start]
+    assert any("models run on the CPU" in line for line in lines[start + 1 : start + 4])
+    assert any(line.strip().startswith("fix: pip install") for line in lines[start + 1 : start + 4])
+    assert lines[-1].startswith("not ready: 2 problems (torch, aiter-import), 1 warning (packages), ")
+
+
+def test_a_check_that_fails_is_a_warning_and_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(facts: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    checks = examine.checks
+    monkeypatch.setattr(checks, "CHECKS", (broken, *checks.CHECKS))
+    report = examine.doctor(machine=Recorded("mi300x"))
+    assert "ZeroDivisionError: planted" in report.findings[0].what
+    assert report.ready and len(report.of(Level.OK)) > 10
+
+
+def test_what_a_crashed_child_wrote_is_kept_with_how_it_ended() -> None:
+    text = json.dumps({"facts": {"version": "2.9"}, "stage": "devices", "error": None})
+    assert read_answer(text, Ran(0)).error is None
+    crashed = read_answer(text, Ran(-11))
+    assert (crashed.error, crashed.stage, crashed.facts) == ("it was ended by signal 11", "devices", {"version": "2.9"})
+    assert read_answer(text, Ran(None)).error == "it did not end in time"
+    assert read_answer('{"facts": {"ver', Ran(-9)).stage == "start"
+    assert read_answer(None, Ran(1, err="Traceback\nImportError: no torch\n")).error == "ImportError: no torch"
+
+
+def test_the_child_names_the_stage_where_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "aiter.py").write_text("raise RuntimeError('ROCm version file not found')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = ThisMachine().ask("aiter", timeout=60)
+    assert (answer.stage, answer.error) == ("import", "RuntimeError: ROCm version file not found")
+
+
+def test_the_child_names_what_an_aiter_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "aiter"
+    package.mkdir()
+    (package / "__init__.py").write_text("print('aiter is noisy')\ndef rms_norm(): ...\ndef silu_and_mul(): ...\n")
+    (package / "tuned_gemm.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = ThisMachine().ask("aiter", timeout=60)
+    assert answer.error is None and answer.facts["missing"] == ["flash_attn_func", "flash_attn_varlen_func"]
+
+
+def test_this_machine_is_examined_without_importing_what_may_crash() -> None:
+    """In a child: this process has torch already."""
+    program = (
+        "import sys; from hf_rocm.diagnostics.doctor.examine import doctor; report = doctor();"
+        "heavy = {'torch', 'transformers', 'triton', 'aiter'} & set(sys.modules);"
+        "print(sorted(heavy), report.findings[0].check, len(report.findings) > 2)"
+    )
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["[]", "system", "True"], done.stderr
+
+
+def test_the_real_torch_child_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    answer = ThisMachine().ask("torch", timeout=240)
+    assert answer.error is None and answer.facts["version"] == torch.__version__
+    assert answer.facts["available"] == torch.cuda.is_available()
+    assert answer.facts["flags"]["backends.cudnn.benchmark"] is False
+
+
+def test_it_takes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 4000)
+    monkeypatch.setattr(examine, "ThisMachine", lambda: Recorded("mi300x"))
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "fits on GPU 0" in capsys.readouterr().out
+    assert main(["doctor", "org/never-downloaded"]) == 0
+    assert "is not on this machine yet" in capsys.readouterr().out

@@ -1,0 +1,95 @@
+"""What doctor says of others' patches: whatever was put there wins, and hf_rocm serves the rest."""
+
+from __future__ import annotations
+
+from types import MethodType
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+import hf_rocm
+
+
+@pytest.fixture
+def prepared():
+    """Build a tiny Llama, prepare it, run it; returns how many modules of which class have a forward of others."""
+
+    def call(change=None) -> dict[str, int]:
+        config = transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        model = transformers.LlamaForCausalLM(config).eval()
+        hf_rocm.prepare(model, force=True)
+        if change:
+            change(model)
+        with torch.no_grad():
+            model(torch.arange(6)[None])
+        return {part.cls: part.theirs for part in hf_rocm.explain(model).parts if part.active}
+
+    hf_rocm.deactivate("llama")
+    yield call
+    hf_rocm.deactivate("llama")
+
+
+def test_alone_it_serves_them_all(prepared) -> None:
+    served = prepared()
+    assert {"LlamaAttention", "LlamaMLP", "LlamaRMSNorm"} <= set(served) and not any(served.values())
+
+
+def test_a_class_that_took_a_stock_ones_place_wins_as_ligers_do(prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Norm(nn.Module):
+        def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(hidden_size))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append("theirs")
+            return x * self.weight
+
+    monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", Norm)
+    served = prepared()
+    assert len(calls) == 5 and "LlamaAttention" in served and "LlamaRMSNorm" not in served
+
+
+def test_a_forward_of_one_module_wins_as_hub_kernels_do(prepared) -> None:
+    calls = []
+
+    def kernel(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        calls.append("theirs")
+        return x
+
+    def kernelize(model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, modeling_llama.LlamaRMSNorm):
+                module.forward = MethodType(kernel, module)
+
+    served = prepared(kernelize)
+    assert len(calls) == 5 and served["LlamaRMSNorm"] == 5 and not served["LlamaAttention"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_forward_that_was_set_on_the_class_wins_as_unsloths_do(
+    prepared, monkeypatch: pytest.MonkeyPatch, wrapped: bool
+) -> None:
+    import functools
+
+    calls = []
+    stock = modeling_llama.LlamaAttention.forward
+
+    def theirs(self: nn.Module, *args: object, **kwargs: object) -> object:
+        calls.append("theirs")
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", functools.wraps(stock)(theirs) if wrapped else theirs)
+    served = prepared()
+    assert len(calls) == 2 and "LlamaAttention" not in served and "LlamaMLP" in served

@@ -1,0 +1,103 @@
+"""`setup_environment`: the allocator's settings and the flags, right on every build."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hf_rocm
+from hf_rocm import environment
+from hf_rocm.errors import OptionError
+from hf_rocm.overlay.facts import TorchFacts
+
+BOTH = "max_split_size_mb:128,expandable_segments:True"
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch):
+    """Set, as if this torch were built for ROCm (or, with hip=None, not); returns what is in force afterwards."""
+    for name in environment.ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that what is set below is put back
+        monkeypatch.delenv(name)
+
+    def call(*, hip: str | None = "7.2", users: dict[str, str] | None = None, **asked: object):
+        for name, value in (users or {}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(environment, "torch_facts", lambda: TorchFacts("", "2.11.0", hip, None))
+        said = hf_rocm.setup_environment(**asked)
+        found = hf_rocm.options.environment()
+        return said, {name: found[name] for name in environment.ALLOCATOR if found.get(name)}
+
+    return call
+
+
+def test_the_allocators_setting_goes_where_every_release_reads_it(settings) -> None:
+    said, found = settings(allocator="expandable_segments:True")
+    assert found == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert said == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+
+
+def test_nothing_asked_is_nothing_changed(settings) -> None:
+    assert settings() == ([], {})
+
+
+@pytest.mark.parametrize("users", [None, {"PYTORCH_HIP_ALLOC_CONF": BOTH}])
+def test_on_rocm_the_two_that_do_not_go_together_are_parted(settings, users: dict[str, str] | None) -> None:
+    said, found = settings(allocator=None if users else BOTH, users=users)
+    assert list(found.values()) == ["expandable_segments:True"]
+    assert "expandable_segments:True" in said[0]
+
+
+def test_elsewhere_they_stay_as_they_are(settings) -> None:
+    assert settings(hip=None, allocator=BOTH)[1] == {"PYTORCH_CUDA_ALLOC_CONF": BOTH}
+
+
+@pytest.mark.parametrize("fine", ["max_split_size_mb:128", "expandable_segments:False,max_split_size_mb:128"])
+def test_one_of_them_alone_is_left_alone(settings, fine: str) -> None:
+    assert settings(allocator=fine)[1] == {"PYTORCH_CUDA_ALLOC_CONF": fine}
+
+
+def test_the_users_setting_wins_and_it_says_so(settings) -> None:
+    said, found = settings(allocator="expandable_segments:True", users={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
+    assert found == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert said == [
+        "kept PYTORCH_ALLOC_CONF=max_split_size_mb:64, which the environment has, instead of expandable_segments:True"
+    ]
+
+
+def test_too_late_is_an_error_and_the_same_again_is_not(settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings(allocator="expandable_segments:True")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert settings(allocator="expandable_segments:True")[0] == []
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    with pytest.raises(OptionError, match="can't be changed any more"):
+        settings(allocator="expandable_segments:True")
+
+
+def test_flags_are_set_where_the_build_has_them_and_left_out_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.backends.cudnn.benchmark
+    try:
+        assert hf_rocm.setup_environment(cudnn_benchmark=True) == ["torch.backends.cudnn.benchmark=True"]
+        assert torch.backends.cudnn.benchmark is True
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+    class Bare:
+        """A build whose products have no such flag."""
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Bare())
+    said = hf_rocm.setup_environment(tf32=torch.backends.cudnn.allow_tf32)
+    assert said[0].startswith("torch.backends.cuda.matmul.allow_tf32 was left out: ")
+    assert not hasattr(torch.backends.cuda.matmul, "allow_tf32")
+
+
+def test_without_flags_torch_is_not_imported() -> None:
+    program = (
+        "import sys, hf_rocm; hf_rocm.setup_environment(allocator='expandable_segments:True');"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

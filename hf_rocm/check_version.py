@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from hf_rocm import __version__
-from hf_rocm.cli.output import print_error, print_facts, print_json, print_states
+from hf_rocm.cli.output import print_error, print_facts, print_json, print_left_out, print_states
 from hf_rocm.errors import HfRocmError
 from hf_rocm.overlay.catalog import load
 from hf_rocm.overlay.commands import system_errors
 from hf_rocm.overlay.facts import AiterFacts, RocmFacts, TorchFacts, aiter_facts, rocm_facts, torch_facts
 from hf_rocm.overlay.locate import locate
 from hf_rocm.overlay.outlook import Outlook, outlook
-from hf_rocm.overlay.state import GOOD, FileState, Installed, Match
-from hf_rocm.overlay.survey import survey
+from hf_rocm.overlay.state import GOOD, FileState, Installed, LeftOut, Match
+from hf_rocm.overlay.survey import left_out, survey
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outside = newer is not None and not catalog.for_release(installation.version)
             # a release beyond every range has no overlay to have a state of, but an outlook
             states = survey(installation, catalog, () if outside else options.models)
+            skipped = LeftOut() if options.models or outside else left_out(installation, catalog)
     except HfRocmError as error:
         if options.json:
             print_json({"hf_rocm": __version__, "ok": False, **facts, **error.to_dict()})
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = [state.to_dict() for state in states]
         ahead = newer.to_dict() if newer else None
         result = {"hf_rocm": __version__, "ok": ok, "transformers": transformers, **facts, "files": files}
-        print_json({**result, "newer_release": ahead})
+        print_json({**result, "left_out": skipped.to_dict(), "newer_release": ahead})
         return 0 if ok else 1
     print_facts(
         {
@@ -60,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print()
     if states:
-        print_states(states)
+        print_states(states, skipped, each=bool(options.models))
+    else:
+        print_left_out(skipped, installation.version)
     if newer is not None:
         _print_outlook(newer)
     for hint in _hints(states, unmet, installation.version):
@@ -103,8 +107,14 @@ def _hints(states: Sequence[FileState], unmet: Sequence[FileState], release: str
 
 def _print_outlook(newer: Outlook) -> None:
     print(f"\ntransformers {newer.release} is newer than {newer.newest}, the newest that hf-rocm was checked with:")
+    usable: dict[str, list[str]] = {}
     for prospect in newer.prospects:
-        print(f"  {prospect.model}: {'go on' if prospect.go_on else 'stop'}; {prospect.sentence}")
+        if prospect.go_on:
+            usable.setdefault(prospect.why, []).append(prospect.model)
+        else:
+            print(f"  {prospect.model}: stop; {prospect.sentence}")
+    for why, models in usable.items():
+        print(textwrap.fill(f"  {', '.join(models)}: go on; {why}", 120, subsequent_indent="    "))
     print(f"{newer.verdict}")
 
 

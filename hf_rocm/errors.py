@@ -57,5 +57,25 @@ class LoadError(HfRocmError, OSError):
     """A model can't be loaded. An `OSError` too, since that is what transformers raises and callers catch."""
 
 
+class TuningError(HfRocmError):
+    """Shapes can't be recorded or tuned here."""
+
+
+class TableError(TuningError):
+    """A table of tuned products can't be used as it is; the facts name its lines."""
+
+
+class GraphError(HfRocmError):
+    """Decoding with graphs was required, and a model or a call can't have it."""
+
+
+class VerifyError(HfRocmError):
+    """A model can't be verified here, or there is nothing of hf_rocm in it to verify."""
+
+
+class GoldenError(VerifyError):
+    """A golden file can't be read or written, or belongs to another model."""
+
+
 class TierUnavailable(HfRocmError):
     """A tier that the user named can't serve a call; the message lists every reason."""

@@ -11,8 +11,12 @@ from typing import Any
 
 from packaging.version import Version
 
+from hf_rocm import auto, options
+from hf_rocm.device import is_rocm
 from hf_rocm.errors import LoadError, OptionError
-from hf_rocm.weights.prepare import prepare
+from hf_rocm.ops import probe
+from hf_rocm.weights import quantize as quantizing
+from hf_rocm.weights.prepare import check_arguments, prepare
 
 # Arguments that decide which files are read; the config must come from the same place as the weights.
 _SOURCE = (
@@ -27,26 +31,45 @@ _SOURCE = (
     "trust_remote_code",
 )
 
+# What transformers never sees.
+_OWN = ("auto_class", "force", "preshuffle", "budget", "linear_backend", "quantize", "graphs")
+
 
 def from_pretrained(
-    model_id: str | PathLike[str], *, auto_class: Any = None, force: bool | None = None, **arguments: Any
+    model_id: str | PathLike[str],
+    *,
+    auto_class: Any = None,
+    force: bool | None = None,
+    preshuffle: str | None = None,
+    budget: int | float | str | None = None,
+    linear_backend: str | None = None,
+    quantize: str | None = None,
+    graphs: bool | None = None,
+    **arguments: Any,
 ) -> Any:
-    """Load a model as transformers does, and prepare it: overlays, fused projections.
+    """Load a model as transformers does, and prepare it: overlays, fused projections, shuffled weights.
 
     model_id: a name on the hub or a folder. auto_class: the class whose `from_pretrained` is called, or the name of
     one in transformers; by default the first architecture of the config, else the causal-LM class for this config,
     else `AutoModel`. force: switch the ROCm path on (True) or leave it to the machine (None, and `HF_ROCM_FORCE`);
-    False keeps the model stock. arguments: anything transformers takes. Without `dtype` the checkpoint's own is
-    used, on 4.x too.
+    False keeps the model stock. preshuffle, budget, linear_backend and graphs: as in `hf_rocm.prepare`. quantize:
+    `fp8` or `int8`, see `hf_rocm.quantize`. arguments: anything transformers takes. Without `dtype` the checkpoint's
+    own is used, on 4.x too.
 
     Returns the model, or what transformers returns (`output_loading_info=True` gives a pair).
     Raises `LoadError` (an `OSError`) when config or weights can't be found, `OptionError` on an argument that
     transformers doesn't take.
     """
+    check_arguments(preshuffle=preshuffle, budget=budget, linear_backend=linear_backend)
+    if quantize is not None:
+        quantizing.check_options(quantize, force=force)
     arguments = _with_dtype(arguments)
+    if force or (force is None and (is_rocm() or options.force_requested())):
+        probe.ahead()
     try:
         loader = _class_for(model_id, auto_class, arguments)
-        loaded = loader.from_pretrained(model_id, **arguments)
+        with auto.suspended():
+            loaded = loader.from_pretrained(model_id, **arguments)
     except OSError as error:
         raise LoadError(
             f"no model could be loaded from {str(model_id)!r}",
@@ -59,11 +82,15 @@ def from_pretrained(
         raise OptionError(
             "transformers does not take one of the arguments",
             facts={"transformers says": _first_lines(error), "given": ", ".join(sorted(arguments))},
-            hint="remove or rename it; hf_rocm's own arguments are auto_class and force",
+            hint=f"remove or rename it; hf_rocm's own arguments are {', '.join(_OWN)}",
         ) from error
-    if isinstance(loaded, tuple):
-        return (prepare(loaded[0], force=force), *loaded[1:])
-    return prepare(loaded, force=force)
+    model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
+    model = prepare(
+        model, force=force, preshuffle=preshuffle, budget=budget, linear_backend=linear_backend, graphs=graphs
+    )
+    if quantize is not None:
+        quantizing.quantize(model, quantize, force=force)
+    return (model, *info) if info else model
 
 
 def _class_for(model_id: str | PathLike[str], auto_class: Any, arguments: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ import hf_rocm
 from hf_rocm import ops
 from hf_rocm.errors import LoadError, OptionError
 from hf_rocm.overlay import bind
+from hf_rocm.weights.prepare import REPORT
 from tests.parity import models
 
 
@@ -93,16 +94,16 @@ def test_force_false_is_stock_even_where_the_environment_forces(llama, monkeypat
 
 
 def test_a_model_without_an_overlay_comes_back_stock_with_the_reason(tmp_path):
-    config = transformers.GPT2Config(vocab_size=99, n_embd=16, n_layer=1, n_head=2, n_positions=32)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    config = transformers.OpenAIGPTConfig(vocab_size=99, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    transformers.OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path)
     model = hf_rocm.from_pretrained(tmp_path, force=True)
-    stock = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    stock = transformers.OpenAIGPTLMHeadModel.from_pretrained(tmp_path)
     ids = models.tokens(1, 5) % 99
     with torch.inference_mode():
         assert torch.equal(model(input_ids=ids).logits, stock(input_ids=ids).logits)
     explanation = hf_rocm.explain(model)
     assert explanation.state.startswith("stock, because none of its layers has an overlay")
-    assert explanation.without_overlay == {"gpt2": "hf_rocm has no overlay of this model"}
+    assert explanation.without_overlay == {"openai": "hf_rocm has no overlay of this model"}
 
 
 def test_a_folder_that_is_not_there(tmp_path):
@@ -124,7 +125,7 @@ def test_missing_weights(llama, tmp_path):
 def test_an_option_that_transformers_does_not_take(llama):
     with pytest.raises(OptionError) as caught:
         hf_rocm.from_pretrained(llama, force=True, flavour="sweet")
-    assert "flavour" in str(caught.value) and "auto_class and force" in str(caught.value)
+    assert "flavour" in str(caught.value) and "auto_class, force, preshuffle" in str(caught.value)
 
 
 def test_a_class_that_transformers_does_not_have(llama):
@@ -135,3 +136,11 @@ def test_a_class_that_transformers_does_not_have(llama):
 def test_prepare_takes_models_only(llama):
     with pytest.raises(OptionError, match="takes a model"):
         hf_rocm.prepare("llama", force=True)
+
+
+def test_our_own_arguments_never_reach_transformers(llama):
+    model = hf_rocm.from_pretrained(llama, force=True, preshuffle="off", budget="25%", linear_backend="auto")
+    report = model.__dict__[REPORT]
+    assert report["preshuffle"]["mode"] == "off" and report["preshuffle"]["budget"] > 0
+    assert "lm_head" in report["routed"]["layers"]
+    hf_rocm.restore(model)

@@ -37,6 +37,7 @@ def test_aiter_switches():
         "act_and_mul": Switch.OFF,
         "rms_norm": Switch.OFF,
         "rope": Switch.OFF,
+        "experts": Switch.AUTO,
     }
 
 
@@ -64,7 +65,7 @@ def test_every_variable_that_is_read_is_listed():
     import inspect
     import re
 
-    read = set(re.findall(r'"((?:HF_ROCM|USE|FORCE)_[A-Z_]+)"', inspect.getsource(options)))
+    read = set(re.findall(r'"((?:HF_ROCM|USE|FORCE|PRESHUFFLE|AITER_CONFIG)_[A-Z0-9_]+)"', inspect.getsource(options)))
     assert read == {variable.name for variable in options.VARIABLES}
 
 
@@ -76,3 +77,19 @@ def test_tuned_tables_are_told_apart_by_when_they_were_written(monkeypatch, tmp_
     first = options.tuned_tables()
     os.utime(table, ns=(1, 1))
     assert first[0][1] > 1 and options.tuned_tables()[0] == (str(table), 1)
+
+
+def test_preshuffling():
+    parsed = parse({})
+    assert (parsed.preshuffle, parsed.preshuffle_budget, parsed.preshuffle_threshold) == ("auto", "0", 128)
+    asked = {"HF_ROCM_PRESHUFFLE": "all", "HF_ROCM_PRESHUFFLE_BUDGET": "25%", "PRESHUFFLE_M_THRESH": "-1"}
+    parsed = parse(asked)
+    assert (parsed.preshuffle, parsed.preshuffle_budget, parsed.preshuffle_threshold) == ("all", "25%", -1)
+
+
+@pytest.mark.parametrize(("name", "text"), [("PRESHUFFLE_M_THRESH", "-2"), ("PRESHUFFLE_M_THRESH", "many")])
+def test_a_threshold_is_rows_zero_or_minus_one(name, text):
+    with pytest.raises(OptionError, match=f"{name}={text}"):
+        parse({name: text})
+    with pytest.raises(OptionError, match="HF_ROCM_PRESHUFFLE=some"):
+        parse({"HF_ROCM_PRESHUFFLE": "some"})

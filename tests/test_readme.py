@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hf_rocm.overlay import catalog
-
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -18,11 +16,6 @@ def test_the_options_table_is_current() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "update-readme"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_models_are_those_that_have_overlays() -> None:
-    (row,) = re.findall(r"^\| models \|(.*)\|$", README, re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", row)) == set(catalog.load().models())
 
 
 def test_the_tested_releases_are_those_that_the_tests_run_in() -> None:

@@ -26,3 +26,31 @@ def assert_as_good_as_eager(actual: torch.Tensor, eager: torch.Tensor, expected:
     error = (actual.double() - expected).abs().max().item()
     allowed = allowed_error(eager, expected)
     assert error <= allowed, f"error {error:.3g} exceeds {allowed:.3g} (2 x eager + one rounding step)"
+
+
+def assert_run_as_good_as_eager(
+    actual: dict[str, torch.Tensor],
+    eager: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    *,
+    least: float = 0.0,
+) -> None:
+    """The same for all that one run gives, judged as a whole: each part is held to the worst part of the eager run.
+
+    Among hundreds of parts some are right by luck in the eager run, on one machine or another, and no other order of
+    the same sums would be. Errors are relative to each part's largest value; least: the smallest that one may be, as a
+    share of the run's largest.
+    """
+    assert actual and actual.keys() == eager.keys() == expected.keys()
+    floor = least * max(value.abs().max().item() for value in expected.values())
+    scales = {part: max(value.abs().max().item(), floor) or 1.0 for part, value in expected.items()}
+
+    def error(of: torch.Tensor, part: str) -> float:
+        return (of.double() - expected[part]).abs().max().item() / scales[part]
+
+    worst = max(error(value, part) for part, value in eager.items())
+    for part, value in actual.items():
+        assert value.shape == expected[part].shape and value.dtype == eager[part].dtype, part
+        assert torch.isfinite(value).all(), f"{part} is not finite"
+        allowed = 2 * worst + torch.finfo(value.dtype).eps
+        assert error(value, part) <= allowed, f"{part}: error {error(value, part):.3g} exceeds {allowed:.3g}"

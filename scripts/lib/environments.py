@@ -48,6 +48,8 @@ TOOLS = (
     "safetensors",
     "psutil",
     "uv",
+    "parameterized",  # transformers' own tests
+    "mkdocs",  # the documentation
 )
 
 

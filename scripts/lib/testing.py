@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lib import checks
-from lib.console import duration, heading, say, styled, table
+from lib.console import ScriptError, duration, heading, say, styled, table
 from lib.environments import (
     ENVIRONMENTS,
     NEEDS_PYTHON,
@@ -26,13 +26,43 @@ from lib.environments import (
 )
 from lib.injection import fault_injection
 from lib.suites import Outcome, Suite, run_all
+from lib.upstream_tree import source_distribution
 
 # What depends on the transformers release, so that --all runs it in each of them.
-RELEASE_DEPENDENT = ("parity", "overlay", "weights", "layers", "diagnostics", "test_loader.py")
+RELEASE_DEPENDENT = (
+    "parity",
+    "overlay",
+    "weights",
+    "layers",
+    "diagnostics",
+    "generation",
+    "test_loader.py",
+    "test_auto.py",
+    "tuning/test_record.py",
+)
+
+# Between the oldest, the last 4.x and the newest, the folders that no release in the middle ever made different.
+BETWEEN = {"5.0.0", "5.19.0"}
+NOT_BETWEEN = ("tests/overlay/promises", "tests/weights")
+
+# Every model that has an overlay, in every release: a suite beside the others, so that two cores share the work.
+MODELS = "tests/coverage"
 
 # AMD's own package, with stand-ins for its compiled kernels, in an environment of its own.
 AITER_TESTS = "tests/aiter"
 BESIDE_AITER = f"{NEWEST}, amd-aiter"
+
+# transformers' own mixins, from its source distribution, over tiny models
+UPSTREAM_TESTS = "tests/upstream"
+UPSTREAM = f"{NEWEST}, its own tests"
+
+# Our Triton kernels in Triton's interpreter, which a process has for all of them or for none: in the environment with
+# amd-aiter, since that has a Triton.
+TRITON_TESTS = "tests/triton"
+INTERPRETED = f"{NEWEST}, Triton interpreted"
+
+# Suites of their own: in which environment which folder is run.
+APART = {BESIDE_AITER: AITER_TESTS, INTERPRETED: TRITON_TESTS, UPSTREAM: UPSTREAM_TESTS}
 
 # Suites that need hardware; conftest.py skips them with these words where it is missing.
 HARDWARE = {"needs an AMD GPU": "pytest -m rocm", "needs an NVIDIA or AMD GPU": "pytest -m gpu"}
@@ -62,7 +92,10 @@ def main(arguments: Sequence[str]) -> int:
         shared = base()
         built = wheel(shared, ENVIRONMENTS / "wheel")
         environments = {NEWEST: release(NEWEST, shared, built)}
-        environments[BESIDE_AITER] = release(NEWEST, shared, built, aiter=True)
+        environments[BESIDE_AITER] = environments[INTERPRETED] = release(NEWEST, shared, built, aiter=True)
+        if options.all or any(word.startswith(UPSTREAM_TESTS) for word in options.pytest):
+            environments[UPSTREAM] = environments[NEWEST]
+            fetch_upstream(shared)
         for version in RUNNABLE[-2::-1] if options.all else ():
             environments[version] = release(version, shared, built)
         if options.all:
@@ -77,23 +110,46 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: bool) -> list[Suite]:
-    """Everything in the newest release, what depends on the release in the others, aiter's tests beside aiter."""
+    """Everything in the newest release, what depends on the release in the others, what stands apart by itself."""
     selection = ["-m", "not slow"] if quick else []
     paths = [word for word in extra if (ROOT / word.split("::")[0]).exists()]
     flags = [word for word in extra if word not in paths]
     # the import rules are a check of their own
-    everything = ["tests", "--ignore", AITER_TESTS, *([] if extra else ["--ignore", "tests/test_imports.py"])]
+    apart = _ignoring((*APART.values(), MODELS))
+    everything = ["tests", *apart, *([] if extra else ["--ignore", "tests/test_imports.py"])]
     dependent = [f"tests/{name}" for name in RELEASE_DEPENDENT if (ROOT / "tests" / name).exists()]
     dependent += ["--ignore", FAULTS]
     suites = []
     for name, environment in environments.items():
-        targets = everything if name == NEWEST else [AITER_TESTS] if name == BESIDE_AITER else dependent
+        targets = everything if name == NEWEST else [APART[name]] if name in APART else dependent
+        if name in BETWEEN:
+            targets = [*(each for each in targets if each not in NOT_BETWEEN), *_ignoring(NOT_BETWEEN)]
         if paths:
-            targets = [path for path in paths if path.startswith(AITER_TESTS) == (name == BESIDE_AITER)]
+            targets = [path for path in paths if _place(path) == (name if name in APART else None)]
         if targets:
             arguments = (*selection, *flags, *targets)
             suites.append(Suite(f"transformers {name}", environment, arguments, may_be_empty=bool(extra)))
+        if name not in APART and not paths:
+            arguments = (*selection, *flags, MODELS)
+            suites.append(Suite(f"transformers {name}, every model", environment, arguments, may_be_empty=bool(extra)))
     return suites
+
+
+def fetch_upstream(builder: Environment) -> None:
+    """Fetch what the upstream tests need. Where it can't be had they say that they were not run."""
+    try:
+        source_distribution(NEWEST, builder)
+    except ScriptError as error:
+        say(f"  {styled('not fetched', 'yellow')}  {str(error).strip().splitlines()[0]}")
+
+
+def _ignoring(folders: Sequence[str]) -> list[str]:
+    return [word for folder in folders for word in ("--ignore", folder)]
+
+
+def _place(path: str) -> str | None:
+    """The suite apart that a path belongs to, or None."""
+    return next((name for name, folder in APART.items() if path.startswith(folder)), None)
 
 
 def summarise(outcomes: Sequence[Outcome], began: float, *, everything: bool) -> int:

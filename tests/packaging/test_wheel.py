@@ -73,7 +73,8 @@ def test_the_command_line_starts(command: list[str], installed: Path, run: Run) 
 def test_the_installed_wheel_finds_its_overlays(installed: Path, run: Run) -> None:
     code = "from hf_rocm.overlay import catalog; print(*sorted(catalog.load().models()))"
     done = run("-c", code, path=installed)
-    assert done.stdout.split() == ["bert", "gemma", "llama", "qwen3"], done.stderr
+    ours = {file.parent.name for file in (ROOT / "overlays").glob("*/models/*/modeling_*.py")}
+    assert set(done.stdout.split()) == ours and len(ours) > 60, done.stderr
 
 
 def test_what_is_being_tested_is_the_wheel() -> None:

@@ -1,0 +1,104 @@
+"""The pages on trouble and on containers: every check is explained, every quoted line is one that doctor prints."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.diagnostics.doctor import checks, examine
+from tests.diagnostics import recorded
+from tests.diagnostics.recorded import Recorded
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+DOCKER = (ROOT / "docs" / "docker.md").read_text(encoding="utf-8")
+INSTRUCTIONS = {"ARG", "FROM", "RUN", "ENV", "COPY", "VOLUME", "CMD", "WORKDIR", "USER", "ENTRYPOINT", "LABEL"}
+
+
+def names() -> set[str]:
+    """The names of all warnings and problems, read from the checks' sources."""
+    found = set()
+    for check in checks.CHECKS:
+        for node in ast.walk(ast.parse(Path(inspect.getsourcefile(check) or "").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("problem", "warning"):
+                assert isinstance(node.args[0], ast.Constant), ast.unparse(node)
+                found.add(node.args[0].value)
+    return found
+
+
+def test_every_warning_and_problem_is_explained() -> None:
+    assert len(names()) > 20
+    missing = {name for name in names() if f"`{name}`" not in PAGE and not re.search(rf"^\w+  {name}  ", PAGE, re.M)}
+    assert not missing
+
+
+def test_every_check_that_the_page_names_is_one() -> None:
+    known = names() | {"patches"}  # a line that is always ok
+    for named in re.findall(r"[Cc]hecks? ((?:`[\w-]+`(?:, | and )?)+)", PAGE):
+        assert set(re.findall(r"`([\w-]+)`", named)) <= known, named
+
+
+def test_every_quoted_line_is_one_that_doctor_prints() -> None:
+    printed = set()
+    for name in recorded.NAMES:
+        printed |= {
+            (each.level.value, each.check, each.what) for each in examine.doctor(machine=Recorded(name)).findings
+        }
+    quoted = re.findall(r"^(problem|warning)  ([\w-]+)  (.+)$", PAGE, re.M)
+    assert len(quoted) > 12
+    for level, check, text in quoted:
+        assert any((level, check) == each[:2] and each[2].startswith(text) for each in printed), text
+
+
+@pytest.fixture(scope="module")
+def dockerfile() -> list[tuple[str, str]]:
+    """(instruction, arguments) of the one Dockerfile, comments left out and lines joined."""
+    (text,) = re.findall(r"```dockerfile\n(.*?)```", DOCKER, re.S)
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines]
+
+
+def test_the_dockerfile_is_well_formed(dockerfile: list[tuple[str, str]]) -> None:
+    assert {word for word, _ in dockerfile} <= INSTRUCTIONS
+    assert [word for word, _ in dockerfile][:2] == ["ARG", "FROM"] and dockerfile[-1][0] == "CMD"
+    for word, text in dockerfile:
+        if word in ("CMD", "VOLUME"):
+            assert all(isinstance(each, str) for each in json.loads(text))
+        if word == "RUN":
+            assert subprocess.run(["sh", "-n", "-c", text], check=False).returncode == 0, text
+        if word == "ENV":
+            assert re.fullmatch(r"[A-Z_]+=\S+", text), text
+
+
+def test_its_commands_exist_and_its_variables_are_read(dockerfile: list[tuple[str, str]]) -> None:
+    from tests.docs.test_blocks import _parse
+
+    found = [json.loads(text) for word, text in dockerfile if word == "CMD"]
+    for word, text in dockerfile:
+        if word == "RUN":
+            found += [shlex.split(part) for part in re.split(r" (?:&&|\|\||\|) ", text)]
+    ours = [words for words in found if words[0] == "hf-rocm"]
+    assert ["hf-rocm", "install-overlays"] in ours and ["hf-rocm", "doctor"] in ours
+    for words in ours:
+        _parse(words[1:])
+    (script,) = (words for words in found if words[-3:-2] == ["/opt/hf_rocm/scripts/install-aiter"])
+    assert (ROOT / "scripts" / "install-aiter").exists() and script[-2:] == ["--arch", "${AITER_FOR}"]
+    assert ["python", "-m", "hf_rocm.check_version"] in found and (ROOT / "hf_rocm" / "check_version.py").exists()
+    variables = {text.split("=")[0] for word, text in dockerfile if word == "ENV"}
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_rocm").rglob("*.py"))
+    assert all(name in sources for name in variables - {"PIP_CONSTRAINT", "TRITON_CACHE_DIR"}), variables
+
+
+def test_it_holds_pip_to_the_torch_of_the_image(dockerfile: list[tuple[str, str]]) -> None:
+    """The pattern of the Dockerfile, on what pip lists in such an image."""
+    (pattern,) = re.findall(r"grep -iE '([^']+)'", " ".join(text for _, text in dockerfile))
+    listed = ["torch==2.9.1+rocm7.1", "torchvision==0.24", "torchmetrics==1.8", "triton==3.5", "numpy==2", "mytorch==1"]
+    held = [line for line in listed if re.match(pattern, line, re.IGNORECASE)]
+    assert held == ["torch==2.9.1+rocm7.1", "torchvision==0.24", "triton==3.5"]

@@ -6,6 +6,7 @@ Everything is read off the model as it is now, so a model that was changed after
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,13 +17,14 @@ from hf_rocm import __version__, options
 from hf_rocm.device import describe, is_rocm
 from hf_rocm.diagnostics.decoding import decoding
 from hf_rocm.diagnostics.linears import linears
-from hf_rocm.diagnostics.specifications import specifications
+from hf_rocm.diagnostics.specifications import specifications, where
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.layers.notes import noted
 from hf_rocm.ops.registry import operations
 from hf_rocm.overlay import bind
 from hf_rocm.tuning.hits import Tuning, tuning_of
 from hf_rocm.weights import experts, fuse
+from hf_rocm.weights.colwise import is_transformers, mesh_of
 from hf_rocm.weights.joined import joined_already
 from hf_rocm.weights.prepare import REPORT, families
 from hf_rocm.weights.quantize import summary
@@ -159,9 +161,10 @@ def _part(cls: type, modules: list[nn.Module], stacked: set[int]) -> Part:
 
 
 def _has_its_own_forward(module: nn.Module) -> bool:
-    """Whether a hub kernel, or the user, put a forward on this one module; accelerate's calls ours in the end."""
+    """Whether a hub kernel, or the user, put a forward on this one module; accelerate's and those of
+    tensor parallelism call ours in the end."""
     forward = module.__dict__.get("forward")
-    if forward is None or "_hf_hook" in module.__dict__:
+    if forward is None or "_hf_hook" in module.__dict__ or is_transformers(forward):
         return False
     return getattr(getattr(forward, "__func__", forward), "__hf_rocm_binding__", None) is None
 
@@ -197,12 +200,20 @@ def _machine(model: nn.Module) -> dict[str, str]:
 
     facts = {"hf_rocm": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
     facts["ROCm"] = torch.version.hip or "none"
-    first = next(iter(model.parameters()), None)
+    owner, first = next(_parameters(model), (model, None))
     if first is not None:
-        device = describe(first.device)
-        facts["device"] = f"{first.device} ({device.arch})" if device.arch else str(first.device)
+        place = where(owner, first)
+        device = describe(place)
+        facts["device"] = f"{place} ({device.arch})" if device.arch else str(place)
         facts["dtype"] = str(first.dtype).removeprefix("torch.")
+    mesh = mesh_of(model)
+    if mesh is not None:
+        facts["tensor parallel"] = f"rank {mesh.get_local_rank()} of {mesh.size()}"
     return facts
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    return ((module, each) for module in model.modules() for each in module.parameters(recurse=False))
 
 
 def _kernels(model: nn.Module) -> list[Kernel]:

@@ -17,9 +17,11 @@ from hf_rocm.ops.norm import NormSpec
 from hf_rocm.ops.padded import packed_specification, packing_serves
 from hf_rocm.overlay import bind
 from hf_rocm.weights import quantized
+from hf_rocm.weights.colwise import local
 from hf_rocm.weights.experts import stacked
 from hf_rocm.weights.fuse import fused
 from hf_rocm.weights.preshuffle import shuffled_weight
+from hf_rocm.weights.sharded import live
 
 Specification = tuple[str, str, tuple[Any, ...]]
 
@@ -43,9 +45,9 @@ def _of_module(module: nn.Module) -> Iterator[Specification]:
     if parameter is None and eight_bit is None:
         return
     dtype = parameter.dtype if eight_bit is None else eight_bit.dtype
-    device = parameter.device if eight_bit is None else eight_bit.quantized.scale.device
+    device = where(module, parameter) if eight_bit is None else eight_bit.quantized.scale.device
     with torch.no_grad():
-        held = fused(module)
+        held = fused(module) or live(module)
         group = quantized.group_of(module)
     if held is not None:
         n, k = held.weight.shape
@@ -62,6 +64,18 @@ def _of_module(module: nn.Module) -> Iterator[Specification]:
         yield "rms_norm", f"{'1 + w' if one_plus else 'w'}, {parameter.shape[-1]}", tuple(spec_of_norm)
     yield from _of_experts(module)
     yield from _of_attention(module, dtype, device)
+
+
+def where(module: nn.Module, parameter: nn.Parameter) -> torch.device:
+    """Where a parameter is when the module runs: accelerate's hook brings an offloaded one there."""
+    place = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
+    return torch.device(place) if parameter.is_meta and place is not None else parameter.device
+
+
+def _outputs(linear: Any) -> int:
+    """Of this rank, where the layer is sharded."""
+    weight = linear._parameters.get("weight")
+    return len(local(weight)) if hasattr(weight, "device_mesh") else int(linear.out_features)
 
 
 def _of_shuffled(module: nn.Module) -> Iterator[Specification]:
@@ -114,7 +128,7 @@ def _of_attention(module: nn.Module, dtype: torch.dtype, device: torch.device) -
     if head_dim is None:
         return
     linears = (nn.Linear, quantized.QuantizedLinear)
-    rows = [child.out_features // head_dim for child in module.children() if isinstance(child, linears)]
+    rows = [_outputs(child) // head_dim for child in module.children() if isinstance(child, linears)]
     if len(rows) < 3:
         return
     heads, kv_heads = rows[0], rows[1]

@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_rocm.generation import features, recorder
 from hf_rocm.generation.methods import own
+from hf_rocm.weights.colwise import mesh_of
 
 # The methods that are put on the model's class; see hooks.py.
 METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call", "_sample")
@@ -64,11 +65,18 @@ def refuses_model(model: Any) -> str | None:
 def refuses_device(model: nn.Module) -> str | None:
     """Why steps can't be recorded where the model's weights are."""
     devices = {parameter.device for parameter in model.parameters()}
+    if torch.device("meta") in devices:
+        return "some of its weights are offloaded, and brought for each call of their layer"
     if len(devices) > 1:
         return f"its weights are on {len(devices)} devices"
     device = next(iter(devices), torch.device("cpu"))
     if device.type not in recorder.factories:
         return f"its weights are on {device.type}, where nothing can be recorded"
+    mesh = mesh_of(model)
+    if mesh is not None:
+        backend = torch.distributed.get_backend(mesh.get_group())
+        if backend not in recorder.collectives.get(device.type, ()):
+            return f"its ranks exchange through {backend}, whose collectives can't be recorded"
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
     return f"it is spread over {', '.join(sorted(places))}" if len(places) > 1 else None
 

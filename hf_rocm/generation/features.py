@@ -27,6 +27,8 @@ _GENERATION = "transformers.generation.utils:GenerationMixin."
 _CACHES = "transformers.cache_utils:"
 _MASKS = "transformers.masking_utils:"
 
+_SHARDS = "transformers.integrations.tensor_parallel:"
+
 _STATIC_CACHES = (
     *(f"{_CACHES}{name}" for name in ("StaticCache", "StaticLayer", "StaticSlidingWindowLayer", "SlidingWindowLayer")),
     *(f"{_CACHES}{name}" for name in ("SlidingWindowCache", "HybridCache", "HybridChunkedCache")),
@@ -89,6 +91,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_MASKS}sliding_window_overlay",
         f"{_MASKS}chunked_overlay",
         f"{_MASKS}packed_sequence_mask_function",
+    ),
+    # column-wise layers alone: row-wise ones are called as modules
+    "tensor_parallel": (
+        *(f"{_SHARDS}{name}" for name in ("TensorParallelLayer", "ColwiseParallel", "distribute_module")),
+        *(f"transformers.distributed.tensor_parallel:{name}" for name in ("TensorParallelLayer", "ColwiseParallel")),
     ),
     "static_cache": (f"{_CACHES}StaticCache", f"{_CACHES}StaticLayer", f"{_CACHES}Cache.update"),
 }

@@ -131,6 +131,9 @@ class _Identity:
 
 
 def _place(tensor: Tensor) -> Hashable:
+    shard = getattr(tensor, "_local_tensor", None)  # of a DTensor
+    if shard is not None:
+        return id(tensor), _place(shard)
     if tensor.__class__ not in (nn.Parameter, Tensor):
         try:
             pointer = tensor.data_ptr()

@@ -172,3 +172,6 @@ Factory = Callable[[torch.device], Recorder]
 
 # By type of device. ROCm's are of type `cuda`.
 factories: dict[str, Factory] = {"cuda": GraphRecorder}
+
+# The backends of torch.distributed whose collectives can be part of a recording, by type of device. RCCL is `nccl`.
+collectives: dict[str, frozenset[str]] = {"cuda": frozenset(("nccl",))}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm.generation import recorder as recorders
+from hf_rocm.generation.agreement import Agreement
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.fingerprint import fingerprint
 from hf_rocm.generation.recorder import Recorder, Recording
@@ -39,6 +40,8 @@ class Runner:
         self._state = state
         self.cache = cache
         self._model_as_found: int | None = None
+        self._ranks: Agreement
+        self._apart = False
         self._last: Hashable = None
 
     def __call__(self, model: Any, arguments: Mapping[str, Any]) -> Any:
@@ -46,7 +49,7 @@ class Runner:
 
         model: the model itself, whose hooks run. arguments: keyword arguments, with the cache as `past_key_values`.
         """
-        if self._state.disabled is not None:
+        if self._state.disabled is not None or self._apart:
             return model(**arguments)
         self.cache.aim()
         try:
@@ -56,6 +59,11 @@ class Runner:
             return model(**arguments)
         if self._model_as_found is None:
             self._model_as_found = self._state.number_of(fingerprint(model))
+            self._ranks = Agreement(model)
+            self._apart = not self._ranks.same(self._model_as_found, len(self.cache.recordings))
+            if self._apart:
+                self._state.turn_away("the ranks found their models in different states")
+                return model(**arguments)
         key = (self._model_as_found, inputs.key)
         held: _Held | None = self.cache.recordings.get(key)
         if held is not None and held.proved:
@@ -77,14 +85,17 @@ class Runner:
         outputs = recorder.warm(lambda: model(**arguments))
         after = cache.length
         cache.rewind()
+        held, failure = None, "another rank could not record it"
         try:
             with cache.being_recorded(), counters_watched():
                 held = _Held(recorder, inputs, lambda own: model(**put_together(arguments, own, (cache,))), cache)
         except Exception as error:  # noqa: BLE001  it ran a moment ago: what it says now is that it can't be recorded
-            self._state.disable(f"the step can't be recorded: {_first_line(error)}")
-            return outputs
+            failure = _first_line(error)
         finally:
             cache.level(after)
+        if not self._ranks.all(held is not None) or held is None:
+            self._state.disable(f"the step can't be recorded: {failure}")
+            return outputs
         for oldest in [each for each in cache.recordings if each != _RECORDER][: 1 - _MOST]:
             del cache.recordings[oldest]
         cache.recordings[key] = held
@@ -101,12 +112,14 @@ class Runner:
             cache.rewind()
             outputs = model(**arguments)
             runs.append([each.clone() for each in _tensors_of(outputs)] + cache.written())
-            if all(torch.equal(one, other) for one, other in zip(*runs[-2:], strict=True)):
+            if self._ranks.all(all(torch.equal(one, other) for one, other in zip(*runs[-2:], strict=True))):
                 break
-        held.proved, difference = _agree(*runs)
+        agrees, difference = _agree(*runs)
+        held.proved = self._ranks.all(agrees)
         if not held.proved:
             cache.recordings.clear()
-            self._state.disable(f"a replayed step differed from the step itself, by up to {difference:.3g}")
+            where = "" if not agrees else " on another rank"
+            self._state.disable(f"a replayed step differed from the step itself{where}, by up to {difference:.3g}")
         return outputs
 
     def _recorder(self, inputs: Inputs) -> Recorder:

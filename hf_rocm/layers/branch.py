@@ -98,5 +98,5 @@ def _plain(linear: Any) -> bool:
     if linear.__class__ is not nn.Linear or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return False
     parameters = own["_parameters"]
-    bias = parameters["bias"]
-    return parameters["weight"].__class__ is nn.Parameter and (bias is None or bias.__class__ is nn.Parameter)
+    bias = parameters.get("bias")
+    return parameters.get("weight").__class__ is nn.Parameter and (bias is None or bias.__class__ is nn.Parameter)

@@ -156,7 +156,7 @@ def part_memory(module: nn.Module, names: Sequence[str]) -> None:
         release_freed(freed)
 
 
-def own_memory(parameter: nn.Parameter) -> None:
+def own_memory(parameter: Tensor) -> None:
     """Copy its values to ordinary memory that is its alone; the object stays."""
     with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
         parameter.data = parameter.data.clone()

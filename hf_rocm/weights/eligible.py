@@ -16,6 +16,8 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Compiled kernels are specialised on the addresses of weights being multiples of this.
 ALIGNMENT = 16  # bytes
 
+NO_PARAMETER = "has a weight that is no parameter of its own, as in FSDP with use_orig_params=False"
+
 
 def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
     """Why these children of module can't be fused into one matrix."""
@@ -30,7 +32,7 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
         linears.append(linear)
     if len(linears) < 2:
         return "there is nothing to fuse in fewer than two layers"
-    return _group_refusal(names, linears)
+    return group_refusal(names, linears)
 
 
 def accepted_forward(linear: nn.Module) -> bool:
@@ -40,16 +42,16 @@ def accepted_forward(linear: nn.Module) -> bool:
     was taken off leaves the class's forward as an attribute.
     """
     forward = linear.__dict__.get("forward")
-    if forward is None or _is_stock(forward, linear):
+    if forward is None or is_stock(forward, linear):
         return True
     hook = linear.__dict__.get("_hf_hook")
-    weight = linear._parameters["weight"]
+    weight = linear._parameters.get("weight")
     return (
         isinstance(forward, functools.partial)
         and getattr(forward.func, "__module__", None) == "accelerate.hooks"
         and bool(forward.args)
         and forward.args[0] is linear
-        and _is_stock(linear.__dict__.get("_old_forward"), linear)
+        and is_stock(linear.__dict__.get("_old_forward"), linear)
         and (type(hook).__module__, type(hook).__qualname__) == ("accelerate.hooks", "AlignDevicesHook")
         and not getattr(hook, "offload", True)
         and weight is not None
@@ -57,7 +59,7 @@ def accepted_forward(linear: nn.Module) -> bool:
     )
 
 
-def _is_stock(forward: object, linear: nn.Module) -> bool:
+def is_stock(forward: object, linear: nn.Module) -> bool:
     """Whether it is nn.Linear's own forward of this very instance, or ours, which computes the same."""
     if getattr(forward, "__func__", None) is nn.Linear.forward and getattr(forward, "__self__", None) is linear:
         return True
@@ -83,6 +85,8 @@ def linear_refusal(linear: nn.Module) -> str | None:
         if "_hf_hook" in linear.__dict__:
             return f"is run by a hook ({type(linear.__dict__['_hf_hook']).__name__}) that may move its weights"
         return "has a forward of its own"
+    if "weight" not in linear._parameters:
+        return NO_PARAMETER
     for label, parameter in linear._parameters.items():
         if parameter is None and label == "bias":
             continue
@@ -95,6 +99,14 @@ def linear_refusal(linear: nn.Module) -> str | None:
 def _parameter_refusal(parameter: Tensor | None) -> str | None:
     if type(parameter) is not nn.Parameter:
         return f"is a {type(parameter).__name__}, not a plain Parameter"
+    return tensor_refusal(parameter)
+
+
+def tensor_refusal(parameter: Tensor, *, alone: bool = False) -> str | None:
+    """Why this memory can't become part of a block, as the rest of a sentence about it.
+
+    alone: nothing else lies in its storage, however large that is.
+    """
     if parameter.is_meta:
         return "is on the meta device"
     if parameter.dtype not in DTYPES:
@@ -105,12 +117,13 @@ def _parameter_refusal(parameter: Tensor | None) -> str | None:
         return "is empty"
     if parameter.device.type == "cpu" and parameter.is_shared():
         return "is in memory shared with other processes"
-    if parameter.untyped_storage().nbytes() != parameter.nbytes:
+    if not alone and parameter.untyped_storage().nbytes() != parameter.nbytes:
         return "is a view of a larger storage"
     return None
 
 
-def _group_refusal(names: Sequence[str], linears: Sequence[Any]) -> str | None:
+def group_refusal(names: Sequence[str], linears: Sequence[Any]) -> str | None:
+    """Why these can't be one matrix, in a sentence. linears: with a plain weight and bias, each eligible by itself."""
     first = linears[0]
     biased = [name for name, linear in zip(names, linears, strict=True) if linear.bias is not None]
     if biased and len(biased) != len(names):

@@ -18,8 +18,9 @@ from torch.nn.modules import module as torch_module
 
 from hf_rocm import ops
 from hf_rocm.overlay import bind
-from hf_rocm.weights import kept, quantized, replaced, routed, traced
+from hf_rocm.weights import kept, quantized, replaced, routed, sharded, traced
 from hf_rocm.weights.block import Fused, capturing, held_elsewhere, intact, join, own_memory, part_memory
+from hf_rocm.weights.colwise import is_sharded
 from hf_rocm.weights.eligible import accepted_forward, refusal
 from hf_rocm.weights.mapped import is_mapped
 
@@ -48,6 +49,8 @@ def fuse(module: Module, names: Sequence[str]) -> str | None:
     """
     names = tuple(names)
     with _lock, torch.no_grad():
+        if is_sharded(module, names):
+            return sharded.fuse(module, names)
         if module.__dict__.get(STATE) == names and _can_wait(module, names):
             return refusal(module, names)
         held = fused(module)  # lets go of a block whose weights moved
@@ -91,7 +94,7 @@ def fused(module: Module) -> Fused | None:
         if its.get("forward") is not forward and not _accept(module, linear, name):
             return _refused(module)
         parameters = its["_parameters"]
-        weight, bias = parameters["weight"], parameters["bias"]
+        weight, bias = parameters.get("weight"), parameters.get("bias")  # FSDP1 takes them out
         if weight.__class__ is not Parameter:
             # torch.func lends plain tensors for one call; anything else is there to stay
             return None if weight.__class__ is Tensor else _forget(module)
@@ -144,6 +147,7 @@ def project(module: Module, x: Tensor, *, norm: ops.Norm | None = None) -> tuple
 def unfuse(module: Module) -> None:
     """Give each parameter of the group ordinary memory of its own again; values and objects stay."""
     with _lock:
+        sharded.part(module)
         held = module.__dict__.pop(STATE, None)
         names = module.__dict__.pop(MOVED, ())
         if isinstance(held, Fused):
@@ -156,6 +160,8 @@ def why_not(module: Module, names: Sequence[str]) -> str | None:
     """Why this group's next call would not run fused, in a sentence; None if it would. Changes nothing."""
     if quantized.group_of(module) is not None or replaced.is_group(module, names):
         return None
+    if is_sharded(module, names):
+        return sharded.why_not(module, names)
     held = module.__dict__.get(STATE)
     reason = refusal(module, names)
     if reason is not None:
@@ -209,11 +215,20 @@ def _alone(module: Module, x: Tensor) -> Fused | None:
 
 def _serves(module: Module, x: Tensor) -> Fused | None:
     held = fused(module)
-    if held is None or (x.requires_grad and torch.is_grad_enabled()):
+    if held is None:
+        return _serves_shards(module, x)
+    if x.requires_grad and torch.is_grad_enabled():
         return None
     if held.parts[0].forward is not None and x.device != held.weight.device:
         return None  # accelerate's hook brings x to the layer
     return held
+
+
+def _serves_shards(module: Module, x: Tensor) -> Any:
+    """The block of layers that are sharded over ranks: their input is a plain tensor that every rank has."""
+    if sharded.STATE not in module.__dict__ or x.__class__ is not Tensor:
+        return None
+    return None if x.requires_grad and torch.is_grad_enabled() else sharded.live(module)
 
 
 def _join(module: Module, names: tuple[str, ...]) -> None:

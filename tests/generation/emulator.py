@@ -40,11 +40,13 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(getattr(each, "__name__", "") == "DTensor" for each in types):
+            return NotImplemented  # it brings the operators on local tensors to us
         if str(operator).startswith(SYNCS):
             raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
         result = operator(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-        if outputs and all(each.device.type == "cpu" for each in outputs) and not _is_view(operator, inputs, outputs):
+        if outputs and all(map(_has_memory, outputs)) and not _is_view(operator, inputs, outputs):
             self.kept.append((operator, args, kwargs, outputs))
         return result
 
@@ -52,9 +54,23 @@ class Operators(TorchDispatchMode):
         self.replays += 1
         with torch.no_grad():
             for operator, args, kwargs, outputs in self.kept:
-                for old, new in zip(outputs, _tensors(operator(*args, **kwargs)), strict=True):
+                result = operator(*args, **kwargs)
+                _wait(operator, result)
+                for old, new in zip(outputs, _tensors(result), strict=True):
                     if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
+
+
+def _has_memory(tensor):
+    """Of its own: not one that stands for shapes alone, as DTensor makes them, or that waits for a collective's."""
+    return tensor.device.type == "cpu" and type(tensor).__name__ not in ("FakeTensor", "AsyncCollectiveTensor")
+
+
+def _wait(operator, result):
+    """For a functional collective: its result is there when its work is done."""
+    if operator.namespace == "_c10d_functional":
+        for each in _tensors(result):
+            torch.ops._c10d_functional.wait_tensor(each)
 
 
 def _is_view(operator, inputs, outputs):

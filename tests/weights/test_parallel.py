@@ -86,7 +86,7 @@ def test_two_processes(checkpoint):
         for rank in ranks:
             out, error = rank.communicate(timeout=300)
             assert rank.returncode == 0, error[-3000:]
-            assert out.split() == ["tensor_parallel", "data_parallel", "sharded"]
+            assert out.split() == ["tensor_parallel", "data_parallel", "fully_sharded"]
     finally:
         for rank in ranks:
             rank.kill()

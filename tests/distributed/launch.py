@@ -1,0 +1,194 @@
+"""Starts N ranks over gloo on the CPU, as plain processes or under torchrun, and reads what they said.
+
+Everything that is started here carries a mark in its environment, so that a process that was left behind is found
+whoever its parent became, and ended whatever the test's outcome was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "HF_ROCM_TEST_RUN"
+
+# gloo is for the CPU; where there is a GPU, transformers would shard over it
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
+_TORCHRUNS = ("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
+_RANKS = {"RANK", "WORLD_SIZE"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one rank ended (or torchrun, with the words of all its ranks), and after how many seconds.
+
+    code: the exit status; −9 is SIGKILL, and None says that it was still running at the time-out and was killed then.
+    left: what else the run started and left running, by command line; it was ended.
+    """
+
+    code: int | None
+    out: str
+    error: str
+    seconds: float
+    left: tuple[str, ...] = ()
+
+    @property
+    def log(self) -> str:
+        return self.out + self.error
+
+
+Environ = Mapping[str, str] | Callable[[int], Mapping[str, str]]
+
+
+def run_ranks(
+    script: Path | str,
+    *arguments: object,
+    world: int = 2,
+    environ: Environ | None = None,
+    timeout: float = 300,
+    ranks: Sequence[int] | None = None,
+) -> list[Result]:
+    """Start `script` once for each rank, with RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*; returns one result a rank.
+
+    script: a path, or the text of a program. environ: variables on top of ours, or a function of the rank that gives
+    them. ranks: which ranks are started, by default all. timeout: seconds for all of them together.
+    """
+    ranks = range(world) if ranks is None else ranks
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with _program(script) as path, _marked() as mark:
+        started = []
+        for rank in ranks:
+            own = environ(rank) if callable(environ) else environ or {}
+            numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+            started.append(_start([path, *arguments], {**common, **numbers, **own}, mark))
+        deadline = time.monotonic() + timeout
+        return [each.result(deadline) for each in started]
+
+
+def torchrun(
+    script: Path | str,
+    *arguments: object,
+    world: int = 2,
+    environ: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    options: Sequence[str] = (),
+) -> Result:
+    """Start `script` through `python -m torch.distributed.run` on this machine; all ranks' words are in one log."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={world}"]
+    with _program(script) as path, _marked() as mark:
+        started = _start([*start, *options, path, *arguments], dict(environ or {}), mark)
+        result = started.result(time.monotonic() + timeout)
+        return Result(result.code, result.out, result.error, result.seconds, _left(mark))
+
+
+def succeeded(results: Sequence[Result]) -> list[Result]:
+    """The same results, once every rank is known to have ended with 0; else what the failing ranks said."""
+    failed = [f"rank {n}: {each.code}\n{each.log[-3000:]}" for n, each in enumerate(results) if each.code != 0]
+    assert not failed, "\n".join(failed)
+    return list(results)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class _Started:
+    process: subprocess.Popen[bytes]
+    out: IO[bytes]
+    error: IO[bytes]
+    since: float
+
+    def result(self, deadline: float) -> Result:
+        code: int | None
+        try:
+            code = self.process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            code = None
+        seconds = time.monotonic() - self.since
+        return Result(code, _text(self.out), _text(self.error), seconds)
+
+
+def _start(command: Sequence[object], environ: Mapping[str, str], mark: str) -> _Started:
+    # files, not pipes: a rank that says a lot must not wait for us to read another one
+    out, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env={**_base(), **environ, MARK: mark},
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=error,
+        start_new_session=True,
+    )
+    return _Started(process, out, error, time.monotonic())
+
+
+def _base() -> dict[str, str]:
+    """This process's environment without ranks, and modules found as it finds them: an installed hf_rocm, the tests."""
+    kept = {name: value for name, value in os.environ.items() if name not in _RANKS and not name.startswith(_TORCHRUNS)}
+    places = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
+    own = {"PYTHONPATH": places, "PYTHONWARNINGS": "ignore", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    return {**kept, **own, **_NO_GPU}
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    with file:
+        return file.read().decode(errors="replace")
+
+
+@contextmanager
+def _program(script: Path | str) -> Iterator[Path]:
+    if isinstance(script, Path) or "\n" not in script:
+        yield Path(script)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "program.py")
+        path.write_text(script, encoding="utf-8")
+        yield path
+
+
+@contextmanager
+def _marked() -> Iterator[str]:
+    mark = uuid.uuid4().hex
+    try:
+        yield mark
+    finally:
+        for number in _marked_processes(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+
+
+def _left(mark: str, patience: float = 5.0) -> tuple[str, ...]:
+    """The command lines of what still runs with this mark, after what is just ending had time to end."""
+    deadline = time.monotonic() + patience
+    while (found := _marked_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return tuple(found.values())
+
+
+def _marked_processes(mark: str) -> dict[int, str]:
+    needle = f"{MARK}={mark}".encode()
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            if needle in (place / "environ").read_bytes().split(b"\0"):
+                found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return found

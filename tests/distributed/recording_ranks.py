@@ -1,0 +1,177 @@
+"""Run by test_recorded_steps.py in each of two ranks: decode steps of a sharded model, recorded on a CPU.
+
+Argument: a checkpoint. Prints a line of JSON: check → what went wrong, or "".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import hf_rocm
+from hf_rocm.errors import GraphError
+from hf_rocm.generation import recorder
+from hf_rocm.generation.state import known
+from tests.generation import emulator
+
+transformers.logging.set_verbosity_error()
+RANK = 0
+
+
+class EmulatedRecorder(emulator.EmulatedRecorder):
+    """With the collectives that PyTorch doesn't show to a dispatch mode."""
+
+    def record(self, run):
+        reduce = dist.all_reduce
+        with emulator.Operators() as recording:
+
+            def all_reduce(tensor, *args, **kwargs):
+                recording.kept.append((Reduction(reduce), (tensor, *args), kwargs, []))
+                return reduce(tensor, *args, **kwargs)
+
+            dist.all_reduce = all_reduce
+            try:
+                result = run()
+            finally:
+                dist.all_reduce = reduce
+        return recording, result
+
+
+class Reduction:
+    namespace = "c10d"
+
+    def __init__(self, reduce):
+        self.reduce = reduce
+
+    def __call__(self, *args, **kwargs):
+        self.reduce(*args, **kwargs)
+
+
+def load(checkpoint, **settings):
+    return hf_rocm.from_pretrained(checkpoint, tp_plan="auto", force=True, **settings).eval()
+
+
+def generate(model, new=12):
+    ids = torch.tensor([[5, 9, 31, 7], [3, 44, 8, 21]])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False).tolist()
+
+
+def gives_stocks_tokens(checkpoint):
+    stock = transformers.LlamaForCausalLM.from_pretrained(checkpoint, tp_plan="auto").eval()
+    ours = load(checkpoint, graphs=True)
+    assert generate(ours) == generate(stock)
+    assert generate(ours, new=8) == generate(stock, new=8)
+    state = known(ours)
+    assert (state.recorded, state.replayed) == (1, 11 - 3 + 7), (state.recorded, state.replayed)
+
+
+def is_off_unless_asked_for(checkpoint):
+    model = load(checkpoint)
+    generate(model)
+    assert known(model) is None
+    assert "sharded over ranks are recorded only if graphs=True" in str(hf_rocm.explain(model))
+
+
+def refuses_a_backend_that_can_not_be_recorded(checkpoint):
+    model = load(checkpoint, graphs=True)
+    before = recorder.collectives.pop("cpu")
+    try:
+        assert "exchange through gloo, whose collectives can't be recorded" in refused(model)
+    finally:
+        recorder.collectives["cpu"] = before
+
+
+def refused(model):
+    try:
+        generate(model)
+    except GraphError as error:
+        return str(error)
+    raise AssertionError("it was recorded")
+
+
+def stops_together_where_one_rank_can_not_record(checkpoint):
+    model = load(checkpoint, graphs=True)
+    record = EmulatedRecorder.record
+
+    def fails(self, run):
+        record(self, run)
+        raise RuntimeError("no memory for this")
+
+    if RANK == 1:
+        EmulatedRecorder.record = fails
+    try:
+        words = refused(model)
+    finally:
+        EmulatedRecorder.record = record
+    assert ("no memory for this" if RANK == 1 else "another rank could not record it") in words, words
+
+
+def stops_together_where_one_rank_replays_something_else(checkpoint):
+    model = load(checkpoint, graphs=True)
+    record = EmulatedRecorder.record
+
+    def wrong(self, run):
+        recording, result = record(self, run)
+        replay = recording.replay
+
+        def and_spoil():
+            replay()
+            result.logits.add_(1)
+
+        recording.replay = and_spoil
+        return recording, result
+
+    if RANK == 1:
+        EmulatedRecorder.record = wrong
+    try:
+        words = refused(model)
+    finally:
+        EmulatedRecorder.record = record
+    assert ("differed from the step itself" if RANK == 1 else "on another rank") in words, words
+
+
+def stops_together_where_one_rank_has_another_model(checkpoint):
+    model = load(checkpoint, graphs=True)
+    generate(model)
+    if RANK == 1:
+        norm = model.model.norm
+        norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    assert "in different states" in refused(model)
+
+
+CHECKS = (
+    gives_stocks_tokens,
+    is_off_unless_asked_for,
+    refuses_a_backend_that_can_not_be_recorded,
+    stops_together_where_one_rank_can_not_record,
+    stops_together_where_one_rank_replays_something_else,
+    stops_together_where_one_rank_has_another_model,
+)
+
+
+def main(checkpoint: str) -> None:
+    global RANK
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    RANK = dist.get_rank()
+    recorder.factories["cpu"] = EmulatedRecorder
+    recorder.collectives["cpu"] = frozenset(("gloo",))
+    found = {}
+    for check in CHECKS:
+        try:
+            check(checkpoint)
+            found[check.__name__] = ""
+        except Exception:  # noqa: BLE001  one check's failure is that check's
+            found[check.__name__] = traceback.format_exc()
+        dist.barrier()
+    print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,209 @@
+"""Run by test_tensor_parallel.py in each of two ranks: models that transformers shards, prepared by us, against stock.
+
+Arguments: a folder of checkpoints, one for each model, and where the first rank saves models. Prints a line of JSON for
+each model: check → what went wrong, or "".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import hf_rocm
+from hf_rocm import ops
+from hf_rocm.overlay import bind
+from hf_rocm.weights import fuse, sharded
+from hf_rocm.weights.prepare import REPORT
+from tests.coverage.inputs import tokens
+
+transformers.logging.set_verbosity_error()
+
+
+def groups(model):
+    """Every group of layers that an overlay fuses: (module, names)."""
+    return [
+        (module, binding.fuses)
+        for module in model.modules()
+        if (binding := bind.binding_of(module)) is not None and binding.fuses
+    ]
+
+
+def run(model):
+    """Logits of a prompt and of a step over its cache, and the tokens of a greedy run."""
+    with torch.no_grad():
+        first = model(input_ids=tokens(2, 9), use_cache=True)
+        logits = first.logits.clone()
+        second = model(input_ids=tokens(2, 1, seed=1), past_key_values=first.past_key_values, use_cache=True)
+    made = model.generate(tokens(2, 5), max_new_tokens=12, do_sample=False)
+    return logits, second.logits, made
+
+
+def same(actual, expected):
+    for one, other in zip(actual[:2], expected[:2], strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+    assert actual[2].tolist() == expected[2].tolist()
+
+
+class Sharded:
+    """One model, stock and ours, both sharded by transformers."""
+
+    def __init__(self, checkpoint: Path, out: Path) -> None:
+        self.checkpoint, self.out = checkpoint, out
+        kind = getattr(transformers, json.loads((checkpoint / "config.json").read_text())["architectures"][0])
+        self.kind = kind
+        # before 5.21 gemma2 would be given sdpa, which leaves out its softcap
+        self.asked = {"attn_implementation": "eager"} if checkpoint.name == "gemma2" else {}
+        self.stock = kind.from_pretrained(checkpoint, tp_plan="auto", **self.asked).eval()
+        self.ours = self.prepared().eval()
+        self.whole = kind.from_pretrained(checkpoint, **self.asked).eval()
+
+    def prepared(self):
+        return hf_rocm.from_pretrained(self.checkpoint, tp_plan="auto", force=True, graphs=False, **self.asked)
+
+    def gives_what_stock_gives(self):
+        expected = run(self.stock)
+        same(run(self.ours), expected)
+        assert run(self.whole)[2].tolist() == expected[2].tolist()
+
+    def multiplies_its_shards_at_once(self):
+        with torch.no_grad():
+            found = groups(self.ours)
+            assert found and all(sharded.live(module) is not None for module, _ in found)
+            rows = {len(sharded.live(module).weight) for module, _ in found}
+        whole = {sum(module._modules[name].weight.shape[0] for name in names) for module, names in groups(self.whole)}
+        assert sorted(rows) == sorted(each // 2 for each in whole)
+        with ops.recording() as routes, torch.no_grad(), counted(found) as hits:
+            self.ours(input_ids=tokens(2, 9))
+        assert hits == len(found), (hits, len(found))
+        assert "linear" in {each.operation for each in routes}
+        assert not self.ours.__dict__[REPORT]["skipped"]
+        assert "DTensor" not in str(hf_rocm.explain(self.ours))
+
+    def keeps_gradients(self):
+        losses = []
+        for model in (self.stock, self.ours):
+            model.zero_grad()
+            loss = model(input_ids=tokens(2, 9), labels=tokens(2, 9), use_cache=False).loss
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses)
+        for (name, one), other in zip(self.stock.named_parameters(), self.ours.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None), name
+            if one.grad is not None:
+                torch.testing.assert_close(plain(other.grad), plain(one.grad), msg=name)
+        self.stock.zero_grad(), self.ours.zero_grad()
+
+    def follows_what_is_written(self):
+        module, names = groups(self.ours)[0]
+        twin = groups_of_names(self.stock, self.ours, module)
+        with torch.no_grad():
+            for each in (module, twin):
+                each._modules[names[0]].weight.mul_(0.5)
+            assert sharded.live(module) is not None
+        same(run(self.ours), run(self.stock))
+
+    def lets_go_of_what_is_replaced(self):
+        module, names = groups(self.ours)[-1]
+        twin = groups_of_names(self.stock, self.ours, module)
+        for each in (module, twin):
+            linear = each._modules[names[0]]
+            linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
+        with torch.no_grad():
+            assert sharded.live(module) is None and sharded.STATE not in module.__dict__
+        same(run(self.ours), run(self.stock))
+        hf_rocm.prepare(self.ours, force=True, graphs=False)
+        with torch.no_grad():
+            assert sharded.live(module) is not None
+        same(run(self.ours), run(self.stock))
+
+    def saves_what_stock_saves(self):
+        folder = self.out / self.checkpoint.name
+        self.prepared().save_pretrained(folder, is_main_process=dist.get_rank() == 0)
+        dist.barrier()
+        again = self.kind.from_pretrained(folder).eval()
+        for (name, one), (other_name, other) in zip(
+            again.state_dict().items(), self.whole.state_dict().items(), strict=True
+        ):
+            assert name == other_name and torch.equal(one, other), name
+
+    def is_stock_again(self):
+        hf_rocm.restore(self.ours)
+        for module in self.ours.modules():
+            assert not [name for name in module.__dict__ if name.startswith("_hf_rocm") and name != bind.MODE]
+        assert fuse.STATE not in self.ours.model.layers[0].__dict__
+        same(run(self.ours), run(self.stock))
+
+
+def plain(gradient):
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def groups_of_names(stock, ours, module):
+    """The module of stock at the place where ours has this one."""
+    name = next(name for name, each in ours.named_modules() if each is module)
+    return stock.get_submodule(name)
+
+
+class counted:
+    """How many groups are multiplied at once."""
+
+    def __init__(self, found):
+        self.found, self.hits = found, 0
+
+    def __enter__(self):
+        self.live = sharded.live
+
+        def live(module):
+            held = self.live(module)
+            self.hits += held is not None
+            return held
+
+        sharded.live = live
+        return self
+
+    def __exit__(self, *_):
+        sharded.live = self.live
+
+    def __eq__(self, other):
+        return self.hits == other
+
+    def __repr__(self):
+        return str(self.hits)
+
+
+CHECKS = (
+    Sharded.gives_what_stock_gives,
+    Sharded.multiplies_its_shards_at_once,
+    Sharded.keeps_gradients,
+    Sharded.follows_what_is_written,
+    Sharded.lets_go_of_what_is_replaced,
+    Sharded.saves_what_stock_saves,
+    Sharded.is_stock_again,
+)
+
+
+def main(checkpoints: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for checkpoint in sorted(Path(checkpoints).iterdir()):
+        found = {}
+        models = Sharded(checkpoint, Path(out))
+        for check in CHECKS:
+            try:
+                check(models)
+                found[check.__name__] = ""
+            except Exception:  # noqa: BLE001  one check's failure is that check's
+                found[check.__name__] = traceback.format_exc()
+        print(json.dumps({checkpoint.name: found}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,39 @@
+"""Tensor parallelism by transformers over a prepared model: two ranks over gloo, against the same model stock."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.coverage.cases import CASES
+from tests.distributed.launch import run_ranks, succeeded
+from tests.distributed.sharded_ranks import CHECKS
+
+pytestmark = pytest.mark.slow
+
+MODELS = ("gemma2", "llama", "mixtral", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, str]]]:
+    """What each of two ranks says: model → check → what went wrong."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for case in CASES:
+        if case.overlay in MODELS and not case.variant:
+            # up to 5.20 the vocabulary must be divisible
+            even = replace(case, arguments={**case.arguments, "vocab_size": 132})
+            even.build().save_pretrained(folder / case.overlay)
+    script = Path(__file__).with_name("sharded_ranks.py")
+    ranks = succeeded(run_ranks(script, folder, tmp_path_factory.mktemp("saved")))
+    lines = [[json.loads(line) for line in rank.out.splitlines() if line.startswith("{")] for rank in ranks]
+    return [{name: checks for line in rank for name, checks in line.items()} for rank in lines]
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+@pytest.mark.parametrize("model", MODELS)
+def test_sharded(reports: list[dict[str, dict[str, str]]], model: str, check: str) -> None:
+    for rank, report in enumerate(reports):
+        assert report[model][check] == "", f"rank {rank}: {report[model][check]}"

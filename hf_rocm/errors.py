@@ -57,6 +57,13 @@ class LoadError(HfRocmError, OSError):
     """A model can't be loaded. An `OSError` too, since that is what transformers raises and callers catch."""
 
 
+class RankError(HfRocmError):
+    """The ranks that load a model together can't: they differ, one of them failed, or one did not come.
+
+    Every rank that came raises the same one.
+    """
+
+
 class TuningError(HfRocmError):
     """Shapes can't be recorded or tuned here."""
 

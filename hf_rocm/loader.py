@@ -6,6 +6,7 @@ transformers, and everything else does, unchanged.
 
 from __future__ import annotations
 
+from functools import cache
 from os import PathLike
 from typing import Any
 
@@ -15,6 +16,7 @@ from hf_rocm import auto, options
 from hf_rocm.device import is_rocm
 from hf_rocm.errors import LoadError, OptionError
 from hf_rocm.ops import probe
+from hf_rocm.ranks.loading import together
 from hf_rocm.weights import quantize as quantizing
 from hf_rocm.weights.prepare import check_arguments, prepare
 
@@ -56,16 +58,49 @@ def from_pretrained(
     `fp8` or `int8`, see `hf_rocm.quantize`. arguments: anything transformers takes. Without `dtype` the checkpoint's
     own is used, on 4.x too.
 
+    Several ranks that load one model together (`tp_plan`, `tp_size`, `distributed_config` or `device_mesh` under
+    torchrun or another launcher) first compare what they run: releases, overlays, aiter, GPU, options, arguments and
+    the model's config. Where they differ, where one fails while it looks, or where one has not come after
+    `HF_ROCM_RANKS_TIMEOUT` seconds, all of them raise the same `RankError`, as they do where heads can't be divided
+    among them. What a load logs comes from rank 0. Nothing of this happens where the model stays stock.
+
     Returns the model, or what transformers returns (`output_loading_info=True` gives a pair).
     Raises `LoadError` (an `OSError`) when config or weights can't be found, `OptionError` on an argument that
-    transformers doesn't take.
+    transformers doesn't take, `RankError` as above.
     """
     check_arguments(preshuffle=preshuffle, budget=budget, linear_backend=linear_backend)
     if quantize is not None:
         quantizing.check_options(quantize, force=force)
     arguments = _with_dtype(arguments)
-    if force or (force is None and (is_rocm() or options.force_requested())):
-        probe.ahead()
+    own = {
+        "auto_class": auto_class,
+        "force": force,
+        "preshuffle": preshuffle,
+        "budget": budget,
+        "linear_backend": linear_backend,
+        "quantize": quantize,
+        "graphs": graphs,
+    }
+    served = bool(force) or (force is None and (is_rocm() or options.force_requested()))
+    with together({**own, **arguments}, cache(lambda: _config_or_none(model_id, arguments)), served=served):
+        if served:
+            probe.ahead()
+        return _load(model_id, arguments, **own)
+
+
+def _load(
+    model_id: str | PathLike[str],
+    arguments: dict[str, Any],
+    *,
+    auto_class: Any,
+    force: bool | None,
+    preshuffle: str | None,
+    budget: int | float | str | None,
+    linear_backend: str | None,
+    quantize: str | None,
+    graphs: bool | None,
+) -> Any:
+    """Load and prepare; see `from_pretrained`."""
     try:
         loader = _class_for(model_id, auto_class, arguments)
         with auto.suspended():
@@ -109,10 +144,7 @@ def _class_for(model_id: str | PathLike[str], auto_class: Any, arguments: dict[s
         return auto_class
     if arguments.get("quantization_config") is None and _is_adapter(model_id):
         return transformers.AutoModelForCausalLM  # it finds the base model behind a PEFT adapter
-    config = arguments.get("config")
-    if config is None or isinstance(config, (str, PathLike)):
-        source = {name: arguments[name] for name in _SOURCE if name in arguments}
-        config = transformers.AutoConfig.from_pretrained(config or model_id, **source)
+    config = _config(model_id, arguments)
     remote = getattr(config, "auto_map", None) or {}
     if arguments.get("trust_remote_code") and remote:
         return transformers.AutoModelForCausalLM if "AutoModelForCausalLM" in remote else transformers.AutoModel
@@ -122,6 +154,26 @@ def _class_for(model_id: str | PathLike[str], auto_class: Any, arguments: dict[s
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM
     return transformers.AutoModel
+
+
+def _config(model_id: str | PathLike[str], arguments: dict[str, Any]) -> Any:
+    import transformers
+
+    config = arguments.get("config")
+    if config is None or isinstance(config, (str, PathLike)):
+        source = {name: arguments[name] for name in _SOURCE if name in arguments}
+        config = transformers.AutoConfig.from_pretrained(config or model_id, **source)
+    return config
+
+
+def _config_or_none(model_id: str | PathLike[str], arguments: dict[str, Any]) -> Any:
+    """None where there is none to be had this way: an adapter, a class of the user's own, a file that isn't there."""
+    if _is_adapter(model_id):
+        return None
+    try:
+        return _config(model_id, arguments)
+    except (OSError, ValueError, KeyError):
+        return None  # whoever loads says why
 
 
 def _is_adapter(model_id: str | PathLike[str]) -> bool:

@@ -91,6 +91,22 @@ VARIABLES = (
         "device's (default 10%; 0 keeps none)",
     ),
     Variable("FORCE_EAGER_ATTENTION", "0, 1", "attention in plain PyTorch (the same as HF_ROCM_TIER=attention=eager)"),
+    Variable(
+        "HF_ROCM_RANKS_TIMEOUT",
+        "seconds",
+        "how long a rank waits for the others before a model is loaded over several of them (default 300)",
+    ),
+)
+
+# What torchrun, accelerate and others tell a process about its place among the ranks.
+_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT",
 )
 
 
@@ -108,6 +124,7 @@ class Options:
     preshuffle_threshold: int = 128  # rows; 0 replaces the original, -1 shuffles nothing
     graphs: Switch = Switch.AUTO
     graphs_memory: str = "10%"
+    ranks_timeout: float = 300.0
 
     def tier(self, operation: str) -> str | None:
         """The tier that the user named for this operation, or None."""
@@ -137,6 +154,11 @@ def triton_interprets() -> bool:
 def environment() -> dict[str, str]:
     """A copy of every variable, for those who report on the machine (`doctor`, `env`)."""
     return dict(os.environ)
+
+
+def launcher() -> dict[str, str]:
+    """What the launcher of this process says about its place among the ranks; empty where nobody launched any."""
+    return {name: os.environ[name].strip() for name in _LAUNCHER if os.environ.get(name, "").strip()}
 
 
 def set_variable(name: str, value: str | None) -> None:
@@ -243,6 +265,7 @@ def parse(environment: Mapping[str, str]) -> Options:
         preshuffle_threshold=_threshold(environment, "PRESHUFFLE_M_THRESH", default=128),
         graphs=_switch(environment, "HF_ROCM_GRAPHS"),
         graphs_memory=environment.get("HF_ROCM_GRAPHS_MEMORY", "").strip() or "10%",
+        ranks_timeout=_seconds(environment, "HF_ROCM_RANKS_TIMEOUT", default=300.0),
     )
 
 

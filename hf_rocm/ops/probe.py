@@ -1,7 +1,8 @@
 """First-use checks: a kernel computes a tiny case of the same kind and is compared with the eager tier.
 
 Builds of minutes, hangs and crashes are possible then, so it happens in a child process with a time-out. What passed is
-remembered on disk for this GPU and these versions; what failed is off for this process, with one warning.
+remembered on disk for this GPU and these versions; what failed is off for this process, with one warning. Processes
+that come to the same check at once do it once, see `probe_turns`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,8 @@ import torch
 
 from hf_rocm import __version__, options
 from hf_rocm.device import Device
-from hf_rocm.ops import probe_cases, probe_worker
+from hf_rocm.ops import probe_cases, probe_turns, probe_worker
+from hf_rocm.ranks.environment import place
 
 Probe = Callable[[Any, Device], "str | None"]
 
@@ -61,8 +64,13 @@ def checked_here(operation: str, name: str, *, tier: str, apart: Callable[[Any],
 
 
 def ahead() -> None:
-    """Start the child before the first check asks for it, where none has passed yet: it starts while a model loads."""
-    current = options.current()
+    """Start the child before the first check asks for it, where none has passed yet: it starts while a model loads.
+
+    Of the ranks of one machine the first does: what it checks, the others take over.
+    """
+    current, here = options.current(), place()
+    if here is not None and here.local != 0:
+        return
     if current.probe and torch.cuda.is_available() and (current.refresh or not any(_folder().glob("*.json"))):
         probe_worker.start()
 
@@ -79,7 +87,7 @@ def _once(kernel: tuple[str, str, str], key: str, check: Callable[[], str | None
     if key in _passed:
         return None
     if not remember or options.current().refresh or not _file(key).is_file():
-        reason = check()
+        reason = _in_turn(kernel, key, check) if remember else check()
         if reason is not None:
             operation, tier, name = kernel
             _off[kernel] = f"its check failed: {reason}"
@@ -89,10 +97,26 @@ def _once(kernel: tuple[str, str, str], key: str, check: Callable[[], str | None
                 stacklevel=2,
             )
             return _off[kernel]
-        if remember:
-            _remember(key)
     _passed.add(key)
     return None
+
+
+def _in_turn(kernel: tuple[str, str, str], key: str, check: Callable[[], str | None]) -> str | None:
+    """Check a kernel for all processes of this machine that wait for it: the ranks of a job come at the same time."""
+    current, began = options.current(), time.time()
+    file = _file(key)
+    lock = options.cache_folder() / "turns" / f"{file.stem}.lock"
+    with probe_turns.turn(lock, timeout=current.probe_timeout, what=f"{kernel[1]}'s {kernel[2]}") as mine:
+        if mine.found is not None:
+            return mine.found
+        if file.is_file() and (not current.refresh or (mine.waited and file.stat().st_mtime >= began)):
+            return None
+        reason = check()
+        if reason is None:
+            _remember(key)
+        else:
+            mine.fail(reason)
+        return reason
 
 
 def _key(operation: str, tier: str, name: str, kind: tuple[Any, ...], device: Device, version: str) -> str:

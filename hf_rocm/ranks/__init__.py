@@ -1,0 +1,1 @@
+"""What several ranks agree on before they load one model together, and who of them speaks."""

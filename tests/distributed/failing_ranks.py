@@ -1,0 +1,51 @@
+"""Run by test_failures.py in each of two ranks: the second one is not as the first, or does not live to see the load.
+
+Arguments: what is wrong, a checkpoint, and a folder where a package may lie that only one rank finds. Prints when the
+ranks begin to load, and `loaded`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+WHAT, CHECKPOINT, EXTRA = sys.argv[1:]
+RANK = int(os.environ["RANK"])
+SECOND = RANK == 1
+
+if (WHAT == "overlays" and SECOND) or (WHAT == "aiter" and not SECOND):
+    sys.path.insert(0, EXTRA)
+
+import torch  # noqa: E402 - the path decides what is imported
+import transformers  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
+
+import hf_rocm  # noqa: E402
+from hf_rocm.ranks import facts  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+
+
+def die(*arguments, **options):
+    print("dying", time.time(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def broken():
+    raise ValueError("this node's driver does not answer")
+
+
+if SECOND and WHAT == "killed":
+    PreTrainedModel._load_pretrained_model = die
+if SECOND and WHAT == "raises":
+    facts.aiter_facts = broken
+if SECOND and WHAT == "overlays":
+    assert Path(hf_rocm.__file__).is_relative_to(EXTRA)
+
+print("loading", time.time(), flush=True)
+dtype = torch.float64 if SECOND and WHAT == "dtype" else torch.float32
+hf_rocm.from_pretrained(CHECKPOINT, tp_plan="auto", force=True, dtype=dtype)
+print("loaded", flush=True)

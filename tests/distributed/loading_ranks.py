@@ -1,0 +1,104 @@
+"""Run by test_ranks.py in each of two ranks: what they agree on when they load, and what they say.
+
+Arguments: a checkpoint, and one whose heads can't be divided. Prints a line of JSON: check → what it saw.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import LlamaForCausalLM
+
+import hf_rocm
+from hf_rocm import options
+from hf_rocm.errors import RankError
+from hf_rocm.ranks import agree, environment
+
+transformers.logging.set_verbosity_error()
+torch.set_num_threads(1)
+
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+class Heard(logging.Handler):
+    """What the hf_rocm logger let through."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = []
+        logging.getLogger("hf_rocm").addHandler(self)
+        logging.getLogger("hf_rocm").setLevel(logging.INFO)
+
+    def emit(self, record):
+        self.words.append(record.getMessage())
+
+    def since(self):
+        words, self.words = self.words, []
+        return words
+
+
+def main(checkpoint: str, undivided: str) -> None:
+    heard, seen = Heard(), {}
+
+    def load(folder=checkpoint, **arguments):
+        return hf_rocm.from_pretrained(folder, **{"tp_plan": "auto", "force": True, **arguments}).eval()
+
+    def refusal(**arguments):
+        try:
+            load(**arguments)
+        except RankError as error:
+            return str(error)
+        return "loaded"
+
+    assert not dist.is_initialized()
+    # before there is a process group: a store of our own, on the port that transformers' is made on next
+    seen["heads"] = refusal(folder=undivided)
+    rank = environment.place().rank
+    seen["dtype"] = refusal(dtype=[torch.float32, torch.float64][rank])
+    assert not dist.is_initialized(), "nothing was begun"
+    model = load()
+    assert dist.is_initialized()
+    ours = model.generate(IDS, max_new_tokens=6, do_sample=False).tolist()
+    seen["calls"] = next(agree._calls[rank, "0,1"])
+    # with the process group: its store
+    with options.override(tier=["torch", "eager"][rank]):
+        seen["option"] = refusal()
+    began = time.perf_counter()
+    again = load()
+    seen["seconds"] = time.perf_counter() - began
+    assert again.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == ours
+    # stock, by transformers and by us: nothing is asked of the others
+    before = next(agree._calls[rank, "0,1"])
+    heard.since()
+    stock = load(force=None)
+    seen["stock said"] = heard.since()
+    assert next(agree._calls[rank, "0,1"]) == before + 1
+    assert stock.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == ours
+    # a load of one's own waits for nobody
+    if rank == 1:
+        load(tp_plan=None)
+    dist.barrier()
+    # one voice
+    heard.since()
+    load(tp_plan=None, quantize="int8")
+    seen["own said"] = heard.since()
+    # what stock does with heads that can't be divided
+    try:
+        with torch.no_grad():
+            LlamaForCausalLM.from_pretrained(undivided, tp_plan="auto")(IDS)
+        seen["stock heads"] = "ran"
+    except RuntimeError as error:
+        seen["stock heads"] = str(error)
+    print(json.dumps(seen), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

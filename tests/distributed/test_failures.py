@@ -1,0 +1,118 @@
+"""What goes wrong on one rank ends the job: no hang, the cause in the log, nothing left behind."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import transformers
+
+import hf_rocm
+from tests.distributed.launch import run_ranks, torchrun
+
+SCRIPT = Path(__file__).with_name("failing_ranks.py")
+PATIENCE = 240  # seconds for a run, which imports transformers; a hang takes longer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("two"), heads=4, groups=2)
+
+
+def save(folder, *, heads, groups):
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=8 * heads,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def fails(what, checkpoint, extra):
+    """torchrun's log of a job that ended in failure, in time, and left nothing behind."""
+    result = torchrun(SCRIPT, what, checkpoint, extra, timeout=PATIENCE)
+    ended = time.time()
+    assert result.code not in (0, None), result.log
+    assert not result.left
+    assert "loaded" not in result.out.split()
+    began = max(float(found) for found in re.findall(r"(?:loading|dying) ([\d.]+)", result.out))
+    print(f"{what}: {ended - began:.1f} s from the load to the end, {result.seconds:.1f} s in all")
+    return result.log
+
+
+def packages_own(folder: Path) -> Path:
+    """A copy of hf_rocm with its overlays, one of which is another text."""
+    package = Path(hf_rocm.__file__).parent
+    shutil.copytree(package, folder / "hf_rocm", ignore=shutil.ignore_patterns("__pycache__"))
+    overlays = folder / "hf_rocm" / "_overlays"
+    if not overlays.is_dir():  # a checkout has them beside the package
+        shutil.copytree(package.parent / "overlays", overlays)
+    for file in overlays.glob("transformers-*/models/llama/modeling_llama.py"):
+        file.write_text(file.read_text() + "\n# edited\n")
+    return folder
+
+
+def test_a_rank_that_is_killed_while_it_loads(checkpoint, tmp_path):
+    log = fails("killed", checkpoint, tmp_path)
+    assert "Signal 9 (SIGKILL)" in log and "rank" in log
+
+
+def test_a_rank_with_other_overlays(checkpoint, tmp_path):
+    log = fails("overlays", checkpoint, packages_own(tmp_path))
+    assert log.count("RankError: the ranks would not run the same model; they differ in: overlay of llama\n") == 2, log
+    assert re.search(r"overlay of llama  \w{12} on rank 0 \(.+\); \w{12} on rank 1 \(", log)
+    assert "hf-rocm install-overlays" in log
+
+
+def test_a_rank_without_aiter(checkpoint, tmp_path):
+    for module in ("__init__.py", "jit/core.py", "ops/mha.py"):
+        file = tmp_path / "aiter" / module
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    metadata = tmp_path / "amd_aiter-99.9.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: amd-aiter\nVersion: 99.9\n")
+    log = fails("aiter", checkpoint, tmp_path)
+    assert log.count("they differ in: aiter\n") == 2, log
+    assert re.search(r"aiter  amd-aiter 99\.9 on rank 0 \(.+\); (not installed|amd-aiter .+) on rank 1 \(", log)
+
+
+def test_heads_that_can_not_be_divided(tmp_path):
+    log = fails("heads", save(tmp_path / "three", heads=6, groups=3), tmp_path)
+    assert log.count("RankError: 3 (num_key_value_heads) heads can't be divided among 2 ranks\n") == 2, log
+    assert "sizes that fit       1, 3" in log
+
+
+def test_a_rank_that_fails_before_it_loads(checkpoint, tmp_path):
+    log = fails("raises", checkpoint, tmp_path)
+    words = (
+        r"RankError: rank 1 \(.+\) failed before the model was loaded: ValueError: this node's driver does not answer"
+    )
+    assert len(re.findall(words, log)) == 2, log
+    assert "Traceback" in log and "in broken" in log
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_without_torchrun_a_rank_that_never_comes_is_named(checkpoint, absent):
+    environ = {"HF_ROCM_RANKS_TIMEOUT": "2"}
+    # nobody is started for the absent one
+    (result,) = run_ranks(SCRIPT, "none", checkpoint, "", environ=environ, ranks=[1 - absent], timeout=PATIENCE)
+    assert result.code == 1, result.log
+    assert f"RankError: rank {absent} did not come to load the model with the others" in result.log
+    assert "HF_ROCM_RANKS_TIMEOUT" in result.log
+
+
+def test_without_torchrun_both_say_the_same(checkpoint):
+    ranks = run_ranks(SCRIPT, "dtype", checkpoint, "", timeout=PATIENCE)
+    assert [each.code for each in ranks] == [1, 1], [each.log for each in ranks]
+    words = [each.log.partition("RankError: ")[2] for each in ranks]
+    assert words[0] == words[1] and re.match(r"the ranks would not .* differ in: argument (torch_)?dtype\n", words[0])

@@ -1,0 +1,142 @@
+"""The handshake over a store of this process, a thread for each rank: all go on, or all raise the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from hf_rocm.errors import OverlayError, RankError
+from hf_rocm.ranks import agree as module
+from hf_rocm.ranks.agree import agree, named
+from hf_rocm.ranks.environment import Place
+
+SAME = {"torch": "2.9", "aiter": "not installed"}
+
+
+@pytest.fixture(autouse=True)
+def first_call(monkeypatch):
+    monkeypatch.setattr(module, "_calls", {})
+
+
+def ranks_with(finds, *, timeout=60.0, store=None, delays=None):
+    """What each rank's handshake ended with: None or its error. A rank without a find does not come."""
+    store, ended = store or HashStore(), {}
+    everyone = list(range(len(finds)))
+
+    def run(rank):
+        time.sleep((delays or {}).get(rank, 0))
+        try:
+            agree(store, Place(rank, len(finds), rank), everyone, finds[rank], timeout=timeout, hint="do this")
+            ended[rank] = None
+        except RankError as error:
+            ended[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in everyone if finds[rank] is not None]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return ended
+
+
+def raises(error):
+    def find():
+        raise error
+
+    return find
+
+
+def test_ranks_with_the_same_facts_go_on_again_and_again():
+    store = HashStore()
+    for _ in range(3):
+        assert ranks_with([lambda: SAME] * 4, store=store) == dict.fromkeys(range(4))
+
+
+def test_a_difference_is_named_with_its_values_and_ranks_on_all_of_them():
+    store = HashStore()
+    ranks_with([lambda: SAME] * 4, store=store)
+    other = {**SAME, "aiter": "amd-aiter 0.1.5"}
+    ended = ranks_with([lambda: SAME, lambda: other, lambda: other, lambda: SAME], store=store)
+    assert len({str(error) for error in ended.values()}) == 1
+    error = ended[0]
+    assert error.message == "the ranks would not run the same model; they differ in: aiter"
+    assert error.facts["aiter"].startswith("not installed on ranks 0, 3 (")
+    assert "amd-aiter 0.1.5 on ranks 1–2 (" in error.facts["aiter"]
+    assert error.hint == "do this" and list(error.facts) == ["aiter"]
+
+
+def test_a_fact_that_one_rank_lacks_is_a_difference():
+    ended = ranks_with([lambda: SAME, lambda: {"torch": "2.9"}])
+    assert "absent on rank 1" in ended[0].facts["aiter"]
+
+
+def test_many_differences_are_counted():
+    ended = ranks_with([lambda n=n: {f"overlay of {i}": str(n) for i in range(20)} for n in range(2)])
+    assert len(ended[1].facts) == module._SHOWN + 1 and ended[1].facts["and"] == "14 more"
+
+
+@pytest.mark.parametrize("error", [ValueError("no such GPU"), OverlayError("the file was edited", hint="reinstall")])
+def test_where_one_rank_fails_the_others_say_so_at_once(error):
+    began = time.monotonic()
+    ended = ranks_with([lambda: SAME, raises(error), lambda: SAME])
+    assert time.monotonic() - began < 30, "nobody waited for the time limit"
+    assert len({str(each) for each in ended.values()}) == 1
+    assert ended[0].message.startswith("rank 1 (") and str(error.args[0]) in ended[0].message
+    assert "failed before the model was loaded" in ended[0].message
+    assert ended[1].__cause__ is error and ended[0].__cause__ is None
+
+
+def test_who_does_not_come_is_named():
+    ended = ranks_with([lambda: SAME, None, lambda: SAME, None], timeout=0.3)
+    assert sorted(ended) == [0, 2] and str(ended[0]) == str(ended[2])
+    assert ended[0].message == "ranks 1, 3 did not come to load the model with the others"
+    assert ended[0].facts["came"] == "ranks 0, 2" and "HF_ROCM_RANKS_TIMEOUT" in ended[0].hint
+
+
+def test_who_comes_too_late_ends_as_the_others_did():
+    ended = ranks_with([lambda: SAME, lambda: SAME], timeout=0.2, delays={1: 1.0})
+    assert str(ended[0]) == str(ended[1]) and "rank 1 did not come" in ended[1].message
+
+
+def test_a_store_that_is_gone_is_an_error_of_ours():
+    class Gone(HashStore):
+        def check(self, keys):
+            raise RuntimeError("Connection reset by peer")
+
+    ended = ranks_with([lambda: SAME, None], store=Gone())
+    assert "lost the store" in ended[0].message and "Connection reset" in ended[0].facts["torch says"]
+
+
+def test_the_rank_with_the_store_stays_until_the_others_have_read_it():
+    store, gone = HashStore(), threading.Event()
+
+    class Far:
+        """The same store, slowly, and only as long as the first rank is there."""
+
+        def __getattr__(self, name):
+            time.sleep(0.2)
+            if gone.is_set():
+                raise RuntimeError("Connection reset by peer")
+            return getattr(store, name)
+
+    def first():
+        with pytest.raises(RankError):
+            agree(store, Place(0, 2, 0), [0, 1], lambda: SAME, timeout=60, hint="")
+        gone.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    with pytest.raises(RankError, match="they differ in: torch"):
+        agree(Far(), Place(1, 2, 1), [0, 1], lambda: {**SAME, "torch": "2.8"}, timeout=60, hint="")
+    thread.join()
+    assert gone.is_set()
+
+
+def test_ranks_in_words():
+    hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
+    assert named([2], hosts) == "rank 2 (b)"
+    assert named([3, 0, 1], hosts) == "ranks 0–1, 3 (a, b)"
+    assert named([1, 2], {}) == "ranks 1–2"

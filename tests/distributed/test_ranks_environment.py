@@ -1,0 +1,131 @@
+"""Who a process is among the ranks, and whom an argument makes it load with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hf_rocm import options
+from hf_rocm.errors import OptionError
+from hf_rocm.ranks.environment import Place, partners, place, tensor_parallel_size
+
+HERE = Place(0, 4, 0)
+
+
+@dataclass
+class OfFour:
+    """`DistributedConfig` as in 4.x."""
+
+    enable_expert_parallel: bool = False
+
+
+@dataclass
+class OfFive:
+    """`DistributedConfig` as in 5.x, where the sizes are settled once it is made."""
+
+    tp_size: int = 1
+    tp_plan: object = None
+    fsdp_size: int = 1
+    dp_replicate_size: int = 1
+    pp_size: int = 1
+    enable_expert_parallel: bool = False
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, Place(3, 4, 3)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Place(3, 4, 1)),
+    ],
+)
+def test_place(said, expected, monkeypatch):
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert place() == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [
+        ({"tp_plan": "auto"}, 4),
+        ({"tp_plan": "auto", "tp_size": 2}, 2),
+        ({"tp_size": 4}, 4),
+        ({"distributed_config": OfFour()}, 4),
+        ({"distributed_config": OfFive(tp_size=4)}, 4),
+        ({"distributed_config": OfFive(tp_size=2, fsdp_size=2)}, 2),
+        ({"distributed_config": OfFive(fsdp_size=4)}, 1),
+        ({"distributed_config": {"tp_plan": "auto"}}, 4),
+        ({"distributed_config": {"tp_plan": "auto", "fsdp_size": 2}}, 2),
+        ({"distributed_config": {"tp_size": 2, "fsdp_size": 2}}, 2),
+    ],
+)
+def test_loads_over_several_ranks(arguments, size):
+    assert partners(HERE, arguments) == [0, 1, 2, 3]
+    assert tensor_parallel_size(HERE, arguments) == size
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"tp_plan": None, "device_map": "auto"},
+        {"tp_plan": "auto", "tp_size": 1},
+        {"distributed_config": OfFive()},
+        {"distributed_config": OfFive(tp_plan="auto")},
+        {"distributed_config": {"tp_size": 1}},
+    ],
+)
+def test_loads_of_ones_own_wait_for_nobody(arguments):
+    assert partners(HERE, arguments) == []
+    assert tensor_parallel_size(HERE, arguments) == 1 or arguments["distributed_config"].tp_plan
+
+
+class Mesh:
+    """What is read of a `DeviceMesh`."""
+
+    def __init__(self, ranks, names=None, inner=None):
+        self.mesh, self.mesh_dim_names, self.inner = torch.tensor(ranks), names, inner
+        self.ndim = self.mesh.ndim
+
+    def __getitem__(self, name):
+        assert name == "tp"
+        return self.inner
+
+
+def test_a_mesh_says_who():
+    mesh = Mesh([0, 2])
+    assert partners(HERE, {"device_mesh": mesh, "tp_plan": "auto"}) == [0, 2]
+    assert tensor_parallel_size(HERE, {"device_mesh": mesh, "tp_plan": "auto"}) == 2
+    assert partners(Place(1, 4, 1), {"device_mesh": mesh, "tp_plan": "auto"}) == []
+    grid = Mesh([[0, 1], [2, 3]], ("dp", "tp"), Mesh([2, 3]))
+    assert partners(Place(3, 4, 1), {"device_mesh": grid, "tp_plan": "auto"}) == [2, 3]
+
+
+def test_a_process_group_knows_better_than_the_environment(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert place() is None
+        real = init_device_mesh("cpu", (1,))
+        assert (real.ndim, real.mesh.flatten().tolist(), real.mesh_dim_names) == (1, [0], None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_time_limit_is_an_option():
+    assert options.parse({}).ranks_timeout == 300
+    assert options.parse({"HF_ROCM_RANKS_TIMEOUT": "5"}).ranks_timeout == 5
+    with pytest.raises(OptionError, match="HF_ROCM_RANKS_TIMEOUT=soon"):
+        options.parse({"HF_ROCM_RANKS_TIMEOUT": "soon"})

@@ -1,0 +1,134 @@
+"""Ranks that come to a check at once: one checks, the others take what it found, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.ops import probe, probe_turns, probe_worker
+from tests.distributed.launch import run_ranks, succeeded
+
+# Who checks does so until the others have come too.
+RANK = """
+import json, os, sys, time, warnings
+from pathlib import Path
+import torch
+from hf_rocm import options
+from hf_rocm.device import Device
+from hf_rocm.ops import probe, probe_cases, probe_worker
+meeting, answer, world = Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["WORLD_SIZE"])
+
+def ask(question, timeout):
+    (meeting / f"asked-{os.getpid()}").touch()
+    while len(list(meeting.glob("coming-*"))) < world:
+        time.sleep(0.01)
+    time.sleep(2.0)  # until who has said that it comes has come
+    return answer
+
+probe_worker.ask = ask
+probe_cases.kind = lambda operation, spec: (8, torch.bfloat16)
+check = probe.checked("linear", "gemm", version=lambda: "1")
+(meeting / f"coming-{os.environ['RANK']}").touch()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    print(json.dumps([check(None, Device("cuda", True, "gfx942")), check(None, Device("cuda", True, "gfx942"))]))
+"""
+
+HOLDER = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("answer", [None, "wrong by 3"])
+def test_one_of_four_checks_and_all_know(tmp_path, answer):
+    cache = tmp_path / "cache"
+    ranks = run_ranks(RANK, tmp_path, json.dumps(answer), world=4, environ={"HF_ROCM_CACHE": str(cache)})
+    expected = None if answer is None else f"its check failed: {answer}"
+    assert [json.loads(each.out) for each in succeeded(ranks)] == [[expected] * 2] * 4
+    assert len(list(tmp_path.glob("asked-*"))) == 1
+    remembered = list((cache / "probes").glob("*")) if answer is None else []
+    assert [file.suffix for file in remembered] == [".json"] * (answer is None)
+    assert len(list((cache / "turns").iterdir())) == (answer is not None), "what failed was told to those who waited"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    lock = tmp_path / "x.lock"
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield lock, process
+    process.kill()
+    process.communicate()
+
+
+def test_a_holder_that_was_killed_holds_nothing(holder):
+    lock, process = holder
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with probe_turns.turn(lock, timeout=0, what="a kernel") as turn:
+        assert turn.lock is not None and turn.found is None
+    assert not lock.exists()
+
+
+def test_the_wait_has_an_end_and_is_said(holder, monkeypatch, caplog):
+    monkeypatch.setattr(probe_turns, "FIRST_WORD", 0.05)
+    with probe_turns.turn(holder[0], timeout=0.3, what="aiter's gemm") as turn:
+        assert turn.lock is None and turn.waited and turn.found is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting for another process, which builds and checks aiter's gemm"
+    ]
+    assert holder[0].exists()
+
+
+def test_what_failed_before_one_came_is_checked_anew(tmp_path):
+    lock = tmp_path / "x.lock"
+    with probe_turns.turn(lock, timeout=0, what="a kernel") as turn:
+        turn.fail("wrong by 3")
+    assert lock.exists()
+    with probe_turns.turn(lock, timeout=0, what="a kernel") as turn:
+        assert turn.found is None
+    assert not lock.exists()
+
+
+def test_a_cache_that_can_not_be_written_is_done_without():
+    with probe_turns.turn(Path("/dev/null/x.lock"), timeout=10, what="a kernel") as turn:
+        assert turn.lock is None and not turn.waited
+
+
+def test_asked_for_anew_it_is_checked_though_it_passed(tmp_path, monkeypatch):
+    from hf_rocm import options
+
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
+    asked = []
+
+    def once(refresh):
+        with options.override(refresh=refresh):
+            probe.forget()
+            assert probe._once(("linear", "aiter", "gemm"), "key", lambda: asked.append(1), remember=True) is None
+        return len(asked)
+
+    assert [once(False), once(False), once(True)] == [1, 1, 2]
+    probe.forget()
+
+
+@pytest.mark.parametrize(("rank", "starts"), [("0", True), ("1", False)])
+def test_the_child_is_started_ahead_by_the_first_rank_of_a_machine(rank, starts, monkeypatch, tmp_path):
+    import torch
+
+    calls: list[float] = []
+    monkeypatch.setattr(probe_worker, "start", lambda: calls.append(time.time()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "HF_ROCM_CACHE": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    probe.ahead()
+    assert bool(calls) == starts

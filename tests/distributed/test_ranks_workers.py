@@ -1,0 +1,62 @@
+"""Overlays installed once, N workers that import them at the same moment: each runs ours, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+
+from hf_rocm.overlay.commands import install
+from tests.distributed.launch import ROOT, run_ranks, succeeded
+from tests.distributed.test_failures import save
+from tests.overlay.conftest import Site, hashes, whole_site  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.slow
+
+# no bytecode is there yet: all of them compile what they import, and write it
+WORKER = """
+import json, os, sys, time
+from pathlib import Path
+meeting, checkpoint = Path(sys.argv[1]), sys.argv[2]
+(meeting / f"here-{os.environ['RANK']}").touch()
+while len(list(meeting.glob("here-*"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+import torch, transformers
+from transformers import LlamaForCausalLM
+from hf_rocm import ops
+transformers.logging.set_verbosity_error()
+torch.set_num_threads(1)
+model = LlamaForCausalLM.from_pretrained(checkpoint).eval()
+with torch.no_grad(), ops.recording() as routes:
+    logits = model(torch.tensor([[1, 2, 3, 4, 5]])).logits
+print(json.dumps([transformers.__file__, sorted({route.operation for route in routes}), logits.flatten().tolist()]))
+"""
+
+
+def test_workers_that_import_at_once(whole_site, tmp_path):  # noqa: F811 - the fixture
+    site = Site(tmp_path / "site")  # the original is others' too, and an installer never writes into a file
+    shutil.copytree(whole_site.path, site.path, copy_function=os.link)
+    plan, _ = install(["llama"], transformers_path=site.path)
+    plan.check()
+    before = hashes(site.root)
+    checkpoint = save(tmp_path / "checkpoint", heads=4, groups=2)
+    places = [str(site.path), *filter(None, sys.path), str(ROOT)]
+    served = {"PYTHONPATH": os.pathsep.join(places), "HF_ROCM_FORCE": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    world = 4  # the last one is left stock
+
+    def environ(rank):
+        return {**served, "HF_ROCM_FORCE": "0"} if rank == world - 1 else served
+
+    ranks = succeeded(run_ranks(WORKER, tmp_path, checkpoint, world=world, environ=environ))
+    *ours, stock = [json.loads(each.out) for each in ranks]
+    assert hashes(site.root) == before
+    assert stock[1] == []
+    for file, operations, logits in ours:
+        assert file == str(site.root / "__init__.py")
+        assert {"attention", "rms_norm"} <= set(operations)
+        assert logits == ours[0][2]
+        torch.testing.assert_close(torch.tensor(logits), torch.tensor(stock[2]))

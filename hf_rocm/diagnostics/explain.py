@@ -22,9 +22,10 @@ from hf_rocm.errors import TierUnavailable
 from hf_rocm.layers.notes import noted
 from hf_rocm.ops.registry import operations
 from hf_rocm.overlay import bind
+from hf_rocm.overlay.adopt import enclosed_forward
 from hf_rocm.tuning.hits import Tuning, tuning_of
 from hf_rocm.weights import experts, fuse
-from hf_rocm.weights.colwise import is_transformers, mesh_of
+from hf_rocm.weights.colwise import mesh_of
 from hf_rocm.weights.joined import joined_already
 from hf_rocm.weights.prepare import REPORT, families
 from hf_rocm.weights.quantize import summary
@@ -163,8 +164,9 @@ def _part(cls: type, modules: list[nn.Module], stacked: set[int]) -> Part:
 def _has_its_own_forward(module: nn.Module) -> bool:
     """Whether a hub kernel, or the user, put a forward on this one module; accelerate's and those of
     tensor parallelism call ours in the end."""
-    forward = module.__dict__.get("forward")
-    if forward is None or "_hf_hook" in module.__dict__ or is_transformers(forward):
+    own = module.__dict__
+    forward = enclosed_forward(own.get("_old_forward" if "_hf_hook" in own else "forward"))
+    if forward is None:
         return False
     return getattr(getattr(forward, "__func__", forward), "__hf_rocm_binding__", None) is None
 

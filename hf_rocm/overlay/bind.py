@@ -235,6 +235,11 @@ def binding_of(module: object) -> Binding | None:
     return binding if binding is not None and binding.bound else None
 
 
+def last_binding_of(module: object) -> Binding | None:
+    """The same, also after it was taken out of force."""
+    return _bindings.get(type(module))
+
+
 def set_mode(module: Any, mode: str | None) -> None:
     """Set one instance's mode; None gives it back to its class's."""
     if mode is None:

@@ -15,6 +15,7 @@ from hf_rocm import options
 from hf_rocm.device import is_rocm
 from hf_rocm.errors import OptionError, OverlayError
 from hf_rocm.overlay import bind
+from hf_rocm.overlay.adopt import adopt, disown
 from hf_rocm.route import backend_of, route_linear, unroute
 from hf_rocm.weights import experts, replaced
 from hf_rocm.weights import preshuffle as shuffling
@@ -142,6 +143,7 @@ def restore(model: ModelT) -> ModelT:
     for module in model.modules():
         experts.unstack(module)
         unfuse(module)
+        disown(module)
         for name in [name for name in module.__dict__ if name.startswith(_OURS)]:
             del module.__dict__[name]
         if bind.mode_of(module) != bind.OFF:  # an installed overlay serves every instance that isn't marked
@@ -179,6 +181,7 @@ def _switch_on(model: nn.Module, mode: str) -> None:
     for module in model.modules():
         if bind.binding_of(module) is not None:
             bind.set_mode(module, mode)
+            adopt(module)
 
 
 def _fuse(model: nn.Module) -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -196,6 +199,8 @@ def _fuse(model: nn.Module) -> tuple[dict[str, list[str]], dict[str, str]]:
                 inside.update(id(each) for each in experts.members(module))
             else:
                 skipped[path] = reason
+        if binding is None:
+            unfuse(module)  # its class was exchanged since, as FSDP2 does: nothing would call the block any more
         if binding is None or not binding.fuses or id(module) in inside:
             continue
         if replaced.is_group(module, binding.fuses):

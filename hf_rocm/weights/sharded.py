@@ -66,9 +66,9 @@ def fuse(module: nn.Module, names: tuple[str, ...]) -> str | None:
         return reason
     part(module)
     linears: list[Any] = [module._modules[name] for name in names]
-    weights = [local(linear._parameters["weight"]) for linear in linears]
-    biases = [local(linear._parameters["bias"]) for linear in linears if linear._parameters["bias"] is not None]
     with torch.no_grad():
+        weights = [_movable(linear._parameters["weight"]) for linear in linears]
+        biases = [_movable(linear._parameters["bias"]) for linear in linears if linear._parameters["bias"] is not None]
         weight = join_parameters(weights)
         bias = join_parameters(biases) if biases else None
     module.__dict__[STATE] = Shards(
@@ -151,6 +151,26 @@ def why_not(module: nn.Module, names: Sequence[str]) -> str | None:
             return "gradients are on and the weights require them: call the model under no_grad() or inference_mode()"
         return "the weights were replaced or moved after fusing; hf_rocm.prepare(model) fuses them again"
     return None
+
+
+def _movable(parameter: Any) -> Tensor:
+    """This rank's part, at the start of its storage: a DTensor keeps the offset that it found.
+
+    Compilers compare the two.
+    """
+    own = local(parameter)
+    if own is parameter or not parameter.storage_offset():
+        return own
+    moved = type(parameter).from_local(
+        own.clone(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    parameter.data, parameter._local_tensor = moved, moved._local_tensor
+    return local(parameter)
 
 
 def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:

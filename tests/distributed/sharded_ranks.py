@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_rocm
 from hf_rocm import ops
@@ -83,7 +84,19 @@ class Sharded:
         assert hits == len(found), (hits, len(found))
         assert "linear" in {each.operation for each in routes}
         assert not self.ours.__dict__[REPORT]["skipped"]
-        assert "DTensor" not in str(hf_rocm.explain(self.ours))
+        explanation = hf_rocm.explain(self.ours)
+        assert "DTensor" not in str(explanation)
+        assert not any(part.theirs for part in explanation.parts), "what transformers wraps calls ours"
+
+    def can_be_traced(self):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        for parameter in self.ours.parameters():
+            mode.from_tensor(parameter)
+        if self.checkpoint.name != "llama":
+            return  # tracing takes seconds
+        with torch.no_grad():
+            traced = torch.compile(self.ours, backend="eager")(input_ids=tokens(2, 9), use_cache=False).logits
+            torch.testing.assert_close(traced, self.stock(input_ids=tokens(2, 9), use_cache=False).logits)
 
     def keeps_gradients(self):
         losses = []
@@ -180,6 +193,7 @@ class counted:
 CHECKS = (
     Sharded.gives_what_stock_gives,
     Sharded.multiplies_its_shards_at_once,
+    Sharded.can_be_traced,
     Sharded.keeps_gradients,
     Sharded.follows_what_is_written,
     Sharded.lets_go_of_what_is_replaced,

@@ -1,0 +1,99 @@
+"""Run by `accelerate launch` in each of two processes: prompts shared out, and a prepared model in an Accelerator.
+
+Arguments: the checkpoint, and a folder to save to. `cpu=True` is for these tests: a GPU would be taken where there is
+one.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
+
+import hf_rocm
+from tests.tolerance import assert_as_good_as_eager
+from tests.weights import models
+from tests.weights.models import GROUPS, IDS, blocks, follows, live, logits
+
+PROMPTS = [[3, 1, 4], [1, 5, 9], [2, 6, 5], [3, 5, 8], [9, 7, 9]]
+
+
+def main(checkpoint: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    state = PartialState(cpu=True)
+    assert (state.num_processes, state.backend) == (2, "gloo")
+    for check in (prompts_shared_out, wrapped_and_unwrapped, mixed_precision):
+        check(checkpoint, Path(folder))
+        state.wait_for_everyone()
+        state.print(check.__name__, flush=True)
+    state.destroy_process_group()
+
+
+def ours(checkpoint: str):
+    """Each process prepares a copy of its own."""
+    model = hf_rocm.from_pretrained(checkpoint, force=True).eval()
+    assert live(model) == GROUPS
+    return model
+
+
+def tokens(model, prompt):
+    ids = torch.tensor([prompt])
+    return model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
+
+
+def prompts_shared_out(checkpoint: str, folder: Path) -> None:
+    model, state = ours(checkpoint), PartialState()
+    with state.split_between_processes(PROMPTS) as share:
+        assert 0 < len(share) < len(PROMPTS)
+        texts = gather_object([tokens(model, prompt) for prompt in share])
+    stock = LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    assert texts == [tokens(stock, prompt) for prompt in PROMPTS]
+    follows(model, GROUPS)
+
+
+def wrapped_and_unwrapped(checkpoint: str, folder: Path) -> None:
+    model, accelerator = ours(checkpoint), Accelerator(cpu=True)
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    assert type(wrapped) is DistributedDataParallel and accelerator.unwrap_model(wrapped) is model
+    follows(model, GROUPS)
+    before = logits(model)
+    accelerator.save_state(folder / "state")
+    loss = wrapped(IDS, labels=IDS, use_cache=False).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    assert not torch.allclose(logits(model), before)
+    follows(model, GROUPS)  # with the weights of after the step
+    accelerator.save_model(wrapped, folder / "model")
+    if accelerator.is_main_process:
+        model.config.save_pretrained(folder / "model")
+    accelerator.wait_for_everyone()
+    reloaded = LlamaForCausalLM.from_pretrained(folder / "model").eval()
+    stock = models.stock_with_weights_of(model)
+    assert torch.equal(logits(reloaded), logits(stock))
+    accelerator.load_state(folder / "state")
+    torch.testing.assert_close(logits(model), before)
+    follows(model, GROUPS)
+
+
+def mixed_precision(checkpoint: str, folder: Path) -> None:
+    """The Accelerator puts a forward of its own on the model, and takes it away again."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model, stock = ours(checkpoint), LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    wrapped = [accelerator.prepare_model(each, evaluation_mode=True) for each in (model, stock)]
+    assert "forward" in model.__dict__
+    actual, eager = map(logits, wrapped)
+    assert_as_good_as_eager(actual, eager, logits(models.build().double()))
+    assert accelerator.unwrap_model(wrapped[0], keep_fp32_wrapper=False) is model
+    assert blocks(model) == GROUPS
+    follows(model, GROUPS)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

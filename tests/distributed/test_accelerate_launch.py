@@ -1,0 +1,30 @@
+"""`accelerate launch` over two processes: what is checked in each is in accelerated.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import free_port, run_ranks, succeeded
+from tests.weights import models
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    models.build().save_pretrained(tmp_path / "checkpoint")
+    # `--multi_gpu` is what starts several processes; the script asks for the CPU
+    options = ("--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
+    (result,) = succeeded(
+        run_ranks(
+            "-m",
+            "accelerate.commands.launch",
+            *options,
+            f"--main_process_port={free_port()}",
+            Path(__file__).with_name("accelerated.py"),
+            tmp_path / "checkpoint",
+            tmp_path,
+            world=1,
+        )
+    )
+    assert result.out.split() == ["prompts_shared_out", "wrapped_and_unwrapped", "mixed_precision"]

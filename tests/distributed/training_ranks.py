@@ -1,0 +1,200 @@
+"""Run by test_training.py in each of two processes: DDP over a prepared model, next to a stock one.
+
+Argument: a folder to save to. Each rank has a batch of its own, so that gradients are right only if they were averaged.
+Stock runs in float64 too, for the tolerance.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+import hf_rocm
+from hf_rocm import ops
+from tests.generation.conftest import make
+from tests.tolerance import assert_run_as_good_as_eager
+from tests.weights import models
+from tests.weights.models import GROUPS, follows, logits
+
+
+def run(checks: tuple[Callable[[Path], None], ...], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        for check in checks:
+            check(Path(folder))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                print(check.__name__, flush=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def batch(rank: int, length: int = 7) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 61, (2, length), generator=torch.Generator().manual_seed(rank))
+    return {"input_ids": ids, "labels": ids}
+
+
+def gradients(model, wrap, **data) -> dict[str, torch.Tensor]:
+    """Those of one backward pass of the wrapped model, by parameter."""
+    model.train()
+    wrapped = wrap(model)
+    wrapped(**(data or batch(dist.get_rank())), use_cache=False).loss.backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def equal_to_stock(build, change, wrap, **data):
+    """Gradients of ours, of stock and of stock in float64, which are held to the one tolerance. Returns ours' model."""
+    found, reference = [], change(build().double())
+    ours = change(hf_rocm.prepare(build(), force=True))
+    for model in (ours, change(build()), reference):
+        found.append(gradients(model, wrap, **data))
+    actual, eager, expected = found
+    assert_run_as_good_as_eager(actual, eager, {name: each.double() for name, each in expected.items()}, least=1e-3)
+    for name, each in actual.items():  # averaged: the same on all ranks
+        others = [torch.empty_like(each) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, each.contiguous())
+        assert all(torch.equal(other, each) for other in others), name
+    return ours
+
+
+def as_it_is(model):
+    return model
+
+
+def plain(folder: Path) -> None:
+    ours = equal_to_stock(models.build, as_it_is, DistributedDataParallel)
+    alone = gradients(models.build(), as_it_is)
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.allclose(alone[weight], ours.get_parameter(weight).grad)
+    for settings in ({"static_graph": True}, {"gradient_as_bucket_view": True}):
+        equal_to_stock(models.build, as_it_is, lambda model, given=settings: DistributedDataParallel(model, **given))
+
+
+def checkpointed(folder: Path) -> None:
+    for reentrant in (False, True):
+
+        def change(model, reentrant=reentrant):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+            return model
+
+        counted = 0
+
+        def count(*_):
+            nonlocal counted
+            counted += 1
+
+        ours = equal_to_stock(models.build, change, DistributedDataParallel)
+        ours.model.layers[0].self_attn.q_proj.register_forward_pre_hook(count)
+        gradients(ours, as_it_is)
+        assert counted == 2  # once more in the backward pass
+
+
+def some_unused(folder: Path) -> None:
+    """Experts that no token of a rank went to have no gradient there, where each is a module: in 4.x."""
+    few = batch(dist.get_rank(), length=2)
+
+    def build():
+        return make("mixtral", num_local_experts=8, num_experts_per_tok=2)
+
+    def change(model):
+        if next(model.parameters()).dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # PyTorch's grouped products don't know it
+        return model
+
+    alone = build()
+    reached = gradients(alone, as_it_is, **few)
+    if any("experts.7." in name for name, _ in alone.named_parameters()):
+        assert len(reached) < len(list(alone.parameters()))
+    equal_to_stock(build, change, lambda model: DistributedDataParallel(model, find_unused_parameters=True), **few)
+
+
+def adapters(folder: Path) -> None:
+    def adapt(model):
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "gate_proj"], init_lora_weights=False)
+        dtype = next(model.parameters()).dtype
+        return peft.get_peft_model(model, config).to(dtype)
+
+    adapted = equal_to_stock(models.build, adapt, DistributedDataParallel)
+    assert all("lora" in name for name, each in adapted.named_parameters() if each.requires_grad)
+    merged = adapted.merge_and_unload()
+    merged.eval().requires_grad_(False)
+    follows(hf_rocm.prepare(merged, force=True), GROUPS)
+
+
+def trained_and_evaluated(folder: Path) -> None:
+    """Fused weights are the updated ones, and what is saved is stock's."""
+    ours, stock = hf_rocm.prepare(models.build(), force=True), models.build()
+    before = logits(ours)
+    for model in (ours, stock):
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(1 + dist.get_rank())  # wrapping gives all ranks those of 0
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            wrapped(**batch(dist.get_rank()), use_cache=False).loss.backward()
+            optimizer.step()
+        wrapped.eval()
+    assert "gradients are on" in str(hf_rocm.explain(ours))
+    follows(ours, GROUPS)
+    assert not torch.allclose(logits(ours), before, atol=0.1)
+    with torch.no_grad(), ops.recording() as routes:
+        wrapped = DistributedDataParallel(ours)
+        wrapped(input_ids=models.IDS, use_cache=False)
+        told = hf_rocm.explain(wrapped)
+    assert [route.operation for route in routes].count("linear") == GROUPS == sum(part.fused for part in told.parts)
+    if dist.get_rank() == 0:
+        wrapped.module.save_pretrained(folder / "trained")
+        stock.save_pretrained(folder / "stock")
+        saved = [LlamaForCausalLM.from_pretrained(folder / name).eval() for name in ("trained", "stock")]
+        assert saved[0].state_dict().keys() == saved[1].state_dict().keys()
+        assert torch.equal(logits(saved[0]), logits(models.stock_with_weights_of(ours)))
+
+
+def by_trainer(folder: Path) -> None:
+    """transformers' own loop, which wraps the model itself, evaluates it unwrapped, and saves it."""
+    rows = [{name: each[0] for name, each in batch(seed).items()} for seed in range(8)]
+    found = []
+    for kind in ("ours", "stock", "float64"):
+        model = models.build().to(torch.float64 if kind == "float64" else torch.float32)
+        if kind == "ours":
+            hf_rocm.prepare(model, force=True)
+        arguments = TrainingArguments(
+            folder / kind,
+            max_steps=2,
+            per_device_train_batch_size=2,
+            optim="sgd",
+            learning_rate=0.5,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        assert type(trainer.model_wrapped) is DistributedDataParallel
+        with ops.recording() as routes:
+            loss = trainer.evaluate()["eval_loss"]
+        joined = [route.operation for route in routes].count("linear")
+        assert joined == (GROUPS if kind == "ours" else 0)
+        trainer.save_model(folder / kind)
+        found.append({"loss": torch.tensor(loss, dtype=model.dtype), **model.state_dict()})
+    actual, eager, expected = found
+    assert_run_as_good_as_eager(actual, eager, expected, least=1e-3)
+    if dist.get_rank() == 0:
+        saved = LlamaForCausalLM.from_pretrained(folder / "ours").state_dict()
+        assert all(torch.equal(each, actual[name]) for name, each in saved.items())
+
+
+if __name__ == "__main__":
+    run((plain, checkpointed, some_unused, adapters, trained_and_evaluated, by_trainer), *sys.argv[1:])

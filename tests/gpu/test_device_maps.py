@@ -1,0 +1,166 @@
+"""Device maps over GPUs and the CPU: stock's tokens under the same map; layers that stay where they are, fused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import hf_rocm
+from hf_rocm import ops, options
+from hf_rocm.errors import GraphError
+from hf_rocm.weights.fuse import why_not
+from tests.distributed.test_accelerate import hooks
+from tests.generation.conftest import counted, generate, make, prompt
+from tests.weights.models import live
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules:UserWarning"),
+]
+two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not run: needs two GPUs")
+
+KINDS = ["llama", "qwen3", "mistral", "gemma2"]
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 503, "num_hidden_layers": 4}
+GROUPS = 2 * SIZES["num_hidden_layers"]
+MOVED = "run by a hook (AlignDevicesHook) that may move its weights"
+
+
+@pytest.fixture(autouse=True)
+def unprobed():
+    with options.override(probe=False):  # kernels have tests of their own, and checking each takes seconds
+        yield
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def save(kind):
+        make(kind, **SIZES).save_pretrained(tmp_path / kind)
+        return tmp_path / kind
+
+    return save
+
+
+def placed(*devices):
+    """One device for each layer; what comes before and after them is with the first and the last of those on a GPU."""
+    layers = {f"model.layers.{number}": device for number, device in enumerate(devices)}
+    first, *_, last = [device for device in devices if device != "cpu"]
+    return {"model.embed_tokens": first, "model.rotary_emb": first, **layers, "model.norm": last, "lm_head": last}
+
+
+def load(folder, *, ours, **arguments):
+    if ours:
+        return hf_rocm.from_pretrained(folder, force=True, **arguments).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **arguments).eval()
+
+
+def asked(**arguments):
+    return {name: each.cuda(0) for name, each in prompt(**arguments).items()}
+
+
+def joined_products(model, inputs):
+    """How many products of fused weights one prompt makes."""
+    layer = model.model.layers[0]
+    qkv = sum(getattr(layer.self_attn, name).out_features for name in ("q_proj", "k_proj", "v_proj"))
+    shapes = {(qkv, SIZES["hidden_size"]), (2 * SIZES["intermediate_size"], SIZES["hidden_size"])}
+    with torch.no_grad(), ops.recording() as routes:
+        model(**inputs, use_cache=False)
+    return sum(route.operation in ("linear", "fused_linear") and route.shapes[1] in shapes for route in routes)
+
+
+def same_as_stock(ours, stock, *, groups):
+    assert ours.hf_device_map == stock.hf_device_map
+    assert hooks(ours) == hooks(stock)
+    for padded in (0, 3):
+        inputs = asked(padded=padded)
+        assert torch.equal(generate(ours, inputs, new=24), generate(stock, inputs, new=24))
+        assert joined_products(ours, inputs) == groups == live(ours)
+    assert counted(ours) == (0, 0)
+
+
+def cache_places(model):
+    with torch.no_grad():
+        cache = model(**asked(), use_cache=True).past_key_values
+    return [(layer.keys.device, layer.values.device) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_offloaded_to_the_cpu(kind, checkpoint, tmp_path):
+    arguments = {"device_map": placed(0, "cpu", 0, "cpu")}
+    folder = checkpoint(kind)
+    ours, stock = (load(folder, ours=which, **arguments) for which in (True, False))
+    same_as_stock(ours, stock, groups=GROUPS - 4)
+    assert cache_places(ours) == cache_places(stock) == [(torch.device("cuda", 0),) * 2] * 4
+    with torch.no_grad():
+        reasons = [why_not(layer.mlp, ("gate_proj", "up_proj")) for layer in ours.model.layers]
+    assert [reason is None for reason in reasons] == [True, False, True, False]
+    told = str(hf_rocm.explain(ours))
+    assert MOVED in told and "steps run uncaptured: some of its weights are offloaded" in told
+    assert "meta device" not in told
+    for name, each in (("ours", ours), ("stock", stock)):
+        each.save_pretrained(tmp_path / name)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("ours", "stock")]
+    assert files[0] == files[1]
+    expected = generate(stock, asked(), new=24)
+    hf_rocm.restore(ours)
+    assert hooks(ours) == hooks(stock) and torch.equal(generate(ours, asked(), new=24), expected)
+
+
+def test_as_memory_allows(checkpoint):
+    """accelerate chooses: the first layers on the GPU, the others on the CPU."""
+    embeddings, layer = 4 * 503 * 256, 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)
+    memory = {0: embeddings + 7 * layer // 2, "cpu": "4GiB"}  # it may keep room for one that is brought
+    folder = checkpoint("llama")
+    ours, stock = (load(folder, ours=which, device_map="auto", max_memory=memory) for which in (True, False))
+    on_gpu = sum(not each.mlp.up_proj.weight.is_meta for each in stock.model.layers)
+    assert 0 < on_gpu < 4
+    same_as_stock(ours, stock, groups=2 * on_gpu)
+
+
+@pytest.mark.parametrize("mapping", ["auto", {"": 0}])
+def test_one_gpu_that_holds_all(mapping, checkpoint):
+    """No hooks, and steps are recorded as without a map."""
+    folder = checkpoint("llama")
+    memory = {"max_memory": {0: "4GiB"}} if mapping == "auto" else {}
+    ours, stock = (load(folder, ours=which, device_map=mapping, **memory) for which in (True, False))
+    assert not hooks(ours)
+    assert torch.equal(generate(ours, asked(), new=24), generate(stock, asked(), new=24))
+    assert live(ours) == GROUPS and counted(ours)[1] > 0
+
+
+@two
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_on_two_gpus(kind, checkpoint):
+    folder = checkpoint(kind)
+    ours, stock = (load(folder, ours=which, device_map=placed(0, 0, 1, 1)) for which in (True, False))
+    same_as_stock(ours, stock, groups=GROUPS)
+    devices = [torch.device("cuda", index) for index in (0, 0, 1, 1)]
+    assert cache_places(ours) == cache_places(stock) == [(device, device) for device in devices]
+    assert [layer.mlp.up_proj.weight.device for layer in ours.model.layers] == devices
+    assert "steps run uncaptured: its weights are on 2 devices" in str(hf_rocm.explain(ours))
+    how = {"do_sample": True, "top_k": 40, "seed": 1}
+    assert torch.equal(generate(ours, asked(), **how), generate(stock, asked(), **how))
+    assert torch.equal(generate(ours, asked(), num_beams=3), generate(stock, asked(), num_beams=3))
+
+
+@two
+def test_layers_that_go_back_and_forth(checkpoint):
+    folder = checkpoint("llama")
+    ours, stock = (load(folder, ours=which, device_map=placed(0, 1, 0, 1)) for which in (True, False))
+    same_as_stock(ours, stock, groups=GROUPS)
+    assert len(set(map(str, cache_places(ours)))) == 2
+
+
+@two
+def test_balanced(checkpoint):
+    folder = checkpoint("llama")
+    ours, stock = (load(folder, ours=which, device_map="balanced") for which in (True, False))
+    assert len(set(ours.hf_device_map.values())) == 2
+    same_as_stock(ours, stock, groups=GROUPS)
+
+
+@two
+def test_recorded_steps_that_are_required_are_refused(checkpoint):
+    ours = load(checkpoint("llama"), ours=True, device_map=placed(0, 0, 1, 1), graphs=True)
+    with pytest.raises(GraphError, match="on 2 devices"):
+        generate(ours, asked())

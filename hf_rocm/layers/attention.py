@@ -83,7 +83,8 @@ def _reason(
     for name in _UNSERVED:
         value = arguments.get(name)
         if value is not None and value is not False:
-            return f"the call has {name}, which stays stock"
+            what = "a cache in pages (continuous batching)" if name == "cache" else name
+            return f"the call has {what}, which stays stock"
     return None
 
 

@@ -50,6 +50,9 @@ TOOLS = (
     "uv",
     "parameterized",  # transformers' own tests
     "mkdocs",  # the documentation
+    "fastapi",  # with the next two: transformers serve, which tests/serving starts
+    "uvicorn",
+    "openai",
 )
 
 

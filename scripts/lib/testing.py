@@ -48,6 +48,10 @@ NOT_BETWEEN = ("tests/overlay/promises", "tests/weights")
 # Every model that has an overlay, in every release: a suite beside the others, so that two cores share the work.
 MODELS = "tests/coverage"
 
+# Several processes: ranks, servers. In the last 4.x and the newest release, a suite of its own as well.
+PROCESSES = ("tests/distributed", "tests/serving")
+WITH_PROCESSES = ("4.57.6", NEWEST)
+
 # AMD's own package, with stand-ins for its compiled kernels, in an environment of its own.
 AITER_TESTS = "tests/aiter"
 BESIDE_AITER = f"{NEWEST}, amd-aiter"
@@ -115,7 +119,7 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
     paths = [word for word in extra if (ROOT / word.split("::")[0]).exists()]
     flags = [word for word in extra if word not in paths]
     # the import rules are a check of their own
-    apart = _ignoring((*APART.values(), MODELS))
+    apart = _ignoring((*APART.values(), MODELS, *PROCESSES))
     everything = ["tests", *apart, *([] if extra else ["--ignore", "tests/test_imports.py"])]
     dependent = [f"tests/{name}" for name in RELEASE_DEPENDENT if (ROOT / "tests" / name).exists()]
     dependent += ["--ignore", FAULTS]
@@ -132,6 +136,15 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
         if name not in APART and not paths:
             arguments = (*selection, *flags, MODELS)
             suites.append(Suite(f"transformers {name}, every model", environment, arguments, may_be_empty=bool(extra)))
+        if name in WITH_PROCESSES and not paths:
+            suites.append(
+                Suite(
+                    f"transformers {name}, several processes",
+                    environment,
+                    (*selection, *flags, *PROCESSES),
+                    may_be_empty=quick or bool(extra),
+                )
+            )
     return suites
 
 

@@ -1,0 +1,50 @@
+"""What serving is tested with: a memory that transformers can read on a CPU, and a checkpoint that says something."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+
+from tests.serving.batching import HAS_BATCHING, memory_is_known
+
+
+@pytest.fixture
+def real_memory():
+    """Memory as transformers reads it."""
+
+
+@pytest.fixture(autouse=True)
+def lent_memory(request, monkeypatch):
+    """A figure for the machine's memory, in releases that read one off accelerators only and stop without it."""
+    if "real_memory" in request.fixturenames or HAS_BATCHING is False or memory_is_known():
+        return
+    from transformers.generation.continuous_batching import cache
+
+    monkeypatch.setattr(cache, "get_device_and_memory_breakdown", lambda: (torch.device("cpu"), 2**28, 0, 0))
+
+
+@pytest.fixture(scope="session")
+def chatty_checkpoint(tmp_path_factory, tiny_checkpoint):
+    """The tiny checkpoint with weights so large that no two prompts are answered alike, and a chat template."""
+    folder = tmp_path_factory.mktemp("chatty")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_checkpoint)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    config = transformers.AutoConfig.from_pretrained(tiny_checkpoint)
+    config.eos_token_id = None
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    names = {"model_input_names": ["input_ids", "attention_mask"]}  # the servers pass on all that the tokenizer gives
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **names}))
+    yield folder
+    shutil.rmtree(folder)

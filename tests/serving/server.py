@@ -1,0 +1,174 @@
+"""transformers' own server in a process of its own, on a free port of this machine, and what ran in it."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # of the extra transformers[serving]
+
+# The command as people type it. Beside it, what hf_rocm did is written down: which operations ran, and what explain
+# says of the models that are loaded when the server is told to stop.
+CHILD = """
+import asyncio, gc, json, os, sys
+from contextlib import nullcontext
+from pathlib import Path
+
+facts, *sys.argv[1:] = sys.argv[1:]
+import transformers, uvicorn
+found = {"transformers": transformers.__file__, "routes": [], "models": []}
+watching = nullcontext([])
+if "HF_ROCM_FORCE" in os.environ:
+    from hf_rocm import explain, ops
+    watching = ops.recording()
+shutdown = uvicorn.Server.shutdown
+
+async def told(self, *args, **kwargs):
+    for model in [each for each in gc.get_objects() if isinstance(each, transformers.GenerationMixin)]:
+        if watching.__class__ is not nullcontext:
+            found["models"].append({**explain(model).to_dict(), "prepared": "_hf_rocm_report" in model.__dict__})
+    await shutdown(self, *args, **kwargs)
+
+uvicorn.Server.shutdown = told
+try:
+    with watching as routes:
+        if transformers.__version__.startswith("4."):
+            from transformers.commands.transformers_cli import main
+        else:
+            from transformers.cli.transformers import main
+        main()
+except (KeyboardInterrupt, SystemExit):
+    pass
+finally:
+    found["routes"] = [[each.operation, [list(shape) for shape in each.shapes]] for each in routes]
+    Path(facts).write_text(json.dumps(found))
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(0)  # with continuous batching stock's own thread would keep the process
+"""
+
+WAIT = 90  # seconds for a start, an answer or an end, on a machine that has other things to do
+
+
+def missing() -> list[str]:
+    return [name for name in NEEDS if importlib.util.find_spec(name) is None]
+
+
+def site(path: Path, *models: str) -> Path:
+    """A transformers with overlays of these models installed; all other files are links to the installed ones."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).parent
+    package = path / "transformers"
+    for model in models:
+        shutil.copytree(
+            source / "models" / model, package / "models" / model, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for folder in (Path(), Path("models")):
+        for entry in (source / folder).iterdir():
+            if entry.name != "__pycache__" and not (package / folder / entry.name).exists():
+                (package / folder / entry.name).symlink_to(entry)
+    metadata = next(source.parent.glob("transformers-*.dist-info"))
+    shutil.copytree(metadata, path / metadata.name)
+    command = ["-m", "hf_rocm", "install-overlays", *models, "--transformers-path", str(package)]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=path, env=variables(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path
+
+
+def variables(path: Path | None = None, **changes: str) -> dict[str, str]:
+    """The environment of a child, in which this folder's packages come first."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_ROCM")}
+    paths = [*([str(path)] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    fixed = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**kept, **fixed, "CUDA_VISIBLE_DEVICES": "", **changes}
+
+
+class Server:
+    """A running server. facts: what the process found, once it has ended."""
+
+    def __init__(self, port: int, log: Path) -> None:
+        self.port, self.log = port, log
+        self.facts: dict[str, Any] = {}
+
+    def post(self, path: str, body: dict[str, Any]) -> str:
+        """The answer's text, put together where it comes in pieces."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
+        try:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read().decode()
+        except TimeoutError as error:
+            raise AssertionError(f"no answer\n{self.log.read_text()}") from error
+        finally:
+            connection.close()
+        assert response.status == 200, f"{response.status} {answer}\n{self.log.read_text()}"
+        if response.headers["Content-Type"].startswith("application/json"):
+            return text_of(json.loads(answer))
+        events = [json.loads(line.removeprefix("data: ")) for line in answer.splitlines() if line.startswith("data: {")]
+        errors = [event for event in events if event.get("error")]
+        assert events and not errors, answer
+        return "".join(map(text_of, events))
+
+
+def text_of(event: dict[str, Any]) -> str:
+    """What an answer, or a piece of one, adds to the text."""
+    if "choices" in event:
+        found = [
+            choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or ""
+            for choice in event["choices"]
+        ]
+        return "".join(found)
+    return event["delta"] if event.get("type") == "response.output_text.delta" else ""
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str, path: Path | None = None, **environment: str) -> Iterator[Server]:
+    """`transformers serve` with these arguments. folder: for its log and its facts; path: of a `site`."""
+    folder.mkdir()
+    log, facts = folder / "log", folder / "facts.json"
+    command = [sys.executable, "-c", CHILD, str(facts), "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=variables(path, **environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        server = Server(started(process, log), log)
+        yield server
+        process.send_signal(signal.SIGINT)
+        process.wait(WAIT)
+        assert "Application shutdown complete" in log.read_text(), log.read_text()
+        server.facts = json.loads(facts.read_text())
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def started(process: subprocess.Popen[bytes], log: Path) -> int:
+    """The port that it listens on: it takes a free one and says which."""
+    deadline = time.monotonic() + WAIT
+    while time.monotonic() < deadline and process.poll() is None:
+        found = re.search(r"Uvicorn running on http://127\.0\.0\.1:(\d+)", log.read_text())
+        if found:
+            return int(found[1])
+        time.sleep(0.1)
+    raise AssertionError(f"the server did not start\n{log.read_text()}")

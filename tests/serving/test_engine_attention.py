@@ -1,0 +1,160 @@
+"""An engine's own attention and layers, as vLLM puts them into transformers' models: ours leave both to it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_rocm
+from hf_rocm import ops
+from hf_rocm.layers.notes import noted
+from hf_rocm.overlay import bind
+from tests.generation.conftest import make
+from tests.tolerance import assert_as_good_as_eager
+
+KINDS = {
+    "llama": "LlamaAttention",
+    "qwen3": "Qwen3Attention",
+    "mistral": "MistralAttention",
+    "gemma2": "Gemma2Attention",
+    "mixtral": "MixtralAttention",
+}
+
+# Defaults of stock layers in 4.x that happen to reach the attention function, as False, and that none reads there.
+SAY_NOTHING = {"use_cache", "output_router_logits"}
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """An attention function under a name of its own, and the calls that it got: (module, tensors, mask, arguments)."""
+    calls = []
+
+    def forward(module, query, key, value, attention_mask, scaling=None, **arguments):
+        calls.append((module, (query, key, value), attention_mask, {"scaling": scaling, **arguments}))
+        repeated = [each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value)]
+        output = nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=True, scale=scaling)
+        return output.transpose(1, 2).contiguous(), None
+
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions._global_mapping, "engine", forward)
+    return calls
+
+
+def run(model, calls, **arguments):
+    """Logits of a call as vLLM makes it, with arguments for its own attention, and the calls that this got."""
+    del calls[:]
+    ids = torch.arange(3, 17).view(1, 14)
+    with torch.inference_mode():
+        output = model(
+            input_ids=ids, position_ids=torch.arange(14)[None], use_cache=False, return_dict=False, **arguments
+        )
+    return output[0], list(calls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("delivery", ["prepared", "overlays"])
+def test_it_is_called_as_stock_calls_it(kind, delivery, engine, monkeypatch):
+    stock = make(kind, attn_implementation="engine")
+    ours = copy.deepcopy(stock)
+    instances = {index: object() for index in range(stock.config.num_hidden_layers)}
+    expected, wanted = run(stock, engine, attention_instances=instances)
+    exact, _ = run(in_float64(copy.deepcopy(stock)), engine, attention_instances=instances)
+
+    if delivery == "prepared":
+        hf_rocm.prepare(ours, force=True)
+    else:
+        monkeypatch.setenv("HF_ROCM_FORCE", "1")
+        hf_rocm.activate(kind)
+    try:
+        with ops.recording() as routes:
+            actual, got = run(ours, engine, attention_instances=instances)
+    finally:
+        if delivery == "overlays":
+            hf_rocm.deactivate()
+
+    assert len(got) == len(wanted) == stock.config.num_hidden_layers
+    for (module, tensors, mask, arguments), (_, stocks, stocks_mask, stocks_arguments) in zip(got, wanted, strict=True):
+        assert type(module).__name__ == KINDS[kind] and module in set(ours.modules())
+        assert [each.shape for each in tensors] == [each.shape for each in stocks]  # keys and values unexpanded
+        assert same(mask, stocks_mask) and arguments.keys() <= stocks_arguments.keys()
+        assert all(same(value, stocks_arguments[name]) for name, value in arguments.items())
+        left_out = {name: stocks_arguments[name] for name in stocks_arguments.keys() - arguments.keys()}
+        assert left_out.keys() <= SAY_NOTHING and not any(left_out.values())
+        assert arguments["attention_instances"] is instances
+        assert delivery == "overlays" or noted(module) == (
+            "the attention implementation 'engine' was asked for, and only 'sdpa' is served"
+        )
+    assert_as_good_as_eager(actual, expected, exact)
+    ran = Counter(each.operation for each in routes)
+    assert not ran.keys() & {"attention", "decode_attention", "varlen_attention"}
+    assert ran["rms_norm"] + ran["add_rms_norm"] >= 2 * len(got)  # the rest of the layer is ours
+
+
+def in_float64(model):
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # PyTorch's grouped product has no float64
+    return model.double()
+
+
+def same(one, other):
+    return torch.equal(one, other) if torch.is_tensor(one) else one is other or one == other
+
+
+class TheirLinear(nn.Module):
+    """A linear layer that is no `nn.Linear`, as an engine's parallel and quantised ones are."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.calls = linear.weight, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return nn.functional.linear(x, self.weight)
+
+
+class TheirNorm(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.eps, self.calls = norm.weight, norm.variance_epsilon, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def equip(model):
+    """Exchange every linear layer and every norm, as vLLM does before it loads weights."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, TheirLinear(child))
+            elif hasattr(child, "variance_epsilon"):
+                setattr(module, name, TheirNorm(child))
+    return [module for module in model.modules() if isinstance(module, (TheirLinear, TheirNorm))]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_its_layers_run_within_overlays(kind, compiled, engine, monkeypatch):
+    """Everything that an engine exchanged runs, as often as in stock; compiled as a whole, without a graph break."""
+    stock = make(kind, attn_implementation="engine")
+    ours = copy.deepcopy(stock)
+    theirs = [equip(stock), equip(ours)]
+    expected, _ = run(stock, engine)
+    monkeypatch.setenv("HF_ROCM_FORCE", "1")
+    hf_rocm.activate(kind)
+    try:
+        assert any(bind.mode_of(module) == bind.ON for module in ours.modules())
+        call = torch.compile(ours, fullgraph=True, backend="eager") if compiled else ours
+        actual, _ = run(call, engine)
+    finally:
+        hf_rocm.deactivate()
+        torch.compiler.reset()
+    torch.testing.assert_close(actual, expected)
+    counts = [[module.calls for module in modules] for modules in theirs]
+    assert counts[0] == [1] * len(counts[0]) and counts[1] == counts[0]

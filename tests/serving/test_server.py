@@ -1,0 +1,85 @@
+"""`transformers serve` answers as stock's server does, with overlays installed and with models prepared by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serving.batching import RELEASE
+from tests.serving.server import missing, serving, site
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        bool(missing()), reason=f"not run: needs {', '.join(missing())} (pip install 'transformers[serving]')"
+    ),
+    pytest.mark.skipif(RELEASE.major == 4 and RELEASE.minor < 54, reason="not run: serve before 4.54 is another one"),
+]
+
+ATTENTION = {"attention", "decode_attention", "varlen_attention"}
+PROMPTS = ("the value of", "a class is", "if")
+NEW = 8
+
+# Each endpoint of the release that takes text: its path, and what it is asked.
+CHAT = "/v1/chat/completions", lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": NEW}
+RESPONSES = "/v1/responses", lambda prompt: {"input": prompt, "max_output_tokens": NEW, "stream": True}
+COMPLETIONS = "/v1/completions", lambda prompt: {"prompt": prompt, "max_tokens": NEW}
+ENDPOINTS = (CHAT, RESPONSES) if RELEASE.major == 4 else (CHAT, RESPONSES, COMPLETIONS)
+
+
+def answers(server, model, endpoints=ENDPOINTS):
+    """The texts of every endpoint, streamed and whole, without sampling."""
+    found = {}
+    for path, ask in endpoints:
+        for stream in (False, True):
+            for prompt in PROMPTS:
+                body = {"model": str(model), "temperature": 0, "stream": stream, **ask(prompt)}
+                found[path, stream, prompt] = server.post(path, body)
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    return site(tmp_path_factory.mktemp("site"), "llama")
+
+
+@pytest.fixture(scope="module")
+def stocks_answers(tmp_path_factory, chatty_checkpoint):
+    with serving(tmp_path_factory.mktemp("stock") / "server", "--device", "cpu") as server:
+        found = answers(server, chatty_checkpoint)
+    assert server.facts["routes"] == []
+    assert all(found.values()) and len(set(found.values())) == len(PROMPTS)  # the endpoints agree, the prompts don't
+    return found
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["overlays", "prepared"])
+def test_it_answers_as_stocks_server_does(prepared, installed, stocks_answers, chatty_checkpoint, tmp_path):
+    environment = {"HF_ROCM_FORCE": "1", **({"HF_ROCM_AUTO": "1"} if prepared else {})}
+    with serving(tmp_path / "server", "--device", "cpu", path=installed, **environment) as server:
+        assert answers(server, chatty_checkpoint) == stocks_answers
+    facts = server.facts
+    assert facts["transformers"].startswith(str(installed))
+    ran = {operation for operation, _ in facts["routes"]}
+    assert {"attention", "rms_norm", "add_rms_norm", "rope"} <= ran
+    (model,) = facts["models"]
+    assert model["prepared"] is prepared
+    assert prepared or {part["delivery"] for part in model["parts"]} == {"installed"}
+    assert not any(part["stayed_stock"] for part in model["parts"])
+    fused = [shapes[1][0] for operation, shapes in facts["routes"] if operation == "linear"]
+    assert bool(fused) is prepared  # q, k and v, and gate and up, each in one product
+
+
+@pytest.mark.skipif(
+    RELEASE.major == 4,
+    reason="not run: serve in 4.57 streams from a list that its own thread extends: its text varies",
+)
+def test_continuous_batching_answers_as_stocks_server_does(installed, stocks_answers, chatty_checkpoint, tmp_path):
+    arguments = ["--device", "cpu", "--continuous-batching", "--cb-num-blocks", "8", "--cb-max-batch-tokens", "64"]
+    environment = {"HF_ROCM_FORCE": "1", "HF_ROCM_AUTO": "1"}
+    with serving(tmp_path / "server", *arguments, path=installed, **environment) as server:
+        found = answers(server, chatty_checkpoint, (CHAT, COMPLETIONS))
+    assert found == {key: text for key, text in stocks_answers.items() if key in found}
+    ran = {operation for operation, _ in server.facts["routes"]}
+    assert {"rms_norm", "add_rms_norm", "act_and_mul"} <= ran and not ran & ATTENTION
+    (model,) = server.facts["models"]
+    (attention,) = [part for part in model["parts"] if part["cls"] == "LlamaAttention"]
+    assert list(attention["stayed_stock"].values()) == [attention["instances"]]

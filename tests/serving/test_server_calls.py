@@ -1,0 +1,61 @@
+"""How the servers call `generate`, streaming from a thread of its own; which calls decode over recorded steps."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import torch
+import transformers
+
+import hf_rocm
+from hf_rocm.generation.state import known
+from tests.generation.conftest import make, recorded_on_cpu  # noqa: F401 - a fixture
+from tests.serving.batching import NEW, one_by_one, prompts
+
+
+class Streamer(transformers.generation.streamers.BaseStreamer):
+    def __init__(self):
+        self.tokens = queue.Queue()
+
+    def put(self, value):
+        self.tokens.put(value.flatten().tolist())
+
+    def end(self):
+        self.tokens.put(None)
+
+
+def served(model, prompt, **arguments):
+    """The tokens of one request: `generate` runs on a new thread, and here they are taken as they come."""
+    streamer, ids = Streamer(), torch.tensor([prompt])
+    config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    calls = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": config, **arguments}
+    thread = threading.Thread(target=model.generate, kwargs={**calls, "streamer": streamer})
+    thread.start()
+    found = []
+    while (piece := streamer.tokens.get(timeout=60)) is not None:
+        found += piece
+    thread.join()
+    return found[len(prompt) :]
+
+
+def test_requests_one_after_the_other_replay_recorded_steps(recorded_on_cpu):  # noqa: F811
+    """As serve calls it in 5.23: nothing asked for but tokens."""
+    expected = one_by_one(make("llama"), prompts())
+    model = hf_rocm.prepare(make("llama"), force=True, graphs=True)
+    assert [served(model, prompt) for prompt in prompts()] == expected
+    state = known(model)
+    recorded, replayed = state.recorded, state.replayed
+    assert 0 < recorded < len(expected)  # one for each size of cache
+    assert [served(model, prompt) for prompt in prompts()] == expected
+    assert state.recorded == recorded and state.replayed > replayed + len(expected)
+
+
+def test_requests_that_ask_for_their_cache_run_uncaptured_and_say_so(recorded_on_cpu):  # noqa: F811
+    """As serve calls it in 4.57 and 5.0: it keeps the cache for a conversation's next turn."""
+    expected = one_by_one(make("llama"), prompts())
+    model = hf_rocm.prepare(make("llama"), force=True)
+    asked = {"return_dict_in_generate": True, "past_key_values": None}
+    assert [served(model, prompt, **asked) for prompt in prompts()] == expected
+    assert known(model).recorded == 0
+    assert f"uncaptured × {len(expected)}: the call returns its cache" in str(hf_rocm.explain(model))

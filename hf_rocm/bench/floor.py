@@ -1,7 +1,8 @@
 """The floor under a time: what has to be read and multiplied, at the rates that this machine was seen to reach.
 
 A decode step reads each weight and each cached key and value once; a prefill multiplies every token with every weight.
-Embedding tables are looked up, not read, and don't count.
+Embedding tables are looked up, not read, and don't count. Of a model that ranks share, each has its part of all that,
+and what it sends takes time too.
 """
 
 from __future__ import annotations
@@ -15,45 +16,51 @@ from hf_rocm.bench.rates import Rates
 
 
 class Floor(NamedTuple):
-    """milliseconds: of one timed unit. bytes, flops: what one takes. by: what bounds it, `memory` or `products`."""
+    """milliseconds: of one timed unit. bytes, flops: what one takes. by: what bounds it, `memory` or `products`.
+    exchange: how many of the milliseconds the ranks' messages take by their bytes alone."""
 
     milliseconds: float
     bytes: float
     flops: float
     by: str
+    exchange: float = 0.0
 
 
-def floor(model: Any, case: Case, rates: Rates) -> Floor:
-    """The floor of one unit of a case: a token (of every row) in decoding, else the whole forward."""
-    read, flops = (decode_work if case.kind == "decode" else forward_work)(model, case)
+def floor(model: Any, case: Case, rates: Rates, *, ranks: int = 1, exchange: float = 0.0) -> Floor:
+    """The floor of one unit of a case: a token (of every row) in decoding, else the whole forward.
+
+    ranks: how many share the model, each with its part of the weights and heads. exchange: seconds for what each sends.
+    """
+    read, flops = (decode_work if case.kind == "decode" else forward_work)(model, case, ranks)
     memory, products = read / rates.copy, flops / rates.matmul
-    return Floor(1000 * max(memory, products), read, flops, "memory" if memory >= products else "products")
+    by = "memory" if memory >= products else "products"
+    return Floor(1000 * (max(memory, products) + exchange), read, flops, by, 1000 * exchange)
 
 
-def decode_work(model: Any, case: Case) -> tuple[float, float]:
-    """Bytes and operations of one step, halfway through the new tokens."""
+def decode_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
+    """Bytes and operations of one step on one rank, halfway through the new tokens."""
     context = case.prompt + case.new // 2
-    cached = sum(_seen(context, window) for window in windows(model)) * _key_bytes(model)
+    cached = sum(_seen(context, window) for window in windows(model)) * _key_bytes(model) / ranks
     weights = Weights.of(model)
     read = weights.bytes(tokens=case.batch) + case.batch * cached
-    attention = 4 * _query_width(model) * sum(_seen(context, window) for window in windows(model))
+    attention = 4 * _query_width(model) * sum(_seen(context, window) for window in windows(model)) / ranks
     return read, case.batch * (weights.flops() + attention)
 
 
-def forward_work(model: Any, case: Case) -> tuple[float, float]:
+def forward_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
     """Bytes and operations of one forward over the prompt; of a causal model's head, one position a row."""
     length = case.prompt or _positions(model)
     causal = case.kind == "prefill"
     weights = Weights.of(model)
     pairs = sum(_pairs(length, window, causal=causal) for window in windows(model))
     products = weights.flops() * length - (2 * weights.head * (length - 1) if causal else 0)
-    flops = case.batch * (products + 4 * _query_width(model) * pairs)
+    flops = case.batch * (products + 4 * _query_width(model) * pairs / ranks)
     return weights.bytes(tokens=case.batch * length), flops
 
 
 class Weights(NamedTuple):
-    """The matrices of a model, in elements. dense: read by every token. routed: of all experts together; a token
-    takes `share` of them. head: the part of dense that turns the last state into logits.
+    """The matrices of a model (of a shared one: this rank's), in elements. dense: read by every token. routed: of all
+    experts together; a token takes `share` of them. head: the part of dense that turns the last state into logits.
     """
 
     dense: int
@@ -75,11 +82,11 @@ class Weights(NamedTuple):
                     continue
                 counted.add(id(parameter))
                 if "experts" in name.split(".") and "shared_experts" not in name:
-                    routed += parameter.numel()
+                    routed += local(parameter).numel()
                 else:
-                    dense += parameter.numel()
+                    dense += local(parameter).numel()
         item = next(model.parameters()).element_size()
-        return cls(dense, routed, _expert_share(model), head.weight.numel() if head is not None else 0, item)
+        return cls(dense, routed, _expert_share(model), local(head.weight).numel() if head is not None else 0, item)
 
     def bytes(self, *, tokens: int) -> float:
         """Read once for so many tokens: an expert only if one of them, spread evenly, is expected to choose it."""
@@ -89,6 +96,11 @@ class Weights(NamedTuple):
     def flops(self) -> float:
         """Operations for one token."""
         return 2 * (self.dense + self.routed * self.share)
+
+
+def local(parameter: Any) -> Any:
+    """This rank's part of a parameter, in the same memory; all of it where it isn't shared."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def windows(model: Any) -> list[int | None]:

@@ -39,26 +39,32 @@ class Parity(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What a side gave, and what the reference has to be fed for the same. same: this was the very case to be timed."""
+    """What a side gave, and what the reference has to be fed for the same. same: this was the very case to be timed.
+    tokens: those that it chose, [B, S + new] (of a forward, the next one)."""
 
     arguments: dict[str, Any]
     actual: Tensor
     same: bool
+    tokens: Tensor
 
 
-def trial(side: Side, case: Case) -> Trial:
-    """Run one side on inputs like the case's: the very same, unless a reference for them would be too large."""
-    length = _length(side.model, case)
+def trial(side: Side, case: Case, *, most: int | None = None) -> Trial:
+    """Run one side on inputs like the case's: the very same, unless a reference for them would be too large.
+
+    most: the longest prompt; by default what the memory allows.
+    """
+    length = _length(side.model, case) if most is None else min(case.prompt, most)
     smaller = case._replace(prompt=length)
     with torch.no_grad(), side.turn():
         if case.kind != "decode":
             arguments = inputs.forward_inputs(side.model, smaller)
-            return Trial(arguments, inputs.output(side(**arguments)), smaller == case)
+            states = inputs.output(side(**arguments))
+            return Trial(arguments, states, smaller == case, states[..., -1:, :].argmax(-1))
         ids = inputs.tokens(side.model, case.batch, length)
         sequence, actual = generate_logits(side, ids, case.new, judged=JUDGED)
     judged = actual.shape[1]
     arguments = {"input_ids": sequence[:, : length + judged - 1], "logits_to_keep": judged}
-    return Trial(arguments, actual, smaller == case)
+    return Trial(arguments, actual, smaller == case, sequence)
 
 
 class Reference:
@@ -83,6 +89,23 @@ class Reference:
                     exact = inputs.output(self._exact(**_in(arguments, wide))).clone()
             self._last = (fed, eager, exact)
         return self._last[1], self._last[2]
+
+
+class ReferenceInPlace(Reference):
+    """The same where copies can't be had: a sharded model's own modules are bound to it. It is itself for that time."""
+
+    def __init__(self, model: Any) -> None:
+        self._eager = self._exact = model
+        self._last = None
+
+    def _run(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        before = [(config, name, getattr(config, name)) for config, name in _implementations(self._eager)]
+        _plainly(self._eager)
+        try:
+            return super()._run(arguments)
+        finally:
+            for config, name, value in before:
+                setattr(config, name, value)
 
 
 def compare(actual: Tensor, eager: Tensor, exact: Tensor) -> Parity:
@@ -154,12 +177,16 @@ def _in(arguments: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
 
 
 def _plainly(model: Any) -> Any:
-    """Have every module of a twin run eager attention and eager experts: its configs are its own."""
+    """Have every module of a model run eager attention and eager experts: its configs are its own."""
+    for config, name in _implementations(model):
+        setattr(config, name, "eager")
+    return model
+
+
+def _implementations(model: Any) -> list[tuple[Any, str]]:
+    """What says, in each config of a model, which attention and which experts run."""
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
     }
-    for config in configs.values():
-        config._attn_implementation = "eager"
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "eager"
-    return model
+    names = ("_attn_implementation", "_experts_implementation")
+    return [(config, name) for config in configs.values() for name in names if hasattr(config, name)]

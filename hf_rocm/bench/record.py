@@ -42,6 +42,7 @@ class Segment:
     results: tuple[Result, ...] = ()
     kernels: tuple[dict[str, Any], ...] = ()
     starts: tuple[dict[str, Any], ...] = ()
+    parallel: dict[str, Any] | None = None  # of ranks that share the model: how many, over what, what they exchange
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -55,6 +56,7 @@ class Segment:
             "results": [_result_to_dict(each) for each in self.results],
             "kernels": list(self.kernels),
             "starts": list(self.starts),
+            **({} if self.parallel is None else {"parallel": self.parallel}),
         }
 
     @classmethod
@@ -70,6 +72,7 @@ class Segment:
             tuple(_result_from_dict(each) for each in data["results"]),
             tuple(data["kernels"]),
             tuple(data["starts"]),
+            data.get("parallel"),
         )
 
 
@@ -135,10 +138,15 @@ def named(segment: Segment, name: str) -> Segment:
 def _result_to_dict(result: Result) -> dict[str, Any]:
     return {
         "case": result.case._asdict(),
-        "floor": result.floor._asdict(),
+        "floor": _floor_to_dict(result.floor),
         "timings": [_timing_to_dict(each) for each in result.timings],
         "left_out": result.left_out,
     }
+
+
+def _floor_to_dict(floor: Floor) -> dict[str, Any]:
+    """Without what only ranks have, for those who read results of one device."""
+    return {name: value for name, value in floor._asdict().items() if name != "exchange" or value}
 
 
 def _timing_to_dict(timing: Timing) -> dict[str, Any]:

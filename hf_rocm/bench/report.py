@@ -25,8 +25,36 @@ def heading(segment: Segment) -> list[str]:
         + (f", commit {segment.commit}" if segment.commit else ""),
         f"copies {large(rates.copy)}B/s and multiplies {large(rates.matmul)}FLOP/s, measured in this run; medians of "
         + (f"{segment.rounds} interleaved rounds (quartiles)" if segment.results else f"{segment.rounds} replays"),
+        *parallel(segment),
         note(machine),
     ]
+
+
+def parallel(segment: Segment) -> list[str]:
+    """How many ranks shared the model, and over what; nothing for one device."""
+    told = segment.parallel
+    if told is None:
+        return []
+    apart = told.get("apart")
+    ways = "" if apart is None else "; the GPUs reach each other" if not apart else f"; {', '.join(apart)} do not"
+    return [
+        f"tensor parallel over {told['tp']} ranks, {told['backend']}{ways}; in large sums each rank sends "
+        f"{large(told['wire'])}B/s. Matrices, floor and peak are those of one rank"
+    ]
+
+
+def exchange(segment: Segment, result: Result) -> list[str]:
+    """What the ranks exchange in one unit of a case: computed, but for how long a sum takes."""
+    for told in (segment.parallel or {}).get("exchanges", ()):
+        if told["case"] == result.case.title:
+            unit = "step" if result.case.kind == "decode" else "prompt"
+            gathered = f" and {large(told['gathered'])}B of logits" if told["gathered"] else ""
+            return [
+                f"a {unit} exchanges {told['sums']} sums of {large(told['message'])}B{gathered}; each rank sends "
+                f"{large(told['sent'])}B ({large(told['sent_per_token'])}B a token, computed). "
+                f"One such sum, launched by itself, took {told['sum_microseconds']:.1f} µs"
+            ]
+    return []
 
 
 def title(result: Result) -> str:
@@ -114,8 +142,11 @@ def milliseconds(value: float) -> str:
 
 def large(value: float) -> str:
     """With the prefix of a unit."""
-    power, prefix = (1e12, "T") if value >= 1e12 else (1e9, "G") if value >= 1e9 else (1e6, "M")
+    power, prefix = next(((each, name) for each, name in _PREFIXES if value >= each), (1e6, "M"))
     return f"{value / power:.{2 if value < 100 * power else 0}f} {prefix}"
+
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def _row(result: Result, timing: Timing, stock: float | None) -> Row:

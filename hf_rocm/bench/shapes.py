@@ -69,6 +69,18 @@ SHAPES: dict[str, Shape] = {
             "num_attention_heads": 64,
         },
     ),
+    "llama-405b": Shape(
+        "Llama-3.1-405B",
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            **_LLAMA_3,
+            "hidden_size": 16384,
+            "intermediate_size": 53248,
+            "num_hidden_layers": 126,
+            "num_attention_heads": 128,
+        },
+    ),
     "mistral-7b": Shape(
         "Mistral-7B-v0.3",
         "MistralConfig",
@@ -165,32 +177,43 @@ def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | 
 
     layers: fewer (or more) layers than the shape has. Raises `OptionError` where this transformers lacks the model.
     """
+    cls, config = architecture(name, layers=layers)
+    with default_dtype(dtype), torch.device(device):
+        model = cls(config).eval()
+    _fill(model)
+    return model
+
+
+def architecture(name: str, *, layers: int | None = None, **settings: Any) -> tuple[Any, Any]:
+    """The model's class and a config of that shape. settings: of the config, instead of the shape's own.
+
+    Raises `OptionError` where this transformers lacks the model.
+    """
     import transformers
 
     named = shape(name)
     cls, config_cls = getattr(transformers, named.model, None), getattr(transformers, named.config, None)
     if cls is None or config_cls is None:
         raise OptionError(f"transformers {transformers.__version__} has no {named.model}", hint="name another --config")
-    settings = dict(named.settings)
-    if layers is not None:
-        settings["num_hidden_layers"] = layers
-    with _default_dtype(dtype), torch.device(device):
-        model = cls(config_cls(**settings)).eval()
-    _fill(model)
-    return model
+    depth = {} if layers is None else {"num_hidden_layers": layers}
+    return cls, config_cls(**{**named.settings, **depth, **settings})
 
 
 def _fill(model: torch.nn.Module) -> None:
-    """Weights whose products keep the size of what goes in, so that no depth over- or underflows."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
-                parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
+                parameter.normal_(0.0, deviation(parameter.shape[-1]), generator=generator)
+
+
+def deviation(inputs: int) -> float:
+    """Of weights whose products keep the size of what goes in, so that no depth over- or underflows."""
+    return 1 / math.sqrt(inputs)
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

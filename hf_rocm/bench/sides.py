@@ -89,7 +89,7 @@ def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> t
     if unknown:
         raise OptionError(f"there is no side {unknown[0]!r}", facts={"known": ", ".join(LABELS)})
     made, missing = [], {}
-    _silence(model)
+    silence(model)
     for name in names:
         reason = _missing(name, encoder=encoder)
         if reason is None:
@@ -187,7 +187,7 @@ _MAKERS: dict[str, Callable[[str, Any, bool], Side]] = {
 }
 
 
-def _silence(model: Any) -> None:
+def silence(model: Any) -> None:
     """Generate exactly as many tokens as asked for, whatever they are."""
     settings = getattr(model, "generation_config", None)
     if settings is not None:

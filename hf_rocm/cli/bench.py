@@ -60,6 +60,9 @@ def model(
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds; each side runs once a round.", min=1)] = 5,
     layers: Annotated[int | None, typer.Option(metavar="N", help="Another depth than the shape has.", min=1)] = None,
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="Share each layer among N GPUs; starts N ranks.", min=2)
+    ] = None,
     dtype: DtypeName = None,
     device: DeviceName = None,
     save: Save = None,
@@ -74,15 +77,17 @@ def model(
 
     Every side's numbers are checked first, and wrong ones are not timed. Times stand beside the floor that this
     machine's own copy bandwidth and matmul rate put under them. Without ROCm hf_rocm's path is forced, and the
-    result says so.
+    result says so. With --tp, transformers shards the model over N ranks on both sides, stock and hf_rocm, and what
+    they exchange is listed too.
     """
     from hf_rocm.bench import record
     from hf_rocm.bench.cases import Case, grid
-    from hf_rocm.bench.run import bench as measure
 
     subject = _subject(model, config, device, dtype, layers)
     _check_files(save, chart)
-    names = _sides(sides, encoder=subject.encoder)
+    if tp is not None and profile is not None:
+        raise typer.BadParameter("--profile is for one device: leave --tp out")
+    names = _sides(sides, encoder=subject.encoder) if tp is None else _shared_sides(sides)
     batches, prompts = _numbers(batch, "--batch"), _numbers(prompt, "--prompt")
     if subject.encoder:
         lengths = prompts if _eats_tokens(subject) else [0]
@@ -90,7 +95,7 @@ def model(
     else:
         cases = grid(_kinds(kinds), batches, prompts, new=new)
     with _Progress() as progress:
-        done = measure(subject, cases, names, rounds=rounds, segment=segment or subject.name, progress=progress)
+        done = _measure(subject, cases, names, tp, rounds=rounds, segment=segment, progress=progress)
     if save is not None:
         record.save(save, done)
     if json:
@@ -131,6 +136,25 @@ def _sides(text: str | None, *, encoder: bool) -> list[str]:
     if unknown:
         raise OptionError(f"--sides {text} is not understood at {unknown[0]!r}", facts={"known": ", ".join(LABELS)})
     return list(dict.fromkeys(names))
+
+
+def _shared_sides(text: str | None) -> list[str]:
+    from hf_rocm.bench.sides import OURS, STOCK
+
+    return [STOCK, OURS] if text is None else _sides(text, encoder=False)
+
+
+def _measure(
+    subject: Subject, cases: list[Case], names: list[str], tp: int | None, *, segment: str | None, **how: Any
+) -> Segment:
+    """On one device, or over several ranks."""
+    if tp is None:
+        from hf_rocm.bench.run import bench as measure
+
+        return measure(subject, cases, names, segment=segment or subject.name, **how)
+    from hf_rocm.bench.ranks import bench_ranks
+
+    return bench_ranks(subject, cases, names, ranks=tp, segment=segment or f"{subject.name}, tp {tp}", **how)
 
 
 def _kinds(text: str | None) -> list[str]:
@@ -190,7 +214,7 @@ def _print(segment: Segment) -> None:
                 f"{value:.2f} × as fast as {what}" for what, value in found.items() if what != "the floor"
             )
             print(f"hf_rocm: {gained}")
-        for line in report.notes(result):
+        for line in [*report.exchange(segment, result), *report.notes(result)]:
             print(line)
         for line in report.reasons(result, segment.missing):
             print_notice(f"left out: {line}")

@@ -14,7 +14,8 @@ EVERYTHING = (STOCK, COMPILE, OVERHEAD, UNCAPTURED, OURS)
 
 @dataclass(frozen=True)
 class Plan:
-    """One segment. cases: (kind, batch, prompt, new). kind of run: cases, kernels, or starts of fresh processes."""
+    """One segment. cases: (kind, batch, prompt, new). kind of run: cases, kernels, or starts of fresh processes.
+    layers: other than the shape's. tp: how many GPUs share the model."""
 
     shape: str
     cases: tuple[tuple[str, int, int, int], ...] = ()
@@ -22,6 +23,8 @@ class Plan:
     rounds: int = 5
     run: str = "cases"
     options: dict[str, Any] = field(default_factory=dict)
+    layers: int | None = None
+    tp: int = 1
 
 
 def _decode(*sizes: tuple[int, int], new: int = 128) -> tuple[tuple[str, int, int, int], ...]:
@@ -48,6 +51,16 @@ SEGMENTS: dict[str, Plan] = {
     "qwen3-30b-a3b": Plan("qwen3-30b-a3b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
     "bert-base": Plan("bert-base", (("encode", 1, 128, 0), ("encode", 32, 128, 0)), (STOCK, COMPILE, OURS)),
     "siglip": Plan("siglip", (("encode", 1, 0, 0), ("encode", 32, 0, 0)), (STOCK, COMPILE, OURS)),
+    **{
+        f"tp-{ranks}": Plan(
+            "llama-70b",
+            (*_decode((1, 1024)), ("prefill", 1, 1024, 0)),
+            (STOCK, UNCAPTURED, OURS),
+            layers=16,
+            tp=ranks,
+        )
+        for ranks in (2, 4)
+    },
 }
 
 
@@ -59,11 +72,17 @@ def measure(name: str, plan: Plan, progress: Callable[[str], None], *, device: s
     from hf_rocm.bench.run import Subject, bench, device_of
     from hf_rocm.bench.start import starts
 
-    subject = Subject(None, plan.shape, device_of(device))
+    subject = Subject(None, plan.shape, device_of(device), layers=plan.layers)
     cases = [Case(*each) for each in plan.cases]
     if plan.run == "starts":
         return starts(subject, cases[0], plan.sides, segment=name, progress=progress)
     if plan.run == "kernels":
         sizes: dict[str, Any] = {"rows": (1, 8, 32, 1024), "batches": (1, 8), "keys": (1024, 32768), "prompt": 1024}
         return compare_ops(subject, (*OPERATIONS, ROUTING), **sizes, segment=name, progress=progress)
+    if plan.tp > 1:
+        from hf_rocm.bench.ranks import bench_ranks
+
+        return bench_ranks(
+            subject, cases, plan.sides, ranks=plan.tp, rounds=rounds or plan.rounds, segment=name, progress=progress
+        )
     return bench(subject, cases, plan.sides, rounds=rounds or plan.rounds, segment=name, progress=progress)

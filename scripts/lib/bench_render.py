@@ -1,4 +1,4 @@
-"""The generated parts of docs/performance.md, and its chart, from the recorded segments."""
+"""The generated parts of docs/performance.md, with its chart, and of docs/multi-gpu.md."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib import data_sheets
+from lib import bench_scaling, data_sheets
 
 PAGE = Path("docs/performance.md")
+SCALING = Path("docs/multi-gpu.md")
 RECORDS = Path("docs/performance")
 CHART = "decode"
 
@@ -29,6 +30,7 @@ TABLES = {
     "Prefill": ("prefill",),
     "Other shapes": ("qwen3-8b", "gemma2-9b", "mistral-7b", "qwen3-30b-a3b"),
     "Encoders": ("bert-base", "siglip"),
+    "Tensor parallel, 16 layers of the Llama-3.3-70B shape": ("tp-2", "tp-4"),
 }
 
 
@@ -53,6 +55,10 @@ def render(root: Path) -> list[Path]:
     text = replaced(text, "measured", "\n\n".join(parts) or "Nothing has been recorded yet.")
     text = replaced(text, "computed", data_sheets.table())
     write_text(page, text)
+    scaling = root / SCALING
+    if scaling.exists():
+        write_text(scaling, replaced(scaling.read_text(encoding="utf-8"), "computed", bench_scaling.tables()))
+        written.append(scaling)
     return [page, *written]
 
 
@@ -105,6 +111,7 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
             "× compiled": f"{gained['stock with torch.compile']:.2f}" if "stock with torch.compile" in gained else "",
         }
         name = f"{segment.model['name']}: {result.case.title}" if several else result.case.title
+        name = f"{segment.parallel['tp']} GPUs: {name}" if segment.parallel else name
         rows.append(
             (
                 name,
@@ -125,10 +132,25 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
         f"{unit[0].upper()}{unit[1:]}, medians of {segments[0].rounds} interleaved rounds. The machine copied "
         f"{large(rates.copy)}B/s and multiplied {large(rates.matmul)}FLOP/s in the same run."
     )
+    for segment in segments:
+        if segment.parallel:
+            yield from shared(segment)
     for segment, result in results:
         for side, reason in {**segment.missing, **result.left_out}.items():
             if reason != "it differs in decoding only":
                 yield f"{result.case.title}: {side} was left out: {reason}."
+
+
+def shared(segment: Any) -> Iterator[str]:
+    """What a table of several GPUs has below it: over what, versions, how the tokens compare, what was exchanged."""
+    from hf_rocm.bench.report import exchange, notes, parallel
+
+    versions = ", ".join(f"{name} {segment.machine[name]}" for name in ("hf_rocm", "torch", "transformers"))
+    yield ""
+    yield f"{parallel(segment)[0]}; {versions}" + (f"; commit {segment.commit}." if segment.commit else ".")
+    for result in segment.results:
+        for line in [*notes(result), *exchange(segment, result)]:
+            yield f"{result.case.title}: {line}."
 
 
 def starts(segment: Any) -> Iterator[str]:

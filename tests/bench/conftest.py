@@ -28,6 +28,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+class Part(torch.nn.Parameter):
+    """A parameter of which this rank has the first half."""
+
+    def to_local(self):
+        return self[: len(self) // 2]
+
+
 @pytest.fixture
 def model():
     return shapes.build("small", device=CPU, dtype=torch.float32, layers=1)

@@ -9,6 +9,7 @@ import transformers
 from hf_rocm.bench import floor
 from hf_rocm.bench.cases import Case
 from hf_rocm.bench.rates import Rates, measure
+from tests.bench.conftest import Part
 
 H, I, V, D = 256, 704, 2048, 64  # noqa: E741
 LAYER = H * (4 * D) + 2 * H * (2 * D) + (4 * D) * H + 3 * H * I
@@ -33,6 +34,25 @@ def test_the_floor_is_what_takes_longer(model):
     assert slow.by == "memory" and slow.milliseconds == pytest.approx(1000 * slow.bytes / 1e9)
     slow = floor.floor(model, case, Rates(copy=1e15, matmul=1e9))
     assert slow.by == "products" and slow.milliseconds == pytest.approx(1000 * slow.flops / 1e9)
+
+
+def test_of_a_shared_model_each_rank_has_its_heads_and_what_it_sends(model):
+    case = Case("decode", 1, 100, 40)
+    read, flops = floor.decode_work(model, case, ranks=2)
+    keys = 2 * 2 * D * 120
+    assert read == 4 * (LAYER + V * H + keys / 2) and flops == 2 * (LAYER + V * H) + 4 * 4 * D * 120 / 2
+    alone = floor.floor(model, case, Rates(copy=1e9, matmul=1e15), ranks=2)
+    shared = floor.floor(model, case, Rates(copy=1e9, matmul=1e15), ranks=2, exchange=2e-3)
+    assert shared.milliseconds == pytest.approx(alone.milliseconds + 2) and (alone.exchange, shared.exchange) == (0, 2)
+
+
+def test_only_this_ranks_part_is_counted(model):
+    whole = floor.Weights.of(model)
+    layer = model.model.layers[0]
+    layer.mlp.gate_proj.weight = Part(layer.mlp.gate_proj.weight.detach())
+    model.lm_head.weight = Part(model.lm_head.weight.detach())
+    part = floor.Weights.of(model)
+    assert (whole.dense - part.dense, whole.head - part.head) == (H * I // 2 + V * H // 2, V * H // 2)
 
 
 def test_a_tied_head_is_read_though_the_table_is_looked_up():

@@ -94,3 +94,14 @@ def test_the_reference_is_wider_than_the_model_and_leaves_it_as_it_was(model):
     after = dict(model.named_parameters())
     assert before.keys() == after.keys() and all(after[name] is each for name, each in before.items())
     assert not model.model.norm._forward_hooks and not model.model.norm._forward_pre_hooks
+
+
+def test_the_reference_in_place_is_that_of_copies_and_leaves_the_model_as_it_was(model):
+    before = {id(config): dict(vars(config)) for config, _ in parity._implementations(model)}
+    (side,), _ = sides.sides(model, ["stock"], encoder=False)
+    tried = parity.trial(side, DECODE, most=8)
+    assert tried.arguments["input_ids"].shape == (2, 8 + 4 - 1) and not tried.same
+    assert tried.tokens.shape == (2, 8 + 4)
+    assert parity.ReferenceInPlace(model).judge(tried) == parity.Reference(model).judge(tried)
+    assert {id(config): dict(vars(config)) for config, _ in parity._implementations(model)} == before
+    assert model.config._attn_implementation != "eager"

@@ -57,6 +57,9 @@ class Recorded:
     def free_bytes(self, path: str) -> int | None:
         return self.told.get("free", {}).get(path)
 
+    def resolves(self) -> bool | None:
+        return self.told.get("resolves")
+
     def run(self, *command: str, timeout: float) -> Ran | None:
         found = self.told.get("commands", {}).get(command[0])
         return None if found is None else Ran(found.get("code", 0), found.get("out", ""), found.get("err", ""))

@@ -6,7 +6,9 @@ that is ended by a signal still tells how far it came.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -84,6 +86,8 @@ def examine_torch(diary: Diary) -> None:
             ]
             nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
             facts["collectives"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
+    with diary.stage("the library for collectives") as facts:
+        facts["collectives_loaded"] = _loaded_collectives(Path("/proc/self/maps"))
 
 
 def examine_aiter(diary: Diary) -> None:
@@ -173,6 +177,27 @@ def _allocate(torch: Any) -> dict[str, Any]:
         "reserved_after_2": baseline,
         "reserved_after_8": torch.cuda.memory_reserved(device),
     }
+
+
+def _loaded_collectives(maps: Path) -> dict[str, str] | None:
+    """Which RCCL (or NCCL) this process has, and what that says of itself: torch only tells which it was built with."""
+    try:
+        lines = maps.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    paths = [line.split(maxsplit=5)[-1] for line in lines]
+    found = next((path for path in paths if re.search(r"/lib[rn]ccl\.so", path)), None)
+    if found is None:
+        return None
+    number = ctypes.c_int()
+    if ctypes.CDLL(found).ncclGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return {"path": found, "version": version_of(number.value)}
+
+
+def version_of(code: int) -> str:
+    """`22707` to `2.27.7`: two digits for each part, since 2.9."""
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 
 def _error_of(call: Callable[[], object]) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_rocm.architectures import gfx_of_target
 from hf_rocm.diagnostics.doctor import aiter, rocminfo
-from hf_rocm.diagnostics.doctor.facts import Driver, Facts, Rocm
+from hf_rocm.diagnostics.doctor.facts import Driver, Facts, Host, Rocm
 from hf_rocm.diagnostics.doctor.machine import Machine
 from hf_rocm.diagnostics.doctor.model import ModelFacts, model_facts
 
@@ -44,6 +44,7 @@ def collect(machine: Machine, *, model: str | None = None, progress: Progress | 
             files=_files(machine),
             transformers=machine.transformers(),
             shared_memory=machine.free_bytes("/dev/shm"),
+            host=_host(machine),
             now=time.time(),
             model=_model(machine, environment, model) if model else None,
             rocm=rocm.result(),
@@ -98,6 +99,29 @@ def _rocm(machine: Machine, environment: dict[str, str]) -> Rocm:
         agents=rocminfo.agents(ran.out) if ran else (),
         tools={"rocminfo": ran is not None, **tools},
     )
+
+
+def _host(machine: Machine) -> Host:
+    balancing = (machine.text("/proc/sys/kernel/numa_balancing") or "").strip()
+    locked = re.search(r"^Max locked memory\s+(\S+)", machine.text("/proc/self/limits") or "", re.MULTILINE)
+    return Host(
+        numa_balancing=balancing != "0" if balancing else None,
+        iommu=_iommu(machine),
+        locked=int(locked[1]) if locked and locked[1].isdecimal() else None,
+        interfaces=machine.names("/sys/class/net"),
+        networks=machine.names("/sys/class/infiniband"),
+        resolves=machine.resolves(),
+    )
+
+
+def _iommu(machine: Machine) -> str | None:
+    """The kernel's `iommu=`, empty if it isn't given; None where that says nothing: unread, or Hyper-V's guest."""
+    line = machine.text("/proc/cmdline")
+    bios = machine.text("/sys/devices/virtual/dmi/id/bios_version") or ""
+    if line is None or bios.startswith("Hyper-V"):
+        return None
+    values = [word.removeprefix("iommu=") for word in line.split() if word.startswith("iommu=")]
+    return ",".join(values)
 
 
 def _container(machine: Machine, environment: dict[str, str]) -> str | None:

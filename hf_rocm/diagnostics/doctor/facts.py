@@ -64,6 +64,20 @@ class Aiter:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What the host of several GPUs is set to. numa_balancing, iommu: None if it can't be read; locked: bytes that a
+    process may lock, None for no limit; interfaces: of the network; networks: InfiniBand and RoCE devices; resolves:
+    whether its own name leads to an address of its own."""
+
+    numa_balancing: bool | None = None
+    iommu: str | None = None
+    locked: int | None = None
+    interfaces: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()
+    resolves: bool | None = None
+
+
+@dataclass(frozen=True)
 class Facts:
     """One machine."""
 
@@ -81,6 +95,7 @@ class Facts:
     transformers: TransformersFacts
     files: Mapping[str, bool] = field(default_factory=dict)
     shared_memory: int | None = None
+    host: Host = field(default_factory=Host)
     now: float = 0.0
     model: ModelFacts | None = None
 

@@ -10,6 +10,7 @@ import mmap
 import os
 import platform
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -85,6 +86,7 @@ class Machine(Protocol):
     def mentions(self, path: str, word: bytes) -> bool: ...
     def look(self, path: str) -> Node | None: ...
     def free_bytes(self, path: str) -> int | None: ...
+    def resolves(self) -> bool | None: ...
     def run(self, *command: str, timeout: float) -> Ran | None: ...
     def packages(self) -> Mapping[str, str]: ...
     def torch(self) -> TorchFacts: ...
@@ -146,6 +148,14 @@ class ThisMachine:
             return shutil.disk_usage(path).free
         except OSError:
             return None
+
+    def resolves(self) -> bool | None:
+        """Whether this machine's name leads to an address that a socket here can be bound to, as gloo tries it."""
+        try:
+            found = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
+        except OSError:
+            return False
+        return any(_can_bind(family, address) for family, _, _, _, address in found)
 
     def run(self, *command: str, timeout: float) -> Ran | None:
         name, *rest = command
@@ -219,6 +229,15 @@ def _run(
     except OSError as error:
         return Ran(127, err=str(error))
     return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def _can_bind(family: int, address: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def _group_name(number: int) -> str:

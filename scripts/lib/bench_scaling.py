@@ -1,0 +1,148 @@
+"""The computed tables of docs/multi-gpu.md: what ranks exchange, and when another GPU stops paying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lib import data_sheets
+
+SHAPES = {"Llama-8B": "llama-8b", "Llama-70B": "llama-70b", "Llama-405B": "llama-405b"}
+RANKS = (2, 4, 8, 16)
+NODE = 8
+# bytes a second in each direction. An Infinity Fabric link of the Instinct MI300X: 16 lanes of 32 Gb/s; each GPU of a
+# node of eight has one to each other GPU. The network: one port of 400 Gb/s for each GPU
+LINK, NIC = 64e9, 50e9
+ASSUMED = (10e-6, 25e-6)  # seconds that a sum may take; for the arithmetic, not measured
+GPU = data_sheets.GPUS[0]
+
+
+def tables() -> str:
+    """Markdown: bytes for a token, what a sum may cost, steps at assumed costs, and a prompt."""
+    assert GPU.name == "MI300X"
+    return "\n\n".join(
+        [
+            "What one token exchanges at batch 1, in bf16 (*computed*):",
+            exchanged(),
+            f"What one sum may cost beyond one over half the ranks, before twice the GPUs are slower ({GPU.name}, "
+            "batch 1, *computed*):",
+            allowed(),
+            f"A decode step at batch 1 on {GPU.name}s, if a sum takes {_micro(ASSUMED[0])} or {_micro(ASSUMED[1])} "
+            "(assumed, *computed*):",
+            steps(),
+            f"A prompt of 1024 tokens on a node of {NODE} {GPU.name}s and on two (*computed*):",
+            prompts(),
+        ]
+    )
+
+
+def exchanged() -> str:
+    """Messages and bytes of a token, and how long the bytes alone take on one link."""
+    from hf_rocm.bench import scaling
+
+    rows = []
+    for name, decoder in _decoders().items():
+        told = scaling.exchange(decoder, NODE)
+        wire = scaling.wire_seconds(told.message, NODE, LINK)
+        across = scaling.nodes_wire_seconds(told.message, nodes=2, per_node=NODE, link=LINK, nic=NIC)
+        rows.append(
+            (
+                name,
+                f"{told.sums} × {told.message / 1024:.0f} KiB",
+                *(f"{scaling.exchange(decoder, ranks).sent / 1e6:.2f} MB" for ranks in RANKS),
+                f"{1e6 * wire:.2f} µs",
+                f"{1e6 * across:.2f} µs",
+            )
+        )
+    sent = [f"sent by each of {ranks}" for ranks in RANKS]
+    return _markdown(("", "sums", *sent, f"one sum's bytes, {NODE} GPUs", "over two nodes"), rows)
+
+
+def allowed() -> str:
+    """How long a sum may take before more ranks are the slower ones."""
+    from hf_rocm.bench import scaling
+
+    rows = []
+    for name, decoder in _decoders().items():
+        cells = []
+        for ranks in RANKS:
+            half = ranks // 2
+            if not _fits(decoder.weights, half):
+                cells.append("needed to fit" if _fits(decoder.weights, ranks) else "does not fit")
+            else:
+                cells.append(_micro(scaling.allowed_seconds(decoder, half, ranks, GPU.bandwidth)))
+        rows.append((name, *cells))
+    return _markdown(("", *(f"{ranks // 2} → {ranks}" for ranks in RANKS)), rows)
+
+
+def steps() -> str:
+    """Milliseconds of a step."""
+    from hf_rocm.bench import scaling
+
+    rows = []
+    for name, decoder in _decoders().items():
+        cells = []
+        for ranks in (1, *RANKS):
+            read = scaling.step_seconds(decoder, ranks, GPU.bandwidth)
+            sums = scaling.exchange(decoder, ranks).sums
+            times = dict.fromkeys(f"{1000 * (read + sums * each):.2f}" for each in ASSUMED)
+            cells.append(" / ".join(times) + " ms" if _fits(decoder.weights, ranks) else "does not fit")
+        rows.append((name, *cells))
+    return _markdown(("", "1 GPU", *(f"{ranks} GPUs" for ranks in RANKS)), rows)
+
+
+def prompts() -> str:
+    """Products against bytes, where messages are large: rings over one link, and over all links at once."""
+    from hf_rocm.bench import scaling
+
+    rows = []
+    for name, decoder in _decoders().items():
+        told = scaling.exchange(decoder, NODE, tokens=1024)
+        products = 1024 * 2 * (decoder.matrices - decoder.vocabulary * decoder.hidden)
+        one = told.sums * scaling.wire_seconds(told.message, NODE, LINK)
+        every = told.sums * scaling.wire_seconds(told.message, NODE, LINK * (NODE - 1))
+        across = told.sums * scaling.nodes_wire_seconds(
+            told.message, nodes=2, per_node=NODE, link=LINK * (NODE - 1), nic=NIC
+        )
+        rows.append(
+            (
+                name,
+                f"{told.message / 2**20:.0f} MiB",
+                f"{1000 * products / NODE / GPU.bf16:.1f} ms",
+                f"{1000 * every:.1f} ms",
+                f"{1000 * one:.1f} ms",
+                f"{1000 * products / 2 / NODE / GPU.bf16:.1f} ms",
+                f"{1000 * across:.1f} ms",
+            )
+        )
+    header = (
+        "",
+        "a sum",
+        f"products, {NODE} GPUs",
+        f"sums over all {NODE - 1} links",
+        "over one link",
+        f"products, {2 * NODE} GPUs",
+        "sums over two nodes",
+    )
+    return _markdown(header, rows)
+
+
+def _decoders() -> dict[str, Any]:
+    from hf_rocm.bench.scaling import Decoder
+    from hf_rocm.bench.shapes import SHAPES as KNOWN
+
+    return {name: Decoder.of(KNOWN[shape].settings) for name, shape in SHAPES.items()}
+
+
+def _fits(weights: int, ranks: int) -> bool:
+    return weights / ranks < GPU.capacity
+
+
+def _micro(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f} µs" if seconds >= 9.5e-6 else f"{1e6 * seconds:.1f} µs"
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    from hf_rocm.bench.report import markdown
+
+    return markdown(header, rows)

@@ -1,0 +1,100 @@
+"""`hf-rocm bench --tp` with real ranks over gloo: transformers' own sharding on both sides, from end to end."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hf_rocm.bench import ranks, record, report
+from hf_rocm.cli import main
+
+TINY = ["--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4", "--tp", "2"]
+
+# a rank that dies while the other one waits for it inside of a sum
+DIES = """
+import os, sys; sys.path[:] = {path!r}
+from hf_rocm.bench import rank
+if sys.argv[2] == "1":
+    import signal
+    rank.trial = lambda *rest, **named: os.kill(os.getpid(), signal.SIGKILL)
+os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
+"""
+# our norms, on both ranks alike, are a little wrong: only the prepared side goes through them
+SPOILS = """
+import os, sys; sys.path[:] = {path!r}
+from hf_rocm.bench import rank
+from hf_rocm.ops import norm
+right = norm.torch_rms_norm
+for each in norm._operation.implementations:
+    each.__dict__["call"] = lambda *rest: right(*rest) * 1.001
+os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+@pytest.mark.slow
+def test_a_named_shape_is_measured_stock_and_prepared(tmp_path, capsys):
+    file = tmp_path / "runs.json"
+    assert main(["bench", "--config", "small", "--layers", "2", *TINY, "--save", str(file), "--segment", "two"]) == 0
+    told = capsys.readouterr().out
+    assert "tensor parallel over 2 ranks, gloo" in told and "forced without ROCm" in told
+    assert told.count("\nstock ") == 2 and told.count("\nhf_rocm ") == 2
+    (segment,) = record.load(file)
+    assert segment.name == "two" and segment.model["name"] == "small, 2 layers"
+    parallel = segment.parallel
+    assert parallel is not None and (parallel["tp"], parallel["world"], parallel["backend"]) == (2, 2, "gloo")
+    decode, prefill = parallel["exchanges"]
+    assert decode["sums"] in (4, 5) and decode["message"] == 256 * 4 and prefill["message"] == 8 * 256 * 4
+    assert decode["sent"] == decode["sums"] * decode["message"] + decode["gathered"] / 2
+    assert decode["gathered"] in (0, 2048 * 4) and prefill["sent_per_token"] == prefill["sent"] / 8
+    for result in segment.results:
+        stock, ours = result.timings
+        assert (stock.side, ours.side) == ("stock", "hf_rocm") and len(ours.rounds) == 1
+        assert stock.parity.refusal is None and ours.parity.refusal is None
+        assert result.floor.exchange > 0 and result.floor.milliseconds > result.floor.exchange
+        assert report.exchange(segment, result)
+    # each rank reads its part: half of the matrices of the layers at least
+    assert "all 4 new tokens are those of stock" in segment.results[0].timings[1].note
+    layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704
+    head = 2048 * 256 // (2 if decode["gathered"] else 1)
+    assert segment.model["matrix_bytes"] == 4 * (2 * layer // 2 + head)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
+    arguments = [str(tiny_checkpoint), *TINY, "--kinds", "decode", "--sides", "stock,no-graphs", "--json"]
+    assert main(["bench", *arguments]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["model"]["weights"] == "its own" and told["parallel"]["tp"] == 2
+    assert [each["side"] for each in told["results"][0]["timings"]] == ["stock", "no-graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (DIES, "rank 1 was ended by signal 9 (SIGKILL)"),
+        (SPOILS, "hf_rocm gives wrong numbers over 2 ranks, so nothing is timed"),
+    ],
+    ids=["dies", "spoils"],
+)
+def test_a_rank_that_fails_and_numbers_that_are_wrong_end_the_command(program, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ranks, "_CHILD", program)
+    file = tmp_path / "runs.json"
+    arguments = ["--config", "small", "--layers", "1", *TINY, "--kinds", "prefill", "--save", str(file), "--json"]
+    assert main(["bench", *arguments]) == 1
+    assert json.loads(capsys.readouterr().out)["message"] == message
+    assert not file.exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_two_gpus(capsys):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("not run: needs two GPUs")
+    arguments = ["--config", "llama-8b", "--layers", "4", "--rounds", "1", "--prompt", "64", "--new", "16", "--tp", "2"]
+    assert main(["bench", *arguments, "--kinds", "decode", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["parallel"]["backend"].split()[0] in ("NCCL", "RCCL") and "apart" in told["parallel"]
+    assert len(told["results"][0]["timings"]) == 2

@@ -195,7 +195,15 @@ def test_wrong_usage_is_told_apart(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ([], {"newest": "--ignore tests/upstream", "upstream": "tests/upstream", "models": "tests/coverage"}),
+        (
+            [],
+            {
+                "newest": "--ignore tests/upstream",
+                "upstream": "tests/upstream",
+                "models": "tests/coverage",
+                "processes": "tests/distributed",
+            },
+        ),
         (["tests/ops"], {"newest": "tests/ops"}),
         (["tests/upstream/test_mixin.py"], {"upstream": "tests/upstream/test_mixin.py"}),
     ],
@@ -204,7 +212,12 @@ def test_they_are_a_suite_of_their_own(asked, expected, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from lib import environments, testing
 
-    names = {testing.NEWEST: "newest", testing.UPSTREAM: "upstream", f"{testing.NEWEST}, every model": "models"}
+    names = {
+        testing.NEWEST: "newest",
+        testing.UPSTREAM: "upstream",
+        f"{testing.NEWEST}, every model": "models",
+        f"{testing.NEWEST}, several processes": "processes",
+    }
     nowhere = environments.Environment(Path("nowhere"))
     suites = testing.plan(dict.fromkeys((testing.NEWEST, testing.UPSTREAM), nowhere), asked, quick=False)
     found = {names[suite.name.removeprefix("transformers ")]: " ".join(suite.arguments) for suite in suites}

@@ -1,0 +1,41 @@
+"""Run by test_tensor_parallel.py in each of two ranks on GPUs of their own: recorded steps that hold collectives.
+
+Arguments: a checkpoint, and a folder where each rank writes what it found, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import hf_rocm
+from hf_rocm.generation.state import known
+
+
+def main(checkpoint: str, out: str) -> None:
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    arguments = {"tp_plan": "auto", "dtype": torch.float32}
+    stock = transformers.LlamaForCausalLM.from_pretrained(checkpoint, **arguments).eval()
+    ours = hf_rocm.from_pretrained(checkpoint, force=True, graphs=True, **arguments).eval()
+    ids = torch.tensor([[5, 9, 31, 7], [3, 44, 8, 21]], device="cuda")
+    found = {}
+    for name, model in (("stock", stock), ("ours", ours)):
+        made = [model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n) for n in (24, 12)]
+        found[name] = [each.tolist() for each in made]
+    state = known(ours)
+    found["recorded"], found["replayed"] = state.recorded, state.replayed
+    Path(out, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -62,7 +62,8 @@ def from_pretrained(
     torchrun or another launcher) first compare what they run: releases, overlays, aiter, GPU, options, arguments and
     the model's config. Where they differ, where one fails while it looks, or where one has not come after
     `HF_ROCM_RANKS_TIMEOUT` seconds, all of them raise the same `RankError`, as they do where heads can't be divided
-    among them. What a load logs comes from rank 0. Nothing of this happens where the model stays stock.
+    among them. What a load logs comes from rank 0. Nothing of this happens where the model stays stock, but that what
+    is logged is said once.
 
     Returns the model, or what transformers returns (`output_loading_info=True` gives a pair).
     Raises `LoadError` (an `OSError`) when config or weights can't be found, `OptionError` on an argument that

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -37,7 +38,11 @@ _PAUSE = 0.05
 _LAST_WORDS = 60.0  # seconds for the other ranks to end after the first one has
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 _CHILD = """
-import os, sys
+import ctypes, os, sys
+if sys.platform == "linux":  # a rank must not outlive the command that started it, however that ends
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != {parent}:
+        os._exit(1)
 sys.path[:] = {path!r}
 from hf_rocm.bench.rank import main
 code = main(sys.argv[1], int(sys.argv[2]))
@@ -174,7 +179,7 @@ def _started(place: Path, subject: Subject, ranks: int) -> Iterator[list[subproc
             with (place / f"log-{rank}").open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-c", _CHILD.format(path=sys.path), str(place), str(rank)],
+                        [sys.executable, "-c", _CHILD.format(path=sys.path, parent=os.getpid()), str(place), str(rank)],
                         env=environment | _numbers(rank, ranks),
                         stdin=subprocess.DEVNULL,
                         stdout=log,

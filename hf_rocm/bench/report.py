@@ -52,7 +52,7 @@ def exchange(segment: Segment, result: Result) -> list[str]:
             return [
                 f"a {unit} exchanges {told['sums']} sums of {large(told['message'])}B{gathered}; each rank sends "
                 f"{large(told['sent'])}B ({large(told['sent_per_token'])}B a token, computed). "
-                f"One such sum, launched by itself, took {told['sum_microseconds']:.1f} µs"
+                f"One such sum, of ten in a row with nothing between them, took {told['sum_microseconds']:.1f} µs"
             ]
     return []
 

@@ -62,6 +62,19 @@ def refuses_model(model: Any) -> str | None:
     return None
 
 
+def refuses_ranks(model: Any) -> str | None:
+    """Why ranks that this model's weights are spread over can't record its steps."""
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    if (getattr(config, "pp_size", None) or 1) > 1:
+        return "its layers are divided among ranks"
+    if any(hasattr(type(module), "_get_fsdp_state") for module in model.modules()):
+        return "its weights are gathered from other ranks for each call (FSDP2), and those need not make the same calls"
+    meshes = [each.device_mesh for each in model.parameters() if hasattr(each, "device_mesh")]
+    if any(mesh.ndim > 1 for mesh in meshes) or (meshes and mesh_of(model) is None):
+        return "its weights are DTensors over ranks that transformers' tensor parallelism doesn't know"
+    return None
+
+
 def refuses_device(model: nn.Module) -> str | None:
     """Why steps can't be recorded where the model's weights are."""
     devices = {parameter.device for parameter in model.parameters()}
@@ -72,6 +85,9 @@ def refuses_device(model: nn.Module) -> str | None:
     device = next(iter(devices), torch.device("cpu"))
     if device.type not in recorder.factories:
         return f"its weights are on {device.type}, where nothing can be recorded"
+    reason = refuses_ranks(model)
+    if reason is not None:
+        return reason
     mesh = mesh_of(model)
     if mesh is not None:
         backend = torch.distributed.get_backend(mesh.get_group())

@@ -34,6 +34,7 @@ def switch_on(model: nn.Module, graphs: bool | None, mode: str = ON) -> str | No
     switch_off(model)
     wanted = options.current().graphs if graphs is None else Switch.REQUIRED if graphs else Switch.OFF
     reason = "graphs are switched off" if wanted is Switch.OFF else decide.refuses_model(model)
+    reason = reason or decide.refuses_ranks(model)
     if reason is None and wanted is not Switch.REQUIRED and mesh_of(model) is not None:
         reason = "steps of a model that is sharded over ranks are recorded only if graphs=True asks for it"
     if reason is None:

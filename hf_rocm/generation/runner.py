@@ -62,6 +62,7 @@ class Runner:
             self._ranks = Agreement(model)
             self._apart = not self._ranks.same(self._model_as_found, len(self.cache.recordings))
             if self._apart:
+                self._state.start_over()  # on all of them: from here on they count alike again
                 self._state.turn_away("the ranks found their models in different states")
                 return model(**arguments)
         key = (self._model_as_found, inputs.key)

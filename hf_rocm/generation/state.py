@@ -58,6 +58,13 @@ class State:
         if self.required:
             raise refusal(self.name, reason)
 
+    def start_over(self) -> None:
+        """Forget what was recorded, and every fingerprint."""
+        with self._lock:
+            self._fingerprints.clear()
+            self._numbers = count()
+        self.pool.clear()
+
     def number_of(self, found: Fingerprint) -> int:
         """A number for this fingerprint: the one that it had before, or a new one if it was forgotten since."""
         with self._lock:

@@ -48,7 +48,7 @@ def enclosed_forward(forward: Any) -> Any:
 
 def _enclosed(forward: Any) -> Any:
     """The cell of the closure with which transformers shards a module; None for any other forward."""
-    if not isinstance(forward, FunctionType) or not forward.__module__.startswith("transformers."):
+    if not isinstance(forward, FunctionType) or not str(forward.__module__).startswith("transformers."):
         return None
     names = forward.__code__.co_freevars
     return (forward.__closure__ or ())[names.index("original_forward")] if "original_forward" in names else None

@@ -96,6 +96,9 @@ def store(here: Place, *, timeout: float) -> Any | None:
     said = options.launcher()
     if "MASTER_ADDR" not in said or "MASTER_PORT" not in said:
         return None
+    if said.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _stores.clear()  # it did not answer in an earlier load, which had less patience
+        return existing_store(here, timeout=timeout)
     # with several tenants the process group's server is then this one
     made = _tcp_store(here, said, timeout, is_master=here.rank == 0, multi_tenant=True)
     _stores.append(made)

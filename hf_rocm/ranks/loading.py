@@ -37,6 +37,7 @@ def together(arguments: Mapping[str, Any], config: Callable[[], Any], *, served:
     if here is None:
         yield
         return
+    joined = served and bool(partners(here, arguments))
     if served:
         _agree(here, arguments, config)
     try:
@@ -46,7 +47,7 @@ def together(arguments: Mapping[str, Any], config: Callable[[], Any], *, served:
     if served and shared is None:
         yield
         return
-    with one_voice(here, shared):
+    with one_voice(here, shared, together=joined):
         yield
 
 

@@ -16,20 +16,22 @@ from typing import Any
 
 from hf_rocm.ranks.environment import Place, attempt
 
-PATIENCE = 5.0  # seconds after its own load until a rank no longer waits for rank 0 to say the same
+# Seconds after its own load until a rank no longer waits for rank 0 to say the same: of a model that they load
+# together, and of one that rank 0 may never load.
+PATIENCE, APART = 5.0, 1.0
 _ALWAYS = "probe_worker"  # words on a build under way, which one rank does for all
 
 _log = logging.getLogger("hf_rocm")
 
 
 @contextmanager
-def one_voice(here: Place, store: Any | None) -> Iterator[None]:
+def one_voice(here: Place, store: Any | None, *, together: bool = True) -> Iterator[None]:
     """Within the block, what this thread logs about a load is said once for all ranks.
 
     store: through which ranks learn what rank 0 said. Without one only the first rank of each machine speaks: use it
-    for words on what is the same for all that share an environment.
+    for words on what is the same for all that share an environment. together: every rank is in such a block now.
     """
-    ear = _Ear(here, store)
+    ear = _Ear(here, store, PATIENCE if together else APART)
     _log.addFilter(ear)
     try:
         yield
@@ -39,8 +41,9 @@ def one_voice(here: Place, store: Any | None) -> Iterator[None]:
 
 
 class _Ear(logging.Filter):
-    def __init__(self, here: Place, store: Any | None) -> None:
+    def __init__(self, here: Place, store: Any | None, patience: float) -> None:
         super().__init__()
+        self.patience = patience
         self.here, self.store, self.thread = here, store, threading.get_ident()
         self.held: list[logging.LogRecord] = []
 
@@ -61,7 +64,7 @@ class _Ear(logging.Filter):
         """Say what rank 0 did not."""
         if self.store is None:
             return
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self.patience
         for record in self.held:
             if not self._said(record, deadline):
                 record.msg, record.args = f"rank {self.here.rank}: {record.getMessage()}", ()

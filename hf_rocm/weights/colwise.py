@@ -29,9 +29,13 @@ def local(parameter: Any) -> Tensor:
 
 def mesh_of(model: nn.Module) -> Any:
     """The ranks that transformers shards this model's layers over, a one-dimensional DeviceMesh; None if it doesn't."""
-    mesh: Any = getattr(model, "_device_mesh", None)
+    manager = getattr(model, "_mesh_manager", None)  # then _device_mesh is a slice, which older PyTorch can't slice
+    mesh: Any = getattr(model, "_device_mesh", None) if manager is None else manager.get_mesh("tp")
+    names = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and mesh.ndim > 1:
-        mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
+        mesh = mesh["tp"] if "tp" in names else None
+    elif names and "tp" not in names:
+        return None  # ranks that share something else: 5.15 to 5.17
     return mesh if mesh is not None and mesh.size() > 1 else None
 
 

@@ -50,7 +50,10 @@ def fuse(module: Module, names: Sequence[str]) -> str | None:
     names = tuple(names)
     with _lock, torch.no_grad():
         if is_sharded(module, names):
-            return sharded.fuse(module, names)
+            reason = sharded.fuse(module, names)
+            if reason is None:
+                _follow_moves(module)
+            return reason
         if module.__dict__.get(STATE) == names and _can_wait(module, names):
             return refusal(module, names)
         held = fused(module)  # lets go of a block whose weights moved
@@ -336,6 +339,7 @@ def _follow_moves(module: Module) -> None:
 
 def _apply_and_fuse(cls: type[Any]) -> Callable[..., Any]:
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        divided = sharded.take_out(self)
         held = self.__dict__.pop(STATE, None)
         names = held
         if isinstance(held, Fused):
@@ -345,6 +349,9 @@ def _apply_and_fuse(cls: type[Any]) -> Callable[..., Any]:
                 _leave(self, held)
         del held  # its memory goes as the parameters leave it
         result = super(cls, self)._apply(*args, **kwargs)
+        if divided is not None and not _waits_for_gpu(self, divided):
+            with _lock, torch.no_grad():
+                sharded.fuse(self, divided)
         if names is not None:
             self.__dict__[STATE] = names
             with torch.no_grad():

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from torch._C import _get_tracing_state
 from torch.nn.modules import module as torch_module
 
-from hf_rocm.weights.block import capturing, join_parameters, own_memory
+from hf_rocm.weights.block import capturing, held_elsewhere, join_parameters, own_memory
 from hf_rocm.weights.colwise import hooks_of, local, refusal
 from hf_rocm.weights.mapped import release_freed
 
 # In the __dict__ of a module whose group of sharded layers lies in one block.
 STATE = "_hf_rocm_shards"
+
+# The names of such a group whose weights were replaced or moved since.
+MOVED = "_hf_rocm_shards_moved"
 
 _hooks_on_all = torch_module._global_forward_hooks
 _pre_hooks_on_all = torch_module._global_forward_pre_hooks
@@ -94,8 +97,11 @@ def fuse(module: nn.Module, names: tuple[str, ...]) -> str | None:
     return None
 
 
-def live(module: nn.Module) -> Shards | None:
-    """The block that stands for the module's layers at this moment, or None: then they must be called."""
+def live(module: nn.Module, *, forget: bool = True) -> Shards | None:
+    """The block that stands for the module's layers at this moment, or None: then they must be called.
+
+    forget: let go of a block whose weights have left it.
+    """
     held: Shards | None = module.__dict__.get(STATE)
     if held is None or _hooks_on_all or _pre_hooks_on_all or _get_tracing_state() is not None:
         return None
@@ -110,31 +116,47 @@ def live(module: nn.Module) -> Shards | None:
         weight, bias = its["_parameters"].get("weight"), its["_parameters"].get("bias")
         own = local(weight)
         if own is None or own.data_ptr() != address or own.nbytes != nbytes or not own.is_contiguous():
-            _forget(module)
-            return None
+            return _forget(module) if forget else None
         if gradients and weight.requires_grad:
             return None
         if (bias is None) is not (bias_address is None):
-            _forget(module)
-            return None
+            return _forget(module) if forget else None
         if bias is not None:
             if local(bias).data_ptr() != bias_address:
-                _forget(module)
-                return None
+                return _forget(module) if forget else None
             if gradients and bias.requires_grad:
                 return None
     return held
 
 
-def part(module: nn.Module) -> None:
-    """Give each layer's rows ordinary memory of their own again; parameters, values and objects stay."""
+def part(module: nn.Module, *, shared: bool = True) -> None:
+    """Give rows that lie in the block ordinary memory of their own again; parameters, values and objects stay.
+
+    What lies elsewhere meanwhile is someone else's. shared: also rows that another tensor holds.
+    """
     held = module.__dict__.pop(STATE, None)
-    for name in held.names if isinstance(held, Shards) else ():
-        linear = module._modules.get(name)
-        for label in ("weight", "bias") if linear is not None else ():
-            parameter = linear._parameters.get(label)  # type: ignore[union-attr]
-            if parameter is not None:
-                own_memory(local(parameter))
+    module.__dict__.pop(MOVED, None)
+    for each in held.parts if isinstance(held, Shards) else ():
+        linear: Any = module._modules.get(each.name)
+        for label, address in (("weight", each.weight), ("bias", each.bias)) if linear is not None else ():
+            parameter = linear._parameters.get(label)
+            own = None if parameter is None else local(parameter)
+            if own is not None and own.data_ptr() == address and (shared or not held_elsewhere(own)):
+                own_memory(own)
+
+
+def take_out(module: nn.Module) -> tuple[str, ...] | None:
+    """Drop the block before its weights are moved. Returns the names to fuse again, None if they had left it."""
+    held = module.__dict__.pop(STATE, None)
+    if not isinstance(held, Shards):
+        return None
+    for each in held.parts:
+        linear: Any = module._modules.get(each.name)
+        weight = None if linear is None else linear._parameters.get("weight")
+        if weight is None or local(weight).data_ptr() != each.weight:
+            module.__dict__[MOVED] = held.names
+            return None
+    return held.names
 
 
 def why_not(module: nn.Module, names: Sequence[str]) -> str | None:
@@ -142,15 +164,23 @@ def why_not(module: nn.Module, names: Sequence[str]) -> str | None:
     reason = refusal(module, names)
     if reason is not None:
         return reason
-    if module.__dict__.get(STATE) is None:
+    if MOVED in module.__dict__:
+        return _MOVED
+    held = module.__dict__.get(STATE)
+    if held is None:
         return "it was not prepared"
     if _hooks_on_all or _pre_hooks_on_all:
         return "forward hooks are registered on all modules"
-    if live(module) is None:
-        if torch.is_grad_enabled():
-            return "gradients are on and the weights require them: call the model under no_grad() or inference_mode()"
-        return "the weights were replaced or moved after fusing; hf_rocm.prepare(model) fuses them again"
-    return None
+    if torch.is_grad_enabled() and any(_requires_grad(module._modules[name]) for name in names):
+        return "gradients are on and the weights require them: call the model under no_grad() or inference_mode()"
+    return None if live(module, forget=False) is not None else _MOVED
+
+
+_MOVED = "the weights were replaced or moved after fusing; hf_rocm.prepare(model) fuses them again"
+
+
+def _requires_grad(linear: Any) -> bool:
+    return any(parameter.requires_grad for parameter in linear.parameters())
 
 
 def _movable(parameter: Any) -> Tensor:
@@ -177,7 +207,10 @@ def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
     return len(one) == len(other) and all(mine is its for mine, its in zip(one, other, strict=True))
 
 
-def _forget(module: nn.Module) -> None:
-    """Let go of the block, and with it of its memory."""
-    if not capturing():
-        part(module)
+def _forget(module: nn.Module) -> Shards | None:
+    """Let go of the block, and with it of its memory. Returns None."""
+    held: Shards | None = module.__dict__.get(STATE)
+    if held is not None and not capturing():
+        part(module, shared=False)
+        module.__dict__[MOVED] = held.names
+    return None

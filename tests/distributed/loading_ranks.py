@@ -95,6 +95,7 @@ def main(checkpoint: str, undivided: str) -> None:
         seen["stock heads"] = "ran"
     except RuntimeError as error:
         seen["stock heads"] = str(error)
+    seen["rank"] = dist.get_rank()
     print(json.dumps(seen), flush=True)
     dist.barrier()
     dist.destroy_process_group()

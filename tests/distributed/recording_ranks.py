@@ -142,6 +142,10 @@ def stops_together_where_one_rank_has_another_model(checkpoint):
         norm = model.model.norm
         norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
     assert "in different states" in refused(model)
+    state = known(model)
+    before = state.replayed
+    generate(model)  # both count from there
+    assert state.replayed > before
 
 
 CHECKS = (

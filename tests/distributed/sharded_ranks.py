@@ -20,6 +20,7 @@ import hf_rocm
 from hf_rocm import ops
 from hf_rocm.overlay import bind
 from hf_rocm.weights import fuse, sharded
+from hf_rocm.weights.colwise import local
 from hf_rocm.weights.prepare import REPORT
 from tests.coverage.inputs import tokens
 
@@ -127,13 +128,27 @@ class Sharded:
         for each in (module, twin):
             linear = each._modules[names[0]]
             linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
+        owner = local(module._modules[names[0]].weight).detach()
         with torch.no_grad():
+            assert "replaced or moved" in sharded.why_not(module, names) and sharded.STATE in module.__dict__
             assert sharded.live(module) is None and sharded.STATE not in module.__dict__
+            assert "replaced or moved" in sharded.why_not(module, names)
+        # a view of someone else's memory, as FSDP2 has its weights in, stays one
+        assert local(module._modules[names[0]].weight).data_ptr() == owner.data_ptr()
         same(run(self.ours), run(self.stock))
         hf_rocm.prepare(self.ours, force=True, graphs=False)
         with torch.no_grad():
             assert sharded.live(module) is not None
         same(run(self.ours), run(self.stock))
+
+    def is_fused_again_where_it_is_moved(self):
+        model = self.prepared().double()
+        with torch.no_grad():
+            held = [sharded.live(module) for module, _ in groups(model)]
+        assert all(each is not None and each.weight.dtype == torch.float64 for each in held)
+        if self.checkpoint.name != "mixtral":  # whose experts stock multiplies in fp32 and below
+            twin = self.kind.from_pretrained(self.checkpoint, tp_plan="auto", **self.asked).double()
+            same(run(model), run(twin))
 
     def saves_what_stock_saves(self):
         folder = self.out / self.checkpoint.name
@@ -197,6 +212,7 @@ CHECKS = (
     Sharded.keeps_gradients,
     Sharded.follows_what_is_written,
     Sharded.lets_go_of_what_is_replaced,
+    Sharded.is_fused_again_where_it_is_moved,
     Sharded.saves_what_stock_saves,
     Sharded.is_stock_again,
 )

@@ -51,7 +51,8 @@ def test_ranks_that_agree_load_again_and_again_and_count_alike(seen):
 
 
 def test_what_a_load_says_comes_from_one_rank(seen):
-    by_silence = sorted(seen, key=lambda rank: len(rank["stock said"]))
-    assert by_silence[0]["stock said"] == by_silence[0]["own said"] == []
-    assert len(by_silence[1]["stock said"]) == 1 and "stays stock" in by_silence[1]["stock said"][0]
-    assert len(by_silence[1]["own said"]) == 1 and "int8" in by_silence[1]["own said"][0]
+    speaks, listens = sorted(seen, key=lambda rank: rank["rank"])
+    assert len(speaks["stock said"]) == 1 and "stays stock" in speaks["stock said"][0]
+    assert len(speaks["own said"]) == 1 and "int8" in speaks["own said"][0]
+    # loads that are its own a rank doesn't hold up for long: then it says itself what the first has not said yet
+    assert all(words.startswith("rank 1: ") for words in listens["stock said"] + listens["own said"])

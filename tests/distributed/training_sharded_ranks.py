@@ -23,6 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_rocm
 from hf_rocm import ops
+from hf_rocm.generation import decide
+from hf_rocm.weights.prepare import REPORT
 from tests.distributed.training_ranks import batch, run
 from tests.tolerance import assert_as_good_as_eager, assert_run_as_good_as_eager
 from tests.weights import models
@@ -95,6 +97,9 @@ def fsdp2(folder: Path) -> None:
         return fully_shard(model, mesh=mesh)
 
     steps_like_stock(shard, gathered, ("DTensor", "FSDP"))
+    model = shard(models.build())
+    for found in (decide.refuses_ranks(model), hf_rocm.prepare(model, force=True).__dict__[REPORT]["graphs"]["off"]):
+        assert "FSDP2" in found, found
 
 
 def fsdp2_by_accelerate(folder: Path) -> None:

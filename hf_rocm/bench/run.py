@@ -51,18 +51,6 @@ class Subject:
         return from_pretrained(self.model, force=False, dtype=dtype).to(self.device).eval()
 
 
-def device_of(name: str | None) -> torch.device:
-    """The device of that name, by default the first GPU, else the CPU."""
-    try:
-        return torch.empty(0, device=name or ("cuda" if torch.cuda.is_available() else "cpu")).device
-    except (RuntimeError, AssertionError) as error:  # torch says so in either way
-        raise OptionError(
-            f"there is no device {name!r} here",
-            facts={"torch says": str(error).splitlines()[0]},
-            hint="leave --device out, or name one such as cpu, cuda or cuda:1",
-        ) from error
-
-
 def bench(
     subject: Subject,
     cases: Sequence[Case],

@@ -114,7 +114,8 @@ def _subject(
     import torch
 
     from hf_rocm.bench import shapes
-    from hf_rocm.bench.run import Subject, device_of
+    from hf_rocm.bench.run import Subject
+    from hf_rocm.diagnostics.load import device_named
 
     if (model is None) == (config is None):
         raise typer.BadParameter("give a MODEL, or a known shape with --config")
@@ -125,7 +126,7 @@ def _subject(
     kind = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and kind not in (torch.bfloat16, torch.float16, torch.float32):
         raise OptionError(f"--dtype {dtype} is not understood", facts={"allowed": "bfloat16, float16, float32"})
-    return Subject(model, config, device_of(device), kind, layers)
+    return Subject(model, config, device_named(device), kind, layers)
 
 
 def _sides(text: str | None, *, encoder: bool) -> list[str]:

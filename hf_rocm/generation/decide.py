@@ -64,6 +64,8 @@ def refuses_model(model: Any) -> str | None:
 
 def refuses_ranks(model: Any) -> str | None:
     """Why ranks that this model's weights are spread over can't record its steps."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None  # asked in every call of generate: without ranks there is nothing to look for
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if (getattr(config, "pp_size", None) or 1) > 1:
         return "its layers are divided among ranks"

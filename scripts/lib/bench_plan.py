@@ -69,10 +69,11 @@ def measure(name: str, plan: Plan, progress: Callable[[str], None], *, device: s
     from hf_rocm.bench.cases import Case
     from hf_rocm.bench.ops_cases import OPERATIONS, ROUTING
     from hf_rocm.bench.ops_run import compare_ops
-    from hf_rocm.bench.run import Subject, bench, device_of
+    from hf_rocm.bench.run import Subject, bench
     from hf_rocm.bench.start import starts
+    from hf_rocm.diagnostics.load import device_named
 
-    subject = Subject(None, plan.shape, device_of(device), layers=plan.layers)
+    subject = Subject(None, plan.shape, device_named(device), layers=plan.layers)
     cases = [Case(*each) for each in plan.cases]
     if plan.run == "starts":
         return starts(subject, cases[0], plan.sides, segment=name, progress=progress)

@@ -28,7 +28,9 @@ from hf_rocm.bench.machine import commit, machine
 from hf_rocm.bench.measure import Progress
 from hf_rocm.bench.record import Segment
 from hf_rocm.bench.run import Subject, describe, sides_of
+from hf_rocm.bench.sides import OURS, UNCAPTURED
 from hf_rocm.errors import HfRocmError
+from hf_rocm.ops import probe
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_ROCM_CACHE")
 
@@ -101,6 +103,8 @@ def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:
     """Seconds of each stage. warmup: what the first generation takes beyond the third one."""
     device = subject.device
     began = time.perf_counter()
+    if name in (OURS, UNCAPTURED):
+        probe.ahead()  # as `hf_rocm.from_pretrained` does
     model = subject.load()
     (side,), _ = sides_of(model, subject, [name])
     ready = now(device)

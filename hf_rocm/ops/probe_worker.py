@@ -212,6 +212,7 @@ def serve() -> None:
     from hf_rocm.ops import probe_cases
 
     assert hf_rocm.ops  # registers every operation
+    _wake()
     questions = os.fdopen(0, "rb", buffering=0, closefd=False)
     while select.select([questions], [], [], IDLE_SECONDS)[0]:
         line = questions.readline()
@@ -226,3 +227,13 @@ def serve() -> None:
         signal.alarm(0)
         answers.write(json.dumps({"reason": reason}) + "\n")
         answers.flush()
+
+
+def _wake() -> None:
+    """Set up what the first check would wait for: the GPU's context, and what Triton builds before any kernel."""
+    with contextlib.suppress(Exception):  # whoever needs it says what is wrong with it
+        if torch.cuda.is_available():
+            torch.zeros(1, device="cuda")
+            from triton.runtime import driver
+
+            driver.active.get_current_target()

@@ -14,6 +14,7 @@ from torch import nn
 from hf_rocm import options
 from hf_rocm.device import is_rocm
 from hf_rocm.errors import OptionError, OverlayError
+from hf_rocm.ops import probe
 from hf_rocm.overlay import bind
 from hf_rocm.overlay.adopt import adopt, disown
 from hf_rocm.route import backend_of, route_linear, unroute
@@ -85,6 +86,7 @@ def prepare(
         return model
     before = model.__dict__.get(REPORT, {})
     asked = shuffling.settings(model, preshuffle, budget, before.get("preshuffle"))
+    probe.ahead()
     overlays, refused = _bind_overlays(model)
     _switch_on(model, bind.ON if forced else bind.GPU)
     _compile_safely(model, bind.ON if forced else bind.GPU)

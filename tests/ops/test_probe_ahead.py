@@ -8,8 +8,10 @@ import sys
 import pytest
 import torch
 
+import hf_rocm
 from hf_rocm import options
 from hf_rocm.ops import probe, probe_worker, registry
+from tests.generation.conftest import make
 
 
 @pytest.fixture
@@ -59,6 +61,13 @@ def test_starting_twice_is_starting_once(monkeypatch):
     probe_worker.start()
     probe_worker.start()
     assert len(made) == 1
+
+
+def test_preparing_starts_it_and_staying_stock_does_not(started):
+    hf_rocm.prepare(make("llama"), force=False)
+    assert not started
+    hf_rocm.prepare(make("llama"), force=True)
+    assert started
 
 
 def test_the_operations_are_imported_without_the_compiler():

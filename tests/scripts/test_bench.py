@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,24 @@ def test_every_segment_names_what_there_is(lib):
         assert all(Case(*case).kind in KINDS for case in each.cases)
     shown = {name for names in render.TABLES.values() for name in names} | {"start", "kernels"}
     assert shown == set(plan.SEGMENTS)
+
+
+def test_a_segment_is_measured_and_kept_and_not_measured_again(lib, tmp_path, monkeypatch, capsys):
+    plan, _, _ = lib
+    tiny = plan.Plan("small", (("prefill", 1, 8, 0),), rounds=1, layers=1)
+    monkeypatch.setattr(plan, "SEGMENTS", {"tiny": tiny})
+    file = tmp_path / "runs.json"
+    main = runpy.run_path(str(ROOT / "scripts" / "bench"))["main"]
+    asked = ["bench", "--segment", "all", "--device", "cpu", "--output", str(file), "--commit", "0123456789ab"]
+    monkeypatch.setattr("sys.argv", asked)
+    assert main() == 0
+    (measured,) = record.load(file)
+    assert (measured.name, measured.commit) == ("tiny", "0123456789ab")
+    assert [each.side for each in measured.results[0].timings] == ["stock", "hf_rocm"]
+    before = file.read_bytes()
+    monkeypatch.setattr("sys.argv", [*asked, "--resume"])
+    assert main() == 0 and file.read_bytes() == before
+    assert "tiny: there already" in capsys.readouterr().err
 
 
 def test_the_tables_say_what_the_segments_say(lib, tmp_path):

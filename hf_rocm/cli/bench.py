@@ -40,7 +40,7 @@ ConfigName = Annotated[
     str | None, typer.Option("--config", metavar="NAME", help="A known shape with random weights: llama-8b, small, …")
 ]
 DtypeName = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="Such as bfloat16 (default: bf16; fp32 on a CPU).")
+    str | None, typer.Option("--dtype", metavar="DTYPE", help="Such as bfloat16 (default: bf16; fp32 on a CPU).")
 ]
 Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Add the result to this file of segments.")]
 SegmentName = Annotated[str | None, typer.Option("--segment", metavar="NAME", help="What to call it there.")]
@@ -53,10 +53,12 @@ def model(
     batch: Annotated[str, typer.Option(metavar="SIZES", help="Batch sizes, such as 1,8,32.")] = "1",
     prompt: Annotated[str, typer.Option(metavar="LENGTHS", help="Prompt lengths in tokens.")] = "1024",
     new: Annotated[int, typer.Option(metavar="TOKENS", help="New tokens for each timed generation.", min=2)] = 128,
-    kinds: Annotated[str | None, typer.Option(metavar="KINDS", help="decode,prefill (default: both).")] = None,
+    kinds: Annotated[
+        str | None, typer.Option("--kinds", metavar="KINDS", help="decode,prefill (default: both).")
+    ] = None,
     sides: Annotated[
         str | None,
-        typer.Option(metavar="SIDES", help="Of stock,compile,reduce-overhead,liger,no-graphs,hf_rocm."),
+        typer.Option("--sides", metavar="SIDES", help="Of stock,compile,reduce-overhead,liger,no-graphs,hf_rocm."),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds; each side runs once a round.", min=1)] = 5,
     layers: Annotated[int | None, typer.Option(metavar="N", help="Another depth than the shape has.", min=1)] = None,

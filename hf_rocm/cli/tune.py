@@ -56,8 +56,12 @@ def model(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its hub name.")] = None,
     batch: Batches = "1",
     prompt: Prompts = "128,1024",
-    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Such as bfloat16 (default: its own).")] = None,
-    engine: Annotated[str | None, typer.Option(metavar="ENGINE", help="aiter or tunableop (default: by GPU).")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Such as bfloat16 (default: its own).")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", metavar="ENGINE", help="aiter or tunableop (default: by GPU).")
+    ] = None,
     shuffled: Annotated[bool, typer.Option("--shuffled", help="For preshuffled weights too.")] = False,
     shapes: Annotated[Path | None, typer.Option(metavar="FILE", help="Tune these shapes; no MODEL.")] = None,
     shapes_only: Annotated[bool, typer.Option("--shapes-only", help="Record the shapes and tune nothing.")] = False,

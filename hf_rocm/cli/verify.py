@@ -18,10 +18,12 @@ Train = Annotated[bool, typer.Option("--train", help="Compare loss and gradients
 Config = Annotated[
     str | None,
     typer.Option(
-        metavar="CONFIG", help="Random weights of a config.json, or of tiny-llama, tiny-qwen3, tiny-gemma2, …"
+        "--config",
+        metavar="CONFIG",
+        help="Random weights of a config.json, or of tiny-llama, tiny-qwen3, tiny-gemma2, …",
     ),
 ]
-Dtype = Annotated[str, typer.Option(metavar="DTYPE", help="With --config: what the weights are in.")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="With --config: what the weights are in.")]
 Golden = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Compare with a reference that another machine recorded.")
 ]

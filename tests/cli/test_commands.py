@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import signal
@@ -9,11 +10,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+import typer
+from typer.models import OptionInfo
 
 from hf_rocm import __version__
 from hf_rocm.cli import main
+from hf_rocm.cli.app import build
 from tests.cli.conftest import Outcome
 from tests.overlay.conftest import MODELS, Site, fingerprint, hashes, next_release
 
@@ -286,3 +291,21 @@ def test_status_record_shows_a_table_and_its_progress_on_a_terminal_only(
     refused = command("status", "--record")
     assert refused.code == 1 and "no record of what transformers was delivered with" in refused.err
     assert command("status", "--record", "llama").code == 2
+
+
+def test_no_option_is_named_by_its_placeholder_alone():
+    """typer 0.26.8 to 0.27.2 takes a placeholder that is the parameter's name in capitals for the option's name."""
+
+    def commands(group, path=()):
+        for name, command in getattr(group, "commands", {}).items():
+            yield (*path, name), command
+            yield from commands(command, (*path, name))
+
+    found = list(commands(typer.main.get_command(build())))
+    assert len(found) > 10
+    for path, command in found:
+        callback = inspect.unwrap(command.callback) if command.callback else None
+        for name, hint in (get_type_hints(callback, include_extras=True) if callback else {}).items():
+            for option in getattr(hint, "__metadata__", ()):
+                if getattr(option, "metavar", None) == name.upper() and isinstance(option, OptionInfo):
+                    assert str(option.default).startswith("--"), f"{' '.join(path)}: --{name}"

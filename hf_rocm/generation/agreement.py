@@ -23,6 +23,11 @@ class Agreement:
         self._group: Any = None if mesh is None else mesh.get_group()
         self._device = None if mesh is None else next(model.parameters()).device
 
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one rank, so that a step has collectives."""
+        return self._group is not None
+
     def all(self, found: bool) -> bool:
         """Whether every rank found it so."""
         return found if self._group is None else self._least(int(found)) == [1]

@@ -20,7 +20,6 @@ from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import SETTINGS, State, known, refusal, release, state_of
 from hf_rocm.options import Switch
 from hf_rocm.overlay.bind import ON
-from hf_rocm.weights.colwise import mesh_of
 
 Method = Callable[..., Any]
 
@@ -35,8 +34,6 @@ def switch_on(model: nn.Module, graphs: bool | None, mode: str = ON) -> str | No
     wanted = options.current().graphs if graphs is None else Switch.REQUIRED if graphs else Switch.OFF
     reason = "graphs are switched off" if wanted is Switch.OFF else decide.refuses_model(model)
     reason = reason or decide.refuses_ranks(model)
-    if reason is None and wanted is not Switch.REQUIRED and mesh_of(model) is not None:
-        reason = "steps of a model that is sharded over ranks are recorded only if graphs=True asks for it"
     if reason is None:
         for name, method in _METHODS.items():
             put_before(type(model), name, method, SETTINGS)

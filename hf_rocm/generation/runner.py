@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_rocm.generation import ending
 from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.agreement import Agreement
 from hf_rocm.generation.cache import DecodeCache
@@ -100,6 +101,8 @@ class Runner:
         for oldest in [each for each in cache.recordings if each != _RECORDER][: 1 - _MOST]:
             del cache.recordings[oldest]
         cache.recordings[key] = held
+        if self._ranks.several:
+            ending.watch(cache)
         self._state.recorded += 1
         return outputs
 

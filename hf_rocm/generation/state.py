@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from hf_rocm.errors import GraphError
+from hf_rocm.generation import ending
 from hf_rocm.generation.fingerprint import Fingerprint
 from hf_rocm.generation.pool import Pool
 
@@ -97,6 +98,7 @@ def release(model: nn.Module) -> None:
         found = _states.pop(model, None)
     if found is not None:
         found.pool.clear()
+        ending.tidy()
 
 
 def refusal(name: str, reason: str) -> GraphError:

@@ -15,7 +15,7 @@ import transformers
 
 import hf_rocm
 from hf_rocm.errors import GraphError
-from hf_rocm.generation import recorder
+from hf_rocm.generation import ending, recorder
 from hf_rocm.generation.state import known
 from tests.generation import emulator
 
@@ -70,11 +70,34 @@ def gives_stocks_tokens(checkpoint):
     assert (state.recorded, state.replayed) == (1, 11 - 3 + 7), (state.recorded, state.replayed)
 
 
-def is_off_unless_asked_for(checkpoint):
+def is_on_unless_it_is_switched_off(checkpoint):
     model = load(checkpoint)
     generate(model)
+    assert known(model).recorded == 1
+    model = load(checkpoint, graphs=False)
+    generate(model)
     assert known(model) is None
-    assert "sharded over ranks are recorded only if graphs=True" in str(hf_rocm.explain(model))
+
+
+def recordings_go_before_their_group_does(checkpoint):
+    places = (dist, dist.distributed_c10d)
+    ending.let_go()  # of earlier checks
+    before = [place.destroy_process_group for place in places]
+    model, other = load(checkpoint), load(checkpoint)
+    generate(model), generate(other)
+    (cache, _), *_ = known(model).pool._idle
+    assert cache.recordings
+    assert all(place.destroy_process_group is not each for place, each in zip(places, before, strict=True))
+    group = dist.new_group()  # any: whoever ends one is about to end the others
+    dist.destroy_process_group(group)
+    assert not cache.recordings
+    assert [place.destroy_process_group for place in places] == before
+    again = known(model).replayed
+    generate(model)
+    assert cache.recordings and known(model).recorded == 2 and known(model).replayed > again
+    del cache
+    hf_rocm.restore(model)
+    assert [place.destroy_process_group for place in places] == before
 
 
 def refuses_a_backend_that_can_not_be_recorded(checkpoint):
@@ -150,7 +173,8 @@ def stops_together_where_one_rank_has_another_model(checkpoint):
 
 CHECKS = (
     gives_stocks_tokens,
-    is_off_unless_asked_for,
+    is_on_unless_it_is_switched_off,
+    recordings_go_before_their_group_does,
     refuses_a_backend_that_can_not_be_recorded,
     stops_together_where_one_rank_can_not_record,
     stops_together_where_one_rank_replays_something_else,

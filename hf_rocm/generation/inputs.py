@@ -301,6 +301,12 @@ class Step:
             self._inputs["attention_mask"] = {**kept, **dict(zip(self._masked, tensors, strict=True))}
 
 
+def residents_of(cache: Any) -> Residents | None:
+    """What the steps over this cache read, if it had any."""
+    step = _step_of(cache)
+    return None if step is None else step.residents
+
+
 def _step_of(cache: Any) -> Step | None:
     return None if cache is None or type(cache) is tuple else _steps.get(cache)
 

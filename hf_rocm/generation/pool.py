@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_rocm import options
 from hf_rocm.generation.cache import DecodeCache, bucket
+from hf_rocm.generation.inputs import residents_of
+from hf_rocm.generation.streams import tensors_in, used_here
 from hf_rocm.weights.budget import in_bytes
 
 # However small they are.
@@ -26,11 +28,24 @@ _FACTOR = 2
 _AHEAD = 1024
 
 
+class _Idle(NamedTuple):
+    """A cache, the stream of its last call, and an event behind all that was queued there; None on a CPU."""
+
+    cache: DecodeCache
+    stream: Any
+    used: Any
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this thread's stream is another one."""
+        return self.stream is not None and bool(torch.cuda.current_stream(self.stream.device) != self.stream)
+
+
 class Pool:
     """The idle caches of one model, the one that was used last at the end."""
 
     def __init__(self) -> None:
-        self._idle: list[tuple[DecodeCache, Any]] = []
+        self._idle: list[_Idle] = []
         self._lock = threading.Lock()
 
     def take(self, windows: Sequence[int | None], *, batch: int, prompt: int, limit: int) -> DecodeCache:
@@ -40,14 +55,15 @@ class Pool:
         """
         needed = min(prompt + _AHEAD, limit) + 1
         with self._lock:
-            fitting = [each for each in self._idle if _serves(each[0], windows, batch, needed)]
+            fitting = [each for each in self._idle if _serves(each.cache, windows, batch, needed)]
             if not fitting:
                 return DecodeCache(windows, capacity=bucket(needed), limit=limit)
-            found = min(fitting, key=lambda each: each[0].capacity)
+            found = min(fitting, key=lambda each: (each.elsewhere, each.cache.capacity))
             self._idle.remove(found)
-        cache, used = found
-        if used is not None:
-            used.wait()  # the caller may be on another stream than the last one
+        cache = found.cache
+        if found.elsewhere:
+            found.used.wait()
+            used_here(tensors_in(cache, residents_of(cache)))
         cache.reset()
         cache.limit = limit
         return cache
@@ -57,14 +73,14 @@ class Pool:
         device = None if cache.layers[0].keys is None else cache.layers[0].keys.device
         if device is None:
             return
-        used = None
+        idle = _Idle(cache, None, None)
         if device.type == "cuda":
-            used = torch.cuda.Event()
-            used.record(torch.cuda.current_stream(device))
+            idle = _Idle(cache, torch.cuda.current_stream(device), torch.cuda.Event())
+            idle.used.record(idle.stream)
         with self._lock:
-            self._idle.append((cache, used))
+            self._idle.append(idle)
             bound = in_bytes(options.current().graphs_memory, _memory(device), source="HF_ROCM_GRAPHS_MEMORY=")
-            while len(self._idle) > _MOST or sum(each.nbytes for each, _ in self._idle) > bound:
+            while len(self._idle) > _MOST or sum(each.cache.nbytes for each in self._idle) > bound:
                 self._drop()
 
     def clear(self) -> None:
@@ -74,14 +90,14 @@ class Pool:
 
     def _drop(self) -> None:
         """Let the oldest go. Its memory may belong to another stream, which must not get it before it is done with."""
-        _cache, used = self._idle.pop(0)
-        if used is not None:
-            used.synchronize()  # and only then does the name go
+        oldest = self._idle.pop(0)
+        if oldest.used is not None:
+            oldest.used.synchronize()  # and only then does the name go
 
     def summary(self) -> tuple[int, int]:
         """How many caches are idle, and their bytes."""
         with self._lock:
-            return len(self._idle), sum(each.nbytes for each, _ in self._idle)
+            return len(self._idle), sum(each.cache.nbytes for each in self._idle)
 
 
 def _serves(cache: DecodeCache, windows: Sequence[int | None], batch: int, needed: int) -> bool:

@@ -23,9 +23,6 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Records steps for one cache; its recordings are replayed one at a time, in any order."""
 
-    def warm(self, run: Callable[[], T]) -> T:
-        """Run a step for its result, so that everything that a kernel sets up at its first call is there."""
-
     def record(self, run: Callable[[], T]) -> tuple[Recording, T]:
         """Record a step. Whether its kernels run meanwhile is the recorder's choice: none may change what they read.
 
@@ -44,10 +41,6 @@ class GraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-
-    def warm(self, run: Callable[[], T]) -> T:
-        with _aside(_shared(self._device).warming):
-            return run()
 
     def record(self, run: Callable[[], T]) -> tuple[Recording, T]:
         shared = _shared(self._device)
@@ -78,7 +71,6 @@ class _Shared:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
-        self.warming = torch.cuda.Stream(device)
         self.recording = torch.cuda.Stream(device)
         self.last: Any = torch.cuda.current_stream(device)  # where the last replay ran
         self.pool = torch.cuda.graph_pool_handle()

@@ -1,7 +1,7 @@
 """Decode steps of one `generate`: the first few run as ever, then one is recorded, checked and replayed.
 
 A step takes one of four ways, in this order as a call goes on: uncaptured, because nothing like it was seen before;
-uncaptured on the recorder's stream, and then recorded; replayed *and* run uncaptured on the same state, to compare the
+uncaptured, and then recorded; replayed *and* run uncaptured on the same state, to compare the
 two; replayed. Whatever a recording wasn't made for starts again at the first. Until a recording has been checked no
 token comes from it.
 """
@@ -23,6 +23,7 @@ from hf_rocm.generation.recorder import Recorder, Recording
 from hf_rocm.generation.resident import resident
 from hf_rocm.generation.state import State
 from hf_rocm.generation.step import Inputs, Unrecordable, put_together, take_apart
+from hf_rocm.generation.streams import used_here
 from hf_rocm.weights.kept import counters_watched
 
 # Recordings of one cache: another adapter, another implementation of attention.
@@ -84,7 +85,7 @@ class Runner:
         """Run the step for its result, then record it; the next step like it is the first that is replayed."""
         cache = self.cache
         recorder = self._recorder(inputs)
-        outputs = recorder.warm(lambda: model(**arguments))
+        outputs = model(**arguments)
         after = cache.length
         cache.rewind()
         held, failure = None, "another rank could not record it"
@@ -152,6 +153,7 @@ class _Held:
         self._fields = {name: None if each is cache else each for name, each in outputs.items()}
         self.cached = [name for name, each in outputs.items() if each is cache]
         self.tensors = _tensors_of(outputs)
+        used_here(self.tensors)  # which lie in the memory of recordings
 
     def replay(self, tensors: Sequence[Tensor]) -> None:
         """Run the step on these inputs: they are copied to where it reads them."""

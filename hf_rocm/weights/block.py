@@ -174,12 +174,18 @@ def join_parameters(parameters: Sequence[Any], beside: Sequence[Any] = ()) -> Te
         row = 0
         for parameter in parameters:
             rows, old = len(parameter), parameter.data
-            parameter.data = from_dlpack(block[row : row + rows])
+            parameter.data = _apart(block[row : row + rows])
             give_back(old)
             row += rows
         for other in others:
             own_memory(other)
     return block
+
+
+def _apart(part: Tensor) -> Tensor:
+    """The same memory as a tensor with a storage of its own; PyTorch exports it from the current device alone."""
+    with torch.cuda.device_of(part):
+        return from_dlpack(part)
 
 
 _LARGE = 2**20  # smaller tensors have memory apart, in the allocator of PyTorch
@@ -203,7 +209,7 @@ def _step_aside(parameters: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
             return []
     copy = torch.cat([each.data.reshape(-1) for each in run])
     for each, part in zip(run, copy.split([each.numel() for each in run]), strict=True):
-        each.data = from_dlpack(part).view(each.shape)
+        each.data = _apart(part).view(each.shape)
     torch.cuda.empty_cache()
     return others
 

@@ -85,7 +85,7 @@ def recordings_go_before_their_group_does(checkpoint):
     before = [place.destroy_process_group for place in places]
     model, other = load(checkpoint), load(checkpoint)
     generate(model), generate(other)
-    (cache, _), *_ = known(model).pool._idle
+    cache = known(model).pool._idle[0].cache
     assert cache.recordings
     assert all(place.destroy_process_group is not each for place, each in zip(places, before, strict=True))
     group = dist.new_group()  # any: whoever ends one is about to end the others

@@ -78,7 +78,7 @@ def test_nothing_is_asked_of_the_users_generation_config(pair, tmp_path):
 def test_what_belongs_to_a_model_goes_with_it(pair):
     ours, _ = pair()
     generate(ours)
-    cache = known(ours).pool._idle[0][0]
+    cache = known(ours).pool._idle[0].cache
     watched = [weakref.ref(cache), weakref.ref(cache.layers[0].keys)]
     gc.collect()
     gc.disable()

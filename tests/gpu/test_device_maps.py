@@ -42,10 +42,13 @@ def checkpoint(tmp_path):
 
 
 def placed(*devices):
-    """One device for each layer; what comes before and after them is with the first and the last of those on a GPU."""
+    """One device for each layer; what comes before and after them is with the first and the last of those on a GPU.
+
+    The head is with the embedding, whose weight it may share.
+    """
     layers = {f"model.layers.{number}": device for number, device in enumerate(devices)}
     first, *_, last = [device for device in devices if device != "cpu"]
-    return {"model.embed_tokens": first, "model.rotary_emb": first, **layers, "model.norm": last, "lm_head": last}
+    return {"model.embed_tokens": first, "model.rotary_emb": first, **layers, "model.norm": last, "lm_head": first}
 
 
 def load(folder, *, ours, **arguments):

@@ -76,3 +76,22 @@ def test_neighbours_need_nobody_between_them(attention, aside):
         attention.state_dict()[f"{name}.weight"].data_ptr() == old[f"{name}.weight"] for name in "ko"
     )
     assert all(torch.equal(attention.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_memory_is_taken_over_on_the_device_that_it_is_on(attention, monkeypatch):
+    """PyTorch exports no tensor of another GPU than the current one."""
+    current, exported = [], []
+
+    class Device(torch.cuda.device_of):
+        def __enter__(self):
+            current.append(self)
+            super().__enter__()
+
+        def __exit__(self, *error):
+            current.pop()
+            return super().__exit__(*error)
+
+    monkeypatch.setattr(torch.cuda, "device_of", Device)
+    monkeypatch.setattr(block, "from_dlpack", lambda part: exported.append(bool(current)) or from_dlpack(part))
+    fuses(attention, values(attention))
+    assert len(exported) == 3 + 4 and all(exported) and not current

@@ -15,7 +15,7 @@ EVERYTHING = (STOCK, COMPILE, OVERHEAD, UNCAPTURED, OURS)
 @dataclass(frozen=True)
 class Plan:
     """One segment. cases: (kind, batch, prompt, new). kind of run: cases, kernels, or starts of fresh processes.
-    layers: other than the shape's. tp: how many GPUs share the model."""
+    layers, dtype: other than the shape's. tp: how many GPUs share the model."""
 
     shape: str
     cases: tuple[tuple[str, int, int, int], ...] = ()
@@ -25,6 +25,7 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
     layers: int | None = None
     tp: int = 1
+    dtype: str | None = None
 
 
 def _decode(*sizes: tuple[int, int], new: int = 128) -> tuple[tuple[str, int, int, int], ...]:
@@ -61,11 +62,15 @@ SEGMENTS: dict[str, Plan] = {
         )
         for ranks in (2, 4)
     },
+    # in fp32 no two tokens are as close as rounding is: here all must be stock's
+    "tp-2-fp32": Plan("llama-70b", _decode((1, 1024)), rounds=1, layers=8, tp=2, dtype="float32"),
 }
 
 
 def measure(name: str, plan: Plan, progress: Callable[[str], None], *, device: str | None, rounds: int | None) -> Any:
     """The segment, measured."""
+    import torch
+
     from hf_rocm.bench.cases import Case
     from hf_rocm.bench.ops_cases import OPERATIONS, ROUTING
     from hf_rocm.bench.ops_run import compare_ops
@@ -73,7 +78,8 @@ def measure(name: str, plan: Plan, progress: Callable[[str], None], *, device: s
     from hf_rocm.bench.start import starts
     from hf_rocm.diagnostics.load import device_named
 
-    subject = Subject(None, plan.shape, device_named(device), layers=plan.layers)
+    dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
+    subject = Subject(None, plan.shape, device_named(device), dtype, plan.layers)
     cases = [Case(*each) for each in plan.cases]
     if plan.run == "starts":
         return starts(subject, cases[0], plan.sides, segment=name, progress=progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ TABLES = {
     "Other shapes": ("qwen3-8b", "gemma2-9b", "mistral-7b", "qwen3-30b-a3b"),
     "Encoders": ("bert-base", "siglip"),
     "Tensor parallel, 16 layers of the Llama-3.3-70B shape": ("tp-2", "tp-4"),
+    "Tensor parallel, 8 layers of the same in fp32": ("tp-2-fp32",),
 }
 
 
@@ -95,7 +96,7 @@ def machine(segments: dict[str, Any]) -> str:
 
 def times(segments: Sequence[Any]) -> Iterator[str]:
     """One row a case, one column a side: medians in milliseconds, and how hf_rocm stands to the others."""
-    from hf_rocm.bench.report import gains, large, markdown, milliseconds
+    from hf_rocm.bench.report import gains, markdown, milliseconds
 
     results = [(segment, result) for segment in segments for result in segment.results]
     sides = [side for side in COLUMNS if any(each.side == side for _, result in results for each in result.timings)]
@@ -124,13 +125,14 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
                 *(found[each] for each in ratios),
             )
         )
-    rates = segments[0].rates
     unit = results[0][1].case.unit if results else "ms"
+    rounds = _from_to([segment.rounds for segment in segments], str)
     yield markdown(("", "floor", *(COLUMNS[side] for side in sides), *ratios), rows)
     yield ""
     yield (
-        f"{unit[0].upper()}{unit[1:]}, medians of {segments[0].rounds} interleaved rounds. The machine copied "
-        f"{large(rates.copy)}B/s and multiplied {large(rates.matmul)}FLOP/s in the same run."
+        f"{unit[0].upper()}{unit[1:]}, {'one round' if rounds == '1' else f'medians of {rounds} interleaved rounds'}. "
+        f"The machine copied {_from_to([each.rates.copy for each in segments], _bandwidth)} and multiplied "
+        f"{_from_to([each.rates.matmul for each in segments], _matmul_rate)} in the same run."
     )
     for segment in segments:
         if segment.parallel:
@@ -139,6 +141,24 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
         for side, reason in {**segment.missing, **result.left_out}.items():
             if reason != "it differs in decoding only":
                 yield f"{result.case.title}: {side} was left out: {reason}."
+
+
+def _from_to(values: Sequence[Any], shown: Callable[[Any], str]) -> str:
+    """One value, or the least and the largest."""
+    low, high = shown(min(values)), shown(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _bandwidth(rate: float) -> str:
+    from hf_rocm.bench.report import large
+
+    return f"{large(rate)}B/s"
+
+
+def _matmul_rate(rate: float) -> str:
+    from hf_rocm.bench.report import large
+
+    return f"{large(rate)}FLOP/s"
 
 
 def shared(segment: Any) -> Iterator[str]:

@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_rocm.bench import record
 from hf_rocm.bench.cases import KINDS, Case
@@ -30,6 +31,7 @@ def test_every_segment_names_what_there_is(lib):
     for name, each in plan.SEGMENTS.items():
         assert each.shape in SHAPES and set(each.sides) <= set(LABELS) and each.rounds > 0
         assert each.cases or each.run == "kernels", name
+        assert each.dtype is None or getattr(torch, each.dtype).is_floating_point
         assert all(Case(*case).kind in KINDS for case in each.cases)
     shown = {name for names in render.TABLES.values() for name in names} | {"start", "kernels"}
     assert shown == set(plan.SEGMENTS)

@@ -42,7 +42,7 @@ def test_the_numbers_of_the_tables_follow_from_the_data_sheet(lib):
 def test_the_segments_can_be_shared_by_so_many(lib):
     plan, _, _, _ = lib
     shared = {name: each for name, each in plan.SEGMENTS.items() if each.tp > 1}
-    assert set(shared) == {"tp-2", "tp-4"}
+    assert set(shared) == {"tp-2", "tp-4", "tp-2-fp32"}
     for each in shared.values():
         settings = shapes.SHAPES[each.shape].settings
         assert settings["num_key_value_heads"] % each.tp == 0 and each.layers < settings["num_hidden_layers"]

@@ -1,0 +1,23 @@
+"""The trained model over recorded steps, replayed on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.generation.conftest import counted
+from tests.trained import NEW, Trained, generates_stocks_tokens, judges_tokens_as_well_as_eager
+
+
+@pytest.fixture
+def trained(tiny_checkpoint, recorded_on_cpu):
+    return Trained(tiny_checkpoint, graphs=True)
+
+
+def test_512_greedy_tokens_are_stocks(trained):
+    ours, _ = generates_stocks_tokens(trained)
+    recorded, replayed = counted(ours)
+    assert recorded > 1 and replayed > NEW - 4 * recorded  # anew whenever the buffers grew
+
+
+def test_bf16_teacher_forced(trained):
+    judges_tokens_as_well_as_eager(trained)

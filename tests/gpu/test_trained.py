@@ -1,0 +1,29 @@
+"""The trained model on a GPU: our kernels, in recorded steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import train_tiny
+from tests.generation.conftest import counted
+from tests.trained import KERNELS, NEW, Trained, generates_stocks_tokens, judges_tokens_as_well_as_eager
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained")
+    train_tiny().train(out, steps=200)
+    return Trained(out, "cuda", graphs=True)
+
+
+def test_512_greedy_tokens_are_stocks(trained):
+    ours, served = generates_stocks_tokens(trained)
+    recorded, replayed = counted(ours)
+    assert recorded > 0 and replayed > NEW - 4 * recorded
+    assert served >= KERNELS  # attention of fp32 is not ours on a GPU
+
+
+def test_bf16_teacher_forced(trained):
+    assert judges_tokens_as_well_as_eager(trained) >= KERNELS

@@ -1,0 +1,67 @@
+"""What the trained model must do wherever it runs: stock's greedy tokens, and logits as good as eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_rocm
+from hf_rocm import ops
+from tests.tolerance import assert_as_good_as_eager
+
+NEW = 512
+PROMPT = "The following statement is executed"
+KERNELS = {"rms_norm", "act_and_mul", "rope"}
+
+
+class Trained:
+    """One checkpoint, as stock in eager attention and as ours."""
+
+    def __init__(self, checkpoint: Path, device: str = "cpu", *, graphs: bool) -> None:
+        self.checkpoint, self.device, self.graphs = checkpoint, device, graphs
+        self.prompt = AutoTokenizer.from_pretrained(checkpoint)(PROMPT, return_tensors="pt")["input_ids"].to(device)
+
+    def stock(self, dtype: torch.dtype = torch.float32) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(self.checkpoint, torch_dtype=dtype, attn_implementation="eager")
+        return model.to(self.device).eval()
+
+    def ours(self, dtype: torch.dtype = torch.float32) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(self.checkpoint, torch_dtype=dtype).to(self.device).eval()
+        return hf_rocm.prepare(model, force=True, graphs=self.graphs)
+
+    def greedy(self, model: Any, new: int = NEW) -> Tensor:
+        mask = torch.ones_like(self.prompt)
+        tokens: Tensor = model.generate(
+            self.prompt, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False
+        )
+        return tokens
+
+
+def generates_stocks_tokens(trained: Trained, new: int = NEW) -> tuple[Any, set[str]]:
+    """Returns the model that did, and the operations that the Triton tier served."""
+    ours = trained.ours()
+    with torch.no_grad(), ops.recording() as routes:
+        actual = trained.greedy(ours, new)
+    assert torch.equal(actual, trained.greedy(trained.stock(), new))
+    assert actual.shape[1] == trained.prompt.shape[1] + new
+    return ours, _by_triton(routes)
+
+
+@torch.inference_mode()
+def judges_tokens_as_well_as_eager(trained: Trained, dtype: torch.dtype = torch.bfloat16) -> set[str]:
+    """Teacher-forced in `dtype`. Returns the operations that the Triton tier served."""
+    text = trained.greedy(trained.stock(), new=60)
+    logits: Callable[[Any], Tensor] = lambda model: model(input_ids=text).logits  # noqa: E731
+    with ops.recording() as routes:
+        actual = logits(trained.ours(dtype))
+    assert_as_good_as_eager(actual, logits(trained.stock(dtype)), logits(trained.stock(torch.float64)))
+    return _by_triton(routes)
+
+
+def _by_triton(routes: Any) -> set[str]:
+    return {each.operation for each in routes if each.tier == "triton"}

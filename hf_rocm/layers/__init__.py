@@ -7,12 +7,12 @@ from hf_rocm.layers.attention import sees, stays_stock
 from hf_rocm.layers.cross import answered, encoder_decoder
 from hf_rocm.layers.decoder import decoder_layer
 from hf_rocm.layers.experts import given_experts, listed_experts, softmax_top, stacked_experts, untouched
-from hf_rocm.layers.heads import heads, remember, rotate, rotate_and_remember, split_heads
+from hf_rocm.layers.heads import heads, remember, rotate, rotate_and_remember
 from hf_rocm.layers.latent import latent_heads
 from hf_rocm.layers.mlp import activated, gated_mlp, joined_mlp
 from hf_rocm.layers.norm import rms_norm
 from hf_rocm.layers.packed import packed
-from hf_rocm.layers.project import project, project_out
+from hf_rocm.layers.project import project, project_out, split_heads
 from hf_rocm.layers.release import before
 
 __all__ = [

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_rocm.layers.heads import heads, remember, split_heads
+from hf_rocm.layers.heads import heads, remember
+from hf_rocm.layers.project import split_heads
 from hf_rocm.layers.release import before
 
 _WITH_CACHE = before("4.54")  # these layers handed the cache back as a third value then

@@ -26,18 +26,12 @@ def heads(
     module doesn't have is left out. head_dim: `module.head_dim` unless given. Returns a [B, heads, S, D] for each name,
     a view.
     """
-    parts = list(split_heads(project(module, x, *names), module.head_dim if head_dim is None else head_dim))
+    parts = list(project(module, x, *names, head_dim=module.head_dim if head_dim is None else head_dim))
     for index, name in enumerate(norms):
         norm = module._modules.get(name)
         if norm is not None:
             parts[index] = norm(parts[index].transpose(1, 2)).transpose(1, 2)
     return tuple(parts)
-
-
-def split_heads(parts: tuple[Tensor, ...], head_dim: int) -> tuple[Tensor, ...]:
-    """[B, S, heads · D] each. Returns [B, heads, S, D] each, views."""
-    shape = (*parts[0].shape[:-1], -1, head_dim)
-    return tuple(part.view(shape).transpose(1, 2) for part in parts)
 
 
 def rotate(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_rocm.layers.heads import remember, split_heads
-from hf_rocm.layers.project import project
+from hf_rocm.layers.heads import remember
+from hf_rocm.layers.project import project, split_heads
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

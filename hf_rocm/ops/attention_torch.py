@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from hf_rocm.ops.attention_eager import visible
 
@@ -45,14 +46,17 @@ def attention(
     sinks: Tensor | None,
 ) -> tuple[Tensor, None]:
     """See `hf_rocm.ops.attention`; softcap and sinks are always None here."""
-    s_q, s_k = query.shape[2], key.shape[2]
+    _, heads, s_q, _ = query.shape
+    _, kv_heads, s_k, _ = key.shape
     if causal and s_q > s_k:
         return _after_the_blind(query, key, value, mask, scale=scale, window=window), None
-    mask = _combined(mask, query, s_k, causal=causal and s_q > 1, window=window)
-    groups = query.shape[1] // key.shape[1]
+    causal = causal and s_q > 1
+    if causal or window is not None or mask is not None:
+        mask = _combined(mask, query, s_k, causal=causal, window=window)
+    groups = heads // kv_heads
     if mask is None or groups == 1:
         output = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=causal and s_q > 1 and mask is None, scale=scale, enable_gqa=groups > 1
+            query, key, value, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=groups > 1
         ).transpose(1, 2)
     elif s_q <= STACKED_QUERIES:
         output = _stacked(query, key, value, mask, scale)
@@ -81,7 +85,8 @@ def _combined(mask: Tensor | None, query: Tensor, s_k: int, *, causal: bool, win
     """The mask that SDPA needs besides `is_causal`: none for a square causal call, else everything in one."""
     s_q = query.shape[2]
     if mask is not None:
-        mask = mask[..., :s_k]
+        if is_compiling() or mask.shape[-1] != s_k:
+            mask = mask[..., :s_k]
     elif causal and s_q == s_k and window is None:
         return None
     seen = visible(s_q, s_k, causal=causal, window=window, device=query.device)

@@ -1,4 +1,4 @@
-"""Rotary positions of a part of the head's dims, where the model's own function must be given that part only."""
+"""Heads of fused layers; rotary positions where the model's own function must be given a part of the dims only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from transformers.models.phi import modeling_phi
 from transformers.models.phi.modeling_phi import apply_rotary_pos_emb
 
 from hf_rocm import layers, ops
+from hf_rocm.weights import fuse
 
 B, S, H, D, R = 2, 5, 3, 16, 8
 
@@ -74,3 +75,33 @@ def test_a_function_of_the_users_runs_under_the_compiler_too(case):
     run = torch.compile(lambda *given: layers.rotate(swapped, *given, partial=True), backend="eager", fullgraph=True)
     assert torch.equal(run(*case)[0][..., :R], case[0][..., :R] * 2)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("s", [1, 63])
+def test_heads_of_fused_layers_are_those_of_the_layers(s):
+    """Values, sizes and strides, with fewer key heads than query heads."""
+    names, heads = ("q_proj", "k_proj", "v_proj"), (6, 2, 2)
+    module = torch.nn.Module()
+    for name, count in zip(names, heads, strict=True):
+        module.add_module(name, torch.nn.Linear(7, count * D))
+    x = torch.randn(B, s, 7)
+    with torch.no_grad():
+        expected = layers.split_heads(tuple(module._modules[name](x) for name in names), D)
+        assert fuse.fuse(module, names) is None
+        actual = layers.heads(module, x, *names, head_dim=D)
+        plain = layers.split_heads(layers.project(module, x, *names), D)
+    assert len({part.untyped_storage().data_ptr() for part in actual}) == 1  # one product
+    for mine, theirs, view, count in zip(actual, expected, plain, heads, strict=True):
+        assert mine.shape == (B, count, s, D) and mine.storage_offset() == view.storage_offset()
+        assert s == 1 or mine.stride() == view.stride()
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_head_size_that_does_not_fit_raises_as_it_does_unfused():
+    module = torch.nn.Module()
+    for name in ("q_proj", "k_proj"):
+        module.add_module(name, torch.nn.Linear(7, 12))
+    with torch.no_grad():
+        assert fuse.fuse(module, ("q_proj", "k_proj")) is None
+        with pytest.raises(RuntimeError):
+            layers.heads(module, torch.randn(B, S, 7), "q_proj", "k_proj", head_dim=8)

@@ -15,7 +15,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(BertSelfAttention, fuses=("query", "key", "value"))
     def bert_attention(self, stock, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.dropout.p):
+        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.training and self.dropout.p):
             return stock(self, hidden_states, attention_mask, past_key_values, **kwargs)
         names = ("query", "key", "value")
         query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]

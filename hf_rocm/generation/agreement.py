@@ -16,25 +16,23 @@ from hf_rocm.weights.colwise import mesh_of
 
 
 class Agreement:
-    """Among the ranks that this model's layers are sharded over; a model of one rank agrees with itself."""
+    """Among the ranks that this model's layers are sharded over; a model of one rank agrees with itself.
+
+    group: of those ranks, whose collectives a step has; None if there is one rank.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         mesh = mesh_of(model)
-        self._group: Any = None if mesh is None else mesh.get_group()
+        self.group: Any = None if mesh is None else mesh.get_group()
         self._device = None if mesh is None else next(model.parameters()).device
-
-    @property
-    def several(self) -> bool:
-        """Whether there is more than one rank, so that a step has collectives."""
-        return self._group is not None
 
     def all(self, found: bool) -> bool:
         """Whether every rank found it so."""
-        return found if self._group is None else self._least(int(found)) == [1]
+        return found if self.group is None else self._least(int(found)) == [1]
 
     def same(self, *numbers: int) -> bool:
         """Whether every rank has these numbers."""
-        if self._group is None:
+        if self.group is None:
             return True
         least = self._least(*numbers, *(-number for number in numbers))
         half = len(numbers)
@@ -45,6 +43,6 @@ class Agreement:
 
         with torch.inference_mode(False), torch.no_grad():
             values = torch.tensor(numbers, device=self._device)
-            dist.all_reduce(values, dist.ReduceOp.MIN, group=self._group)
+            dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
         least: list[int] = values.tolist()
         return least

@@ -62,7 +62,7 @@ class Pool:
             self._idle.remove(found)
         cache = found.cache
         if found.elsewhere:
-            found.used.wait()
+            found.used.wait(torch.cuda.current_stream(found.stream.device))
             used_here(tensors_in(cache, residents_of(cache)))
         cache.reset()
         cache.limit = limit

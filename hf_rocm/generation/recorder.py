@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,6 +18,9 @@ class Recording(Protocol):
 
     def replay(self) -> None:
         """Run the step's kernels again on the memory that they had when it was recorded, in stream order."""
+
+    def release(self) -> None:
+        """Let go of the kernels, whoever still holds the recording. It can't be replayed any more."""
 
 
 class Recorder(Protocol):
@@ -64,6 +67,9 @@ class _Graph:
                 shared.last = current
             self._graph.replay()
 
+    def release(self) -> None:
+        self._graph.reset()
+
 
 class _Shared:
     """What the recordings of one device have in common."""
@@ -84,10 +90,10 @@ def _capture(shared: _Shared, run: Callable[[], T]) -> tuple[Any, T]:
         _begin(graph, shared)
         try:
             result = run()
+            graph.capture_end()
         except BaseException:
             _abandon(graph, shared)
             raise
-        graph.capture_end()
     return graph, result
 
 
@@ -150,14 +156,19 @@ def _begin(graph: Any, shared: _Shared) -> None:
 
 
 def _abandon(graph: Any, shared: _Shared) -> None:
-    """End a capture that failed. The stream must not stay in capture mode, and what follows gets another pool.
+    """End a capture that failed: the stream must not stay in capture mode.
 
-    PyTorch may leave this pool in capture mode, and would ask the graph for as long as it does: both are kept.
+    If it was broken, PyTorch may leave the pool in capture mode, and would ask the graph for as long as it does: both
+    are kept, and what follows gets another pool. Of one that an error in the step's own code interrupted nothing stays,
+    since it may hold collectives.
     """
-    with suppress(RuntimeError):  # it says once more that the capture was broken
+    try:
         graph.capture_end()
-    _abandoned.append((graph, shared))
-    _devices.pop(shared.device, None)
+    except RuntimeError:  # it says once more that the capture was broken
+        _abandoned.append((graph, shared))
+        _devices.pop(shared.device, None)
+    else:
+        graph.reset()
 
 
 Factory = Callable[[torch.device], Recorder]

@@ -91,7 +91,8 @@ class Runner:
         held, failure = None, "another rank could not record it"
         try:
             with cache.being_recorded(), counters_watched():
-                held = _Held(recorder, inputs, lambda own: model(**put_together(arguments, own, (cache,))), cache)
+                run = lambda own: model(**put_together(arguments, own, (cache,)))  # noqa: E731
+                held = _Held(recorder, inputs, run, cache, self._ranks.group)
         except Exception as error:  # noqa: BLE001  it ran a moment ago: what it says now is that it can't be recorded
             failure = _first_line(error)
         finally:
@@ -102,8 +103,6 @@ class Runner:
         for oldest in [each for each in cache.recordings if each != _RECORDER][: 1 - _MOST]:
             del cache.recordings[oldest]
         cache.recordings[key] = held
-        if self._ranks.several:
-            ending.watch(cache)
         self._state.recorded += 1
         return outputs
 
@@ -139,7 +138,12 @@ class _Held:
     """A recording, the inputs that it reads and the outputs that it fills."""
 
     def __init__(
-        self, recorder: Recorder, inputs: Inputs, run: Callable[[Sequence[Tensor]], Any], cache: DecodeCache
+        self,
+        recorder: Recorder,
+        inputs: Inputs,
+        run: Callable[[Sequence[Tensor]], Any],
+        cache: DecodeCache,
+        group: Any,
     ) -> None:
         with torch.inference_mode(False), torch.no_grad():  # else they could not be written to outside of it
             own = [each if resident(each) else each.clone() for each in inputs.tensors]
@@ -148,6 +152,8 @@ class _Held:
         self.proved = False
         self._recording: Recording
         self._recording, outputs = recorder.record(lambda: run(own))
+        if group is not None:
+            ending.watch(self._recording, cache, group)
         # without the cache, which holds us: both are to go as soon as nobody needs them
         self._kind = type(outputs)
         self._fields = {name: None if each is cache else each for name, each in outputs.items()}

@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def ahead() -> None:
     if here is not None and here.local != 0:
         return
     if current.probe and torch.cuda.is_available() and (current.refresh or not any(_folder().glob("*.json"))):
-        probe_worker.start()
+        with suppress(OSError, ValueError):  # no memory for a process, say: the check itself says so, if it comes to it
+            probe_worker.start()
 
 
 def forget() -> None:

@@ -230,10 +230,9 @@ def serve() -> None:
 
 
 def _wake() -> None:
-    """Set up what the first check would wait for: the GPU's context, and what Triton builds before any kernel."""
+    """Set up what the first check would wait for: what Triton builds before any kernel. Takes no memory of the GPU."""
     with contextlib.suppress(Exception):  # whoever needs it says what is wrong with it
         if torch.cuda.is_available():
-            torch.zeros(1, device="cuda")
             from triton.runtime import driver
 
             driver.active.get_current_target()

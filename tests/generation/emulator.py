@@ -46,6 +46,9 @@ class Operators(TorchDispatchMode):
             self.kept.append((operator, args, kwargs, outputs))
         return result
 
+    def release(self):
+        self.kept.clear()
+
     def replay(self):
         self.replays += 1
         with torch.no_grad():

@@ -16,7 +16,7 @@ from tests.generation.conftest import counted, generate, prompt
 class Stream:
     """Somewhere that work is queued. waited: the events that it was made to wait for."""
 
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", 1)
     current: Stream
 
 
@@ -24,8 +24,8 @@ class Event:
     def __init__(self):
         self.waited = []
 
-    def wait(self):
-        self.waited.append(Stream.current)
+    def wait(self, stream):
+        self.waited.append(stream)
 
 
 @pytest.fixture
@@ -33,7 +33,10 @@ def handed_over(monkeypatch):
     """The tensors whose memory was told of another stream."""
     told = []
     monkeypatch.setattr(pool, "used_here", lambda tensors: told.append(list(tensors)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.current)
+    other = Stream()  # what this thread uses of other devices, the current one among them
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device=None: Stream.current if device == Stream.device else other
+    )
     return told
 
 

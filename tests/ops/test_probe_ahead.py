@@ -70,6 +70,16 @@ def test_preparing_starts_it_and_staying_stock_does_not(started):
     assert started
 
 
+def test_no_process_can_be_started(started, monkeypatch):
+    """Then the check itself says so, if it comes to it."""
+
+    def start():
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(probe_worker, "start", start)
+    hf_rocm.prepare(make("llama"), force=True)
+
+
 def test_the_operations_are_imported_without_the_compiler():
     """It takes seconds, in this process and in the child."""
     code = "import hf_rocm.ops, sys; sys.exit('torch._dynamo' in sys.modules)"

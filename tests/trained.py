@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,11 @@ def generates_stocks_tokens(trained: Trained, new: int = NEW) -> tuple[Any, set[
 def judges_tokens_as_well_as_eager(trained: Trained, dtype: torch.dtype = torch.bfloat16) -> set[str]:
     """Teacher-forced in `dtype`. Returns the operations that the Triton tier served."""
     text = trained.greedy(trained.stock(), new=60)
-    logits: Callable[[Any], Tensor] = lambda model: model(input_ids=text).logits  # noqa: E731
+
+    def logits(model: Any) -> Tensor:
+        judged: Tensor = model(input_ids=text).logits
+        return judged
+
     with ops.recording() as routes:
         actual = logits(trained.ours(dtype))
     assert_as_good_as_eager(actual, logits(trained.stock(dtype)), logits(trained.stock(torch.float64)))

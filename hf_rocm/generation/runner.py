@@ -1,9 +1,8 @@
 """Decode steps of one `generate`: the first few run as ever, then one is recorded, checked and replayed.
 
 A step takes one of four ways, in this order as a call goes on: uncaptured, because nothing like it was seen before;
-uncaptured, and then recorded; replayed *and* run uncaptured on the same state, to compare the
-two; replayed. Whatever a recording wasn't made for starts again at the first. Until a recording has been checked no
-token comes from it.
+uncaptured, and then recorded; replayed *and* run uncaptured on the same state, to compare the two; replayed. Whatever
+a recording wasn't made for starts again at the first. Until a recording has been checked no token comes from it.
 """
 
 from __future__ import annotations
@@ -91,8 +90,13 @@ class Runner:
         held, failure = None, "another rank could not record it"
         try:
             with cache.being_recorded(), counters_watched():
-                run = lambda own: model(**put_together(arguments, own, (cache,)))  # noqa: E731
-                held = _Held(recorder, inputs, run, cache, self._ranks.group)
+                held = _Held(
+                    recorder,
+                    inputs,
+                    lambda own: model(**put_together(arguments, own, (cache,))),
+                    cache,
+                    self._ranks.group,
+                )
         except Exception as error:  # noqa: BLE001  it ran a moment ago: what it says now is that it can't be recorded
             failure = _first_line(error)
         finally:

@@ -96,7 +96,7 @@ def machine(segments: dict[str, Any]) -> str:
 
 def times(segments: Sequence[Any]) -> Iterator[str]:
     """One row a case, one column a side: medians in milliseconds, and how hf_rocm stands to the others."""
-    from hf_rocm.bench.report import gains, markdown, milliseconds
+    from hf_rocm.bench.report import gains, large, markdown, milliseconds
 
     results = [(segment, result) for segment in segments for result in segment.results]
     sides = [side for side in COLUMNS if any(each.side == side for _, result in results for each in result.timings)]
@@ -131,8 +131,9 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
     yield ""
     yield (
         f"{unit[0].upper()}{unit[1:]}, {'one round' if rounds == '1' else f'medians of {rounds} interleaved rounds'}. "
-        f"The machine copied {_from_to([each.rates.copy for each in segments], _bandwidth)} and multiplied "
-        f"{_from_to([each.rates.matmul for each in segments], _matmul_rate)} in the same run."
+        f"The machine copied {_from_to([each.rates.copy for each in segments], lambda rate: f'{large(rate)}B/s')} "
+        f"and multiplied {_from_to([each.rates.matmul for each in segments], lambda rate: f'{large(rate)}FLOP/s')} "
+        "in the same run."
     )
     for segment in segments:
         if segment.parallel:
@@ -147,18 +148,6 @@ def _from_to(values: Sequence[Any], shown: Callable[[Any], str]) -> str:
     """One value, or the least and the largest."""
     low, high = shown(min(values)), shown(max(values))
     return low if low == high else f"{low} to {high}"
-
-
-def _bandwidth(rate: float) -> str:
-    from hf_rocm.bench.report import large
-
-    return f"{large(rate)}B/s"
-
-
-def _matmul_rate(rate: float) -> str:
-    from hf_rocm.bench.report import large
-
-    return f"{large(rate)}FLOP/s"
 
 
 def shared(segment: Any) -> Iterator[str]:

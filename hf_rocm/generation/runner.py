@@ -22,7 +22,6 @@ from hf_rocm.generation.recorder import Recorder, Recording
 from hf_rocm.generation.resident import resident
 from hf_rocm.generation.state import State
 from hf_rocm.generation.step import Inputs, Unrecordable, put_together, take_apart
-from hf_rocm.generation.streams import used_here
 from hf_rocm.weights.kept import counters_watched
 
 # Recordings of one cache: another adapter, another implementation of attention.
@@ -94,6 +93,7 @@ class Runner:
                     recorder,
                     inputs,
                     lambda own: model(**put_together(arguments, own, (cache,))),
+                    outputs,
                     cache,
                     self._ranks.group,
                 )
@@ -139,31 +139,42 @@ class Runner:
 
 
 class _Held:
-    """A recording, the inputs that it reads and the outputs that it fills."""
+    """A recording, the inputs that it reads and the outputs that it fills.
+
+    Both are its own. What else a recording works with lies in memory that all recordings of a device share, and may be
+    another one's as soon as a replay has ended: another thread's, before this one has read what the step returned.
+    like: what the step returns.
+    """
 
     def __init__(
         self,
         recorder: Recorder,
         inputs: Inputs,
         run: Callable[[Sequence[Tensor]], Any],
+        like: Any,
         cache: DecodeCache,
         group: Any,
     ) -> None:
         with torch.inference_mode(False), torch.no_grad():  # else they could not be written to outside of it
             own = [each if resident(each) else each.clone() for each in inputs.tensors]
+            self.tensors = [torch.empty_like(each) for each in _tensors_of(like)]
+
+        def step() -> None:
+            for place, each in zip(self.tensors, _tensors_of(run(own)), strict=True):
+                place.copy_(each)
+
         self._own = own
         self._changing = [index for index, each in enumerate(own) if each is not inputs.tensors[index]]
         self.proved = False
         self._recording: Recording
-        self._recording, outputs = recorder.record(lambda: run(own))
+        self._recording, _ = recorder.record(step)
         if group is not None:
             ending.watch(self._recording, cache, group)
         # without the cache, which holds us: both are to go as soon as nobody needs them
-        self._kind = type(outputs)
-        self._fields = {name: None if each is cache else each for name, each in outputs.items()}
-        self.cached = [name for name, each in outputs.items() if each is cache]
-        self.tensors = _tensors_of(outputs)
-        used_here(self.tensors)  # which lie in the memory of recordings
+        self._kind = type(like)
+        places = iter(self.tensors)
+        self._fields = {name: next(places) if isinstance(each, Tensor) else None for name, each in like.items()}
+        self.cached = [name for name, each in like.items() if each is cache]
 
     def replay(self, tensors: Sequence[Tensor]) -> None:
         """Run the step on these inputs: they are copied to where it reads them."""
@@ -171,8 +182,12 @@ class _Held:
             self._own[index].copy_(tensors[index])
         self._recording.replay()
 
+    def again(self) -> None:
+        """Run the step once more on what it read last: it writes what it wrote then. For a clock."""
+        self._recording.replay()
+
     def outputs(self, cache: DecodeCache) -> Any:
-        """What the step returns. The tensors are good until the next replay; transformers copies the logits."""
+        """What the step returns. The tensors are good until its next replay; transformers copies the logits."""
         return self._kind(**{**self._fields, **dict.fromkeys(self.cached, cache)})
 
 

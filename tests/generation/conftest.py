@@ -110,3 +110,14 @@ def counted(model):
     """(recordings, replayed steps) so far."""
     state = known(model)
     return (state.recorded, state.replayed)
+
+
+def meanwhile(model, run):
+    """Have something run after each step of a model, before transformers reads what the step returned."""
+    stock = model._update_model_kwargs_for_generation
+
+    def update(*args, **kwargs):
+        run()
+        return stock(*args, **kwargs)
+
+    model._update_model_kwargs_for_generation = update

@@ -1,10 +1,14 @@
 """Recorded steps on a CPU: the operators that a step ran, on the memory that they ran on.
 
 A replay runs no Python of the model, so whatever a graph on a GPU would get wrong (a length that the host counts, a
-weight that moved, an input that is not copied) is as wrong here.
+weight that moved, an input that is not copied) is as wrong here. As there, recordings share memory: what one of them
+made is overwritten when another one is replayed.
 """
 
 from __future__ import annotations
+
+from threading import Lock
+from weakref import WeakSet
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,9 +25,14 @@ class EmulatedRecorder:
         pass
 
     def record(self, run):
-        with Operators() as recording:
+        with _one_at_a_time, Operators() as recording:  # its operators run meanwhile, as they would not on a GPU
             result = run()
         return recording, result
+
+
+# all recordings of the process, of which one is replayed or made at a time
+_recordings = WeakSet()
+_one_at_a_time = Lock()
 
 
 class Operators(TorchDispatchMode):
@@ -32,7 +41,9 @@ class Operators(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.kept = []
+        self.made = []
         self.replays = 0
+        _recordings.add(self)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -44,14 +55,21 @@ class Operators(TorchDispatchMode):
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         if outputs and all(map(_has_memory, outputs)) and not _is_view(operator, inputs, outputs):
             self.kept.append((operator, args, kwargs, outputs))
+            there = {each.untyped_storage()._cdata for each in inputs}
+            self.made += [each for each in outputs if each.untyped_storage()._cdata not in there]
         return result
 
     def release(self):
         self.kept.clear()
+        self.made.clear()
 
     def replay(self):
         self.replays += 1
-        with torch.no_grad():
+        with torch.no_grad(), _one_at_a_time:
+            for other in list(_recordings):
+                for each in other.made if other is not self else ():
+                    with torch.inference_mode(each.is_inference()):
+                        each.fill_(float("nan") if each.is_floating_point() else 1)
             for operator, args, kwargs, outputs in self.kept:
                 result = operator(*args, **kwargs)
                 _wait(operator, result)

@@ -15,7 +15,7 @@ from hf_rocm.errors import GraphError
 from hf_rocm.generation import recorder
 from hf_rocm.generation.cache import DecodeCache, bucket
 from hf_rocm.generation.state import known
-from tests.generation.conftest import counted, generate, make, prompt
+from tests.generation.conftest import counted, generate, make, meanwhile, prompt
 
 UNCAPTURED = [
     ({"num_beams": 2}, "beam"),
@@ -184,3 +184,18 @@ def test_explain_tells_what_was_recorded_and_what_was_not(pair):
     off = hf_rocm.explain(hf_rocm.prepare(ours, force=True, graphs=False))
     assert off.decoding == ("steps run uncaptured: graphs are switched off",)
     assert "graphs are switched off" in str(off)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_step_returned_outlives_the_steps_of_others(first, pair):
+    """As another thread's steps would come between: recordings share memory, whichever was made first."""
+    ours, stock = pair()
+    other, _ = pair("qwen3")
+    between = []
+    meanwhile(ours, lambda: [run() for run in between])
+    for model in (ours, other) if first else (other, ours):
+        generate(model)
+    before = counted(ours)[1], counted(other)[1]
+    between.append(lambda: generate(other, new=6))
+    assert torch.equal(generate(ours), generate(stock))
+    assert counted(ours)[1] == before[0] + 11 and counted(other)[1] == before[1] + 12 * 5

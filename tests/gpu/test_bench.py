@@ -20,6 +20,7 @@ def test_a_decode_case_is_timed_over_recorded_steps():
     done = run.bench(subject, [DECODE], ["stock", "hf_rocm"], rounds=2, segment="x", progress=lambda text: None)
     stock, ours = done.results[0].timings
     assert "steps replayed" in ours.note and not ours.note.startswith("0 ") and stock.note is None
+    assert 0 < ours.replay < ours.unit.median and stock.replay is None
     weights = 2 * done.model["parameters"]
     for each in (stock, ours):
         assert each.parity.refusal is None and weights < each.peak < weights + 2**30

@@ -13,7 +13,7 @@ import hf_rocm
 from hf_rocm import options
 from hf_rocm.generation import cache, pool
 from hf_rocm.generation.state import known
-from tests.generation.conftest import counted, generate, make, prompt
+from tests.generation.conftest import counted, generate, make, meanwhile, prompt
 
 pytestmark = pytest.mark.gpu
 
@@ -92,6 +92,21 @@ def test_beside_graphs_of_torch_compile(pair):
     del scribbled
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_step_returned_outlives_the_steps_of_others(first, pair):
+    """As another thread's steps would come between: recordings share memory, whichever was made first."""
+    ours, stock = pair()
+    other, _ = pair("qwen3")
+    between = []
+    meanwhile(ours, lambda: [run() for run in between])
+    for model in (ours, other) if first else (other, ours):
+        generate(model, asked())
+    before = counted(ours)[1], counted(other)[1]
+    between.append(lambda: generate(other, asked(), new=6))
+    assert torch.equal(generate(ours, asked()), generate(stock, asked()))
+    assert counted(ours)[1] == before[0] + 11 and counted(other)[1] == before[1] + 12 * 5
+
+
 def test_four_threads_on_streams_of_their_own_while_one_samples(pair):
     ours, stock = pair()
     other, other_stock = pair("qwen3")
@@ -144,6 +159,10 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded_and_harms_nothing(pair):
     handle = ours.lm_head.register_forward_hook(wait)
     assert torch.equal(generate(ours, asked()), generate(stock, asked()))
     assert "can't be recorded" in known(ours).disabled
+    reserved = torch.cuda.memory_reserved()
+    torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved, "the allocator believes that a capture goes on"
     handle.remove()
     hf_rocm.prepare(ours, force=True)
     assert torch.equal(generate(ours, asked()), generate(stock, asked()))

@@ -21,7 +21,7 @@ def trained(tmp_path_factory):
 def test_512_greedy_tokens_are_stocks(trained):
     ours, served = generates_stocks_tokens(trained)
     recorded, replayed = counted(ours)
-    assert recorded > 0 and replayed > NEW - 4 * recorded
+    assert recorded > 0 and replayed >= NEW - 4 * recorded
     assert served >= KERNELS  # attention of fp32 is not ours on a GPU
 
 

@@ -27,7 +27,8 @@ class Timing(NamedTuple):
 
     warmup: seconds that the first call took beyond a later one. peak: bytes of the device at most, weights included
     and other sides' caches not. rounds: each round's milliseconds, in order.
-    note: how it ran, where that isn't plain.
+    note: how it ran, where that isn't plain. replay: milliseconds of the device for a recorded decode step by itself,
+    without what transformers does around it.
     """
 
     side: str
@@ -38,6 +39,7 @@ class Timing(NamedTuple):
     rounds: tuple[float, ...]
     parity: Parity | None
     note: str | None = None
+    replay: float | None = None
 
 
 class Result(NamedTuple):
@@ -83,6 +85,8 @@ def measure(run: Measurement, case: Case) -> Result:
     for group in [running] if together else [[side] for side in running]:
         _rounds(run, case, group, samples, left_out)
         timed = [side for side in group if side.name not in left_out]
+        for side in timed:
+            samples[side.name].replay = side.replay_alone() if case.kind == "decode" else None
         timings += [samples[side.name].timing(side, together=together) for side in timed]
         for side in group:
             _release(side, forget=True)
@@ -112,6 +116,7 @@ class _Samples:
         self.cold: float | None = None
         self.peak: int | None = None
         self.parity: Parity | None = None
+        self.replay: float | None = None
 
     def timing(self, side: Side, *, together: bool) -> Timing:
         assert self.cold is not None
@@ -120,7 +125,9 @@ class _Samples:
         warmup = max(0.0, self.cold - spread(self.whole).median / 1000)
         first = spread(self.first) if self.first else None
         rounds = tuple(round(1000 * each, 5) for each in self.unit)
-        return Timing(side.name, spread(self.unit), first, warmup, self.peak, rounds, self.parity, notes or None)
+        return Timing(
+            side.name, spread(self.unit), first, warmup, self.peak, rounds, self.parity, notes or None, self.replay
+        )
 
 
 def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | None:

@@ -175,4 +175,5 @@ def _timing_from_dict(data: dict[str, Any]) -> Timing:
         tuple(data["rounds"]),
         None if data["parity"] is None else Parity(**data["parity"]),
         data["note"],
+        data.get("replay"),  # not in files of before it was measured
     )

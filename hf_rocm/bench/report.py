@@ -84,7 +84,19 @@ def reasons(result: Result, missing: dict[str, str]) -> list[str]:
 
 def notes(result: Result) -> list[str]:
     """How sides ran, where their names don't say it."""
-    return [f"{LABELS.get(each.side, each.side)}: {each.note}" for each in result.timings if each.note is not None]
+    return [
+        f"{LABELS.get(each.side, each.side)}: {note}"
+        for each in result.timings
+        for note in (each.note, _alone(result, each))
+        if note is not None
+    ]
+
+
+def _alone(result: Result, timing: Timing) -> str | None:
+    if timing.replay is None:
+        return None
+    ratio = timing.replay / result.floor.milliseconds
+    return f"a recorded step by itself takes {milliseconds(timing.replay)} ms, {ratio:.2f} × the floor"
 
 
 def gains(result: Result) -> dict[str, float]:

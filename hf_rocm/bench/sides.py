@@ -59,6 +59,10 @@ class Side:
         """How it ran, where that can't be seen from its name."""
         return _graph_note(self.model) if self.name == OURS else None
 
+    def replay_alone(self) -> float | None:
+        """Milliseconds of the device for the decode step that was recorded last, by itself; None if none was."""
+        return _replay_alone(self.model) if self.name == OURS else None
+
     def forget(self) -> None:
         """Let go of compiled code too: the next shape is compiled as if it were the first, and not for any size."""
         self.release()
@@ -78,6 +82,20 @@ def _graph_note(model: Any) -> str | None:
         return f"uncaptured: {known.disabled}"
     turned_away = "; ".join(known.turned_away)
     return f"{known.replayed} steps replayed" + (f"; uncaptured: {turned_away}" if turned_away else "")
+
+
+_IN_A_ROW = 16  # replays that are timed at once, so that the device never waits for the host
+
+
+def _replay_alone(model: Any) -> float | None:
+    from hf_rocm.bench.clock import device_time, spread
+    from hf_rocm.generation import state
+
+    known = state.known(model)
+    recording = None if known is None else known.pool.latest_recording()
+    if recording is None:
+        return None
+    return spread(device_time([recording.again] * _IN_A_ROW, model.device, record=False)).median
 
 
 def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> tuple[list[Side], dict[str, str]]:

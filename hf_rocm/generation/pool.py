@@ -94,6 +94,12 @@ class Pool:
         if oldest.used is not None:
             oldest.used.synchronize()  # and only then does the name go
 
+    def latest_recording(self) -> Any:
+        """The newest recording over the cache that was used last, or None. See `runner._Held`."""
+        with self._lock:
+            held = [*self._idle[-1].cache.recordings.values()] if self._idle else []
+        return next((each for each in reversed(held) if getattr(each, "proved", False)), None)
+
     def summary(self) -> tuple[int, int]:
         """How many caches are idle, and their bytes."""
         with self._lock:

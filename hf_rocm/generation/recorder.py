@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -158,18 +158,35 @@ def _begin(graph: Any, shared: _Shared) -> None:
 def _abandon(graph: Any, shared: _Shared) -> None:
     """End a capture that failed: the stream must not stay in capture mode.
 
-    If it was broken, PyTorch may leave the pool in capture mode, and would ask the graph for as long as it does: both
-    are kept, and what follows gets another pool. Of one that an error in the step's own code interrupted nothing stays,
-    since it may hold collectives.
+    Of one that an error in the step's own code interrupted nothing stays, since it may hold collectives. One that was
+    broken PyTorch leaves half ended: see `_leave_pool`. Where that can't be mended, PyTorch would ask the graph for as
+    long as the process lives: it is kept with its pool, and what follows gets another one.
     """
     try:
         graph.capture_end()
     except RuntimeError:  # it says once more that the capture was broken
-        _abandoned.append((graph, shared))
-        _devices.pop(shared.device, None)
+        if not _leave_pool(shared):
+            _abandoned.append((graph, shared))
+            _devices.pop(shared.device, None)
     else:
         graph.reset()
 
+
+def _leave_pool(shared: _Shared) -> bool:
+    """Tell the allocator that nothing is being captured into the pool any more; whether it could be told.
+
+    As long as it believes so, it gives no memory back to the driver, in `empty_cache` or when it is short of some, and
+    none that a second stream has used to anyone.
+    """
+    leave = next((getattr(torch._C, name) for name in _LEAVE if hasattr(torch._C, name)), None)
+    if leave is None:
+        return False
+    with suppress(RuntimeError):  # a PyTorch that has done it already
+        leave(shared.device.index, shared.pool)
+    return True
+
+
+_LEAVE = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")  # as it is called since 2.8, and before
 
 Factory = Callable[[torch.device], Recorder]
 

@@ -23,6 +23,8 @@ COLUMNS = {
     "hf_rocm": "**hf_rocm**",
 }
 
+ALONE = "recorded step alone, × floor"
+
 # Heading, and the segments whose cases stand below it.
 TABLES = {
     "Decoding, Llama-3.1-8B shape": ("decode-1", "decode-8", "decode-32"),
@@ -101,14 +103,19 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
     results = [(segment, result) for segment in segments for result in segment.results]
     sides = [side for side in COLUMNS if any(each.side == side for _, result in results for each in result.timings)]
     ratios = ["× floor", "× stock", *(["× compiled"] if {"compile", "reduce-overhead"} & set(sides) else [])]
+    if any(each.replay for _, result in results for each in result.timings):
+        ratios.append(ALONE)
     several = len({segment.model["name"] for segment in segments}) > 1
     rows = []
     for segment, result in results:
         medians = {each.side: milliseconds(each.unit.median) for each in result.timings}
-        gained = gains(result)
+        gained, least = gains(result), result.floor.milliseconds
         found = {
             "× floor": f"{1 / gained['the floor']:.2f}" if "the floor" in gained else "",
             "× stock": f"{gained['stock']:.2f}" if "stock" in gained else "",
+            ALONE: next(
+                (f"{each.replay / result.floor.milliseconds:.2f}" for each in result.timings if each.replay), ""
+            ),
             "× compiled": f"{gained['stock with torch.compile']:.2f}" if "stock with torch.compile" in gained else "",
         }
         name = f"{segment.model['name']}: {result.case.title}" if several else result.case.title

@@ -43,9 +43,8 @@ def model():
 def timing(side: str, milliseconds: float, **rest) -> Timing:
     spread = Spread(milliseconds, 0.9 * milliseconds, 1.2 * milliseconds)
     facts = {"first": Spread(30.0, 29.0, 31.0), "warmup": 0.7, "peak": 16_080_000_000, "note": None, **rest}
-    return Timing(
-        side, spread, facts["first"], facts["warmup"], facts["peak"], (milliseconds,), Parity(1, 2, 1), facts["note"]
-    )
+    parity = Parity(1, 2, 1)
+    return Timing(side, spread, facts.pop("first"), rounds=(milliseconds,), parity=parity, **facts)
 
 
 def result(case: Case, floor: float = 4.0, **sides: float) -> Result:

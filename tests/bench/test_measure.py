@@ -6,11 +6,14 @@ import pytest
 import torch
 
 import hf_rocm
-from hf_rocm.bench import measure, run, sides
+from hf_rocm.bench import inputs, measure, run, sides
 from hf_rocm.bench.cases import Case, grid
 from hf_rocm.bench.clock import device_time, spread
+from hf_rocm.bench.generating import generate_logits
 from hf_rocm.errors import OptionError
+from hf_rocm.generation import recorder
 from tests.bench.conftest import CPU, RATES
+from tests.generation.emulator import EmulatedRecorder
 
 DECODE = Case("decode", 1, 8, 3)
 
@@ -49,6 +52,21 @@ def test_a_timed_round_counts_every_token_after_the_first(model):
     for each in done.timings:
         assert 0 < each.unit.low <= each.unit.median <= each.unit.high and each.first.median > 0
         assert len(each.rounds) == 2 and each.peak is None
+
+
+def test_a_recorded_step_is_timed_by_itself_too(model, monkeypatch):
+    """And changes nothing: the tokens of the next call are those of the one before."""
+    monkeypatch.setitem(recorder.factories, "cpu", EmulatedRecorder)
+    run = measurement(model, ["stock", "no-graphs", "hf_rocm"], rounds=1)
+    monkeypatch.setattr(sides.Side, "forget", lambda side: None)
+    stock, uncaptured, ours = measure.measure(run, Case("decode", 1, 8, 8)).timings
+    assert ours.replay > 0 and stock.replay is uncaptured.replay is None
+    ids = inputs.tokens(model, 1, 8)
+    before = generate_logits(run.sides[2], ids, 8, judged=8)[1]
+    assert run.sides[2].replay_alone() > 0
+    assert torch.equal(generate_logits(run.sides[2], ids, 8, judged=8)[1], before)
+    run.sides[2].release()
+    assert run.sides[2].replay_alone() is None
 
 
 def test_a_side_that_fails_is_left_out_unless_it_is_ours(model, monkeypatch):

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from hf_rocm.bench import record
+from hf_rocm.bench import record, report
 from hf_rocm.bench.cases import Case
 from hf_rocm.bench.record import RecordError
-from tests.bench.conftest import result, segment
+from tests.bench.conftest import result, segment, timing
 
 
 def test_what_is_written_is_read_again(tmp_path):
@@ -35,7 +35,8 @@ def test_the_schema():
     assert set(case) == {"case", "floor", "timings", "left_out"}
     assert case["case"] == {"kind": "decode", "batch": 1, "prompt": 1024, "new": 128}
     assert set(case["floor"]) == {"milliseconds", "bytes", "flops", "by"}
-    assert set(case["timings"][0]) == {"side", "unit", "first", "warmup", "peak", "rounds", "parity", "note"}
+    facts = {"side", "unit", "first", "warmup", "peak", "rounds", "parity", "note", "replay"}
+    assert set(case["timings"][0]) == facts
     assert case["timings"][0]["unit"] == pytest.approx({"median": 16.0, "low": 14.4, "high": 19.2})
     assert set(case["timings"][0]["parity"]) == {"error", "allowed", "eager"}
     assert record.Segment.from_dict(json.loads(json.dumps(data))) == segment()
@@ -51,3 +52,16 @@ def test_other_files_are_refused_and_left_alone(text, tmp_path):
         record.save(file, segment())
     assert "other.json" in str(error.value) and file.read_text() == text
     assert record.load(tmp_path / "none.json") == []
+
+
+def test_a_recorded_step_by_itself_is_kept_and_told(tmp_path):
+    timings = timing("stock", 16.0), timing("hf_rocm", 5.0, replay=4.6)
+    done = result(Case("decode", 1, 1024, 128))._replace(timings=timings)
+    record.save(tmp_path / "runs.json", segment("alone", done))
+    (again,) = record.load(tmp_path / "runs.json")
+    assert [each.replay for each in again.results[0].timings] == [None, 4.6]
+    assert report.notes(done) == ["hf_rocm: a recorded step by itself takes 4.60 ms, 1.15 × the floor"]
+    data = again.to_dict()
+    for each in data["results"][0]["timings"]:
+        del each["replay"]  # as in files of before it was measured
+    assert record.Segment.from_dict(data).results[0].timings[1].replay is None

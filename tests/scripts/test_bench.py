@@ -13,7 +13,7 @@ from hf_rocm.bench import record
 from hf_rocm.bench.cases import KINDS, Case
 from hf_rocm.bench.shapes import SHAPES
 from hf_rocm.bench.sides import LABELS
-from tests.bench.conftest import result, segment
+from tests.bench.conftest import result, segment, timing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,11 +61,14 @@ def test_the_tables_say_what_the_segments_say(lib, tmp_path):
     page = tmp_path / "docs" / "performance.md"
     page.write_text((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), encoding="utf-8")
     file = tmp_path / "docs" / "performance" / "gpu.json"
+    alone = result(Case("decode", 1, 512, 64), stock=16.0)
+    alone = alone._replace(timings=(*alone.timings, timing("hf_rocm", 5.0, replay=4.6)))
     start = {"side": "hf_rocm", "warmup": 4.25, "peak": 17e9, "reserved": 18e9, "weights": 16e9, "static_cache": 151e6}
     record.write(
         file,
         [
             segment("decode-1"),
+            segment("qwen3-8b", alone),
             segment("prefill", result(Case("prefill", 1, 1024), floor=20.0, stock=32.4, hf_rocm=25.0)),
             segment("start", starts=({**start, "caches": "cold"}, {**start, "caches": "cached", "warmup": 0.5})),
             segment("kernels", kernels=(kernel("torch: F.rms_norm", 40.0), kernel("triton: rms_norm", 32.0))),
@@ -78,6 +81,8 @@ def test_the_tables_say_what_the_segments_say(lib, tmp_path):
         "| decode, batch 1, prompt 1024, 128 new tokens | 4.00 | 16.00 | 8.00 | 7.00 | **5.00** | 1.25 | 3.20 | 1.40 |"
         in text
     )
+    assert "| × floor | × stock | recorded step alone, × floor |" in text
+    assert "| decode, batch 1, prompt 512, 64 new tokens | 4.00 | 16.00 | **5.00** | 1.25 | 3.20 | 1.15 |" in text
     assert "| prefill, 1 × 1024 tokens | 20.0 | 32.4 | **25.0** | 1.25 | 1.30 |" in text
     assert "| **hf_rocm** | 4.2 | 0.5 | 17.00 | 18.00 |" in text
     assert "| rms_norm: 4096 × 8192 | 31.6 |  | 32.0 | 40.0 | triton: rms_norm, 99 % |" in text

@@ -113,9 +113,7 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
         found = {
             "× floor": f"{1 / gained['the floor']:.2f}" if "the floor" in gained else "",
             "× stock": f"{gained['stock']:.2f}" if "stock" in gained else "",
-            ALONE: next(
-                (f"{each.replay / result.floor.milliseconds:.2f}" for each in result.timings if each.replay), ""
-            ),
+            ALONE: next((f"{each.replay / least:.2f}" for each in result.timings if each.replay), ""),
             "× compiled": f"{gained['stock with torch.compile']:.2f}" if "stock with torch.compile" in gained else "",
         }
         name = f"{segment.model['name']}: {result.case.title}" if several else result.case.title

@@ -159,31 +159,29 @@ def _abandon(graph: Any, shared: _Shared) -> None:
     """End a capture that failed: the stream must not stay in capture mode.
 
     Of one that an error in the step's own code interrupted nothing stays, since it may hold collectives. One that was
-    broken PyTorch leaves half ended: see `_leave_pool`. Where that can't be mended, PyTorch would ask the graph for as
-    long as the process lives: it is kept with its pool, and what follows gets another one.
+    broken PyTorch leaves half ended: its allocators (the host's has no other way out) would ask the graph for as long
+    as the process lives. So it is kept with its pool, and what follows gets another one.
     """
     try:
         graph.capture_end()
     except RuntimeError:  # it says once more that the capture was broken
-        if not _leave_pool(shared):
-            _abandoned.append((graph, shared))
-            _devices.pop(shared.device, None)
+        _leave_pool(shared)
+        _abandoned.append((graph, shared))
+        _devices.pop(shared.device, None)
     else:
         graph.reset()
 
 
-def _leave_pool(shared: _Shared) -> bool:
-    """Tell the allocator that nothing is being captured into the pool any more; whether it could be told.
+def _leave_pool(shared: _Shared) -> None:
+    """Tell the device's allocator that nothing is being captured into the pool any more.
 
     As long as it believes so, it gives no memory back to the driver, in `empty_cache` or when it is short of some, and
-    none that a second stream has used to anyone.
+    none to anyone that a second stream has used.
     """
     leave = next((getattr(torch._C, name) for name in _LEAVE if hasattr(torch._C, name)), None)
-    if leave is None:
-        return False
-    with suppress(RuntimeError):  # a PyTorch that has done it already
-        leave(shared.device.index, shared.pool)
-    return True
+    if leave is not None:
+        with suppress(RuntimeError):  # a PyTorch that has done it already
+            leave(shared.device.index, shared.pool)
 
 
 _LEAVE = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")  # as it is called since 2.8, and before

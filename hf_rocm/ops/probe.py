@@ -64,17 +64,18 @@ def checked_here(operation: str, name: str, *, tier: str, apart: Callable[[Any],
     return probe
 
 
-def ahead() -> None:
+def ahead(device: torch.device | None = None) -> None:
     """Start the child before the first check asks for it, where none has passed yet: it starts while a model loads.
 
-    Of the ranks of one machine the first does: what it checks, the others take over.
+    device: where the model's weights are, once they are there: the child then takes what it needs of that GPU. Of the
+    ranks of one machine the first does: what it checks, the others take over.
     """
     current, here = options.current(), place()
     if here is not None and here.local != 0:
         return
     if current.probe and torch.cuda.is_available() and (current.refresh or not any(_folder().glob("*.json"))):
         with suppress(OSError, ValueError):  # no memory for a process, say: the check itself says so, if it comes to it
-            probe_worker.start()
+            probe_worker.start(device if device is not None and device.type == "cuda" else None)
 
 
 def forget() -> None:

@@ -38,14 +38,19 @@ def request(operation: str, tier: str, name: str, kind: tuple[Any, ...]) -> Requ
     return {"operation": operation, "tier": tier, "name": name, "kind": encode(kind)}
 
 
-def start() -> None:
-    """Begin to start the child, if there is none; returns at once."""
+def start(device: torch.device | None = None) -> None:
+    """Begin to start the child, if there is none; returns at once.
+
+    device: where it will be asked about kernels, if it may have its part of that GPU's memory already.
+    """
     global _worker
     with _lock:
         if _worker is None or not _worker.alive():
             if _worker is not None:
                 _worker.close()
             _worker = _Worker()
+        if device is not None:
+            _worker.wake(device)
 
 
 def ask(question: Request, timeout: float) -> str | None:
@@ -121,6 +126,7 @@ class _Ended(Exception):
 class _Worker:
     def __init__(self) -> None:
         self.parent = os.getpid()
+        self.awake: set[torch.device] = set()
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the child
         # the child sees the modules that this process sees, wherever they come from
         start = f"import sys; sys.path[:] = {sys.path!r}; from hf_rocm.ops.probe_worker import serve; serve()"
@@ -136,13 +142,23 @@ class _Worker:
     def alive(self) -> bool:
         return self.parent == os.getpid() and self.process.poll() is None
 
+    def wake(self, device: torch.device) -> None:
+        """Have it set itself up on this GPU; once, and without an answer."""
+        if device not in self.awake:
+            self.awake.add(device)
+            with contextlib.suppress(BrokenPipeError):  # whoever asks sees that it is gone
+                self._send({"wake": str(device)})
+
+    def _send(self, question: Request) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(question).encode() + b"\n")
+        self.process.stdin.flush()
+
     def ask(self, question: Request, timeout: float) -> dict[str, Any]:
         began = False
         deadline = time.monotonic() + timeout
-        assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps({**question, "timeout": timeout}).encode() + b"\n")
-            self.process.stdin.flush()
+            self._send({**question, "timeout": timeout})
         except BrokenPipeError:
             raise self._ended(began) from None
         while True:
@@ -205,7 +221,10 @@ def _say(text: str) -> None:
 
 
 def serve() -> None:
-    """The child: one question per line on stdin; for each, a line that it was taken and a line with the reason."""
+    """The child: one question per line on stdin; for each, a line that it was taken and a line with the reason.
+
+    A line may also say that it is to wake up on a device, which has no answer.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # kernels and compilers print as they like
     import hf_rocm.ops
@@ -219,6 +238,9 @@ def serve() -> None:
         if not line:
             break
         question = json.loads(line)
+        if "wake" in question:
+            _wake_on(question["wake"])
+            continue
         answers.write("{}\n")
         answers.flush()
         kind = decode(question["kind"])
@@ -230,9 +252,19 @@ def serve() -> None:
 
 
 def _wake() -> None:
-    """Set up what the first check would wait for: what Triton builds before any kernel. Takes no memory of the GPU."""
+    """Have done what the first check would wait for: Triton's driver, and its compiler once. Takes no GPU memory."""
     with contextlib.suppress(Exception):  # whoever needs it says what is wrong with it
         if torch.cuda.is_available():
             from triton.runtime import driver
 
-            driver.active.get_current_target()
+            from hf_rocm.ops.triton.builds import compiled_for
+            from hf_rocm.ops.triton.kernels.norm import BUILDS
+
+            compiled_for(BUILDS[0], driver.active.get_current_target())
+
+
+def _wake_on(device: str) -> None:
+    """The GPU's context, which takes some of its memory, and its library of products."""
+    with contextlib.suppress(Exception):
+        ones = torch.ones(16, 16, dtype=torch.float64, device=device)
+        torch.mm(ones, ones).sum().item()

@@ -86,7 +86,7 @@ def prepare(
         return model
     before = model.__dict__.get(REPORT, {})
     asked = shuffling.settings(model, preshuffle, budget, before.get("preshuffle"))
-    probe.ahead()
+    probe.ahead(next((each.device for each in model.parameters()), None))
     overlays, refused = _bind_overlays(model)
     _switch_on(model, bind.ON if forced else bind.GPU)
     _compile_safely(model, bind.ON if forced else bind.GPU)

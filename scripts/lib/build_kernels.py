@@ -112,51 +112,27 @@ def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterat
 
 def _build(job: tuple[str, int, str]) -> Built:
     """One kernel on one architecture, in a process of the pool."""
-    from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY
+    from triton.backends.compiler import GPUTarget
+
+    from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY, compiled_for
 
     module, place, architecture = job
     build = importlib.import_module(f"{KERNELS}.{module}").BUILDS[place]
     lanes = ARCHITECTURES[architecture]
-    warps = build.num_warps if build.threads is None else max(1, build.threads // lanes)
     built = {
         "kernel": build.kernel.__name__.removesuffix("_kernel"),
         "form": _form(build),
         "architecture": architecture,
-        "warps": warps,
+        "warps": build.warps(lanes),
         "lds_limit": LOCAL_MEMORY.get(architecture, 64 * 1024),
     }
     began = time.monotonic()
     try:
-        compiled = _compiled(build, architecture, lanes, warps)
+        compiled = compiled_for(build, GPUTarget("hip", architecture, lanes))
     except Exception as error:  # noqa: BLE001 - a compiler raises anything, and each kernel is to have its line
         lines = str(error).strip().splitlines() or ["no message"]
         return Built(**built, problems=(f"{type(error).__name__}: {lines[-1]}",))
     return _judged(build, {**built, **_facts(compiled), "seconds": round(time.monotonic() - began, 2)})
-
-
-def _compiled(build: Any, architecture: str, lanes: int, warps: int) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = build.kernel.arg_names
-    given = {*build.signature, *build.constants}
-    if given != set(names):
-        raise ScriptError(f"its BUILDS don't say what {', '.join(sorted(given ^ set(names)))} is")
-    signature = {name: build.signature.get(name, "constexpr") for name in names}
-    whole = [
-        index
-        for index, name in enumerate(names)
-        if signature[name].startswith("*") or (name in build.divisible and signature[name] != "constexpr")
-    ]
-    source = ASTSource(
-        fn=build.kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in build.constants.items()},
-        attrs={(index,): [["tt.divisibility", 16]] for index in whole},
-    )
-    options = {"num_warps": warps, "num_stages": build.num_stages, **build.options}
-    return triton.compile(source, target=GPUTarget("hip", architecture, lanes), options=options)
 
 
 def _facts(compiled: Any) -> dict[str, int]:

@@ -42,12 +42,9 @@ def test_a_capture_that_the_step_broke_off_is_not_kept(kept):
     assert not kept._abandoned and kept._devices == {Shared.device: Shared}
 
 
-BROKEN = "operation failed due to a previous error during capture"
-
-
-@pytest.mark.parametrize("name", recorder._LEAVE)
+@pytest.mark.parametrize("name", [*recorder._LEAVE, None])
 @pytest.mark.parametrize("done_already", [True, False])
-def test_a_broken_capture_leaves_the_pool(done_already, name, kept, monkeypatch):
+def test_a_broken_capture_leaves_its_pool_and_is_kept_with_it(done_already, name, kept, monkeypatch):
     """Else the allocator would give no memory back until the process ends."""
     left = []
 
@@ -58,17 +55,9 @@ def test_a_broken_capture_leaves_the_pool(done_already, name, kept, monkeypatch)
 
     for each in recorder._LEAVE:
         monkeypatch.delattr(torch._C, each, raising=False)
-    monkeypatch.setattr(torch._C, name, leave, raising=False)
-    graph = Graph(RuntimeError(BROKEN))
+    if name is not None:
+        monkeypatch.setattr(torch._C, name, leave, raising=False)
+    graph = Graph(RuntimeError("operation failed due to a previous error during capture"))
     kept._abandon(graph, Shared)
-    assert graph.done == ["capture_end"] and left == [(3, Shared.pool)]
-    assert not kept._abandoned and kept._devices == {Shared.device: Shared}
-
-
-def test_where_that_can_not_be_done_it_is_kept_with_its_pool(kept, monkeypatch):
-    for name in recorder._LEAVE:
-        monkeypatch.delattr(torch._C, name, raising=False)
-    graph = Graph(RuntimeError(BROKEN))
-    kept._abandon(graph, Shared)
-    assert graph.done == ["capture_end"]
+    assert graph.done == ["capture_end"] and left == ([] if name is None else [(3, Shared.pool)])
     assert kept._abandoned == [(graph, Shared)] and not kept._devices

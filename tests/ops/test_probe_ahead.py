@@ -11,13 +11,14 @@ import torch
 import hf_rocm
 from hf_rocm import options
 from hf_rocm.ops import probe, probe_worker, registry
+from hf_rocm.ops.norm import NormSpec
 from tests.generation.conftest import make
 
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(probe_worker, "start", lambda: calls.append(True))
+    monkeypatch.setattr(probe_worker, "start", lambda device: calls.append(device))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     return calls
@@ -25,7 +26,9 @@ def started(monkeypatch, tmp_path):
 
 def test_it_starts_where_nothing_was_checked_yet(started):
     probe.ahead()
-    assert started
+    probe.ahead(torch.device("cpu"))
+    probe.ahead(torch.device("cuda", 1))
+    assert started == [None, None, torch.device("cuda", 1)]
 
 
 def test_it_does_not_start_where_something_has_passed(started, tmp_path):
@@ -63,6 +66,21 @@ def test_starting_twice_is_starting_once(monkeypatch):
     assert len(made) == 1
 
 
+def test_it_wakes_up_once_on_each_device_and_answers_as_ever():
+    worker = probe_worker._Worker()
+    sent = []
+    worker._send = lambda question, send=worker._send: sent.append(question) or send(question)
+    try:
+        for device in ("cuda:7", "cuda:7", "cuda:6"):  # which aren't there: whoever asks about them is told so
+            worker.wake(torch.device(device))
+        assert sent == [{"wake": "cuda:7"}, {"wake": "cuda:6"}]
+        kind = tuple(NormSpec(torch.float32, torch.float32, torch.device("cpu"), 64, False, False))
+        question = probe_worker.request("rms_norm", "torch", "F.rms_norm", kind)
+        assert worker.ask(question, 60.0) == {"reason": None}
+    finally:
+        worker.kill()
+
+
 def test_preparing_starts_it_and_staying_stock_does_not(started):
     hf_rocm.prepare(make("llama"), force=False)
     assert not started
@@ -73,7 +91,7 @@ def test_preparing_starts_it_and_staying_stock_does_not(started):
 def test_no_process_can_be_started(started, monkeypatch):
     """Then the check itself says so, if it comes to it."""
 
-    def start():
+    def start(device):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(probe_worker, "start", start)

@@ -40,3 +40,32 @@ class Build:
     matrix: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     architectures: tuple[str, ...] = tuple(ARCHITECTURES)
+
+    def warps(self, lanes: int) -> int:
+        """How many of so many lanes."""
+        return self.num_warps if self.threads is None else max(1, self.threads // lanes)
+
+
+def compiled_for(build: Build, target: Any) -> Any:
+    """What Triton compiles for a `GPUTarget`, on any machine. Raises `ValueError` if an argument is left open."""
+    import triton
+    from triton.compiler import ASTSource
+
+    names = build.kernel.arg_names
+    given = {*build.signature, *build.constants}
+    if given != set(names):
+        raise ValueError(f"its BUILDS don't say what {', '.join(sorted(given ^ set(names)))} is")
+    signature = {name: build.signature.get(name, "constexpr") for name in names}
+    whole = [
+        index
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or (name in build.divisible and signature[name] != "constexpr")
+    ]
+    source = ASTSource(
+        fn=build.kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in build.constants.items()},
+        attrs={(index,): [["tt.divisibility", 16]] for index in whole},
+    )
+    options = {"num_warps": build.warps(target.warp_size), "num_stages": build.num_stages, **build.options}
+    return triton.compile(source, target=target, options=options)

@@ -28,7 +28,7 @@ ALONE = "recorded step alone, × floor"
 # Heading, and the segments whose cases stand below it.
 TABLES = {
     "Decoding, Llama-3.1-8B shape": ("decode-1", "decode-8", "decode-32"),
-    "Long contexts": ("context-16k", "context-32k", "context-64k"),
+    "Long contexts": ("context-16k", "context-32k", "context-64k", "context-64k-8"),
     "Prefill": ("prefill",),
     "Other shapes": ("qwen3-8b", "gemma2-9b", "mistral-7b", "qwen3-30b-a3b"),
     "Encoders": ("bert-base", "siglip"),

@@ -38,7 +38,7 @@ SEGMENTS: dict[str, Plan] = {
     "decode-32": Plan("llama-8b", _decode((32, 1024)), (STOCK, COMPILE, OVERHEAD, OURS), rounds=3),
     "context-16k": Plan("llama-8b", _decode((1, 16384), (8, 16384)), rounds=3),
     "context-64k": Plan("llama-8b", _decode((1, 65536)), rounds=2),
-    # half of the layers: beside all of the weights the prompt's keys, values and activations come too close to the memory
+    # half of the layers: beside all weights the keys, values and activations of the prompt come too close to the memory
     "context-64k-8": Plan("llama-8b", _decode((8, 65536)), rounds=1, layers=16),
     "context-32k": Plan("llama-8b", _decode((8, 32768)), rounds=1),
     "prefill": Plan(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm import ops
-from hf_rocm.bench.shapes import Shape
+from hf_rocm.bench.shapes import SHAPES, Shape
 
 OPERATIONS = (
     "linear",
@@ -21,7 +21,10 @@ OPERATIONS = (
     "add_rms_norm",
     "act_and_mul",
     "rope",
+    "experts",
 )
+TOKENS = (1, 4, 8)  # of a decode step: what meets experts
+MIXTURE = "qwen3-30b-a3b"  # whose experts are meant, where the shape has none
 FEW = 16  # rows, up to which products take more along
 ROUTING = "routing"  # no operation, but what the router adds to each
 
@@ -75,6 +78,7 @@ class _Dims:
         self.kv_heads: int = settings.get("num_key_value_heads", self.heads)
         self.head_dim: int = settings.get("head_dim", self.hidden // self.heads)
         self.vocabulary: int = settings["vocab_size"]
+        self.mixture = settings if "num_experts" in settings else SHAPES[MIXTURE].settings
 
 
 def _linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
@@ -213,6 +217,33 @@ def _rope(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
         yield OpCase("rope", f"{m} tokens, {h} + {hkv} heads of {d}", inputs, ops.rope, read)
 
 
+def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
+    """Of a mixture, each token at experts of its own choice, the same in every set of inputs."""
+    mixture = dims.mixture
+    h, i, k = mixture["hidden_size"], mixture["moe_intermediate_size"], mixture["num_experts_per_tok"]
+    e = mixture["num_experts"] if sizes.device.type == "cuda" else k  # all of them are too many for a CPU
+
+    def call(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return ops.experts(x, gate_up, down, ids, weights)
+
+    for tokens in TOKENS:
+        chosen = torch.rand(tokens, e, generator=torch.Generator().manual_seed(tokens)).argsort(-1)[:, :k]
+
+        def inputs(generator: torch.Generator, tokens: int = tokens, chosen: Tensor = chosen) -> tuple[Tensor, ...]:
+            return (
+                sizes.draw(generator, tokens, h),
+                sizes.draw(generator, e, 2 * i, h, scale=h**-0.5),
+                sizes.draw(generator, e, h, i, scale=i**-0.5),
+                chosen.to(sizes.device),
+                torch.rand(tokens, k, generator=generator, device=sizes.device),
+            )
+
+        met = len(chosen.unique())
+        title = f"{tokens} {'token' if tokens == 1 else 'tokens'}, {k} of {e} experts each, {met} in all, {h} × {i}"
+        read = sizes.item * (3 * met * h * i + 2 * tokens * h)
+        yield OpCase("experts", title, inputs, call, read, 6.0 * tokens * k * h * i)
+
+
 LARGE = (4096, 8192)  # at which a kernel is bound by memory and nothing else
 
 
@@ -231,4 +262,5 @@ _CASES: dict[str, Callable[[_Dims, Sizes], Iterator[OpCase]]] = {
     "add_rms_norm": _add_rms_norm,
     "act_and_mul": _act_and_mul,
     "rope": _rope,
+    "experts": _experts,
 }

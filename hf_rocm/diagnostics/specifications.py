@@ -12,7 +12,7 @@ from hf_rocm.layers.mlp import activation_of
 from hf_rocm.ops.activation import ActivationSpec
 from hf_rocm.ops.attention import AttentionSpec
 from hf_rocm.ops.linear import LinearSpec
-from hf_rocm.ops.moe import ExpertsSpec
+from hf_rocm.ops.moe import BOUNDS, MANY, ExpertsSpec
 from hf_rocm.ops.norm import NormSpec
 from hf_rocm.ops.padded import packed_specification, packing_serves
 from hf_rocm.overlay import bind
@@ -101,7 +101,7 @@ def _of_experts(module: nn.Module) -> Iterator[Specification]:
     transposed = gate_up.shape[1:] != (2 * down.shape[2], down.shape[1])
     hidden, intermediate = down.shape[:0:-1] if transposed else down.shape[1:]
     biased = held.gate_up_bias is not None if held else "gate_up_proj_bias" in module._parameters
-    for situation, few in (("prefill", False), ("decode", True)):
+    for situation, pairs in (("prefill", MANY), ("decode", BOUNDS[0])):
         spec = ExpertsSpec(
             dtype=gate_up.dtype,
             weight_dtype=gate_up.dtype,
@@ -116,7 +116,7 @@ def _of_experts(module: nn.Module) -> Iterator[Specification]:
             interleaved=activation is None,
             weigh_input=False,
             contiguous=True,
-            few=few,
+            pairs=pairs,
             traced=False,
             grad=False,
         )

@@ -18,7 +18,7 @@ from hf_rocm import ops
 from hf_rocm.layers.mlp import activation_of
 from hf_rocm.layers.notes import note
 from hf_rocm.ops.linear import exporting
-from hf_rocm.ops.moe_torch import FEW
+from hf_rocm.ops.moe import most_pairs
 from hf_rocm.weights.experts import STATE, Stacked, stacked, why_not
 from hf_rocm.weights.experts_shuffled import KEPT, shuffled
 
@@ -161,7 +161,7 @@ def _asked_for(module: Any, x: Tensor, ids: Tensor) -> str | None:
     """Why transformers' experts interface is not to be served in this call, or None."""
     asked = getattr(getattr(module, "config", None), "_experts_implementation", "grouped_mm")
     if asked == "batched_mm":
-        if x.device.type == "cpu" or ids.numel() > FEW:
+        if x.device.type == "cpu" or ids.numel() > most_pairs(x):
             return "the experts implementation 'batched_mm' is stock's beyond a few tokens on a GPU"
     elif asked != "grouped_mm":
         return f"the experts implementation {asked!r} is in force, and only 'grouped_mm' and 'batched_mm' are served"

@@ -10,11 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_rocm import options
 from hf_rocm.errors import OptionError
 from hf_rocm.ops import moe_torch, probe
 from hf_rocm.ops.aiter import moe as aiter
 from hf_rocm.ops.moe_torch import ACTIVATIONS, Form, eager
-from hf_rocm.ops.registry import Implementation, Operation, refuses_nothing, route
+from hf_rocm.ops.registry import Implementation, Operation, device_of, refuses_nothing, route
+from hf_rocm.ops.triton import detect
+from hf_rocm.ops.triton import experts as triton
+
+BOUNDS = tuple(sorted({moe_torch.FEW, triton.PAIRS}))
+MANY = 0  # in a specification: more pairs than any of them
 
 
 class ExpertsSpec(NamedTuple):
@@ -33,7 +39,7 @@ class ExpertsSpec(NamedTuple):
     interleaved: bool
     weigh_input: bool
     contiguous: bool  # both weights
-    few: bool  # T · k up to `moe_torch.FEW`, as in decoding
+    pairs: int  # T · k up to this one of `BOUNDS`, as in decoding, or MANY
     traced: bool
     grad: bool
 
@@ -105,14 +111,35 @@ def specification(
         form.interleaved,
         form.weigh_input,
         gate_up.is_contiguous() and down.is_contiguous(),
-        ids.numel() <= moe_torch.FEW,
+        _bound(ids.numel()),
         torch.compiler.is_compiling(),
         grad,
     )
 
 
+def _bound(pairs: int) -> int:
+    for bound in BOUNDS:
+        if pairs <= bound:
+            return bound
+    return MANY
+
+
+def most_pairs(x: Tensor) -> int:
+    """T · k up to which an implementation for few pairs, that can be recorded in a graph, serves inputs like x [T, H].
+
+    While torch.compile traces it is the torch tier's bound, which asks nobody.
+    """
+    named = options.current().tier("experts")
+    if torch.compiler.is_compiling() or named not in (None, "triton") or detect.unavailable(device_of(x)):
+        return moe_torch.FEW
+    return triton.PAIRS
+
+
 _operation = Operation("experts", ExpertsSpec)
 _operation.register(Implementation("aiter", "fused_moe", aiter.plain_refuses, eager))
+_operation.register(
+    Implementation("triton", triton.NAME, triton.refuses, triton.experts, detect.checked("experts", triton.NAME))
+)
 _operation.register(
     Implementation(
         "torch",

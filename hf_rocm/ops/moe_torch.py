@@ -133,7 +133,7 @@ class _Order:
 def gathered_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if device.kind == "cpu":
         return "on a CPU copying the chosen experts' weights costs more than the loop"
-    if not spec.few:
+    if not 0 < spec.pairs <= FEW:
         return f"there are more than {FEW} pairs of a token and an expert: copying each one's weights costs too much"
     if spec.grad:
         return "gradients would go through copies of the weights"

@@ -53,17 +53,17 @@ def kind(operation: str, spec: Any) -> tuple[Any, ...]:
     if operation in ("experts", "shuffled_experts"):
         spec = spec._replace(
             experts=min(spec.experts, max(4, spec.top)),
-            hidden=_smaller(spec.hidden, 512),
-            intermediate=_smaller(spec.intermediate, 1024),
-            few=False,
+            hidden=_smaller(spec.hidden, 512, 512),  # so that the blocks of our kernels divide it, or don't
+            intermediate=_smaller(spec.intermediate, 1024, 512),
+            pairs=0,
             traced=False,
         )
     return tuple(spec)
 
 
-def _smaller(size: int, most: int) -> int:
-    """At most about `most`, and as divisible by powers of two up to 64."""
-    return size if size <= most else most + size % 64
+def _smaller(size: int, most: int, power: int = 64) -> int:
+    """At most about `most`, and as divisible by powers of two up to this one."""
+    return size if size <= most else most + size % power
 
 
 def check(operation: str, tier: str, name: str, values: tuple[Any, ...]) -> str | None:

@@ -184,11 +184,26 @@ def key_of(shape, dtype=torch.bfloat16):
     return moe.specification(*tensors, None, None, PLAIN)
 
 
-@pytest.mark.parametrize(("shape", "few"), [("one token", True), ("odd", False)])
-def test_few_tokens_are_told_apart(shape, few):
-    assert moe.ExpertsSpec(*key_of(shape)).few is few
-    reason = moe_torch.gathered_refuses(moe.ExpertsSpec(*key_of(shape)), registry.describe(torch.device("meta")))
-    assert (reason is None) is few
+@pytest.mark.parametrize(("tokens", "bound"), [(0, 32), (1, 32), (16, 32), (17, 64), (32, 64), (33, moe.MANY)])
+def test_few_tokens_are_told_apart(tokens, bound):
+    tensors, _ = drawn((tokens, 4, 2, 16, 8), torch.bfloat16, {})
+    spec = moe.ExpertsSpec(*moe.specification(*tensors, None, None, PLAIN))
+    assert spec.pairs == bound
+    reason = moe_torch.gathered_refuses(spec, registry.describe(torch.device("meta")))
+    assert (reason is None) is (bound == 32)
+    assert reason is None or "more than 32 pairs" in reason
+
+
+def test_kernels_are_asked_before_copies():
+    """And the loops after both."""
+    tiers = [(each.tier, each.name) for each in registry.operations()["experts"].implementations]
+    assert tiers[:3] == [("aiter", "fused_moe"), ("triton", "chosen_experts"), ("torch", "gathered weights, bmm")]
+
+
+@pytest.mark.parametrize(("size", "smaller"), [(48, 48), (512, 512), (2880, 832), (2048, 512), (5120, 512)])
+def test_a_check_is_small_and_as_divisible_as_the_model(size, smaller):
+    spec = moe.ExpertsSpec(*key_of("odd"))._replace(hidden=size)
+    assert moe.ExpertsSpec(*probe_cases.kind("experts", spec)).hidden == smaller
 
 
 @needs_grouped_mm

@@ -15,8 +15,14 @@ KINDS = {
     "act_and_mul": (BF16, CPU, 24, "clamped_swiglu", False, True),
     "rope": (BF16, BF16, CPU, 16, 8, True, False, False),
     "rope_into_cache": (BF16, BF16, CPU, 16, 12, 16, False, True, True, False, False),
+    "experts": (BF16, BF16, CPU, 4, 16, 8, 1, "clamped_swiglu", True, True, True, False, True, 0, False, False),
 }
-NAMES = {"act_and_mul": "act_and_mul_kernel", "rope": "rope_kernel", "rope_into_cache": "rope_kernel"}
+NAMES = {
+    "act_and_mul": "act_and_mul_kernel",
+    "rope": "rope_kernel",
+    "rope_into_cache": "rope_kernel",
+    "experts": "chosen_experts",
+}
 
 
 @pytest.mark.parametrize("operation", KINDS)

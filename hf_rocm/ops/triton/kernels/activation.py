@@ -9,7 +9,7 @@ from hf_rocm.ops.triton.builds import Build
 
 
 @triton.jit
-def _rounded(value, DTYPE: tl.constexpr):
+def rounded(value, DTYPE: tl.constexpr):
     """What the next operation of the unfused layers would read."""
     return value.to(DTYPE).to(tl.float32)
 
@@ -19,8 +19,8 @@ def _clamped_swiglu(gate, up, limit, alpha, DTYPE: tl.constexpr):
     """See `hf_rocm.ops.act_and_mul`; comparisons keep what is not a number."""
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    opened = _rounded(1.0 / (1.0 + tl.exp(-_rounded(gate * alpha, DTYPE))), DTYPE)
-    return _rounded(up + 1.0, DTYPE) * _rounded(gate * opened, DTYPE)
+    opened = rounded(1.0 / (1.0 + tl.exp(-rounded(gate * alpha, DTYPE))), DTYPE)
+    return rounded(up + 1.0, DTYPE) * rounded(gate * opened, DTYPE)
 
 
 @triton.jit
@@ -33,6 +33,16 @@ def _activated(gate, ACTIVATION: tl.constexpr):
         # 0.5 · (1 + tanh(z)) is the logistic function of 2z
         tl.static_assert(ACTIVATION == "gelu_tanh")
         return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+
+
+@triton.jit
+def gated(gate, up, limit, alpha, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """act(gate) · up of values in fp32, rounded to DTYPE where the unfused layers do."""
+    if ACTIVATION == "clamped_swiglu":
+        result = _clamped_swiglu(gate, up, limit, alpha, DTYPE)
+    else:
+        result = rounded(_activated(gate, ACTIVATION), DTYPE) * up
+    return result.to(DTYPE)
 
 
 @triton.jit
@@ -57,12 +67,8 @@ def act_and_mul_kernel(
     else:
         gate = tl.load(x + row * row_stride + column, mask=column < DIM, other=0.0)
         up = tl.load(x + row * row_stride + DIM + column, mask=column < DIM, other=0.0)
-    gate, up = gate.to(tl.float32), up.to(tl.float32)
-    if ACTIVATION == "clamped_swiglu":
-        result = _clamped_swiglu(gate, up, limit, alpha, dtype)
-    else:
-        result = _rounded(_activated(gate, ACTIVATION), dtype) * up
-    tl.store(out + row * DIM + column, result.to(dtype), mask=column < DIM)
+    result = gated(gate.to(tl.float32), up.to(tl.float32), limit, alpha, ACTIVATION, dtype)
+    tl.store(out + row * DIM + column, result, mask=column < DIM)
 
 
 def _build(dim: int, activation: str, *, interleaved: bool = False, dtype: str = "bf16") -> Build:

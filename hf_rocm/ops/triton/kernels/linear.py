@@ -40,10 +40,10 @@ def matrix_vector(
         ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for k in tl.range(0, k_size, BLOCK_K):
         inside = columns < k_size - k
-        first = _piece(weight + k, inside, EVEN)
+        first = piece(weight + k, inside, EVEN)
         if ACTIVATION is not None:
-            second = _piece(weight + gap + k, inside, EVEN)
-        values = _piece(x + k, inside, EVEN).to(tl.float32)
+            second = piece(weight + gap + k, inside, EVEN)
+        values = piece(x + k, inside, EVEN).to(tl.float32)
         sums += first.to(tl.float32) * values
         if ACTIVATION is not None:
             ups += second.to(tl.float32) * values
@@ -92,11 +92,11 @@ def few_rows(
     gap = n_size.to(tl.int64) * k_size
     ups = sums
     for k in tl.range(0, k_size, SPLITS * BLOCK_K):
-        first = _piece(weight + k, across < k_size - k, EVEN)
+        first = piece(weight + k, across < k_size - k, EVEN)
         values = tl.load(x + k, mask=there if EVEN else there & (down < k_size - k), other=0.0)
         sums = tl.dot(first, values, sums)
         if ACTIVATION is not None:
-            ups = tl.dot(_piece(weight + gap + k, across < k_size - k, EVEN), values, ups)
+            ups = tl.dot(piece(weight + gap + k, across < k_size - k, EVEN), values, ups)
     if SPLITS > 1:
         sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
     product = _rounded(tl.trans(sums), bias, n, n_size, out.dtype.element_ty)
@@ -107,7 +107,7 @@ def few_rows(
 
 
 @triton.jit
-def _piece(at, inside, EVEN: tl.constexpr):
+def piece(at, inside, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(at)
     return tl.load(at, mask=inside, other=0.0)

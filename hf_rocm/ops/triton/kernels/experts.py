@@ -1,0 +1,178 @@
+"""Routed experts for few pairs of a token and an expert: each program finds its experts' weights by the ids itself.
+
+So nothing is sorted, copied or read back, and the chosen weights are read once for each pair, which is all the time it
+takes. Everything is added up in fp32 and rounded where separate layers would round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.triton.builds import Build
+from hf_rocm.ops.triton.experts import Tile, down_tile, gate_up_tile
+from hf_rocm.ops.triton.kernels.activation import gated, rounded
+from hf_rocm.ops.triton.kernels.linear import piece
+
+
+@triton.jit
+def chosen_gate_up(
+    x,  # [T, H]
+    weight,  # [E, 2I, H], transposed [E, H, 2I]
+    bias,  # [E, 2I] or None
+    ids,  # [T, k]
+    scales,  # [T, k]
+    out,  # [T · k, I]
+    h_size,
+    i_size,
+    limit,
+    alpha,
+    TOP: tl.constexpr,  # k
+    ACTIVATION: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WEIGH_INPUT: tl.constexpr,
+    EVEN: tl.constexpr,  # I and H are multiples of the blocks
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_N columns of one pair: the rows of their gates and ups as one matrix, [gates | ups] or alternating."""
+    pair = tl.program_id(0)
+    first = tl.program_id(1) * BLOCK_N
+    dtype: tl.constexpr = out.dtype.element_ty
+    expert = tl.load(ids + pair).to(tl.int64)
+    both = tl.arange(0, 2 * BLOCK_N)
+    if INTERLEAVED:
+        n = 2 * first + both
+        there = n < 2 * i_size
+    else:
+        n = first + both % BLOCK_N
+        there = n < i_size
+        n += both // BLOCK_N * i_size
+    k = tl.arange(0, BLOCK_K)[None, :]
+    x += (pair // TOP).to(tl.int64) * h_size + k
+    weight += expert * (2 * i_size * h_size)
+    scale = tl.load(scales + pair).to(tl.float32)
+    if TRANSPOSED:
+        weight += k * (2 * i_size) + n[:, None]
+        stride = 2 * i_size
+    else:
+        weight += n[:, None] * h_size + k
+        stride = 1
+    sums = tl.zeros([2 * BLOCK_N, BLOCK_K], tl.float32)
+    sums = _added_up(sums, x, weight, k, there[:, None], h_size, stride, scale, WEIGH_INPUT, EVEN, BLOCK_K)
+    product = tl.sum(sums, 1)
+    if bias is not None:
+        product += tl.load(bias + expert * (2 * i_size) + n, mask=there, other=0.0).to(tl.float32)
+    product = rounded(product, dtype)
+    if INTERLEAVED:
+        gate, up = tl.split(tl.reshape(product, (BLOCK_N, 2)))
+    else:
+        gate, up = tl.split(tl.trans(tl.reshape(product, (2, BLOCK_N))))
+    column = first + tl.arange(0, BLOCK_N)
+    result = gated(gate, up, limit, alpha, ACTIVATION, dtype)
+    tl.store(out + pair.to(tl.int64) * i_size + column, result, mask=column < i_size)
+
+
+@triton.jit
+def chosen_down(
+    x,  # [T · k, I]
+    weight,  # [E, H, I], transposed [E, I, H]
+    bias,  # [E, H] or None
+    ids,  # [T, k]
+    scales,  # [T, k]
+    out,  # [T, H]
+    h_size,
+    i_size,
+    TOP: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    WEIGH_INPUT: tl.constexpr,
+    EVEN: tl.constexpr,  # H and I are multiples of the blocks
+    BLOCK_E: tl.constexpr,  # divides TOP
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_N columns of one token, summed over its experts, of which BLOCK_E are read at a time."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dtype: tl.constexpr = out.dtype.element_ty
+    n = column[None, :, None]
+    k = tl.arange(0, BLOCK_K)[None, None, :]
+    if TRANSPOSED:
+        weight += k * h_size + n
+        stride = h_size
+    else:
+        weight += n * i_size + k
+        stride = 1
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, TOP, BLOCK_E):
+        pairs = token * TOP + start + tl.arange(0, BLOCK_E)
+        experts = tl.load(ids + pairs).to(tl.int64)
+        rows = x + pairs[:, None, None] * i_size + k
+        theirs = weight + experts[:, None, None] * (h_size * i_size)
+        sums = tl.zeros([BLOCK_E, BLOCK_N, BLOCK_K], tl.float32)
+        sums = _added_up(sums, rows, theirs, k, n < h_size, i_size, stride, 1.0, False, EVEN, BLOCK_K)
+        product = tl.sum(sums, 2)
+        if bias is not None:
+            at = bias + experts[:, None] * h_size + column[None, :]
+            product += tl.load(at, mask=(column < h_size)[None, :], other=0.0).to(tl.float32)
+        product = rounded(product, dtype)
+        if not WEIGH_INPUT:
+            product *= tl.load(scales + pairs).to(tl.float32)[:, None]
+        total += tl.sum(product, 0)
+    tl.store(out + token * h_size + column, total.to(dtype), mask=column < h_size)
+
+
+@triton.jit
+def _added_up(
+    sums,  # [..., N, K], of which the last is what one piece has
+    x,  # addresses [..., 1, K]
+    weight,  # addresses, as sums
+    k,
+    there,
+    k_size,
+    stride,  # of the weight along K
+    scale,
+    SCALED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """x · weight in fp32, piece by piece along K."""
+    for start in tl.range(0, k_size, BLOCK_K):
+        inside = k < k_size - start
+        part = piece(weight + start * stride, inside & there, EVEN)
+        values = piece(x + start, inside, EVEN).to(tl.float32)
+        if SCALED:
+            values = rounded(values * scale, x.dtype.element_ty)
+        sums += part.to(tl.float32) * values
+    return sums
+
+
+def _build(kernel: Any, cut: Tile, signature: dict[str, str], constants: dict[str, Any]) -> Build:
+    """In bf16, for sizes that are multiples of the blocks."""
+    tensors = {name: "*bf16" for name in ("x", "weight", "bias", "scales", "out") if name not in constants}
+    return Build(
+        kernel,
+        {**tensors, "ids": "*i64", "h_size": "i32", "i_size": "i32", **signature},
+        {**constants, "WEIGH_INPUT": False, "EVEN": True, **cut.constants()},
+        threads=cut.threads,
+        num_stages=cut.stages,
+        divisible=("h_size", "i_size"),
+    )
+
+
+_TERMS = {"limit": "fp32", "alpha": "fp32"}
+_QWEN: dict[str, Any] = {"TOP": 8, "TRANSPOSED": False, "bias": None}
+_GPT_OSS: dict[str, Any] = {"TOP": 4, "TRANSPOSED": True}
+
+BUILDS = (
+    _build(chosen_gate_up, gate_up_tile(False), _TERMS, {**_QWEN, "ACTIVATION": "silu", "INTERLEAVED": False}),
+    _build(chosen_down, down_tile(1, 8, False), {}, _QWEN),
+    _build(
+        chosen_gate_up, gate_up_tile(True), _TERMS, {**_GPT_OSS, "ACTIVATION": "clamped_swiglu", "INTERLEAVED": True}
+    ),
+    _build(chosen_down, down_tile(1, 4, True), {}, _GPT_OSS),
+    _build(chosen_down, down_tile(8, 4, True), {}, _GPT_OSS),
+)

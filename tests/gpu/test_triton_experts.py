@@ -1,0 +1,64 @@
+"""Routed experts by our kernels on a GPU: every layout at the sizes of models, and recorded in a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from tests.ops.test_moe import LAYOUTS, drawn, eager, reference
+from tests.tolerance import assert_as_good_as_eager
+
+pytestmark = pytest.mark.gpu
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+SIZES = [(8, 8, 2048, 768), (5, 4, 2880, 2880), (7, 3, 777, 130)]  # E, k, H, I
+
+
+@pytest.fixture(autouse=True)
+def unprobed():
+    pytest.importorskip("triton", reason="not run: needs Triton")
+    with options.override(probe=False), torch.no_grad():
+        yield
+
+
+def on_gpu(shape, dtype, layout):
+    tensors, keywords = drawn(shape, dtype, layout)
+    moved = {key: each.cuda() if isinstance(each, torch.Tensor) else each for key, each in keywords.items()}
+    return [each.cuda() for each in tensors], moved
+
+
+@each_dtype
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_experts(tokens, sizes, layout, dtype):
+    tensors, keywords = on_gpu((tokens, *sizes), dtype, layout)
+    with ops.recording() as routes:
+        output = ops.experts(*tensors, **keywords)
+    assert [(each.operation, each.tier) for each in routes] == [("experts", "triton")]
+    assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+
+
+@pytest.mark.parametrize("layout", ["plain", "gpt_oss"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_replayed_with_other_choices(tokens, layout):
+    """Nothing is read on the host: a recorded call reads the experts that its ids name then."""
+    (x, gate_up, down, ids, weights), keywords = on_gpu((tokens, 16, 4, 1024, 512), torch.bfloat16, LAYOUTS[layout])
+    ops.experts(x, gate_up, down, ids, weights, **keywords)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = ops.experts(x, gate_up, down, ids, weights, **keywords)
+    before = output.clone()
+    ids.copy_(15 - ids)
+    x.copy_(x.flip(1))
+    graph.replay()
+    assert torch.equal(output, ops.experts(x, gate_up, down, ids, weights, **keywords))
+    assert not torch.equal(output, before)
+
+
+def test_they_are_chosen_and_checked_in_a_child():
+    tensors, _ = on_gpu((2, 8, 2, 256, 128), torch.bfloat16, {})
+    with options.override(tiers={"experts": "triton"}, probe=True, refresh=True), ops.recording() as routes:
+        assert torch.isfinite(ops.experts(*tensors)).all()
+    assert [each.name for each in routes] == ["chosen_experts"]

@@ -1,0 +1,42 @@
+"""Which requests of transformers' experts interface are served."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_rocm.layers import experts
+
+pytest.importorskip("transformers.integrations.moe", reason="not run: this transformers has no experts interface")
+
+
+@pytest.mark.parametrize(
+    ("most", "pairs", "served"), [(32, 32, True), (32, 34, False), (64, 64, True), (64, 66, False)]
+)
+def test_what_generate_switches_to_is_ours_for_few_pairs(most, pairs, served, monkeypatch):
+    monkeypatch.setattr(experts, "most_pairs", lambda x: most)
+    reason = asked("batched_mm", torch.device("meta"), pairs)
+    assert (reason is None) is served
+    assert served or "beyond a few tokens" in str(reason)
+
+
+def test_on_a_cpu_it_is_stocks():
+    assert "batched_mm" in str(asked("batched_mm", torch.device("cpu"), 2))
+
+
+def test_grouped_products_are_ours_for_any_number():
+    assert asked("grouped_mm", torch.device("cpu"), 2) is None
+    assert asked("grouped_mm", torch.device("meta"), 4096) is None
+
+
+def test_whoever_asks_for_another_gets_it():
+    assert "only 'grouped_mm' and 'batched_mm' are served" in str(asked("eager", torch.device("meta"), 2))
+
+
+def asked(implementation: str, device: torch.device, pairs: int) -> str | None:
+    module = SimpleNamespace(config=SimpleNamespace(_experts_implementation=implementation))
+    tokens = pairs // 2
+    x, ids = torch.empty(tokens, 8, device=device), torch.empty(tokens, 2, dtype=torch.int64, device=device)
+    return experts._asked_for(module, x, ids)

@@ -1,0 +1,197 @@
+"""Routed experts by our kernels, interpreted, against float64: forms, orders of the weights, roundings, routes."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from hf_rocm.device import Device
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops import moe, moe_torch
+from hf_rocm.ops.triton import experts
+from tests.ops.test_moe import LAYOUTS, arguments_of, drawn, eager, reference
+from tests.tolerance import assert_as_good_as_eager
+from tests.triton.routed import compiled_once, random, routed
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+CPU = Device("cpu", rocm=False)
+BF16 = torch.bfloat16
+ODD = (5, 7, 3, 20, 9)  # T, E, k, H, I
+GATE_UP, DOWN = experts.gate_up_tile, experts.down_tile
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch):
+    """Small along K, so that it takes several, and wider, since the interpreter takes its time for each program."""
+    monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.Tile(8, 16, 64, 2))
+    monkeypatch.setattr(experts, "down_tile", lambda tokens, top, transposed: experts.Tile(8, 8, 64, 2, gcd(top, 4)))
+
+
+@each_dtype
+@each_layout
+def test_experts(layout, dtype):
+    check(*drawn((5 if dtype == BF16 else 2, *ODD[1:]), dtype, layout))
+
+
+@pytest.mark.parametrize("top", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_every_number_of_experts(tokens, top):
+    for layout in ("plain", "gpt_oss", "llama4"):
+        check(*drawn((tokens, 9, top, 24, 11), BF16, LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("sizes", [(32, 16), (33, 16), (32, 17), (1, 1)], ids=str)
+def test_every_order_of_the_weights(sizes, biases, transposed, interleaved):
+    """Sizes that the blocks divide and sizes that they don't."""
+    form = {"biases": biases, "transposed": transposed, "interleaved": interleaved}
+    check(*drawn((2, 4, 2, *sizes), BF16, form))
+
+
+@pytest.mark.parametrize("layout", ["plain", "gpt_oss", "llama4"])
+@pytest.mark.parametrize(("tokens", "sizes"), [(1, (64, 256)), (1, (70, 5)), (5, (70, 5))], ids=str)
+def test_the_blocks_of_a_gpu(tokens, sizes, layout, monkeypatch):
+    monkeypatch.setattr(experts, "gate_up_tile", GATE_UP)
+    monkeypatch.setattr(experts, "down_tile", DOWN)
+    check(*drawn((tokens, 3, 2, *sizes[:: 1 if layout == "plain" else -1]), BF16, LAYOUTS[layout]))
+
+
+def test_blocks_divide_the_sizes_that_are_compiled_ahead():
+    for cut, n, k in ((GATE_UP(False), 768, 2048), (DOWN(1, 8, False), 2048, 768)):
+        assert experts._even(n, k, cut)
+    for cut in (GATE_UP(True), DOWN(1, 4, True), DOWN(8, 4, True)):
+        assert experts._even(2880, 2880, cut)
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("layout", ["plain", "llama4"])
+def test_types_of_the_routing(layout, ids_dtype, weights_dtype):
+    (*tensors, ids, weights), keywords = drawn(ODD, BF16, LAYOUTS[layout], weights_dtype)
+    check((*tensors, ids.to(ids_dtype), weights), keywords)
+
+
+def test_views_are_read_as_they_are():
+    """Rows apart, an odd start, and the chosen columns of a longer routing."""
+    (x, gate_up, down, ids, weights), _ = drawn(ODD, BF16, {})
+    expected = routed("experts", x, gate_up, down, ids, weights)
+    wide = random(5, 23, dtype=BF16)
+    wide[:, 3:] = x
+    far = torch.cat((ids, ids), 1), torch.cat((weights, weights), 1)
+    flat = random(1 + down.numel(), dtype=BF16)
+    flat[1:] = down.flatten()
+    moved = flat[1:].view(down.shape)
+    assert torch.equal(routed("experts", wide[:, 3:], gate_up, moved, *(each[:, :3] for each in far)), expected)
+
+
+def test_it_rounds_where_separate_layers_do():
+    """Exact in fp32 sums: what differs from the loop could only be a rounding in another place."""
+    for layout in ("plain", "biases", "gpt_oss", "llama4"):
+        (x, gate_up, down, ids, weights), keywords = drawn((4, 5, 1, 32, 16), BF16, LAYOUTS[layout])
+        tensors = (x.round(), *((each * 16).round() / 16 for each in (gate_up, down)), ids, weights.bfloat16())
+        expected = eager(tensors, keywords)
+        differs = routed("experts", *tensors, **keywords) != expected
+        assert differs.float().mean() < 2e-2, layout  # exponentials differ by a last bit
+
+
+def test_experts_that_nobody_chose_are_left_alone():
+    (x, gate_up, down, _, weights), _ = drawn((2, 6, 2, 16, 24), BF16, {})
+    ids = torch.tensor([[1, 3], [3, 1]])
+    expected = routed("experts", x, gate_up, down, ids, weights)
+    gate_up[[0, 2, 4, 5]] = torch.nan
+    down[[0, 2, 4, 5]] = torch.nan
+    assert torch.equal(routed("experts", x, gate_up, down, ids, weights), expected)
+
+
+def test_a_token_alone_is_what_it_is_among_others():
+    (x, gate_up, down, ids, weights), keywords = drawn((5, 8, 4, 40, 24), BF16, LAYOUTS["gpt_oss"])
+    together = routed("experts", x, gate_up, down, ids, weights, **keywords)
+    for row in range(5):
+        part = slice(row, row + 1)
+        alone = routed("experts", x[part], gate_up, down, ids[part], weights[part], **keywords)
+        assert torch.equal(alone, together[part])
+
+
+def test_no_tokens():
+    tensors, _ = drawn((0, 4, 2, 16, 16), BF16, {})
+    assert routed("experts", *tensors).shape == (0, 16)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["plain"], LAYOUTS["gpt_oss"]], ids=["plain", "gpt_oss"])
+def test_it_is_one_operator_of_a_compiled_graph(layout):
+    tensors, keywords = drawn((2, 4, 2, 16, 8), BF16, layout)
+    nodes = compiled_once(lambda *each: ops.experts(*each, **keywords) * 2, *tensors)
+    assert "hf_rocm.triton_experts.default" in nodes
+
+
+def test_the_operator_says_the_truth():
+    tensors, keywords = drawn((2, 4, 2, 16, 8), torch.float32, LAYOUTS["gpt_oss"])
+    *arguments, form = arguments_of(tensors, keywords)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.hf_rocm.triton_experts.default, (*arguments, *form), test_utils=checks)
+
+
+def test_few_pairs_alone_are_ours():
+    tiers = []
+    for tokens in (experts.PAIRS // 2, experts.PAIRS // 2 + 1):
+        tensors, _ = drawn((tokens, 3, 2, 16, 8), BF16, {})
+        with ops.recording() as routes:
+            ops.experts(*tensors)
+        tiers += [each.tier for each in routes if each.operation == "experts"]
+    assert tiers == ["triton", "torch"]
+    assert "more than 64 pairs" in str(experts.refuses(spec(pairs=moe.MANY), CPU))
+
+
+def test_many_pairs_are_ours_when_the_tier_is_named():
+    check(*drawn((experts.PAIRS // 2 + 1, 3, 2, 16, 8), BF16, {}))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"grad": True}, "no gradient"),
+        ({"dtype": torch.float64, "weight_dtype": torch.float64}, "not for torch.float64"),
+        ({"weight_dtype": torch.float16}, "one dtype"),
+        ({"contiguous": False}, "aren't contiguous"),
+        ({"hidden": 2**16, "intermediate": 2**14}, "2³¹ weights or more"),
+    ],
+    ids=str,
+)
+def test_refusals(change, reason):
+    assert reason in str(experts.refuses(spec(**change), CPU))
+    assert experts.refuses(spec(), CPU) is None
+
+
+def test_a_gpu_or_the_interpreter_is_needed(monkeypatch):
+    monkeypatch.setattr(options, "triton_interprets", lambda: False)
+    assert "need a GPU" in str(experts.refuses(spec(), CPU))
+
+
+def test_gradients_are_refused_when_the_tier_is_named():
+    (x, *rest), _ = drawn(ODD, BF16, {})
+    with options.override(tier="experts=triton"), pytest.raises(TierUnavailable, match="gradient"):
+        ops.experts(x.requires_grad_(), *rest)
+
+
+@pytest.mark.parametrize(("tiers", "most"), [({}, experts.PAIRS), ({"experts": "torch"}, moe_torch.FEW)], ids=str)
+def test_how_many_pairs_are_few(tiers, most, monkeypatch):
+    with options.override(tiers=tiers):
+        assert moe.most_pairs(torch.empty(0)) == most
+    assert moe.most_pairs(torch.empty(0, device="meta")) == moe_torch.FEW  # where Triton has no kernels
+
+
+def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
+    output = routed("experts", *tensors, **keywords)
+    assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+
+
+def spec(**change: Any) -> moe.ExpertsSpec:
+    tensors, _ = drawn((1, 8, 2, 32, 16), BF16, {})
+    return moe.ExpertsSpec(*moe.specification(*tensors, None, None, arguments_of(tensors, {})[-1]))._replace(**change)

@@ -1,0 +1,51 @@
+"""Whole mixtures whose decode steps read the chosen experts in place: interpreted, with stock's tokens."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from math import gcd
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_rocm
+from hf_rocm import ops, options
+from hf_rocm.ops.triton import experts
+from tests.parity.models import GROUPED, SHARED, tokens
+
+KERNELS = "experts=triton,attention=eager,linear=torch,rms_norm=torch,rope=torch,act_and_mul=torch"
+MODELS = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": None,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def wide_blocks(monkeypatch):
+    """The interpreter takes its time for each program."""
+    monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.Tile(32, 64, 64, 2))
+    monkeypatch.setattr(experts, "down_tile", lambda tokens, top, transposed: experts.Tile(32, 64, 64, 2, gcd(top, 4)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens(name):
+    config = AutoConfig.for_model(name, **{**SHARED, **GROUPED, **MODELS[name]})
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.normal_(0, 0.15)
+    hf_rocm.activate(name)
+    ours = hf_rocm.prepare(deepcopy(stock), force=True)
+    how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    with torch.no_grad(), options.override(tier=KERNELS), ops.recording() as routes:
+        assert torch.equal(ours.generate(tokens(2, 5), **how), stock.generate(tokens(2, 5), **how))
+    served = [(each.tier, each.shapes[0][0]) for each in routes if each.operation == "experts"]
+    assert served == [("triton", rows) for rows in (10, 2, 2, 2) for _ in range(2)]

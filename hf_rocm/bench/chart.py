@@ -88,7 +88,7 @@ def draw(title: str, segments: Sequence[Segment]) -> Picture:
     for each, longest in zip(panels, _scales(panels), strict=True):
         y = _draw_panel(parts, each, longest, y + 22)
     y += 26
-    for line in _notes(segments[0]):
+    for line in _notes(segments):
         parts.append(Words(MARGIN, y, line, size=11.5, colour=FAINT))
         y += 16
     height = y + MARGIN - 22
@@ -143,16 +143,23 @@ def _subtitle(segment: Segment) -> str:
     return f"{what}; shorter is better; {segment.model['dtype']}, {segment.model['weights']} weights"
 
 
-def _notes(segment: Segment) -> list[str]:
-    machine = segment.machine
+def _notes(segments: Sequence[Segment]) -> list[str]:
+    machine = segments[0].machine
     versions = [f"{name} {machine[name]}" for name in ("torch", "ROCm", "transformers", "triton") if name in machine]
+    commits = sorted({each.commit for each in segments if each.commit})
     forced = [] if "ROCm" in machine else ["hf_rocm forced: not an AMD GPU"]
-    where = ", ".join(
-        [machine["device"], *versions, *([f"commit {segment.commit}"] if segment.commit else []), *forced]
-    )
-    rates = segment.rates
+    where = [machine["device"], *versions, *([f"commit {', '.join(commits)}"] if commits else []), *forced]
+    copy, matmul = (_both_ends([getattr(each.rates, name) for each in segments]) for name in ("copy", "matmul"))
     return [
-        where,
-        f"Floor: bytes or operations of one unit at this machine's measured {large(rates.copy)}B/s (copy) "
-        f"and {large(rates.matmul)}FLOP/s (matmul). × : how much faster than stock.",
+        ", ".join(where),
+        f"Floor: bytes or operations of one unit at this machine's measured {copy}B/s (copy) "
+        f"and {matmul}FLOP/s (matmul). × : how much faster than stock.",
     ]
+
+
+def _both_ends(rates: Sequence[float]) -> str:
+    low, high = large(min(rates)), large(max(rates))
+    if low == high:
+        return low
+    number, prefix = low.split()
+    return f"{number}–{high}" if high.endswith(prefix) else f"{low}–{high}"

@@ -10,6 +10,7 @@ import pytest
 from hf_rocm.bench import chart, drawing
 from hf_rocm.bench.cases import Case
 from hf_rocm.bench.drawing import ChartError
+from hf_rocm.bench.rates import Rates
 from tests.bench.conftest import result, segment
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,6 +28,18 @@ def test_the_svg_is_well_formed_and_says_it_all(tmp_path):
     for each in root.iter(f"{SVG}rect"):
         assert float(each.get("x")) >= 0 and float(each.get("x")) + float(each.get("width")) <= width
         assert float(each.get("y")) + float(each.get("height")) <= height
+
+
+def test_segments_of_several_commits_are_named_with_all_rates():
+    words = [
+        each.text
+        for each in chart.draw(
+            "x", [segment(), segment(commit="fedcba987654", rates=Rates(4.3e12, 0.8e12)), segment(commit=None)]
+        ).parts
+        if isinstance(each, drawing.Words)
+    ]
+    assert any("commit 0123456789ab, fedcba987654, hf_rocm forced" in each for each in words)
+    assert any("4.25–4.30 TB/s (copy) and 800 G–790 TFLOP/s" in each for each in words)
 
 
 def test_bars_are_as_long_as_their_times():

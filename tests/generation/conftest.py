@@ -112,12 +112,23 @@ def counted(model):
     return (state.recorded, state.replayed)
 
 
-def meanwhile(model, run):
-    """Have something run after each step of a model, before transformers reads what the step returned."""
-    stock = model._update_model_kwargs_for_generation
+def outlives_steps_of_others(ours, stock, other, inputs, *, first):
+    """What a step of ours returned is there when transformers reads it, though another model's steps came between.
+
+    Another thread's would. Recordings share memory; first: ours is recorded before the other's, or after.
+    """
+    between = []
+    stocks = ours._update_model_kwargs_for_generation  # it comes between the step and the reading
 
     def update(*args, **kwargs):
-        run()
-        return stock(*args, **kwargs)
+        for run in between:
+            run()
+        return stocks(*args, **kwargs)
 
-    model._update_model_kwargs_for_generation = update
+    ours._update_model_kwargs_for_generation = update
+    for model in (ours, other) if first else (other, ours):
+        generate(model, inputs)
+    before = counted(ours)[1], counted(other)[1]
+    between.append(lambda: generate(other, inputs, new=6))
+    assert torch.equal(generate(ours, inputs), generate(stock, inputs))
+    assert counted(ours)[1] == before[0] + 11 and counted(other)[1] == before[1] + 12 * 5

@@ -15,7 +15,7 @@ from hf_rocm.errors import GraphError
 from hf_rocm.generation import recorder
 from hf_rocm.generation.cache import DecodeCache, bucket
 from hf_rocm.generation.state import known
-from tests.generation.conftest import counted, generate, make, meanwhile, prompt
+from tests.generation.conftest import counted, generate, make, outlives_steps_of_others, prompt
 
 UNCAPTURED = [
     ({"num_beams": 2}, "beam"),
@@ -188,14 +188,4 @@ def test_explain_tells_what_was_recorded_and_what_was_not(pair):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_what_a_step_returned_outlives_the_steps_of_others(first, pair):
-    """As another thread's steps would come between: recordings share memory, whichever was made first."""
-    ours, stock = pair()
-    other, _ = pair("qwen3")
-    between = []
-    meanwhile(ours, lambda: [run() for run in between])
-    for model in (ours, other) if first else (other, ours):
-        generate(model)
-    before = counted(ours)[1], counted(other)[1]
-    between.append(lambda: generate(other, new=6))
-    assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours)[1] == before[0] + 11 and counted(other)[1] == before[1] + 12 * 5
+    outlives_steps_of_others(*pair(), pair("qwen3")[0], prompt(), first=first)

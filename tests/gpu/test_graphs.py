@@ -13,7 +13,7 @@ import hf_rocm
 from hf_rocm import options
 from hf_rocm.generation import cache, pool
 from hf_rocm.generation.state import known
-from tests.generation.conftest import counted, generate, make, meanwhile, prompt
+from tests.generation.conftest import counted, generate, make, outlives_steps_of_others, prompt
 
 pytestmark = pytest.mark.gpu
 
@@ -94,17 +94,7 @@ def test_beside_graphs_of_torch_compile(pair):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_what_a_step_returned_outlives_the_steps_of_others(first, pair):
-    """As another thread's steps would come between: recordings share memory, whichever was made first."""
-    ours, stock = pair()
-    other, _ = pair("qwen3")
-    between = []
-    meanwhile(ours, lambda: [run() for run in between])
-    for model in (ours, other) if first else (other, ours):
-        generate(model, asked())
-    before = counted(ours)[1], counted(other)[1]
-    between.append(lambda: generate(other, asked(), new=6))
-    assert torch.equal(generate(ours, asked()), generate(stock, asked()))
-    assert counted(ours)[1] == before[0] + 11 and counted(other)[1] == before[1] + 12 * 5
+    outlives_steps_of_others(*pair(), pair("qwen3")[0], asked(), first=first)
 
 
 def test_four_threads_on_streams_of_their_own_while_one_samples(pair):

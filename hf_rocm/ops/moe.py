@@ -18,6 +18,7 @@ from hf_rocm.ops.moe_torch import ACTIVATIONS, Form, eager
 from hf_rocm.ops.registry import Implementation, Operation, device_of, refuses_nothing, route
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton import experts as triton
+from hf_rocm.ops.triton.norm import DTYPES
 
 BOUNDS = tuple(sorted({moe_torch.FEW, triton.PAIRS}))
 MANY = 0  # in a specification: more pairs than any of them
@@ -64,7 +65,7 @@ def experts(
 
     x: [T, H] floating. gate_up: [E, 2I, H], gate first; down: [E, H, I]; with transposed [E, H, 2I] and [E, I, H].
     gate_up_bias: [E, 2I] and down_bias: [E, H], both or neither. ids: [T, k] integers, 0 to E − 1, no expert twice for
-    one token. weights: [T, k] floating; the sum is taken in the wider of its dtype and x's.
+    one token. weights: [T, k] floating; the sum is taken in the wider of its dtype and x's, by kernels in fp32.
     interleaved: gate and up alternate along 2I. weigh_input: x is multiplied by the weight, not the output.
     activation: `silu`, `gelu`, `gelu_tanh`, or `clamped_swiglu`, which is (min(max(up, −limit), limit) + 1) · g ·
     sigmoid(alpha · g) with g = min(gate, limit) (gpt-oss). Returns [T, H] in x's dtype.
@@ -129,10 +130,11 @@ def most_pairs(x: Tensor) -> int:
 
     While torch.compile traces it is the torch tier's bound, which asks nobody.
     """
-    named = options.current().tier("experts")
-    if torch.compiler.is_compiling() or named not in (None, "triton") or detect.unavailable(device_of(x)):
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dtype not in DTYPES:
         return moe_torch.FEW
-    return triton.PAIRS
+    if options.current().tier("experts") not in (None, "triton") or detect.unavailable(device_of(x)):
+        return moe_torch.FEW
+    return moe_torch.FEW if probe.failed("experts", "triton", triton.NAME) else triton.PAIRS
 
 
 _operation = Operation("experts", ExpertsSpec)

@@ -78,6 +78,11 @@ def ahead(device: torch.device | None = None) -> None:
             probe_worker.start(device if device is not None and device.type == "cuda" else None)
 
 
+def failed(operation: str, tier: str, name: str) -> str | None:
+    """Why a kernel is off in this process, if a check of it has failed."""
+    return _off.get((operation, tier, name))
+
+
 def forget() -> None:
     """Check everything anew in this process; what is on disk stays."""
     _off.clear()

@@ -25,6 +25,7 @@ import torch
 
 IDLE_SECONDS = 60.0  # after this long without a question the child ends
 GRACE = 30  # seconds past the time-out after which a hanging child ends by itself
+WAKING = 120  # seconds after which a child that hangs before the first question ends by itself
 FIRST_WORD, NEXT_WORD = 5.0, 60.0  # seconds until the first word about progress, and between later ones
 
 Request = dict[str, Any]
@@ -48,7 +49,7 @@ def start(device: torch.device | None = None) -> None:
         if _worker is None or not _worker.alive():
             if _worker is not None:
                 _worker.close()
-            _worker = _Worker()
+            _worker = _Worker(warm=True)
         if device is not None:
             _worker.wake(device)
 
@@ -123,13 +124,18 @@ class _Ended(Exception):
         self.reason, self.began = reason, began
 
 
+# the child sees the modules that this process sees, wherever they come from
+_START = "import sys; sys.path[:] = {path!r}; from hf_rocm.ops.probe_worker import serve; serve(warm={warm})"
+
+
 class _Worker:
-    def __init__(self) -> None:
+    """The child. warm: it makes ready what checks will need; not in place of another one, which may have died of it."""
+
+    def __init__(self, *, warm: bool = False) -> None:
         self.parent = os.getpid()
         self.awake: set[torch.device] = set()
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the child
-        # the child sees the modules that this process sees, wherever they come from
-        start = f"import sys; sys.path[:] = {sys.path!r}; from hf_rocm.ops.probe_worker import serve; serve()"
+        start = _START.format(path=sys.path, warm=warm)
         self.process = subprocess.Popen(
             [sys.executable, "-c", start],
             stdin=subprocess.PIPE,
@@ -220,7 +226,7 @@ def _say(text: str) -> None:
         _logger.warning(text)
 
 
-def serve() -> None:
+def serve(*, warm: bool) -> None:
     """The child: one question per line on stdin; for each, a line that it was taken and a line with the reason.
 
     A line may also say that it is to wake up on a device, which has no answer.
@@ -231,7 +237,8 @@ def serve() -> None:
     from hf_rocm.ops import probe_cases
 
     assert hf_rocm.ops  # registers every operation
-    _wake()
+    if warm:
+        _in_time(_wake)
     questions = os.fdopen(0, "rb", buffering=0, closefd=False)
     while select.select([questions], [], [], IDLE_SECONDS)[0]:
         line = questions.readline()
@@ -239,7 +246,7 @@ def serve() -> None:
             break
         question = json.loads(line)
         if "wake" in question:
-            _wake_on(question["wake"])
+            _in_time(_wake_on, question["wake"])
             continue
         answers.write("{}\n")
         answers.flush()
@@ -249,6 +256,12 @@ def serve() -> None:
         signal.alarm(0)
         answers.write(json.dumps({"reason": reason}) + "\n")
         answers.flush()
+
+
+def _in_time(step: Callable[..., None], *args: str) -> None:
+    signal.alarm(WAKING)
+    step(*args)
+    signal.alarm(0)
 
 
 def _wake() -> None:

@@ -149,10 +149,10 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded_and_harms_nothing(pair):
     handle = ours.lm_head.register_forward_hook(wait)
     assert torch.equal(generate(ours, asked()), generate(stock, asked()))
     assert "can't be recorded" in known(ours).disabled
+    torch.empty(2**30, dtype=torch.uint8, device="cuda")
     reserved = torch.cuda.memory_reserved()
-    torch.empty(2**28, dtype=torch.uint8, device="cuda")
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= reserved, "the allocator believes that a capture goes on"
+    assert torch.cuda.memory_reserved() <= reserved - 2**30, "the allocator believes that a capture goes on"
     handle.remove()
     hf_rocm.prepare(ours, force=True)
     assert torch.equal(generate(ours, asked()), generate(stock, asked()))

@@ -53,8 +53,8 @@ def test_starting_twice_is_starting_once(monkeypatch):
     made = []
 
     class Worker:
-        def __init__(self):
-            made.append(self)
+        def __init__(self, *, warm):
+            made.append(warm)
 
         def alive(self):
             return True
@@ -63,22 +63,50 @@ def test_starting_twice_is_starting_once(monkeypatch):
     monkeypatch.setattr(probe_worker, "_Worker", Worker)
     probe_worker.start()
     probe_worker.start()
-    assert len(made) == 1
+    assert made == [True]
+
+
+def question():
+    kind = tuple(NormSpec(torch.float32, torch.float32, torch.device("cpu"), 64, False, False))
+    return probe_worker.request("rms_norm", "torch", "F.rms_norm", kind)
 
 
 def test_it_wakes_up_once_on_each_device_and_answers_as_ever():
-    worker = probe_worker._Worker()
+    worker = probe_worker._Worker(warm=True)
     sent = []
     worker._send = lambda question, send=worker._send: sent.append(question) or send(question)
     try:
-        for device in ("cuda:7", "cuda:7", "cuda:6"):  # which aren't there: whoever asks about them is told so
+        for device in ("cuda:97", "cuda:97", "cuda:96"):  # which aren't there: whoever asks about them is told so
             worker.wake(torch.device(device))
-        assert sent == [{"wake": "cuda:7"}, {"wake": "cuda:6"}]
-        kind = tuple(NormSpec(torch.float32, torch.float32, torch.device("cpu"), 64, False, False))
-        question = probe_worker.request("rms_norm", "torch", "F.rms_norm", kind)
-        assert worker.ask(question, 60.0) == {"reason": None}
+        assert sent == [{"wake": "cuda:97"}, {"wake": "cuda:96"}]
+        assert worker.ask(question(), 60.0) == {"reason": None}
     finally:
         worker.kill()
+
+
+def test_waking_up_uses_the_device(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "mm", lambda *args: made.append(args[0].device) or args[0])
+    probe_worker._wake_on("cpu")
+    assert made == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("ending", ["os.abort", "lambda: time.sleep(60)"])
+def test_a_child_that_dies_or_hangs_while_it_wakes_up_is_no_kernels_fault(ending, monkeypatch):
+    """The one that takes its place asks nothing of the compiler before the first question."""
+    code = "from hf_rocm.ops import probe_worker as w; import os, time; w.WAKING = 1; "
+    start = probe_worker._START.replace(
+        "from hf_rocm.ops.probe_worker import serve; serve(", f"{code}w._wake = {ending}; w.serve("
+    )
+    monkeypatch.setattr(probe_worker, "_START", start)
+    monkeypatch.setattr(probe_worker, "_worker", None)
+    probe_worker.start()
+    first = probe_worker._worker.process
+    try:
+        assert probe_worker.ask(question(), 60.0) is None
+        assert probe_worker._worker.process is not first and first.returncode in (-6, -14)
+    finally:
+        probe_worker.stop()
 
 
 def test_preparing_starts_it_and_staying_stock_does_not(started):

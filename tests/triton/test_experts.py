@@ -11,7 +11,7 @@ import torch
 from hf_rocm import ops, options
 from hf_rocm.device import Device
 from hf_rocm.errors import TierUnavailable
-from hf_rocm.ops import moe, moe_torch
+from hf_rocm.ops import moe, moe_torch, probe
 from hf_rocm.ops.triton import experts
 from tests.ops.test_moe import LAYOUTS, arguments_of, drawn, eager, reference
 from tests.tolerance import assert_as_good_as_eager
@@ -91,6 +91,18 @@ def test_views_are_read_as_they_are():
     assert torch.equal(routed("experts", wide[:, 3:], gate_up, moved, *(each[:, :3] for each in far)), expected)
 
 
+@each_layout
+def test_biases_are_read_as_they_are(layout):
+    """Every other column of a wider one, and one for all experts."""
+    tensors, keywords = drawn(ODD, BF16, {**layout, "biases": True})
+    apart, shared = dict(keywords), dict(keywords)
+    for name in ("gate_up_bias", "down_bias"):
+        apart[name] = torch.stack((keywords[name], random(*keywords[name].shape, dtype=BF16)), -1).flatten(1)[:, ::2]
+        shared[name] = keywords[name][:1].expand_as(keywords[name])
+    assert torch.equal(routed("experts", *tensors, **apart), routed("experts", *tensors, **keywords))
+    check(tensors, shared)
+
+
 def test_it_rounds_where_separate_layers_do():
     """Exact in fp32 sums: what differs from the loop could only be a rounding in another place."""
     for layout in ("plain", "biases", "gpt_oss", "llama4"):
@@ -161,6 +173,7 @@ def test_many_pairs_are_ours_when_the_tier_is_named():
         ({"weight_dtype": torch.float16}, "one dtype"),
         ({"contiguous": False}, "aren't contiguous"),
         ({"hidden": 2**16, "intermediate": 2**14}, "2³¹ weights or more"),
+        ({"hidden": 2**17}, "65536 columns at most"),
     ],
     ids=str,
 )
@@ -182,9 +195,14 @@ def test_gradients_are_refused_when_the_tier_is_named():
 
 @pytest.mark.parametrize(("tiers", "most"), [({}, experts.PAIRS), ({"experts": "torch"}, moe_torch.FEW)], ids=str)
 def test_how_many_pairs_are_few(tiers, most, monkeypatch):
-    with options.override(tiers=tiers):
-        assert moe.most_pairs(torch.empty(0)) == most
-    assert moe.most_pairs(torch.empty(0, device="meta")) == moe_torch.FEW  # where Triton has no kernels
+    x = torch.empty(0, dtype=BF16)
+    assert moe.most_pairs(x) == moe_torch.FEW  # with gradients
+    with torch.no_grad():
+        with options.override(tiers=tiers):
+            assert moe.most_pairs(x) == most
+        assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW  # no kernels of ours there
+        monkeypatch.setattr(probe, "_off", {("experts", "triton", experts.NAME): "its check failed"})
+        assert moe.most_pairs(x) == moe_torch.FEW
 
 
 def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ NAME = "chosen_experts"
 
 PAIRS = 64  # T · k up to which they come before the torch tier
 LARGEST = 2**31  # elements of one expert, which 32 bits address
+WIDEST = 2**16  # columns: a grid's second size has 16 bits
 
 
 class Tile(NamedTuple):
@@ -61,6 +62,8 @@ def _limits(spec: ExpertsSpec) -> str | None:
         return "the weights aren't contiguous"
     if 2 * spec.hidden * spec.intermediate >= LARGEST:
         return f"one expert has 2³¹ weights or more: {spec.hidden} × {2 * spec.intermediate}"
+    if max(spec.hidden, spec.intermediate) > WIDEST:
+        return f"our kernels for chosen experts write {WIDEST} columns at most"
     return None
 
 
@@ -127,6 +130,8 @@ def _forward(
     from hf_rocm.ops.triton.kernels import experts as kernels
 
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    if gate_up_bias is not None and down_bias is not None:
+        gate_up_bias, down_bias = gate_up_bias.contiguous(), down_bias.contiguous()
     between = x.new_empty((tokens * top, intermediate))
     cut = gate_up_tile(transposed)
     launch(

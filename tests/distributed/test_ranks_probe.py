@@ -126,7 +126,7 @@ def test_the_child_is_started_ahead_by_the_first_rank_of_a_machine(rank, starts,
     import torch
 
     calls: list[float] = []
-    monkeypatch.setattr(probe_worker, "start", lambda: calls.append(time.time()))
+    monkeypatch.setattr(probe_worker, "start", lambda device: calls.append(time.time()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "HF_ROCM_CACHE": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)

@@ -172,8 +172,11 @@ def lock() -> Iterator[None]:
 
 
 def clean_environ(**changes: str) -> dict[str, str]:
-    """The user's environment without what would bring other packages, or our own options, into a child."""
-    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
+    """The user's environment without what would bring other packages, or our own options, into a child.
+
+    Nor what keeps Python from storing compiled modules: hundreds of the tests' processes import transformers.
+    """
+    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "PYTHONDONTWRITEBYTECODE"}
     options = ("HF_ROCM_", "USE_AITER_", "USE_OPTIMIZED_OPS", "FORCE_EAGER_ATTENTION")
     kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith(options)}
     return {**kept, "PIP_USER": "0", "PYTHONNOUSERSITE": "1", **changes}

@@ -16,12 +16,23 @@ def test_one_graph(case, trio):
     ours, stock, _ = trio()
     given = inputs.arguments(case, ours)
     with torch.inference_mode():
-        torch._dynamo.reset()
         try:
-            expected = torch.compile(stock, fullgraph=True, backend="eager")(**given)
-        except Exception as error:  # noqa: BLE001  whatever the compiler says of stock, it says nothing of ours
-            pytest.skip(f"stock doesn't compile to one graph in this release: {str(error).splitlines()[0]}")
-        torch._dynamo.reset()
-        actual = torch.compile(ours, fullgraph=True, backend="eager")(**given)
+            actual = in_one_graph(ours, given)
+        except Exception:
+            skip_unless_it_compiles(stock, given)
+            raise
+        expected = stock(**given)
     for part, value in inputs.outputs(actual).items():
         torch.testing.assert_close(value, inputs.outputs(expected)[part], rtol=1e-4, atol=1e-4)
+
+
+def in_one_graph(model, given):
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend="eager")(**given)
+
+
+def skip_unless_it_compiles(stock, given):
+    try:
+        in_one_graph(stock, given)
+    except Exception as error:  # noqa: BLE001  whatever the compiler says of stock, it says nothing of ours
+        pytest.skip(f"stock doesn't compile to one graph in this release: {str(error).splitlines()[0]}")

@@ -17,7 +17,7 @@ from tests.overlay.conftest import Site, hashes, whole_site  # noqa: F401 - a fi
 
 pytestmark = pytest.mark.slow
 
-# no bytecode is there yet: all of them compile what they import, and write it
+# no bytecode of the model is there yet: all of them compile it, and write it
 WORKER = """
 import json, os, sys, time
 from pathlib import Path
@@ -40,6 +40,7 @@ print(json.dumps([transformers.__file__, sorted({route.operation for route in ro
 def test_workers_that_import_at_once(whole_site, tmp_path):  # noqa: F811 - the fixture
     site = Site(tmp_path / "site")  # the original is others' too, and an installer never writes into a file
     shutil.copytree(whole_site.path, site.path, copy_function=os.link)
+    shutil.rmtree(site.root / "models" / "llama" / "__pycache__", ignore_errors=True)
     plan, _ = install(["llama"], transformers_path=site.path)
     plan.check()
     before = hashes(site.root)

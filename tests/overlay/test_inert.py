@@ -21,15 +21,18 @@ import dataclasses, inspect, json, pathlib, sys, time, types, typing, warnings
 torch = sys.modules["torch"] = types.ModuleType("torch")
 torch.version = types.SimpleNamespace(hip=None)
 times = []
+start = time.process_time()  # of this process alone: others share the machine
+import asyncio
+standard = time.process_time() - start
 for name, path in json.loads(sys.argv[1]).items():
     source = open(path, "rb").read()
     block = compile(source[source.index(b"# >>> hf-rocm overlay >>>"):], path, "exec")
     namespace = {"__name__": f"transformers.models.{name}.modeling_{name}"}
-    start = time.process_time()  # of this process alone: others share the machine
+    start = time.process_time()
     exec(block, namespace)
     times.append(time.process_time() - start)
 imported = [name for name in sys.modules if name.split(".")[0] == "hf_rocm"]
-print(json.dumps({"times": times, "imported": imported}))
+print(json.dumps({"standard": standard, "times": times, "imported": imported}))
 """
 
 
@@ -39,9 +42,8 @@ def blocks(site: Site) -> str:
     return json.dumps({model: str(site.model(model)) for model in MODELS})
 
 
-def test_an_inert_block_costs_under_five_milliseconds_and_imports_the_dispatcher_alone(
-    blocks: str, tmp_path: Path
-) -> None:
+def test_an_inert_block_costs_little_and_imports_the_dispatcher_alone(blocks: str, tmp_path: Path) -> None:
+    """5 ms for the first block and 1 ms for any other one, or what Python's own asyncio says of a slower machine."""
     unwanted = ("HF_ROCM", "PYTHONDONTWRITEBYTECODE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     runs = []
@@ -55,9 +57,10 @@ def test_an_inert_block_costs_under_five_milliseconds_and_imports_the_dispatcher
         )
         runs.append(json.loads(done.stdout))
         first, *others = [min(times) for times in zip(*(run["times"] for run in runs), strict=True)]
-        if len(runs) > 4 and first < 0.005 and max(others) < 0.001:
+        standard = min(run["standard"] for run in runs)
+        cheap = first < max(0.005, standard / 6) and max(others) < max(0.001, standard / 30)
+        if len(runs) > 4 and cheap:
             break
-    assert first < 0.005, "the first block imports the dispatcher"
-    assert max(others) < 0.001
+    assert cheap, f"first {first:.4f} s, others {others}, importing asyncio {standard:.4f} s"
     expected = {"hf_rocm", "hf_rocm.errors", "hf_rocm.options", "hf_rocm.overlay", "hf_rocm.overlay.bind"}
     assert all(set(run["imported"]) == expected for run in runs)

@@ -11,7 +11,7 @@ import hf_rocm
 from hf_rocm import ops, options
 from tests.parity import models
 from tests.parity.models import DECODERS, MODELS, fused_ran, served, static_cache, tokens
-from tests.tolerance import assert_as_good_as_eager
+from tests.tolerance import assert_run_as_good_as_eager
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 each_tier = pytest.mark.parametrize("tier", ["torch", "eager"])
@@ -36,9 +36,7 @@ def compare(name, trio, tier, dtype, run, calls, attended=None):
     with ops.recording() as routes:
         same_dtype, expected = run(stock), run(exact)
     assert routes == []  # the stock models beside ours stayed stock
-    assert actual.keys() == expected.keys()
-    for part in expected:
-        assert_as_good_as_eager(actual[part], same_dtype[part], expected[part])
+    assert_run_as_good_as_eager(actual, same_dtype, expected)
 
 
 def outputs(result, keep=None):
@@ -175,7 +173,4 @@ def test_under_autocast(name, checkpoint):
             actual = ours(input_ids=tokens(2, 9), output_hidden_states=True)
         expected = stock(input_ids=tokens(2, 9), output_hidden_states=True)
     served(name, ours, routes, calls=1)
-    for part, value in outputs(actual).items():
-        theirs, reference = outputs(expected)[part], outputs(exact)[part]
-        assert value.dtype == theirs.dtype
-        assert_as_good_as_eager(value, theirs, reference)
+    assert_run_as_good_as_eager(outputs(actual), outputs(expected), outputs(exact))

@@ -93,7 +93,7 @@ def variables(path: Path | None = None, **changes: str) -> dict[str, str]:
     """The environment of a child, in which this folder's packages come first."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_ROCM")}
     paths = [*([str(path)] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    fixed = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    fixed = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     return {**kept, **fixed, "CUDA_VISIBLE_DEVICES": "", **changes}
 
 

@@ -1,7 +1,8 @@
 """The one tolerance of every numerical test: derived from what the same dtype can do, never chosen.
 
 An implementation may be at most twice as wrong as the eager run in its own dtype, plus one rounding step of the
-largest value: a result rounded once cannot be closer than that.
+largest value: a result rounded once cannot be closer than that. Where sums cancel, as a mean of values of both signs
+does, the largest value is one of those that were summed.
 """
 
 from __future__ import annotations
@@ -9,22 +10,25 @@ from __future__ import annotations
 import torch
 
 
-def allowed_error(eager: torch.Tensor, expected: torch.Tensor) -> float:
+def allowed_error(eager: torch.Tensor, expected: torch.Tensor, summed: torch.Tensor | None = None) -> float:
     """The largest absolute error that is allowed, from the error of the same-dtype eager run.
 
-    expected: the float64 reference. The rounding step is eps of eager's dtype at the largest expected magnitude.
+    expected: the float64 reference. The rounding step is eps of eager's dtype at the largest expected magnitude, or
+    that of what was summed.
     """
     eager_error = (eager.double() - expected).abs().max().item()
-    step = torch.finfo(eager.dtype).eps * expected.abs().max().item()
-    return 2 * eager_error + step
+    largest = (expected if summed is None else summed).abs().max().item()
+    return 2 * eager_error + torch.finfo(eager.dtype).eps * largest
 
 
-def assert_as_good_as_eager(actual: torch.Tensor, eager: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_as_good_as_eager(
+    actual: torch.Tensor, eager: torch.Tensor, expected: torch.Tensor, *, summed: torch.Tensor | None = None
+) -> None:
     """Finite first, then the derived tolerance."""
     assert actual.shape == expected.shape and actual.dtype == eager.dtype
     assert torch.isfinite(actual).all(), "not finite"
     error = (actual.double() - expected).abs().max().item()
-    allowed = allowed_error(eager, expected)
+    allowed = allowed_error(eager, expected, summed)
     assert error <= allowed, f"error {error:.3g} exceeds {allowed:.3g} (2 x eager + one rounding step)"
 
 

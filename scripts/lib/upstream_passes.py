@@ -87,7 +87,8 @@ def overlaid_site(interpreter: Interpreter, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     package = _package(interpreter)
-    shutil.copytree(package, folder / "transformers")
+    # a module that another process is just compiling comes and goes
+    shutil.copytree(package, folder / "transformers", ignore=shutil.ignore_patterns("*.pyc.*"))
     for metadata in package.parent.glob("transformers-*.dist-info"):
         shutil.copytree(metadata, folder / metadata.name)
     install = ["-m", "hf_rocm", "install-overlays", "--transformers-path", str(folder)]

@@ -34,9 +34,14 @@ RAISED = """
 import json, sys, time
 from pathlib import Path
 rank = int(sys.argv[2])
-time.sleep(0.2 * (1 - rank))
 told = [{"message": "the peer is gone"}, {"message": "no such file", "facts": {"file": "x"}, "hint": "look"}][rank]
-Path(sys.argv[1], f"failed-{rank}.json").write_text(json.dumps({"at": time.time(), "facts": {}, "hint": None, **told}))
+place = Path(sys.argv[1])
+while rank == 0 and not (place / "failed-1.json").exists():  # the peer's end is what this one notices
+    time.sleep(0.01)
+(place / f"failed-{rank}.draft").write_text(json.dumps({"at": time.time(), "facts": {}, "hint": None, **told}))
+(place / f"failed-{rank}.draft").rename(place / f"failed-{rank}.json")
+while rank == 1 and not (place / "failed-0.json").exists():
+    time.sleep(0.01)
 if rank == 0:
     time.sleep(600)
 sys.exit(1)

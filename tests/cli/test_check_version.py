@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,20 +40,19 @@ def check(site: Site, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outco
 
 def test_it_takes_less_than_a_second_and_imports_nothing_heavy(site: Site) -> None:
     install(transformers_path=site.path)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", PROBE, "--transformers-path", str(site.path)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        seconds.append(time.perf_counter() - start)
+
+    def took(*command: str) -> tuple[float, subprocess.CompletedProcess[str]]:
+        began = resource.getrusage(resource.RUSAGE_CHILDREN)  # not the clock: others share the machine
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime, done
+
+    runs = [took("-c", PROBE, "--transformers-path", str(site.path)) for _ in range(5)]
+    standard = min(took("-c", "import asyncio")[0] for _ in range(5))
+    done = runs[-1][1]
     assert done.stderr.strip() == "[] 0"
     assert {file["match"] for file in json.loads(done.stdout)["files"]} == {"verified"}
-    assert min(seconds) < 1.0
+    assert min(seconds for seconds, _ in runs) < max(1.0, 10 * standard)
 
 
 def test_it_is_zero_only_when_everything_that_was_asked_for_is_installed(

@@ -97,7 +97,8 @@ class Sharded:
             return  # tracing takes seconds
         with torch.no_grad():
             traced = torch.compile(self.ours, backend="eager")(input_ids=tokens(2, 9), use_cache=False).logits
-            torch.testing.assert_close(traced, self.stock(input_ids=tokens(2, 9), use_cache=False).logits)
+            expected = self.stock(input_ids=tokens(2, 9), use_cache=False).logits
+            torch.testing.assert_close(traced, expected, rtol=2e-5, atol=2e-5)
 
     def keeps_gradients(self):
         losses = []

@@ -224,6 +224,8 @@ def costs(model, monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_the_host_does_far_less(kind, pair, monkeypatch):
     ours, stock = pair(kind, graphs=False)
-    (operators, seconds), (stock_operators, stock_seconds) = (costs(model, monkeypatch) for model in (ours, stock))
-    assert operators < stock_operators / 2
+    runs = [[costs(model, monkeypatch) for model in (ours, stock)] for _ in range(3)]  # a collection may fall into one
+    for (operators, _), (stock_operators, _) in runs:
+        assert operators < stock_operators / 2
+    seconds, stock_seconds = (min(run[which][1] for run in runs) for which in (0, 1))
     assert seconds < stock_seconds

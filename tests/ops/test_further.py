@@ -45,7 +45,7 @@ def test_varlen_attention(tier, dtype, window):
     for (a, b), (c, d) in [((0, 3), (0, 3)), ((3, 4), (3, 9)), ((4, 9), (9, 14))]:
         one = (each.transpose(0, 1)[None] for each in (query[a:b], key[c:d], value[c:d]))
         pieces.append(reference(*one, scale=0.3, causal=True, window=window)[0])
-    assert_as_good_as_eager(output, eager, torch.cat(pieces))
+    assert_as_good_as_eager(output, eager, torch.cat(pieces), summed=value)
 
 
 def test_softcap_of_packed_sequences_runs_in_eager():
@@ -75,7 +75,7 @@ def test_decode_attention_ignores_what_is_unwritten(tier, dtype):
             for row, length in enumerate((1, 6, 3))
         ]
     )
-    assert_as_good_as_eager(output, eager, expected)
+    assert_as_good_as_eager(output, eager, expected, summed=value[value < 1e4])
 
 
 def test_sinks_of_decode_attention_run_in_eager():

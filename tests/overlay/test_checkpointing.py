@@ -8,7 +8,7 @@ import transformers
 
 import hf_rocm
 from tests.parity import models
-from tests.tolerance import assert_as_good_as_eager
+from tests.tolerance import assert_run_as_good_as_eager
 
 
 @pytest.mark.parametrize("prepared", [True, False])
@@ -30,6 +30,6 @@ def test_each_layer_runs_again_in_the_backward_pass(prepared, tmp_path):
     plain.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     wide = transformers.LlamaForCausalLM.from_pretrained(folder).double().train()
     wide(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    for mine, eager, expected in zip(model.parameters(), plain.parameters(), wide.parameters(), strict=True):
-        assert_as_good_as_eager(mine.grad, eager.grad, expected.grad)
+    mine, eager, expected = ({name: each.grad for name, each in one.named_parameters()} for one in (model, plain, wide))
+    assert_run_as_good_as_eager(mine, eager, expected, least=1e-3)
     del other

@@ -8,28 +8,32 @@ import pytest
 
 from tests.packaging.conftest import Run
 
-LIMIT = 0.050  # seconds
+LIMIT = 0.050  # seconds, or what importing asyncio takes on a slower machine
 HEAVY = ("torch", "transformers", "accelerate", "aiter", "triton", "numpy", "typer", "rich")
 
 TIMED = """
 import json, sys, time
-began = time.perf_counter()
+began = time.process_time()  # of this process alone: others share the machine
 import {module}
-seconds = time.perf_counter() - began
-print(json.dumps([seconds, [name for name in {heavy} if name in sys.modules]]))
+seconds = time.process_time() - began
+brought = [name for name in {heavy} if name in sys.modules]
+began = time.process_time()
+import asyncio
+print(json.dumps([seconds, brought, time.process_time() - began]))
 """
 
 
 @pytest.mark.parametrize("module", ["hf_rocm", "hf_rocm.overlay"])
 def test_the_import_is_fast_and_brings_nothing_along(module: str, run: Run) -> None:
-    seconds = []
+    seconds, standard = [], []
     for _ in range(7):  # the best of several: the others waited for the machine
         done = run("-c", TIMED.format(module=module, heavy=HEAVY))
         assert done.returncode == 0, done.stderr
-        took, brought = json.loads(done.stdout)
+        took, brought, asyncio = json.loads(done.stdout)
         assert brought == []
         seconds.append(took)
-    assert min(seconds) < LIMIT, seconds
+        standard.append(asyncio)
+    assert min(seconds) < max(LIMIT, min(standard)), (seconds, standard)
 
 
 def test_check_version_brings_neither_torch_nor_transformers(run: Run) -> None:

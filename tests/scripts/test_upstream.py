@@ -80,7 +80,7 @@ def lib(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def settings(lib: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A pass over `TESTS` that needs no transformers."""
     monkeypatch.setattr(lib.passes, "_show_sources", lambda settings: None)
-    monkeypatch.setattr(lib.passes, "GRACE", 3.0)
+    monkeypatch.setattr(lib.passes, "GRACE", 10.0)
     file = tmp_path / "tree" / "tests" / "models" / "llama" / "test_modeling_llama.py"
     file.parent.mkdir(parents=True)
     file.write_text(TESTS)

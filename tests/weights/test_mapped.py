@@ -14,7 +14,7 @@ from hf_rocm.weights import mapped
 
 pytestmark = pytest.mark.skipif(not Path(mapped._PAGEMAP).exists(), reason="no pagemap on this system")
 
-SIZE = 4 * 2**20  # bytes of the tensor
+SIZE = 64 * 2**20  # bytes of the tensor
 
 
 @pytest.fixture

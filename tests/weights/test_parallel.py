@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_rocm.weights.fuse import fused
+from tests.distributed.launch import free_port
 from tests.weights import models
 from tests.weights.models import GROUPS, IDS, blocks, follows
 
@@ -64,9 +64,7 @@ def test_fsdp2(model):
 
 @pytest.mark.slow
 def test_two_processes(checkpoint):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     script = Path(__file__).with_name("two_processes.py")
     # found as this process finds them: an installed hf_rocm, and the tests
     places = os.pathsep.join([*filter(None, sys.path), str(script.parents[2])])

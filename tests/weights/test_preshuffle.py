@@ -64,7 +64,8 @@ def test_restore_gives_back_the_stock_model(either):
         assert list(state) == list(expected.state_dict())
         assert all(torch.equal(tensor, state[name]) for name, tensor in expected.state_dict().items())
         assert all(type(parameter) is nn.Parameter for parameter in either.parameters())
-        torch.testing.assert_close(logits(either), logits(expected))  # no bits: the weights lie at other addresses
+        # of copies: a product's last bit may depend on where a weight lies
+        assert torch.equal(logits(copy.deepcopy(either)), logits(copy.deepcopy(expected)))
 
 
 def test_twice_equals_once(either):

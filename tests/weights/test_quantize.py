@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 
@@ -281,7 +282,8 @@ class TestBack:
         for name, parameter in model.named_parameters():
             assert parameter is parameters[name] and torch.equal(parameter, stock.get_parameter(name))
             assert parameter.requires_grad is (name != "model.norm.weight")
-        assert torch.equal(logits(model), logits(stock))
+        # of copies: a product's last bit may depend on where a mapped weight lies
+        assert torch.equal(logits(copy.deepcopy(model)), logits(copy.deepcopy(stock)))
 
     def test_dequantized_layers_are_ordinary_and_fused_again(self):
         model = quantized("fp8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def test_save_pretrained_writes_the_files_that_stock_writes(model, stock, tmp_pa
     assert (len(files(tmp_path / "ours")) > 2) is (shard is not None)
     follows(model, GROUPS)  # saving left it as it was
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "ours")
-    assert torch.equal(logits(loaded), logits(stock)) and live(loaded) == 0
+    # of copies: a product's last bit may depend on where a mapped weight lies
+    assert torch.equal(logits(copy.deepcopy(loaded)), logits(copy.deepcopy(stock))) and live(loaded) == 0
     hf_rocm.prepare(loaded, force=True)  # its weights are a mapped file
     follows(loaded, GROUPS)
     assert files(tmp_path / "ours") == files(tmp_path / "stock")
@@ -67,4 +69,4 @@ def test_a_saved_state_dict_has_the_size_of_stocks(model, stock, tmp_path):
     assert abs((tmp_path / "ours.pt").stat().st_size - (tmp_path / "stock.pt").stat().st_size) < 1024
     loaded = torch.load(tmp_path / "ours.pt", weights_only=True)
     stock.load_state_dict(loaded)
-    assert torch.equal(logits(stock), logits(models.build()))
+    assert torch.equal(logits(copy.deepcopy(stock)), logits(models.build()))

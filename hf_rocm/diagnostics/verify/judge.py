@@ -108,8 +108,7 @@ def _compared(actual: Tensor, expected: Tensor, rerouted: Tensor | None) -> Diff
 
 def _final(subject: Subject, reference: Reference, ours: Run) -> Check:
     """The end result of the free runs."""
-    exact, eager, found = (torch.cat([each.flatten(1) for each in run.finals]) for run in
-                           (reference.wide, reference.eager, ours))  # fmt: skip
+    exact, eager, found = finals(reference.wide, reference.eager, ours)
     stock = difference(eager, exact)
     off, bound = end_to_end(subject, difference(found, exact), stock)
     said, plain = predictions(found, exact, eager), predictions(eager, exact, eager)
@@ -120,6 +119,11 @@ def _final(subject: Subject, reference: Reference, ours: Run) -> Check:
     }  # fmt: skip
     status = FAILED if bound.exceeded(off) else PASSED
     return Check("final", "", status, off.worst, bound.worst, numbers)
+
+
+def finals(*runs: Run) -> list[Tensor]:
+    """[N, V] of each run: what all of its calls gave."""
+    return [torch.cat([each.flatten(1) for each in run.finals]) for run in runs]
 
 
 def end_to_end(subject: Subject, off: Difference, stock: Difference) -> tuple[Difference, Allowed]:

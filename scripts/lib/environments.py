@@ -50,6 +50,7 @@ TOOLS = (
     "uv",
     "parameterized",  # transformers' own tests
     "mkdocs",  # the documentation
+    "pillow",  # the PNG of a chart
     "fastapi",  # with the next two: transformers serve, which tests/serving starts
     "uvicorn",
     "openai",

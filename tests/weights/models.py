@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -58,6 +59,17 @@ def unfused(**changes: Any) -> Any:
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(IDS, use_cache=False).logits
+
+
+def assert_same_results(model: nn.Module, stock: nn.Module) -> None:
+    """Bit for bit between copies: a product's last bit may depend on where a mapped weight lies. So it runs itself too.
+
+    What lies elsewhere may be off by some rounding steps of the largest logit; another weight is off by far more.
+    """
+    expected = logits(copy.deepcopy(stock))
+    assert torch.equal(logits(copy.deepcopy(model)), expected)
+    steps = 16 * torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=steps * expected.abs().max().item())
 
 
 def live(model: nn.Module) -> int:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import hf_rocm
+from hf_rocm import ops
+from hf_rocm.diagnostics.verify import saving
 from tests.diagnostics.verify import faults
 from tests.diagnostics.verify.conftest import those_here
 from tests.generation.conftest import recorded_on_cpu
@@ -120,3 +122,24 @@ def test_a_recording_that_goes_stale(build, recorded_on_cpu, monkeypatch):
     found = faults_of(build("llama"))
     assert {"graph replay", "greedy tokens"} == set(found)
     assert found["graph replay"].operation.startswith("token ")
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (lambda x, weight: ops.linear(x, weight), "still computes linear"),
+        (lambda x, weight: torch.nn.functional.linear(x, weight * 1.01), "not what stock's were"),
+    ],
+    ids=["operation", "results"],
+)
+def test_what_a_restore_leaves_behind(left, words, build, monkeypatch):
+    restore = saving.restore
+
+    def leaves_a_forward(model):
+        head = restore(model).lm_head
+        head.forward = lambda x: left(x, head.weight)
+
+    monkeypatch.setattr(saving, "restore", leaves_a_forward)
+    found = hf_rocm.verify(build("llama"), force=True, quick=True)
+    (check,) = [each for each in found.checks if each.status == "failed"]
+    assert check.name == "restore" and words in check.note

@@ -1,20 +1,30 @@
-"""The GPU architectures of AMD that matter here, and what aiter and Triton are for each: facts that need no torch."""
+"""AMD's GPU architectures, and what aiter and Triton support on them. Needs no torch."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
-# CDNA 2, 3 and 4: what aiter's CK and assembly kernels are made for
+# CDNA 2, 3 and 4: the targets of aiter's CK and assembly kernels
 INSTINCT = ("gfx90a", "gfx942", "gfx950")
-# RDNA 3, 3.5 and 4, where AMD lists only the plain HIP and the Triton kernels, as experimental
+# RDNA 3, 3.5 and 4: AMD lists only the plain HIP and Triton kernels, as experimental
 RADEON = ("gfx1100", "gfx1151", "gfx1201")
-# what hf_rocm's own Triton kernels are compiled for in its tests, without a GPU
-BUILT_AHEAD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+# the last release of aiter that hf_rocm's calls were checked with: its sources of 2026-08-22, 46 commits after 0.1.20
+NEWEST_AITER = "0.1.21.dev46"
+# the driver's description of the machine: one folder per CPU and GPU
+KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
+# the version of the driver in AMD's packages; the driver in Linux has no version of its own
+DRIVER = "/sys/module/amdgpu/version"
+# the memory of a graphics card in bytes; of a GPU that shares the host's memory, the part that the firmware reserved
+CARVED_OUT = "sys/class/drm/card*/device/mem_info_vram_total"
+# the tests compile hf_rocm's Triton kernels for these, without a GPU
+BUILT_AHEAD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1150", "gfx1151", "gfx1200", "gfx1201")
 
 
 class Architecture(NamedTuple):
-    """One architecture. cards: what it is sold as; wave: lanes of a wavefront; integrated: part of a CPU."""
+    """One architecture. cards: the product names; wave: the wavefront size; integrated: part of an APU."""
 
     gfx: str
     family: str
@@ -24,8 +34,8 @@ class Architecture(NamedTuple):
 
 
 KNOWN = {
-    each.gfx: each
-    for each in (
+    architecture.gfx: architecture
+    for architecture in (
         Architecture("gfx906", "GCN 5", "Instinct MI50, MI60, Radeon VII", 64),
         Architecture("gfx908", "CDNA 1", "Instinct MI100", 64),
         Architecture("gfx90a", "CDNA 2", "Instinct MI210, MI250", 64),
@@ -39,6 +49,7 @@ KNOWN = {
         Architecture("gfx1103", "RDNA 3", "the graphics of Ryzen 7040 and 8040", 32, integrated=True),
         Architecture("gfx1150", "RDNA 3.5", "Ryzen AI 300 (Strix Point)", 32, integrated=True),
         Architecture("gfx1151", "RDNA 3.5", "Ryzen AI Max (Strix Halo)", 32, integrated=True),
+        Architecture("gfx1152", "RDNA 3.5", "Ryzen AI 300 (Krackan Point)", 32, integrated=True),
         Architecture("gfx1200", "RDNA 4", "Radeon RX 9060", 32),
         Architecture("gfx1201", "RDNA 4", "Radeon RX 9070, AI PRO R9700", 32),
     )
@@ -46,7 +57,7 @@ KNOWN = {
 
 
 def tiers(gfx: str) -> dict[str, str]:
-    """What the tiers with kernels of their own are for this architecture, in words."""
+    """Describe what the tiers with compiled kernels support on this architecture."""
     if gfx in INSTINCT:
         aiter = "every kernel"
     elif gfx in RADEON:
@@ -57,20 +68,44 @@ def tiers(gfx: str) -> dict[str, str]:
     return {"aiter": aiter, "triton": triton}
 
 
+def system_file(path: str) -> str | None:
+    """The text of a system file; None if it is not readable."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def driver_version(read: Callable[[str], str | None] = system_file) -> str | None:
+    """The version of the amdgpu driver, if it is not the driver in Linux. read: returns the text of a file."""
+    return (read(DRIVER) or "").strip() or None
+
+
+def least_of_cards(texts: Iterable[str | None]) -> int:
+    """The smallest of the cards' memory sizes in bytes, that of the integrated GPU. 0 if none is readable."""
+    return min((int(text) for text in texts if text and text.strip().isdecimal()), default=0)
+
+
 def gfx_of_version(text: str) -> str | None:
-    """`11.0.0`, as HSA_OVERRIDE_GFX_VERSION has it, to `gfx1100`; None if it isn't of that form.
+    """Convert the form of HSA_OVERRIDE_GFX_VERSION, such as `11.0.0`, to `gfx1100`; None for any other form.
 
     The minor number and the stepping are hexadecimal digits in the name: 9.0.10 is gfx90a.
     """
     match = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", text.strip())
     if match is None:
         return None
-    major, minor, stepping = (int(each) for each in match.groups())
+    major, minor, stepping = (int(number) for number in match.groups())
     return f"gfx{major}{minor:x}{stepping:x}"
 
 
 def gfx_of_target(number: int) -> str | None:
-    """The driver's `gfx_target_version` (90402 is gfx942, 110501 gfx1151) as a name; None for a CPU's 0."""
+    """Convert the driver's `gfx_target_version` (90402 is gfx942, 110501 is gfx1151); None for 0, a CPU."""
     if number <= 0:
         return None
     return gfx_of_version(f"{number // 10000}.{number // 100 % 100}.{number % 100}")
+
+
+def gfx_of_node(properties: str) -> str | None:
+    """Return the architecture in the `properties` file of a node below `KFD_NODES`; None for a CPU."""
+    match = re.search(r"^gfx_target_version (\d+)$", properties, re.MULTILINE)
+    return gfx_of_target(int(match[1])) if match else None

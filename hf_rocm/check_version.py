@@ -1,31 +1,34 @@
-"""`python -m hf_rocm.check_version`: is what is installed what was verified?
+"""`python -m hf_rocm.check_version`: compare the installed overlays and transformers with what was verified.
 
-Under a second, and without importing torch, transformers or the command line's libraries, so that every rank of a
-job and every health check can afford it.
+It takes less than a second and imports neither torch nor transformers nor the command line's libraries, so that every
+rank of a job and every health check can run it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Sequence
 
 from hf_rocm import __version__
-from hf_rocm.cli.output import print_error, print_facts, print_json, print_left_out, print_states
+from hf_rocm.cli.output import print_error, print_facts, print_json, print_left_out, print_states, print_wrapped
 from hf_rocm.errors import HfRocmError
+from hf_rocm.options import check_names
 from hf_rocm.overlay.catalog import load
 from hf_rocm.overlay.commands import system_errors
 from hf_rocm.overlay.facts import AiterFacts, RocmFacts, TorchFacts, aiter_facts, rocm_facts, torch_facts
 from hf_rocm.overlay.locate import locate
-from hf_rocm.overlay.outlook import Outlook, outlook
+from hf_rocm.overlay.newer_release import Outlook, outlook
+from hf_rocm.overlay.scan import left_out, survey
 from hf_rocm.overlay.state import GOOD, FileState, Installed, LeftOut, Match
-from hf_rocm.overlay.survey import left_out, survey
+
+_NAMED = 12  # models that a hint names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: every overlay that was asked for is installed and matches; 1: not so; 2: usage."""
+    """Return 0 if every selected overlay is installed and matches, 1 if not, 2 on a usage error."""
     options = _parser().parse_args(arguments)
+    check_names()
     torch, rocm, aiter = torch_facts(), rocm_facts(), aiter_facts()
     facts = {"torch": torch.to_dict(), "rocm": rocm.to_dict(), "aiter": aiter.to_dict()}
     try:
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             installation = locate(options.transformers_path)
             newer = outlook(installation, catalog, options.models)
             outside = newer is not None and not catalog.for_release(installation.version)
-            # a release beyond every range has no overlay to have a state of, but an outlook
+            # a release newer than every range has no overlay whose state could be listed, only an outlook
             states = survey(installation, catalog, () if outside else options.models)
             skipped = LeftOut() if options.models or outside else left_out(installation, catalog)
     except HfRocmError as error:
@@ -62,26 +65,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print()
     if states:
-        print_states(states, skipped, each=bool(options.models))
+        print_states(states, skipped, named=bool(options.models), everything=options.all)
     else:
         print_left_out(skipped, installation.version)
     if newer is not None:
         _print_outlook(newer)
-    for hint in _hints(states, unmet, installation.version):
-        print(f"\nhint: {hint}", file=sys.stderr)
+    for hint in _hints(states, unmet, installation.version, named=bool(options.models)):
+        print(f"hint: {hint}", file=sys.stderr)
     return 0 if ok else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hf_rocm.check_version",
-        description="Is what is installed what was verified? Exits with 0 if every overlay that is asked for is "
-        "installed and matches this transformers, else with 1.",
+        description="Compare the installed overlays with what was verified. Exits with 0 if every selected overlay "
+        "is installed and matches this transformers, else with 1.",
     )
     parser.add_argument("models", metavar="MODEL", nargs="*", help="model folders such as llama (none: all)")
-    parser.add_argument("--strict", action="store_true", help="accept only files that were verified whole")
+    parser.add_argument("--strict", action="store_true", help="accept only files that were verified as a whole")
+    parser.add_argument("--all", action="store_true", help="list every model")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--transformers-path", metavar="PATH", help="the transformers that is meant")
+    parser.add_argument("--transformers-path", metavar="PATH", help="the folder of another transformers, or its parent")
     return parser
 
 
@@ -90,32 +94,38 @@ def _meets(state: FileState, *, strict: bool) -> bool:
     return state.installed is Installed.YES and state.match in accepted
 
 
-def _hints(states: Sequence[FileState], unmet: Sequence[FileState], release: str) -> list[str]:
+def _hints(states: Sequence[FileState], unmet: Sequence[FileState], release: str, *, named: bool) -> list[str]:
     if not states:
         return [f"no overlay is made for transformers {release}; upgrade hf-rocm, or install a release that it covers"]
     differing = [state.model for state in unmet if state.match not in GOOD or state.installed is Installed.EDITED]
-    missing = [state.model for state in unmet if state.installed in (Installed.NO, Installed.OLD)]
+    met = [] if named else [state.model for state in states if state not in unmet]
+    missing = [state.model for state in unmet if state.installed in (Installed.NO, Installed.OLD, Installed.FOREIGN)]
     hints = []
     if differing:
         hints.append(f"run `hf-rocm status --diff {differing[0]}` to see what differs")
     elif missing:
         hints.append("run `hf-rocm install-overlays`")
+        if 0 < len(met) <= _NAMED:
+            hints.append(f"to check only what is installed, run `python -m hf_rocm.check_version {' '.join(met)}`")
     elif unmet:
-        hints.append("every definition is a known one, but not every whole file: drop --strict, or upgrade hf-rocm")
+        hints.append("every definition was verified, but not every file as a whole: drop --strict, or upgrade hf-rocm")
     return hints
 
 
 def _print_outlook(newer: Outlook) -> None:
-    print(f"\ntransformers {newer.release} is newer than {newer.newest}, the newest that hf-rocm was checked with:")
+    print()
+    print_wrapped(
+        f"transformers {newer.release} is newer than {newer.newest}, the newest that hf-rocm was checked with:"
+    )
     usable: dict[str, list[str]] = {}
     for prospect in newer.prospects:
         if prospect.go_on:
             usable.setdefault(prospect.why, []).append(prospect.model)
         else:
-            print(f"  {prospect.model}: stop; {prospect.sentence}")
+            print_wrapped(f"{prospect.model}: stop; {prospect.sentence}", indent="  ")
     for why, models in usable.items():
-        print(textwrap.fill(f"  {', '.join(models)}: go on; {why}", 120, subsequent_indent="    "))
-    print(f"{newer.verdict}")
+        print_wrapped(f"{', '.join(models)}: go on; {why}", indent="  ")
+    print_wrapped(newer.verdict)
 
 
 def _torch_sentence(torch: TorchFacts) -> str:

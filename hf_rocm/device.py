@@ -1,53 +1,64 @@
-"""What machine this is: ROCm or not, the GPU's architecture, the torch build.
+"""Facts about this machine: the torch build (ROCm or not) and the GPU's architecture.
 
-Probed once and lazily; nothing here imports aiter or touches a device before it is asked about that device.
+They are read lazily and cached. Nothing here imports aiter, and no device is opened before a function needs it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import torch
+
+from hf_rocm.architectures import CARVED_OUT, KNOWN, least_of_cards, system_file
+from hf_rocm.budget import of_one_pool
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device as the predicates see it.
+    """The facts about a device that predicates depend on.
 
-    kind: `cpu`, `cuda` (NVIDIA or ROCm) or another torch device type. rocm: a ROCm torch drives it.
-    arch: the gfx name without feature flags (`gfx942`) on ROCm, else None.
+    kind: `cpu`, `cuda` (NVIDIA or ROCm) or another torch device type. rocm: True for a GPU of a ROCm build of torch.
+    arch: the gfx name without feature flags (`gfx942`) on ROCm, else None. units: number of compute units on ROCm.
+    integrated: whether it shares the host's memory.
     """
 
     kind: str
     rocm: bool
     arch: str | None = None
+    units: int | None = field(default=None, compare=False)
+    integrated: bool = field(default=False, compare=False)
 
 
 def is_rocm() -> bool:
-    """Whether this torch was built for ROCm. Reads a constant; initialises nothing.
+    """Return whether this torch was built for ROCm. Reads a constant and initialises nothing.
 
-    For code that must differ between the two, such as a compile mode or a kernel's launch parameters, and is asked at
-    import: worker processes may still be forked afterwards. It says nothing about a GPU: ask `gpu_available`.
+    Use it where ROCm and CUDA need different code, such as a compile mode or a kernel's launch parameters. It is safe
+    at import time: worker processes can still be forked afterwards. It does not check for a GPU: see `gpu_available`.
     """
     return torch.version.hip is not None
 
 
 def gpu_available() -> bool:
-    """Whether torch can use a GPU here, AMD's or NVIDIA's.
+    """Return whether torch can use a GPU on this machine, AMD or NVIDIA.
 
-    In place of pynvml, which knows NVIDIA's only and fails at import or at its first call elsewhere. Where torch
-    counts GPUs without opening them (ROCm and CUDA builds since 2.4 on one node), processes may still be forked.
+    Replaces pynvml, which supports NVIDIA only and fails elsewhere at import or at its first call. Where torch counts
+    GPUs without opening them (ROCm and CUDA builds since 2.4 on one node), processes can still be forked afterwards.
     """
     return torch.cuda.is_available() and torch.cuda.device_count() > 0
 
 
 def gpu_arch(device: torch.device | str | int | None = None) -> str | None:
-    """The architecture of an AMD GPU, such as `gfx942` (MI300X), without its feature flags; None elsewhere.
+    """Return the architecture of an AMD GPU without feature flags, such as `gfx942` (MI300X), or None.
 
-    device: a torch device, its name or its index; by default the current GPU. For code that picks a kernel, a build
-    flag or a table by architecture; it opens the device, so don't ask at import. On NVIDIA, on the CPU and where no
-    GPU can be used it is None and nothing is raised: `torch.cuda.get_device_capability` has NVIDIA's numbers.
+    device: a torch device, its name or its index; default: the current GPU. Use it to select a kernel, a build flag or
+    a table by architecture. It opens the device, so do not call it at import time. Returns None, and raises nothing,
+    on NVIDIA, on the CPU and where no GPU is usable; for NVIDIA see `torch.cuda.get_device_capability`.
     """
     if not is_rocm() or not gpu_available():
         return None
@@ -59,8 +70,66 @@ def gpu_arch(device: torch.device | str | int | None = None) -> str | None:
 
 @cache
 def describe(device: torch.device) -> Device:
-    """The facts about one torch device."""
+    """Return the facts about one torch device."""
+    if device.type in _simulated:
+        return _simulated[device.type]
     if device.type != "cuda" or not is_rocm():
         return Device(device.type, rocm=False)
-    name = str(getattr(torch.cuda.get_device_properties(device), "gcnArchName", ""))
-    return Device(device.type, rocm=True, arch=name.split(":")[0] or None)
+    properties = torch.cuda.get_device_properties(device)
+    name = str(getattr(properties, "gcnArchName", ""))
+    units = getattr(properties, "multi_processor_count", None)
+    arch = name.split(":")[0] or None
+    integrated = bool(getattr(properties, "is_integrated", False)) or (arch in KNOWN and KNOWN[arch].integrated)
+    return Device(device.type, rocm=True, arch=arch, units=units, integrated=integrated)
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the memory of a device in bytes; for a GPU that shares the host's memory, the size of the shared memory.
+
+    For such a GPU, HIP reports the part that the firmware reserved, the pages that the driver may map, or their sum.
+    """
+    if device.type != "cuda":
+        return _host_memory()
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return of_one_pool(total, _host_memory(), _carved_out()) if describe(device).integrated else total
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the free memory of a GPU in bytes; if it shares the host's memory, no more than what is free there.
+
+    For such a GPU, HIP does not subtract the memory of the host's processes, so its free bytes may exceed its total.
+    """
+    free, _ = torch.cuda.mem_get_info(device)
+    if not describe(device).integrated:
+        return free
+    return min(of_one_pool(free, available(), _carved_out()), total_memory(device))
+
+
+def available() -> int:
+    """Return Linux's estimate of the host's memory in bytes that is available without swapping."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", system_file("/proc/meminfo") or "", re.MULTILINE)
+    return int(match[1]) * 1024 if match else _host_memory()
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@cache
+def _carved_out() -> int:
+    return least_of_cards(system_file(str(path)) for path in Path("/").glob(CARVED_OUT))
+
+
+_simulated: dict[str, Device] = {}
+
+
+@contextmanager
+def simulated(kind: str, device: Device) -> Iterator[None]:
+    """Describe torch devices of one type (`cpu`) as another device, for tests that execute AMD GPU code on the CPU."""
+    _simulated[kind] = device
+    describe.cache_clear()
+    try:
+        yield
+    finally:
+        del _simulated[kind]
+        describe.cache_clear()

@@ -1,4 +1,4 @@
-"""Settings that a port makes before its model is built: the allocator's, and flags that not every build has."""
+"""Settings that ported code makes before it builds its model: allocator settings, and flags that some builds lack."""
 
 from __future__ import annotations
 
@@ -8,29 +8,34 @@ from hf_rocm import options
 from hf_rocm.errors import OptionError
 from hf_rocm.overlay.facts import torch_facts
 
-# in the order in which PyTorch reads them
+# in PyTorch's order of precedence
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# read by every release, with effect; 2.9 reads the first one and then ignores expandable_segments in it
+# every release honours this one; PyTorch 2.9 reads the first one, but ignores expandable_segments in it
 PORTABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def setup_environment(
     *, allocator: str | None = None, tf32: bool | None = None, cudnn_benchmark: bool | None = None
 ) -> list[str]:
-    """Make the settings that code written for NVIDIA makes at its top, so that they are right on AMD too.
+    """Make the settings that programs written for NVIDIA make at startup, in a form that is also correct on AMD.
 
-    Call it first thing in a program, in place of `os.environ["PYTORCH_CUDA_ALLOC_CONF"] = …` and of
-    `torch.backends.… = …`. On every machine the same call does what can be done there:
+    Call it at the start of a program, instead of setting `PYTORCH_CUDA_ALLOC_CONF` and `torch.backends.…` by hand. The
+    same call works on every machine and applies what that machine supports.
 
-    allocator: settings for PyTorch's allocator, such as `expandable_segments:True`; None keeps the user's. On ROCm,
-    `max_split_size_mb` is left out where expandable segments are on: together they let memory grow without end, and on
-    some cards gave wrong data. A setting of the user's environment wins, less that.
-    tf32: allow TF32 in products and convolutions; cudnn_benchmark: let cuDNN or MIOpen try algorithms. A flag that
-    this build doesn't have is left out.
+    allocator: settings of PyTorch's allocator, such as `expandable_segments:True`; None keeps the current settings.
+    Settings in the user's environment take precedence. On ROCm, `max_split_size_mb` is removed where expandable
+    segments are enabled: the combination lets memory grow without bound, and on some cards gave wrong data.
+    tf32: allow TF32 in matrix multiplications and convolutions. cudnn_benchmark: let cuDNN or MIOpen benchmark
+    algorithms. Flags that this build lacks are skipped.
 
-    Returns a sentence on each thing that was changed or left out, for a log. torch is imported only if a flag is
-    given. Raises `OptionError` if the allocator is already at work with other settings.
+    Returns one sentence per setting that was changed or skipped, for a log. Imports torch only if a flag is given.
+    Raises `OptionError` if allocator is not a string, or if the allocator is already in use with other settings.
     """
+    if not isinstance(allocator, str | None):
+        raise OptionError(
+            f"allocator={allocator!r} is not valid",
+            facts={"allowed": "a string such as expandable_segments:True, or None"},
+        )
     done = _set_allocator(allocator)
     flags = {
         "backends.cuda.matmul.allow_tf32": tf32,
@@ -41,17 +46,17 @@ def setup_environment(
 
 
 def expands(settings: str) -> bool:
-    """Whether allocator settings switch expandable segments on."""
+    """Return whether allocator settings enable expandable segments."""
     return "expandable_segments:true" in settings.replace(" ", "").lower()
 
 
 def without(settings: str, option: str) -> str:
-    """Allocator settings less one of them."""
+    """Return allocator settings without one option."""
     return ",".join(part for part in settings.split(",") if part.split(":")[0].strip() != option)
 
 
 def conflicting(settings: str) -> bool:
-    """Whether they have the two options that don't go together on ROCm."""
+    """Return whether allocator settings combine the two options that are incompatible on ROCm."""
     return expands(settings) and without(settings, "max_split_size_mb") != settings
 
 
@@ -63,23 +68,23 @@ def _set_allocator(wanted: str | None) -> list[str]:
     if conflicting(settings) and torch_facts().hip:
         settings = without(settings, "max_split_size_mb")
     if settings == before:
-        kept = bool(users and wanted and wanted != before)
-        return [f"kept {users}={before}, which the environment has, instead of {wanted}"] if kept else []
-    if _at_work():
+        overridden = bool(users and wanted and wanted != before)
+        return [f"{users}={before} in the environment overrides {wanted}"] if overridden else []
+    if _gpu_in_use():
         raise OptionError(
-            "the allocator's settings can't be changed any more",
-            facts={"wanted": settings, "in force": before or "PyTorch's defaults"},
+            "the allocator is already in use, so its settings can't be changed",
+            facts={"requested": settings, "in effect": before or "PyTorch's defaults"},
             hint="call hf_rocm.setup_environment() before anything uses the GPU",
         )
     name = users or PORTABLE
     options.set_variable(name, settings)
     if before:
-        return [f"{name}={settings}: max_split_size_mb was left out, which goes wrong with expandable_segments on ROCm"]
+        return [f"{name}={settings}: removed max_split_size_mb, which is incompatible with expandable_segments on ROCm"]
     return [f"{name}={settings}"]
 
 
-def _at_work() -> bool:
-    """Whether this process has opened a GPU; without importing torch."""
+def _gpu_in_use() -> bool:
+    """Return whether this process has opened a GPU. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
 
@@ -95,5 +100,5 @@ def _set_flag(name: str, value: bool) -> str:
         getattr(owner, attribute)
         setattr(owner, attribute, value)
     except (AttributeError, RuntimeError) as error:
-        return f"torch.{name} was left out: {error}"
+        return f"skipped torch.{name}: {error}"
     return f"torch.{name}={value}"

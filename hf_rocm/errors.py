@@ -1,6 +1,6 @@
-"""One tree of errors: what failed, where, expected, found, and the next step.
+"""The exception hierarchy: what failed, where, what was expected, what was found, and the next step.
 
-Everything that hf_rocm raises on purpose is an `HfRocmError`; anything else that escapes is a bug of ours.
+Everything that hf_rocm raises on purpose is an `HfRocmError`; any other exception is a bug in hf_rocm.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 
 class HfRocmError(Exception):
-    """A refusal that the user can act on.
+    """An error that the user can act on.
 
-    message: one sentence without a full stop. facts: label → value lines such as file, expected, found.
+    message: one sentence without a full stop. facts: lines of label and value, such as file, expected, found.
     hint: the next step. `str(error)` is the whole text, as the command line prints it.
     """
 
@@ -33,7 +33,7 @@ class HfRocmError(Exception):
         return {"error": type(self).__name__, "message": self.message, "facts": self.facts, "hint": self.hint}
 
     def __reduce__(self) -> tuple[object, ...]:
-        # the keyword-only arguments would be lost by the default, and ranks send errors to each other
+        # the default would lose the keyword-only arguments, and ranks send pickled errors to each other
         return (_rebuild, (type(self), self.message, self.facts, self.hint))
 
 
@@ -50,17 +50,17 @@ class OverlayError(HfRocmError):
 
 
 class DigestMismatch(OverlayError):
-    """A stock definition is not one that the overlay was made for."""
+    """A stock definition differs from those that the overlay supports."""
 
 
 class LoadError(HfRocmError, OSError):
-    """A model can't be loaded. An `OSError` too, since that is what transformers raises and callers catch."""
+    """A model can't be loaded. Also an `OSError`, because transformers raises and callers catch that."""
 
 
 class RankError(HfRocmError):
-    """The ranks that load a model together can't: they differ, one of them failed, or one did not come.
+    """Ranks can't load a model together: they differ, one of them failed, or one never joined.
 
-    Every rank that came raises the same one.
+    Every rank that joined raises the same error.
     """
 
 
@@ -69,15 +69,15 @@ class TuningError(HfRocmError):
 
 
 class TableError(TuningError):
-    """A table of tuned products can't be used as it is; the facts name its lines."""
+    """A table of tuned GEMMs is invalid; the facts name the lines."""
 
 
 class GraphError(HfRocmError):
-    """Decoding with graphs was required, and a model or a call can't have it."""
+    """Decoding with graphs was required, but a model or a call does not support it."""
 
 
 class VerifyError(HfRocmError):
-    """A model can't be verified here, or there is nothing of hf_rocm in it to verify."""
+    """A model can't be verified on this machine, or hf_rocm changed nothing in it."""
 
 
 class GoldenError(VerifyError):
@@ -85,4 +85,4 @@ class GoldenError(VerifyError):
 
 
 class TierUnavailable(HfRocmError):
-    """A tier that the user named can't serve a call; the message lists every reason."""
+    """A tier that the user selected can't serve a call; the message lists every reason."""

@@ -1,30 +1,32 @@
-"""Every option, and the only reader of the environment.
+"""Every option. The environment is read nowhere else.
 
-An option is an environment variable and, where that makes sense, an argument; arguments win. Where no overlay
-is active, all are ignored. The table in the README is generated from `VARIABLES`.
+An option is an environment variable and, where that makes sense, also an argument; arguments take precedence. Where no
+overlay is active, options are ignored. The table in the README is generated from `VARIABLES`.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_rocm.budget import in_bytes
 from hf_rocm.errors import OptionError
 
-# In order of preference; `user` is what users register themselves.
+# In order of preference; `user` stands for implementations that users register.
 TIERS = ("user", "aiter", "triton", "torch", "eager")
 PRESHUFFLE = ("off", "auto", "all")
 OPERATIONS = ("attention", "linear", "act_and_mul", "rms_norm", "rope", "experts")
 
 
 class Switch(Enum):
-    """A tri-state: auto (unset), required (1: an error that says why if it can't be), off (0)."""
+    """A tri-state: auto (unset), required (1: an error with the reason if it is not possible), off (0)."""
 
     AUTO = "auto"
     REQUIRED = "1"
@@ -32,7 +34,7 @@ class Switch(Enum):
 
 
 class Variable(NamedTuple):
-    """One environment variable: its name, values and meaning, as the README shows them."""
+    """One environment variable: its name, values and meaning, as listed in the README."""
 
     name: str
     values: str
@@ -40,8 +42,8 @@ class Variable(NamedTuple):
 
 
 VARIABLES = (
-    Variable("HF_ROCM_FORCE", "0, 1", "switch the ROCm path on without ROCm, for tests and measurement"),
-    Variable("HF_ROCM_AUTO", "0, 1", "models that plain transformers loads are prepared, where overlays are installed"),
+    Variable("HF_ROCM_FORCE", "0, 1", "enable the ROCm path without ROCm, for tests and measurements"),
+    Variable("HF_ROCM_AUTO", "0, 1", "prepare models that plain transformers loads, where overlays are installed"),
     Variable(
         "HF_ROCM_TIER",
         "aiter, triton, torch, eager, user; or per op: attention=torch,linear=eager",
@@ -50,69 +52,66 @@ VARIABLES = (
     Variable(
         "HF_ROCM_PROBE",
         "0, 1, refresh",
-        "check a kernel against the eager tier before its first use (default 1); refresh: though it passed before",
+        "check a kernel against the eager tier before its first use (default 1); refresh: even if it passed before",
     ),
-    Variable("HF_ROCM_PROBE_TIMEOUT", "seconds", "how long a kernel may take to build and be checked (default 900)"),
-    Variable("HF_ROCM_CACHE", "a folder", "where passed checks are remembered (default ~/.cache/hf_rocm)"),
+    Variable(
+        "HF_ROCM_PROBE_TIMEOUT",
+        "seconds, inf",
+        "time limit for building and checking a kernel (default 900; inf: no limit)",
+    ),
+    Variable("HF_ROCM_CACHE", "a folder", "where passed checks and tuned GEMMs are stored (default ~/.cache/hf_rocm)"),
     Variable("USE_AITER_ATTENTION", "unset, 0, 1", "attention through aiter: auto, never, or required"),
     Variable("USE_AITER_GEMM", "unset, 0, 1", "linear layers through aiter: auto, never, or required"),
-    Variable("USE_AITER_MOE", "unset, 0, 1", "the experts of a mixture through aiter: auto, never, or required"),
+    Variable("USE_AITER_MOE", "unset, 0, 1", "MoE experts through aiter: auto, never, or required"),
     Variable("USE_OPTIMIZED_OPS", "unset, 0, 1", "activation, norm and rope through aiter: auto, never, or required"),
     Variable(
         "AITER_CONFIG_GEMM_BF16",
         "CSV files, separated by `:`",
-        "tables of tuned products for aiter; merged with its own, these rows win, and the files are never written to",
+        "tables of tuned GEMMs for aiter; they take precedence over aiter's own, and the files are never modified",
     ),
     Variable(
         "HF_ROCM_PRESHUFFLE",
         "auto, all, off",
-        "weights in the order of aiter's assembly kernels: where a gain is known (default), where they fit, or never",
+        "shuffle weights for aiter's assembly kernels: where a gain is known (default), wherever possible, or never",
     ),
     Variable(
         "HF_ROCM_PRESHUFFLE_BUDGET",
         "bytes, 4GiB, 25%",
-        "how much memory shuffled copies may take; a share is of the model's weights (default 0: no copies)",
+        "memory limit for shuffled copies; a share is of the model's weights (default 0: no copies)",
     ),
     Variable(
         "PRESHUFFLE_M_THRESH",
         "rows",
-        "shuffled copies serve products of so many rows and up (default 128); 0: always, and the shuffled weight "
-        "replaces the original; -1: never",
+        "fewest rows of a GEMM that uses a shuffled copy (default 128); 0: always, and the shuffled weight replaces "
+        "the original; -1: never",
     ),
     Variable(
         "HF_ROCM_GRAPHS",
         "unset, 0, 1",
-        "decode steps of prepared models in a recorded HIP graph: auto, never, or required",
+        "record decode steps and forwards of encoders of prepared models as HIP graphs: auto, never, or required",
     ),
     Variable(
         "HF_ROCM_GRAPHS_MEMORY",
         "bytes, 4GiB, 10%",
-        "how much memory a model's caches may keep between two calls, with their recordings; a share is of the "
-        "device's (default 10%; 0 keeps none)",
+        "memory limit for the caches and recordings that a model keeps between calls; a share is of the device's "
+        "memory (default 10%; 0 keeps none)",
     ),
     Variable("FORCE_EAGER_ATTENTION", "0, 1", "attention in plain PyTorch (the same as HF_ROCM_TIER=attention=eager)"),
     Variable(
         "HF_ROCM_RANKS_TIMEOUT",
         "seconds",
-        "how long a rank waits for the others before a model is loaded over several of them (default 300)",
+        "how long a rank waits for the others before they load a model together (default 300)",
     ),
 )
 
-# What torchrun, accelerate and others tell a process about its place among the ranks.
-_LAUNCHER = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_RESTART_COUNT",
-)
+# Variables in which torchrun, accelerate and other launchers describe a process's rank.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
+             "TORCHELASTIC_RESTART_COUNT")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options that steer running models, checked when built."""
+    """The options of running models, validated when built."""
 
     tiers: Mapping[str, str]
     aiter: Mapping[str, Switch]
@@ -121,43 +120,43 @@ class Options:
     probe_timeout: float = 900.0
     preshuffle: str = "auto"
     preshuffle_budget: str = "0"
-    preshuffle_threshold: int = 128  # rows; 0 replaces the original, -1 shuffles nothing
+    preshuffle_threshold: int = 128  # rows; 0: replace the original, -1: shuffle nothing
     graphs: Switch = Switch.AUTO
     graphs_memory: str = "10%"
     ranks_timeout: float = 300.0
 
     def tier(self, operation: str) -> str | None:
-        """The tier that the user named for this operation, or None."""
+        """Return the tier that the user selected for this operation, or None."""
         return self.tiers.get(operation)
 
 
 def force_requested() -> bool:
-    """Whether `HF_ROCM_FORCE` asks for the ROCm path on any machine."""
+    """Return whether `HF_ROCM_FORCE` enables the ROCm path on any machine."""
     return _flag(os.environ, "HF_ROCM_FORCE", default=False)
 
 
 def auto_requested() -> bool:
-    """Whether `HF_ROCM_AUTO` asks for models that transformers loads to be prepared."""
+    """Return whether `HF_ROCM_AUTO` enables preparing every model that transformers loads."""
     return _flag(os.environ, "HF_ROCM_AUTO", default=False)
 
 
 def aiter_may_log() -> bool:
-    """Whether one of aiter's own variables asks it to speak; else hf_rocm lets only its warnings through."""
+    """Return whether one of aiter's own variables enables its log; otherwise hf_rocm passes only its warnings."""
     return bool(os.environ.get("AITER_LOG_LEVEL")) or os.environ.get("AITER_LOG_MORE", "0") not in ("", "0")
 
 
 def triton_interprets() -> bool:
-    """Whether Triton's own variable asks for its kernels to be interpreted, which needs no GPU."""
+    """Return whether Triton's own variable enables its interpreter, which needs no GPU."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def environment() -> dict[str, str]:
-    """A copy of every variable, for those who report on the machine (`doctor`, `env`)."""
+    """Return a copy of every variable, for reports about the machine (`doctor`, `env`)."""
     return dict(os.environ)
 
 
 def launcher() -> dict[str, str]:
-    """What the launcher of this process says about its place among the ranks; empty where nobody launched any."""
+    """Return the launcher's variables that describe this process's rank; empty if there is no launcher."""
     return {name: os.environ[name].strip() for name in _LAUNCHER if os.environ.get(name, "").strip()}
 
 
@@ -170,26 +169,36 @@ def set_variable(name: str, value: str | None) -> None:
 
 
 def cache_folder() -> Path:
-    """Where what was found out about this machine is kept."""
+    """Return the folder that caches facts about this machine. Raises `OSError` for a user without a home folder."""
     named = os.environ.get("HF_ROCM_CACHE", "").strip()
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return Path(named) if named else (Path(base) if base else Path.home() / ".cache") / "hf_rocm"
+    try:
+        return Path(named).expanduser() if named else Path(base or "~/.cache").expanduser() / "hf_rocm"
+    except RuntimeError as error:  # no HOME, and no entry for this user in the system's list
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder") from error
 
 
 def tuned_tables() -> list[tuple[str, int]]:
-    """The tables of tuned products that aiter is told to use, each with when it was last written (ns)."""
-    paths = [Path(each) for each in os.environ.get("AITER_CONFIG_GEMM_BF16", "").split(os.pathsep) if each]
-    return [(str(path), path.stat().st_mtime_ns if path.is_file() else 0) for path in paths]
+    """Return the tables of tuned GEMMs that aiter is configured to use, with their modification times in ns."""
+    paths = [Path(name) for name in os.environ.get("AITER_CONFIG_GEMM_BF16", "").split(os.pathsep) if name]
+    return [(str(path), _written(path)) for path in paths]
+
+
+def _written(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except (OSError, ValueError):  # reading the table reports the error
+        return 0
 
 
 def tuned_files() -> list[Path]:
-    """The tables that the user named in AITER_CONFIG_GEMM_BF16, in order; hf_rocm never writes to them."""
+    """Return the tables that the user set in AITER_CONFIG_GEMM_BF16, in order; hf_rocm never writes to them."""
     text = os.environ.get("AITER_CONFIG_GEMM_BF16", "") if _users_tables is None else _users_tables
-    return [Path(each) for each in text.split(os.pathsep) if each]
+    return [Path(name) for name in text.split(os.pathsep) if name]
 
 
 def use_tuned_table(path: Path | None) -> None:
-    """Point aiter, here and in child processes, at one table of ours; None: back at what the user named."""
+    """Make aiter use one table of hf_rocm, in this process and its children; None restores the user's tables."""
     global _users_tables
     if path is not None:
         if _users_tables is None:
@@ -203,25 +212,41 @@ def use_tuned_table(path: Path | None) -> None:
 
 
 def aiter_machine() -> tuple[str | None, int | None]:
-    """The architecture and the compute units that aiter's own variables say it should take the GPU for."""
+    """Return the architecture and the number of compute units that aiter's own variables override."""
     gfx = os.environ.get("GPU_ARCHS", "").strip().split(";")[-1].strip()
     units = os.environ.get("CU_NUM", "").strip()
     return gfx if gfx.startswith("gfx") else None, int(units) if units.isdecimal() and int(units) else None
 
 
 def without_tables() -> dict[str, str]:
-    """The environment for a tuner of aiter's: none of the tables in force, which it would read and rewrite."""
+    """Return the environment for aiter's tuner, without the current tables: it would read and rewrite them."""
     return {name: value for name, value in os.environ.items() if name != "AITER_CONFIG_GEMM_BF16"}
 
 
 def current() -> Options:
-    """The options in force: an `override`, else the environment as it was at the first call."""
+    """Return the current options: those of an `override`, else the environment as of the first call or `refresh`."""
     return _overrides[-1] if _overrides else _from_environment()
+
+
+def refresh() -> None:
+    """Read the environment again if a variable changed, and choose kernels anew. Warns of names that are no options."""
+    global _read
+    check_names()
+    if _read is not None and _read[0] != _values():
+        _read = None
+        _forget_choices()
+
+
+def check_names() -> None:
+    """Log one warning for every variable of the environment that looks like an option and is none."""
+    from hf_rocm.variables import warn_of_unknown  # an inert overlay block does without it
+
+    warn_of_unknown(os.environ, (variable.name for variable in VARIABLES))
 
 
 @contextmanager
 def override(**changes: Any) -> Iterator[Options]:
-    """Replace options within a block: `tiers={"attention": "eager"}` or `tier="torch"` for every operation."""
+    """Change options within a block: `tiers={"attention": "eager"}` or `tier="torch"` for every operation."""
     if "tier" in changes:
         changes["tiers"] = _parse_tiers(changes.pop("tier"), source="tier=")
     _overrides.append(replace(current(), **changes))
@@ -234,7 +259,7 @@ def override(**changes: Any) -> Iterator[Options]:
 
 
 def parse(environment: Mapping[str, str]) -> Options:
-    """Read options from a mapping. Raises `OptionError` naming the variable, its value and what is allowed."""
+    """Read options from a mapping. Raises `OptionError` with the variable, its value and the allowed values."""
     tiers = _parse_tiers(environment.get("HF_ROCM_TIER", ""), source="HF_ROCM_TIER=")
     if _flag(environment, "FORCE_EAGER_ATTENTION", default=False):
         named = tiers.setdefault("attention", "eager")
@@ -261,32 +286,42 @@ def parse(environment: Mapping[str, str]) -> Options:
         refresh=refresh,
         probe_timeout=_seconds(environment, "HF_ROCM_PROBE_TIMEOUT", default=900.0),
         preshuffle=preshuffle_mode(environment.get("HF_ROCM_PRESHUFFLE", "").strip() or "auto", "HF_ROCM_PRESHUFFLE="),
-        preshuffle_budget=environment.get("HF_ROCM_PRESHUFFLE_BUDGET", "").strip() or "0",
+        preshuffle_budget=_memory(environment, "HF_ROCM_PRESHUFFLE_BUDGET", default="0"),
         preshuffle_threshold=_threshold(environment, "PRESHUFFLE_M_THRESH", default=128),
         graphs=_switch(environment, "HF_ROCM_GRAPHS"),
-        graphs_memory=environment.get("HF_ROCM_GRAPHS_MEMORY", "").strip() or "10%",
-        ranks_timeout=_seconds(environment, "HF_ROCM_RANKS_TIMEOUT", default=300.0),
+        graphs_memory=_memory(environment, "HF_ROCM_GRAPHS_MEMORY", default="10%"),
+        ranks_timeout=_seconds(environment, "HF_ROCM_RANKS_TIMEOUT", default=300.0, largest=1e9),
     )
 
 
 def preshuffle_mode(value: Any, source: str = "preshuffle=") -> str:
-    """`off`, `auto` or `all`, or an `OptionError`."""
+    """Return `value` if it is `off`, `auto` or `all`, else raise `OptionError`."""
     if value not in PRESHUFFLE:
-        raise OptionError(f"{source}{value} is not understood", facts={"allowed": ", ".join(PRESHUFFLE)})
+        raise OptionError(f"{source}{value} is not valid", facts={"allowed": ", ".join(PRESHUFFLE)})
     return str(value)
 
 
 _overrides: list[Options] = []
-_users_tables: str | None = None  # what AITER_CONFIG_GEMM_BF16 was before it pointed at a table of ours
+_users_tables: str | None = None  # AITER_CONFIG_GEMM_BF16 before it was set to hf_rocm's table
 
 
-@cache
+# Read at every use, and no part of `Options`.
+_READ_AT_USE = ("HF_ROCM_FORCE", "HF_ROCM_AUTO", "HF_ROCM_CACHE", "AITER_CONFIG_GEMM_BF16")
+_read: tuple[list[str | None], Options] | None = None  # the values that were read, and what they mean
+
+
 def _from_environment() -> Options:
-    return parse(os.environ)
+    global _read
+    _read = _read or (_values(), parse(os.environ))
+    return _read[1]
+
+
+def _values() -> list[str | None]:
+    return [os.environ.get(variable.name) for variable in VARIABLES if variable.name not in _READ_AT_USE]
 
 
 def _forget_choices() -> None:
-    """Choices are cached per specification; they are void once the options change."""
+    """Drop the cached choices per specification, which depend on the options."""
     import sys
 
     registry = sys.modules.get("hf_rocm.ops.registry")
@@ -304,8 +339,10 @@ def _parse_tiers(text: str, *, source: str) -> dict[str, str]:
     for part in text.split(","):
         operation, _, tier = (piece.strip() for piece in part.partition("="))
         if operation not in OPERATIONS or tier not in TIERS:
+            tier = tier if "=" in part else operation
+            unknown = f"operation {operation!r}" if "=" in part and operation not in OPERATIONS else f"tier {tier!r}"
             raise OptionError(
-                f"{source}{text} is not understood at {part.strip()!r}",
+                f"{source}{text}: unknown {unknown}",
                 facts={"tiers": ", ".join(TIERS), "operations": ", ".join(OPERATIONS)},
                 hint="name one tier for all, or pairs such as attention=torch,linear=eager",
             )
@@ -318,19 +355,26 @@ def _flag(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
     if text in ("0", "1"):
         return text == "1"
     if text:
-        raise OptionError(f"{name}={text} is not understood", facts={"allowed": "0, 1, or unset"})
+        raise OptionError(f"{name}={text} is not valid", facts={"allowed": "0, 1, or unset"})
     return default
 
 
-def _seconds(environment: Mapping[str, str], name: str, *, default: float) -> float:
+def _seconds(environment: Mapping[str, str], name: str, *, default: float, largest: float = math.inf) -> float:
     text = environment.get(name, "").strip()
     try:
         seconds = float(text) if text else default
     except ValueError:
         seconds = -1.0
-    if not seconds > 0:
-        raise OptionError(f"{name}={text} is not understood", facts={"allowed": "a positive number of seconds"})
+    if not 0 < seconds <= largest:
+        allowed = "a positive number of seconds" + ("" if largest == math.inf else f", {largest:g} at most")
+        raise OptionError(f"{name}={text} is not valid", facts={"allowed": allowed})
     return seconds
+
+
+def _memory(environment: Mapping[str, str], name: str, *, default: str) -> str:
+    text = environment.get(name, "").strip() or default
+    in_bytes(text, 0, source=f"{name}=")
+    return text
 
 
 def _threshold(environment: Mapping[str, str], name: str, *, default: int) -> int:
@@ -341,7 +385,7 @@ def _threshold(environment: Mapping[str, str], name: str, *, default: int) -> in
         rows = -2
     if rows < -1:
         allowed = "a number of rows, 0 (always) or -1 (never)"
-        raise OptionError(f"{name}={text} is not understood", facts={"allowed": allowed})
+        raise OptionError(f"{name}={text} is not valid", facts={"allowed": allowed})
     return rows
 
 
@@ -352,4 +396,4 @@ def _switch(environment: Mapping[str, str], name: str) -> Switch:
     try:
         return Switch(text)
     except ValueError:
-        raise OptionError(f"{name}={text} is not understood", facts={"allowed": "0, 1, or unset"}) from None
+        raise OptionError(f"{name}={text} is not valid", facts={"allowed": "0, 1, or unset"}) from None

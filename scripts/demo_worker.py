@@ -1,10 +1,10 @@
-"""What the demo runs in processes of their own: a model loaded one way, its outputs and times written to a folder.
+"""The demo's worker process: loads a model in one way and writes its outputs and times to a folder.
 
     demo_worker.py generate HOW CHECKPOINT OUT      greedy text and teacher-forced logits, fp32 and bf16
     demo_worker.py embed HOW CHECKPOINT OUT         sentence embeddings, fp32
-    demo_worker.py judge generate|embed CHECKPOINT OUT RUN …    every RUN against the first, and what may differ
+    demo_worker.py judge generate|embed CHECKPOINT OUT RUN …    compare every RUN with the first
 
-HOW is `stock` (plain transformers, whatever its files say) or `loader` (hf_rocm.from_pretrained, forced).
+HOW is `stock` (plain transformers, with or without installed overlays) or `loader` (hf_rocm.from_pretrained, forced).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 PROMPT = 'The "with" statement'
 NEW_TOKENS = 96
-ROUNDS = 5
+ROUNDS = 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SENTENCES = (
     "How do I undo the last commit?",
@@ -70,11 +70,13 @@ def embed(how: str, checkpoint: str, out: Path) -> None:
 
 
 def judge(what: str, checkpoint: str, out: Path, runs: list[Path]) -> None:
-    """Hold every run against the first within what the dtype itself allows.
+    """Compare every run with the first, with a tolerance derived from the dtype.
 
-    The allowance is twice the error of transformers' eager path in that dtype against float64, plus one rounding step
+    The tolerance is twice the error of transformers' eager path in that dtype against float64, plus one rounding step
     of the largest value.
     """
+    from hf_rocm.tolerance import allowed_error
+
     measure: Callable[[Any, str], torch.Tensor] = logits if what == "generate" else embeddings
     saved = [torch.load(run / "tensors.pt") for run in runs]
     verdict: dict[str, Any] = {}
@@ -83,12 +85,12 @@ def judge(what: str, checkpoint: str, out: Path, runs: list[Path]) -> None:
         exact = measure(in_float64(load("stock", checkpoint, dtype)), checkpoint)
         eager = measure(load("stock", checkpoint, dtype, attn_implementation="eager"), checkpoint)
         eager_error = (eager.double() - exact).abs().max().item()
-        step = torch.finfo(dtype).eps * exact.abs().max().item()
+        largest = exact.abs().max().item()
         reference = saved[0][name].double()
         verdict[name] = {
             "eager_error": eager_error,
-            "step": step,
-            "allowed": 2 * eager_error + step,
+            "step": torch.finfo(dtype).eps * largest,
+            "allowed": allowed_error(eager_error, dtype, largest),
             "difference": [(tensors[name].double() - reference).abs().max().item() for tensors in saved],
             "error": [(tensors[name].double() - exact).abs().max().item() for tensors in saved],
             "equal": [torch.equal(tensors[name], saved[0][name]) for tensors in saved],
@@ -116,7 +118,7 @@ def greedy(model: Any, prompt: torch.Tensor, tokens: int = NEW_TOKENS) -> Any:
 
 @torch.inference_mode()
 def logits(model: Any, checkpoint: str) -> torch.Tensor:
-    """Teacher-forced on a page of the text, so that every run answers for the same tokens."""
+    """Teacher-forced logits for a page of the text, so that all runs have the same tokens."""
     from train_tiny import pages
     from transformers import AutoTokenizer
 
@@ -126,7 +128,7 @@ def logits(model: Any, checkpoint: str) -> torch.Tensor:
 
 @torch.inference_mode()
 def embeddings(model: Any, checkpoint: str) -> torch.Tensor:
-    """Mean over the tokens that count, at length one: what sentence-transformers does with this model."""
+    """The normalised mean over unmasked tokens, as sentence-transformers computes it for this model."""
     from transformers import AutoTokenizer
 
     batch = AutoTokenizer.from_pretrained(checkpoint)(list(SENTENCES), padding=True, return_tensors="pt")
@@ -136,7 +138,7 @@ def embeddings(model: Any, checkpoint: str) -> torch.Tensor:
 
 
 def in_float64(model: Any) -> Any:
-    """The same weights in float64, also in Llama's norm, which would go through float32."""
+    """The model in float64, also in Llama's norm, which otherwise uses float32."""
     for module in model.double().modules():
         if type(module).__name__ == "LlamaRMSNorm":
             scale, epsilon = module.weight, module.variance_epsilon
@@ -145,7 +147,7 @@ def in_float64(model: Any) -> Any:
 
 
 def timed(call: Callable[..., object], *arguments: object) -> dict[str, float]:
-    """Seconds: median, fastest and slowest of a few rounds after one that warms up."""
+    """Seconds: median, fastest and slowest of a few rounds after a warm-up."""
     call(*arguments)
     seconds = []
     for _ in range(ROUNDS):
@@ -156,7 +158,7 @@ def timed(call: Callable[..., object], *arguments: object) -> dict[str, float]:
 
 
 def recording(how: str) -> AbstractContextManager[list[Any]]:
-    """The routes that our operations take; nothing is imported for a run that has none."""
+    """The routes of hf_rocm's operations; empty, without an import, for a stock run."""
     if how != "loader" and "hf_rocm.ops" not in sys.modules:
         return nullcontext([])
     from hf_rocm import ops
@@ -165,12 +167,12 @@ def recording(how: str) -> AbstractContextManager[list[Any]]:
 
 
 def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
-    """What ran, and on what."""
-    attention = sorted({(each.tier, each.shapes[:3]) for each in routes if each.operation == "attention"}, key=str)
+    """The versions and the machine of the run."""
+    attention = sorted({(route.tier, route.shapes[:3]) for route in routes if route.operation == "attention"}, key=str)
     facts: dict[str, Any] = {
         "key_value_heads": getattr(model.config, "num_key_value_heads", model.config.num_attention_heads),
         "ops_imported": "hf_rocm.ops" in sys.modules,
-        "attention_calls": sum(each.operation == "attention" for each in routes),
+        "attention_calls": sum(route.operation == "attention" for route in routes),
         "attention_shapes": attention[:1] + attention[-1:],
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -180,7 +182,7 @@ def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
     if how == "loader":
         import hf_rocm
 
-        with torch.no_grad():  # as generate runs it: with gradients on, trainable weights are not fused
+        with torch.no_grad():  # as in generate: with gradients enabled, trainable weights are not fused
             explanation = hf_rocm.explain(model)
         facts |= {"explain": str(explanation), "explanation": explanation.to_dict()}
     return facts

@@ -1,35 +1,96 @@
-"""Which 8-bit products this PyTorch has on the CPU: they are private to it and differ by release."""
+"""The 8-bit GEMMs of this PyTorch on this CPU: private functions, which differ by release and CPU.
+
+The calls themselves are tried here, without the package: the route that a test expects is not what the package chose.
+"""
 
 from __future__ import annotations
 
 import warnings
 
-import pytest
 import torch
-from packaging.version import Version
+from torch import Tensor
 
-from hf_rocm.ops.eight_bit import FORMATS
-from hf_rocm.ops.quantized import QuantizedSpec, choose
+from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ, INT8, quantize_rows
+from hf_rocm.ops.quantized import choose
+from hf_rocm.ops.quantized_torch import QuantizedSpec
 
-HAS_ALL = Version("2.13")
+# The implementations of the torch tier by name, and the fallback
+INSIDE, AFTER, WHOLE, EAGER = "_scaled_mm", "_scaled_mm, scaled after", "_int_mm", "dequantize, matmul"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+FORMATS = (INT8, FP8, FP8_FNUZ)
+SIZES = ((33, 64, 128), (1, 5, 63))  # M, N, K
 
 
-def served(format: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether the torch tier multiplies them. A check that fails warns, here and not in the test."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return choose(QuantizedSpec(dtype, format, torch.device("cpu"), 64, 64, None, False))[0] == "torch"
+def rounding_error(x: Tensor, format: torch.dtype) -> Tensor:
+    """The largest error that `quantize_rows` may make at each element of x. x: [..., K]. Returns [..., K] in fp64.
+
+    Half a step: int8 has steps of one scale; fp8 has 3 bits after the leading one, so 2⁻⁴ of the number itself, but no
+    less than half of its smallest step (2⁻¹⁰ of the scale, 2⁻¹¹ on MI300).
+    """
+    scale = quantize_rows(x.double(), format)[1]
+    if format == INT8:
+        return (scale / 2).expand(x.shape)
+    half_a_step = torch.finfo(format).smallest_normal / 2**4
+    return torch.maximum(x.double().abs() / 2**4, half_a_step * scale)
 
 
-def needs(format: torch.dtype, dtype: torch.dtype) -> None:
-    """Skip a test of the torch tier in a release that lacks this product; from 2.13 on none does."""
-    if not served(format, dtype):
-        assert Version(torch.__version__) < HAS_ALL, f"PyTorch {torch.__version__} multiplies {format} for {dtype}"
-        pytest.skip(f"PyTorch {torch.__version__} has no product for {format}")
+def product(format: torch.dtype, dtype: torch.dtype) -> str | None:
+    """The first implementation of the torch tier that PyTorch computes correctly; None if it refuses all."""
+    named = [WHOLE] if format == INT8 else [INSIDE, AFTER] if dtype == torch.bfloat16 else [AFTER]
+    return next((name for name in named if _multiplies(name, format)), None)
+
+
+def served_by(format: torch.dtype, dtype: torch.dtype) -> str:
+    """The name of the implementation that must be selected on a CPU."""
+    return product(format, dtype) or EAGER
+
+
+def _multiplies(name: str, format: torch.dtype) -> bool:
+    for m, n, k in SIZES:
+        rows, weight = _numbers(format, m, k), _numbers(format, n, k)
+        try:
+            actual = _call(name, rows, weight.t())
+        except RuntimeError:  # not supported by this release or by its library for this CPU
+            return False
+        exact = rows.double() @ weight.double().t()
+        rounding = 0 if format == INT8 else torch.finfo(actual.dtype).eps + k * torch.finfo(torch.float32).eps
+        bound = rounding * (rows.double().abs() @ weight.double().abs().t())
+        if not ((actual.double() - exact).abs() <= bound).all():
+            return False
+    return True
+
+
+def _call(name: str, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if name == WHOLE:
+        return torch._int_mm(rows, weight)
+    if name == AFTER:
+        one = torch.ones(())
+        return torch._scaled_mm(rows, weight, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    ones = {"scale_a": torch.ones(rows.shape[0], 1), "scale_b": torch.ones(1, weight.shape[1])}
+    return torch._scaled_mm(rows, weight, **ones, out_dtype=torch.bfloat16)
+
+
+def _numbers(format: torch.dtype, *shape: int) -> torch.Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return (drawn * 40).clamp(-127, 127).to(format)
 
 
 def check_all() -> None:
-    """Have every product checked before a test that asks for none in particular."""
-    for format in FORMATS:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            served(format, dtype)
+    """Run the package's checks of all implementations now, so that a failed check does not warn in a test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for format in FORMATS:
+            for dtype in DTYPES:
+                for _, n, k in SIZES:
+                    choose(
+                        QuantizedSpec(
+                            dtype=dtype,
+                            format=format,
+                            device=torch.device("cpu"),
+                            n=n,
+                            k=k,
+                            bias_dtype=None,
+                            shuffled=False,
+                        )
+                    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import hf_rocm
 from hf_rocm import device
+from hf_rocm.architectures import least_of_cards
 
 
 @pytest.fixture
@@ -62,3 +64,64 @@ def test_asking_whether_it_is_rocm_opens_nothing_and_needs_no_pynvml() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False", "False"]
+
+
+GIB = 2**30
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A GPU with these bytes (GiB), beside a host with those."""
+
+    def pretend(
+        arch: str, flag: int | None, *, total: float, free: float, host: float, available: float, carved: float
+    ) -> None:
+        said = {} if flag is None else {"is_integrated": flag}
+        properties = SimpleNamespace(gcnArchName=arch, total_memory=int(total * GIB), **said)
+        monkeypatch.setattr(torch.version, "hip", "7.13")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda which: properties)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda which: (int(free * GIB), int(total * GIB)))
+        monkeypatch.setattr(device, "available", lambda: int(available * GIB))
+        monkeypatch.setattr(device, "_host_memory", lambda: int(host * GIB))
+        monkeypatch.setattr(device, "_carved_out", lambda: int(carved * GIB))
+        device.describe.cache_clear()
+
+    yield pretend  # type: ignore[misc]
+    device.describe.cache_clear()
+
+
+# the first three: https://github.com/ROCm/legacy-rocm-build/issues/6004 (2026-08-09), https://github.com/vllm-project/
+# vllm/pull/54776, https://github.com/pytorch/pytorch/issues/107605 (2026-04-27)
+@pytest.mark.parametrize(
+    ("machine", "total", "free"),
+    [
+        ({"total": 62.47, "free": 120, "host": 124.92, "available": 120, "carved": 0.5}, 62.47, 62.47),
+        ({"total": 94.19, "free": 94, "host": 124.92, "available": 30, "carved": 0.5}, 94.19, 30.5),
+        ({"total": 15.49, "free": 95.84, "host": 96, "available": 90, "carved": 15.49}, 15.49, 15.49),
+        ({"total": 135, "free": 134, "host": 32, "available": 30, "carved": 96}, 128, 126),
+    ],
+)
+@pytest.mark.parametrize(("arch", "flag"), [("gfx1151", None), ("gfx1150", 1), ("gfx942", 1)])
+def test_a_gpu_that_shares_the_hosts_memory(
+    shared: Callable[..., None], arch: str, flag: int | None, machine: dict[str, float], total: float, free: float
+) -> None:
+    shared(arch, flag, **machine)
+    gpu = torch.device("cuda", 0)
+    assert device.describe(gpu).integrated
+    assert device.total_memory(gpu) == pytest.approx(total * GIB, abs=2)
+    assert device.free_memory(gpu) == pytest.approx(free * GIB, abs=2)
+
+
+def test_a_card_with_memory_of_its_own_is_not_bounded_by_the_host(shared: Callable[..., None]) -> None:
+    shared("gfx1200", 0, total=16, free=15, host=8, available=4, carved=0)
+    gpu = torch.device("cuda", 0)
+    assert (device.total_memory(gpu), device.free_memory(gpu)) == (16 * GIB, 15 * GIB)
+
+
+def test_the_hosts_memory_is_read_from_linux() -> None:
+    assert 0 < device.available() <= device.total_memory(torch.device("cpu"))
+
+
+def test_the_gpu_in_the_processor_has_the_least_memory_of_its_own() -> None:
+    assert least_of_cards(["25753026560\n", "536870912\n", None, "junk"]) == 536870912
+    assert least_of_cards([]) == least_of_cards([None]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,33 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hf_rocm"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "transformers", "accelerate", "aiter", "triton"}
 KERNELS = "hf_rocm.ops.triton.kernels"  # the one package whose modules import triton at the top
-CACHE = "hf_rocm.generation.cache"  # a class of transformers' own kind, which its base has to be there for
+# classes of transformers' own kind, which their bases have to be there for
+CACHES = ("hf_rocm.generation.cache", "hf_rocm.generation.encoder_decoder")
 CEILING = 400  # lines
 
 # what runs without anyone having asked for a model: the import, the command line, an installed block
 CHEAP = ("hf_rocm", "hf_rocm.__main__", "hf_rocm.check_version", "hf_rocm.cli", "hf_rocm.options", "hf_rocm.overlay")
 MAY_PRINT = ("hf_rocm.cli", "hf_rocm.check_version", "hf_rocm.__main__")
+
+# The order of packages and top-level modules: imports, also inside functions, go to the same row or to a later one.
+ORDER = (
+    ("__main__", "check_version", "cli"),
+    ("tools",),
+    ("loading",),
+    ("forwards",),
+    ("distributed", "generation"),
+    ("weights",),
+    ("layers",),
+    ("ops",),
+    ("environment", "features"),
+    ("overlay",),
+    ("patches",),
+    ("architectures", "device", "known_faults"),
+    ("arguments", "budget", "files", "options", "tolerance"),
+    ("variables",),
+    ("errors",),
+    ("hf_rocm",),  # the version
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +69,43 @@ def test_overlay_imports_neither_torch_nor_transformers() -> None:
     assert not wrong, _listed(wrong)
 
 
+def test_packages_import_downwards_only() -> None:
+    rows = {package: number for number, row in enumerate(ORDER) for package in row}
+    unplaced = {_package(name) for name, _ in _trees()} - rows.keys()
+    assert not unplaced, f"give them a row of ORDER: {sorted(unplaced)}"
+    graph = _graph()
+    upward = {
+        (_short(importer), _short(imported))
+        for importer, targets in graph.items()
+        if importer != "hf_rocm"  # gives every public name, on demand
+        for imported in targets
+        if rows[_package(imported)] < rows[_package(importer)]
+    }
+    assert upward == set(), "imports that go upwards"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    circles = list(_circles(_graph()))
+    assert not circles, [sorted(map(_short, circle)) for circle in circles]
+
+
+def test_only_tools_and_the_command_line_import_tools() -> None:
+    above = {*ORDER[0], *ORDER[1]}
+    wrong = [
+        each
+        for each in _all_imports()
+        if each.imported.startswith("hf_rocm.tools") and _package(each.importer) not in above
+    ]
+    assert not wrong, _listed(wrong)
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"f"}, "f": {"e"}}
+    assert sorted(map(sorted, _circles(graph))) == [["a", "b", "c"], ["e", "f"]]
+
+
 def test_ops_never_import_weights_nor_what_builds_on_them() -> None:
-    above = ("hf_rocm.weights", "hf_rocm.layers", "hf_rocm.loader", "hf_rocm.cli")
+    above = ("hf_rocm.weights", "hf_rocm.layers", "hf_rocm.loading.pretrained", "hf_rocm.cli")
     wrong = [
         each for each in _all_imports() if each.importer.startswith("hf_rocm.ops") and _inside(each.imported, above)
     ]
@@ -71,7 +128,7 @@ def test_transformers_aiter_and_triton_are_imported_inside_functions() -> None:
         if each.at_import
         and each.top in HEAVY - {"torch"}
         and not (each.top == "triton" and _inside(each.importer, (KERNELS,)))
-        and not (each.top == "transformers" and each.importer == CACHE)
+        and not (each.top == "transformers" and each.importer in CACHES)
     ]
     assert not wrong, _listed(wrong)
 
@@ -170,18 +227,64 @@ class Body:
     }
 
 
-def _trees() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def _trees() -> list[tuple[str, ast.Module]]:
+    trees = []
     for path in SOURCES:
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        yield name, ast.parse(path.read_text(encoding="utf-8"), str(path))
+        trees.append((name, ast.parse(path.read_text(encoding="utf-8"), str(path))))
+    return trees
 
 
+@cache
 def _all_imports() -> list[Import]:
     modules = {name for name, _ in _trees()}
     found = [each for name, tree in _trees() for each in _imports(name, tree)]
     # `from hf_rocm import options` names a module, `from hf_rocm.options import current` does not
     return [each for each in found if each.top != "hf_rocm" or each.imported in modules]
+
+
+def _graph() -> dict[str, set[str]]:
+    """Who imports whom. `from hf_rocm.ops import probe` names the module only, and a module may import its package."""
+    graph: dict[str, set[str]] = {name: set() for name, _ in _trees()}
+    statements: dict[tuple[str, int], set[str]] = {}
+    for each in _all_imports():
+        if each.imported in graph and not f"{each.importer}.".startswith(f"{each.imported}."):
+            statements.setdefault((each.importer, each.line), set()).add(each.imported)
+    for (importer, _), targets in statements.items():
+        packages = {target for target in targets for other in targets if other.startswith(f"{target}.")}
+        graph[importer] |= targets - packages
+    return graph
+
+
+def _circles(graph: dict[str, set[str]]) -> Iterator[set[str]]:
+    """The groups of modules that reach each other."""
+    reached = {start: _reachable(graph, start) for start in graph}
+    waiting = {module for module in graph if module in reached[module]}
+    while waiting:
+        circle = {other for other in reached[min(waiting)] if min(waiting) in reached[other]}
+        waiting -= circle
+        yield circle
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    reached, waiting = set[str](), list(graph[start])
+    while waiting:
+        module = waiting.pop()
+        if module not in reached:
+            reached.add(module)
+            waiting += graph[module]
+    return reached
+
+
+def _package(module: str) -> str:
+    """The row entry of a module: the package or module right below hf_rocm."""
+    return _short(module).partition(".")[0]
+
+
+def _short(module: str) -> str:
+    return module.removeprefix("hf_rocm.")
 
 
 def _imports(importer: str, tree: ast.AST, *, at_import: bool = True) -> Iterator[Import]:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hf_rocm import options
+from hf_rocm import options, variables
 from hf_rocm.errors import OptionError
 from hf_rocm.options import Switch, parse
 
@@ -93,3 +93,46 @@ def test_a_threshold_is_rows_zero_or_minus_one(name, text):
         parse({name: text})
     with pytest.raises(OptionError, match="HF_ROCM_PRESHUFFLE=some"):
         parse({"HF_ROCM_PRESHUFFLE": "some"})
+
+
+def test_what_is_changed_after_the_first_use_counts_from_the_next_call_that_refreshes(monkeypatch):
+    monkeypatch.delenv("HF_ROCM_TIER", raising=False)
+    options.refresh()
+    assert options.current().tier("linear") is None
+    monkeypatch.setenv("HF_ROCM_TIER", "linear=eager")
+    forgotten = []
+    monkeypatch.setattr(options, "_forget_choices", lambda: forgotten.append(True))
+    options.refresh()
+    assert options.current().tier("linear") == "eager" and forgotten == [True]
+    before = options.current()
+    options.refresh()
+    assert options.current() is before and forgotten == [True]
+    monkeypatch.setenv("HF_ROCM_TIER", "linear=fast")
+    options.refresh()
+    with pytest.raises(OptionError, match="HF_ROCM_TIER=linear=fast"):
+        options.current()
+    monkeypatch.undo()
+    options.refresh()
+    assert options.current().tier("linear") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [("foo", "tier 'foo'"), ("linear=foo", "tier 'foo'"), ("liner=eager", "operation 'liner'"), ("linear=", "tier ''")],
+)
+def test_an_unknown_tier_or_operation_is_named(text, unknown):
+    with pytest.raises(OptionError) as caught:
+        options.parse({"HF_ROCM_TIER": text})
+    assert caught.value.message == f"HF_ROCM_TIER={text}: unknown {unknown}"
+
+
+def test_a_misspelt_variable_is_named_once_with_the_one_that_was_meant(monkeypatch, caplog):
+    monkeypatch.setenv("HF_ROCM_FROCE", "1")
+    monkeypatch.setenv("HF_ROCM_WEATHER", "1")
+    monkeypatch.setattr(variables, "_warned", set())
+    for _ in range(2):
+        options.refresh()
+    assert [record.getMessage() for record in caplog.records] == [
+        "HF_ROCM_FROCE is not an option of hf_rocm; did you mean HF_ROCM_FORCE?",
+        "HF_ROCM_WEATHER is not an option of hf_rocm",
+    ]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from hf_rocm import tolerance
+
 
 def allowed_error(eager: torch.Tensor, expected: torch.Tensor, summed: torch.Tensor | None = None) -> float:
     """The largest absolute error that is allowed, from the error of the same-dtype eager run.
@@ -18,7 +20,7 @@ def allowed_error(eager: torch.Tensor, expected: torch.Tensor, summed: torch.Ten
     """
     eager_error = (eager.double() - expected).abs().max().item()
     largest = (expected if summed is None else summed).abs().max().item()
-    return 2 * eager_error + torch.finfo(eager.dtype).eps * largest
+    return tolerance.allowed_error(eager_error, eager.dtype, largest)
 
 
 def assert_as_good_as_eager(
@@ -56,5 +58,5 @@ def assert_run_as_good_as_eager(
     for part, value in actual.items():
         assert value.shape == expected[part].shape and value.dtype == eager[part].dtype, part
         assert torch.isfinite(value).all(), f"{part} is not finite"
-        allowed = 2 * worst + torch.finfo(value.dtype).eps
+        allowed = tolerance.allowed_error(worst, value.dtype)
         assert error(value, part) <= allowed, f"{part}: error {error(value, part):.3g} exceeds {allowed:.3g}"

@@ -1,4 +1,4 @@
-"""The command table, and the one place where errors become text and exit codes."""
+"""The table of commands, and the only place where errors become text and exit codes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_rocm import __version__
+from hf_rocm import __version__, options
 from hf_rocm.cli.bench import bench
 from hf_rocm.cli.doctor import doctor
 from hf_rocm.cli.env import env
 from hf_rocm.cli.explain import explain
+from hf_rocm.cli.groups import StartPage
+from hf_rocm.cli.help import help
+from hf_rocm.cli.help_text import Command
 from hf_rocm.cli.install_overlays import install_overlays
 from hf_rocm.cli.output import print_error, print_json
 from hf_rocm.cli.port_check import port_check
@@ -37,6 +40,7 @@ COMMANDS: tuple[Callable[..., Any], ...] = (
     quantize,
     port_check,
     env,
+    help,
 )
 
 REFUSED, BUG = 1, 3
@@ -58,7 +62,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             print_json({"error": "Interrupted", "message": str(interrupted), "facts": {}, "hint": None})
         print(interrupted, file=sys.stderr)
         return 128 + interrupted.signal
-    except Exception:  # noqa: BLE001 (whatever else escapes is a bug of ours, and is reported as one)
+    except Exception:  # noqa: BLE001 (everything else is a bug in hf-rocm)
         traceback.print_exc()
         print(f"\nerror: this is a bug in hf-rocm {__version__}; please report it with the text above", file=sys.stderr)
         return BUG
@@ -66,16 +70,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def build() -> typer.Typer:
-    """The application, with every command of `COMMANDS` under its function's name."""
+    """Build the application: every function of `COMMANDS` is a command of that name."""
     app = typer.Typer(
-        add_completion=False,
-        no_args_is_help=True,
+        cls=StartPage,
         pretty_exceptions_enable=False,
-        help="Stock Hugging Face transformers, fast and right on AMD GPUs, and taken off without a trace.",
+        rich_markup_mode=None,  # plain help: nothing is cut, and rich is not imported for it
+        subcommand_metavar="COMMAND [ARGUMENTS]",
+        help="Makes Hugging Face transformers fast on AMD GPUs (ROCm). On other machines transformers stays as it is, "
+        "and every change can be undone.",
     )
     app.callback()(_options)
     for command in COMMANDS:
-        app.command()(command)
+        app.command(cls=Command)(command)
     app.add_typer(bench)
     app.add_typer(tune)
     return app
@@ -88,8 +94,10 @@ def _show_version(wanted: bool) -> None:
 
 
 def _options(
+    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand != "doctor":  # whose report lists them
+        options.check_names()

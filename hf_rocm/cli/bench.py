@@ -3,101 +3,120 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_rocm.cli.output import print_json, print_notice, print_table
+from hf_rocm.cli.groups import ModelOrCommand, numbers
+from hf_rocm.cli.help_text import Command
+from hf_rocm.cli.output import check_output, print_json, print_notice, print_table, print_wrapped
 from hf_rocm.cli.parameters import DeviceName, Json
+from hf_rocm.cli.progress import Progress
 from hf_rocm.errors import OptionError
+from hf_rocm.tools.bench.known_shapes import SHAPES, shape
 
 if TYPE_CHECKING:
-    from hf_rocm.bench.cases import Case
-    from hf_rocm.bench.record import Segment
-    from hf_rocm.bench.run import Subject
-
-
-class _ModelOrCommand(typer.core.TyperGroup):
-    """`hf-rocm bench MODEL` beside `hf-rocm bench ops`: whatever isn't one of our words is a model or an option."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["model", *args]
-        return super().parse_args(ctx, args)
+    from hf_rocm.tools.bench.cases import Case
+    from hf_rocm.tools.bench.record import Segment
+    from hf_rocm.tools.bench.run import Subject
 
 
 bench = typer.Typer(
     name="bench",
-    cls=_ModelOrCommand,
+    cls=ModelOrCommand,
     no_args_is_help=True,
-    subcommand_metavar="MODEL | --config NAME | COMMAND [ARGS]...",
-    help="Measure stock against hf_rocm here: hf-rocm bench MODEL, or --config NAME for a known shape.",
+    subcommand_metavar="(MODEL | --config NAME | COMMAND) [OPTIONS]",
+    help="Measure a model against stock transformers, or single kernels against each other.",
 )
 
 ConfigName = Annotated[
-    str | None, typer.Option("--config", metavar="NAME", help="A known shape with random weights: llama-8b, small, …")
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="NAME",
+        help=f"Random weights in a known shape: {', '.join(SHAPES)}.",
+        autocompletion=lambda: list(SHAPES),
+    ),
 ]
 DtypeName = Annotated[
-    str | None, typer.Option("--dtype", metavar="DTYPE", help="Such as bfloat16 (default: bf16; fp32 on a CPU).")
+    str | None,
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="bfloat16, float16 or float32 (default: bfloat16; float32 on a CPU)."
+    ),
 ]
-Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Add the result to this file of segments.")]
-SegmentName = Annotated[str | None, typer.Option("--segment", metavar="NAME", help="What to call it there.")]
+Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Add the result to this JSON file.")]
+SegmentName = Annotated[
+    str | None, typer.Option("--segment", metavar="NAME", help="The name of the result in that file.")
+]
 
 
-@bench.command("model")
+@bench.command("model", cls=Command)
 def model(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its hub name.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")
+    ] = None,
     config: ConfigName = None,
     batch: Annotated[str, typer.Option(metavar="SIZES", help="Batch sizes, such as 1,8,32.")] = "1",
     prompt: Annotated[str, typer.Option(metavar="LENGTHS", help="Prompt lengths in tokens.")] = "1024",
-    new: Annotated[int, typer.Option(metavar="TOKENS", help="New tokens for each timed generation.", min=2)] = 128,
+    new: Annotated[int, typer.Option(metavar="TOKENS", help="New tokens of a timed generation.", min=2)] = 128,
     kinds: Annotated[
-        str | None, typer.Option("--kinds", metavar="KINDS", help="decode,prefill (default: both).")
+        str | None,
+        typer.Option("--kinds", metavar="KINDS", help="decode, prefill, or both separated by a comma (default: both)."),
     ] = None,
     sides: Annotated[
         str | None,
-        typer.Option("--sides", metavar="SIDES", help="Of stock,compile,reduce-overhead,liger,no-graphs,hf_rocm."),
+        typer.Option(
+            "--sides",
+            metavar="SIDES",
+            help="What is compared, separated by commas: stock, compile, reduce-overhead, liger, no-graphs, hf_rocm "
+            "(default: stock,compile,hf_rocm).",
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds; each side runs once a round.", min=1)] = 5,
-    layers: Annotated[int | None, typer.Option(metavar="N", help="Another depth than the shape has.", min=1)] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds. Every side runs once in a round.", min=1)] = 5,
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", help="With --config: this number of layers.", min=1)
+    ] = None,
     tp: Annotated[
-        int | None, typer.Option("--tp", metavar="N", help="Share each layer among N GPUs; starts N ranks.", min=2)
+        int | None, typer.Option("--tp", metavar="N", help="Tensor parallelism over N GPUs; starts N ranks.", min=2)
     ] = None,
     dtype: DtypeName = None,
     device: DeviceName = None,
     save: Save = None,
     segment: SegmentName = None,
-    chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: FILE.svg, FILE.png or both.")] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a chart: FILE.svg, FILE.png, or both if FILE has no ending."),
+    ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also list kernels and gaps, and write a trace here.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Also list kernels and the gaps between them, and write a trace to FILE."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Time MODEL, or a known shape, in decoding and prefill: stock, stock compiled, and hf_rocm, in turns.
+    """Measure decoding and prefill of a model: stock, stock with torch.compile, and hf_rocm.
 
-    Every side's numbers are checked first, and wrong ones are not timed. Times stand beside the floor that this
-    machine's own copy bandwidth and matmul rate put under them. Without ROCm hf_rocm's path is forced, and the
-    result says so. With --tp, transformers shards the model over N ranks on both sides, stock and hf_rocm, and what
-    they exchange is listed too.
+    The sides run in turn, on one set of weights. The results of a side are checked first, and a side with wrong
+    results is not timed. The floor is the shortest possible time at the copy bandwidth and matmul rate that were
+    measured on this machine. Without ROCm, hf_rocm's path is forced, and the output says so. With --tp, transformers
+    shards the model over N ranks on both sides, and the output lists what the ranks exchange.
     """
-    from hf_rocm.bench import record
-    from hf_rocm.bench.cases import Case, grid
+    from hf_rocm.tools.bench import record
+    from hf_rocm.tools.bench.cases import Case, grid
 
     subject = _subject(model, config, device, dtype, layers)
-    _check_files(save, chart)
+    _check_files(save, chart, profile)
     if tp is not None and profile is not None:
         raise typer.BadParameter("--profile is for one device: leave --tp out")
     names = _sides(sides, encoder=subject.encoder) if tp is None else _shared_sides(sides)
-    batches, prompts = _numbers(batch, "--batch"), _numbers(prompt, "--prompt")
+    batches, prompts = numbers(batch, "--batch"), numbers(prompt, "--prompt")
     if subject.encoder:
         lengths = prompts if _eats_tokens(subject) else [0]
         cases = [Case("encode", size, length) for length in lengths for size in batches]
     else:
         cases = grid(_kinds(kinds), batches, prompts, new=new)
-    with _Progress() as progress:
-        done = _measure(subject, cases, names, tp, rounds=rounds, segment=segment, progress=progress)
+    with Progress(every=15) as progress:
+        done = _measure(subject, cases, names, tp, rounds=rounds, segment=segment, progress=progress.step)
     if save is not None:
         record.save(save, done)
     if json:
@@ -115,34 +134,33 @@ def _subject(
 ) -> Subject:
     import torch
 
-    from hf_rocm.bench import shapes
-    from hf_rocm.bench.run import Subject
-    from hf_rocm.diagnostics.load import device_named
+    from hf_rocm.tools.bench.run import Subject
+    from hf_rocm.tools.load import device_named
 
     if (model is None) == (config is None):
         raise typer.BadParameter("give a MODEL, or a known shape with --config")
     if config is not None:
-        shapes.shape(config)
+        shape(config)
     if layers is not None and config is None:
         raise typer.BadParameter("--layers goes with --config")
     kind = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and kind not in (torch.bfloat16, torch.float16, torch.float32):
-        raise OptionError(f"--dtype {dtype} is not understood", facts={"allowed": "bfloat16, float16, float32"})
+        raise OptionError(f"--dtype {dtype} is not valid", facts={"allowed": "bfloat16, float16, float32"})
     return Subject(model, config, device_named(device), kind, layers)
 
 
 def _sides(text: str | None, *, encoder: bool) -> list[str]:
-    from hf_rocm.bench.sides import DEFAULT, LABELS
+    from hf_rocm.tools.bench.variants import DEFAULT, LABELS
 
-    names = [each.strip() for each in text.split(",")] if text is not None else list(DEFAULT)
-    unknown = [each for each in names if each not in LABELS]
+    names = [name.strip() for name in text.split(",")] if text is not None else list(DEFAULT)
+    unknown = [name for name in names if name not in LABELS]
     if unknown:
-        raise OptionError(f"--sides {text} is not understood at {unknown[0]!r}", facts={"known": ", ".join(LABELS)})
+        raise OptionError(f"--sides {text}: unknown side {unknown[0]!r}", facts={"known": ", ".join(LABELS)})
     return list(dict.fromkeys(names))
 
 
 def _shared_sides(text: str | None) -> list[str]:
-    from hf_rocm.bench.sides import OURS, STOCK
+    from hf_rocm.tools.bench.variants import OURS, STOCK
 
     return [STOCK, OURS] if text is None else _sides(text, encoder=False)
 
@@ -150,84 +168,53 @@ def _shared_sides(text: str | None) -> list[str]:
 def _measure(
     subject: Subject, cases: list[Case], names: list[str], tp: int | None, *, segment: str | None, **how: Any
 ) -> Segment:
-    """On one device, or over several ranks."""
+    """Measure on one device, or over several ranks."""
     if tp is None:
-        from hf_rocm.bench.run import bench as measure
+        from hf_rocm.tools.bench.run import bench as measure
 
         return measure(subject, cases, names, segment=segment or subject.name, **how)
-    from hf_rocm.bench.ranks import bench_ranks
+    from hf_rocm.tools.bench.ranks import bench_ranks
 
     return bench_ranks(subject, cases, names, ranks=tp, segment=segment or f"{subject.name}, tp {tp}", **how)
 
 
 def _kinds(text: str | None) -> list[str]:
-    names = ["decode", "prefill"] if text is None else [each.strip() for each in text.split(",")]
+    names = ["decode", "prefill"] if text is None else [name.strip() for name in text.split(",")]
     if not set(names) <= {"decode", "prefill"}:
-        raise OptionError(f"--kinds {text} is not understood", facts={"allowed": "decode, prefill"})
+        raise OptionError(f"--kinds {text} is not valid", facts={"allowed": "decode, prefill"})
     return names
 
 
 def _eats_tokens(subject: Subject) -> bool:
-    from hf_rocm.bench.shapes import shape
-
     return subject.shape is None or shape(subject.shape).inputs == "tokens"
 
 
-def _numbers(text: str, option: str) -> list[int]:
-    numbers = [each.strip() for each in text.split(",")]
-    if not all(each.isascii() and each.isdecimal() and 0 < int(each) <= 10**7 for each in numbers):
-        raise OptionError(f"{option} {text} is not understood", hint=f"write whole numbers: {option} 1,8,32")
-    return sorted({int(each) for each in numbers})
-
-
-class _Progress:
-    """What is being done, on stderr: redrawn on a terminal, elsewhere a line now and then."""
-
-    def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
-        self._last = -60.0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __call__(self, text: str) -> None:
-        if self._live:
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() - self._last > 15:
-            self._last = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._live:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
 def _print(segment: Segment) -> None:
-    from hf_rocm.bench import report
+    from hf_rocm.tools.bench import report
 
     for line in report.heading(segment):
-        print(line)
+        print_wrapped(line)
     for result in segment.results:
-        print(f"\n{report.title(result)}")
+        print()
+        print_wrapped(report.title(result))
         if result.timings:
             print_table(report.header(result), report.rows(result))
-        found = report.gains(result)
-        if len(found) > 1:
-            gained = ", ".join(
-                f"{value:.2f} × as fast as {what}" for what, value in found.items() if what != "the floor"
-            )
-            print(f"hf_rocm: {gained}")
         for line in [*report.exchange(segment, result), *report.notes(result)]:
-            print(line)
+            print_wrapped(line)
         for line in report.reasons(result, segment.missing):
             print_notice(f"left out: {line}")
+        for line in report.comparison(result):
+            print_wrapped(line)
 
 
-def _check_files(save: Path | None, chart: Path | None) -> None:
-    """Refuse now what would be refused after minutes of measuring."""
-    from hf_rocm.bench import chart as charts
-    from hf_rocm.bench import record
+def _check_files(save: Path | None, chart: Path | None = None, profile: Path | None = None) -> None:
+    """Refuse output files that can't be written, before minutes of measuring."""
+    from hf_rocm.tools.bench import chart as charts
+    from hf_rocm.tools.bench import record
 
+    for output in (save, chart, profile):
+        if output is not None:
+            check_output(output, parents=True)
     if save is not None:
         record.load(save)
     if chart is not None:
@@ -235,17 +222,17 @@ def _check_files(save: Path | None, chart: Path | None) -> None:
 
 
 def _draw(segment: Segment, file: Path) -> None:
-    from hf_rocm.bench import chart as charts
+    from hf_rocm.tools.bench import chart as charts
 
     for written in charts.save([segment], file):
-        print_notice(f"drawn: {written}")
+        print(f"chart: {written}", file=sys.stderr)
 
 
 def _profile(subject: Subject, case: Case, trace: Path) -> None:
-    from hf_rocm.bench.profile import profile
+    from hf_rocm.tools.bench.profile import profile
 
-    with _Progress() as progress:
-        found = profile(subject, case, trace, progress=progress)
+    with Progress(every=15) as progress:
+        found = profile(subject, case, trace, progress=progress.step)
     print(f"\n{found.title}")
     print_table(("kernel", "calls a step", "µs a step", "share"), found.rows())
     for line in found.lines():
@@ -253,41 +240,54 @@ def _profile(subject: Subject, case: Case, trace: Path) -> None:
     print_notice(f"trace: {trace} (chrome://tracing, perfetto)")
 
 
-@bench.command("ops")
+@bench.command("ops", cls=Command)
 def ops(
-    config: Annotated[str, typer.Option(metavar="NAME", help="The decoder whose shapes are meant.")] = "llama-8b",
-    op: Annotated[str | None, typer.Option(metavar="NAMES", help="Such as linear,rope (default: all).")] = None,
-    rows: Annotated[str, typer.Option(metavar="SIZES", help="Rows of the products and norms.")] = "1,8,32,1024",
+    config: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"The decoder that has the shapes: {', '.join(name for name in SHAPES if not SHAPES[name].encoder)}.",
+            autocompletion=lambda: list(SHAPES),
+        ),
+    ] = "llama-8b",
+    op: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Operations, such as linear,rope (default: all).")
+    ] = None,
+    rows: Annotated[str, typer.Option(metavar="SIZES", help="Rows of linear layers and norms.")] = "1,8,32,1024",
     batch: Annotated[str, typer.Option(metavar="SIZES", help="Batch sizes of attention.")] = "1,8",
-    keys: Annotated[str, typer.Option(metavar="LENGTHS", help="Cache lengths of decode attention.")] = "1024,32768",
-    prompt: Annotated[int, typer.Option(metavar="TOKENS", help="Length of prefill attention.", min=1)] = 1024,
+    keys: Annotated[
+        str, typer.Option(metavar="LENGTHS", help="Lengths of the cache in decode attention.")
+    ] = "1024,32768",
+    prompt: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Length of the prompt in prefill attention.", min=1)
+    ] = 1024,
     dtype: DtypeName = None,
     device: DeviceName = None,
     save: Save = None,
     segment: SegmentName = None,
-    refused: Annotated[bool, typer.Option("--refused", help="Also list what could not be timed, and why.")] = False,
+    refused: Annotated[bool, typer.Option("--refused", help="Also list what was not timed, and why.")] = False,
     json: Json = False,
 ) -> None:
-    """Compare every implementation of each operation that this machine has, at the shapes of a decoder.
+    """Compare all implementations of every operation on this machine, at the shapes of a decoder.
 
-    Each is checked against fp64 first. Times are the device's alone (recorded in a graph where that can be), beside
-    the floor of what was copied and multiplied per second here.
+    Every implementation is checked against fp64 first. Times are those of the device alone (in a recorded graph where
+    that is possible). The floor is the shortest possible time at the measured copy bandwidth and matmul rate.
     """
-    from hf_rocm.bench import record
-    from hf_rocm.bench.ops_run import compare_ops
+    from hf_rocm.tools.bench import record
+    from hf_rocm.tools.bench.ops_run import compare_ops
 
     subject = _subject(None, config, device, dtype, None)
-    _check_files(save, None)
-    with _Progress() as progress:
+    _check_files(save)
+    with Progress(every=15) as progress:
         done = compare_ops(
             subject,
             _operations(op),
-            rows=_numbers(rows, "--rows"),
-            batches=_numbers(batch, "--batch"),
-            keys=_numbers(keys, "--keys"),
+            rows=numbers(rows, "--rows"),
+            batches=numbers(batch, "--batch"),
+            keys=numbers(keys, "--keys"),
             prompt=prompt,
             segment=segment or f"ops {subject.name}",
-            progress=progress,
+            progress=progress.step,
         )
     if save is not None:
         record.save(save, done)
@@ -298,26 +298,26 @@ def ops(
 
 
 def _operations(text: str | None) -> list[str]:
-    from hf_rocm.bench.ops_cases import OPERATIONS, ROUTING
+    from hf_rocm.tools.bench.ops_cases import OPERATIONS, ROUTING
 
     known = (*OPERATIONS, ROUTING)
-    names = list(known) if text is None else [each.strip() for each in text.split(",")]
+    names = list(known) if text is None else [name.strip() for name in text.split(",")]
     if not set(names) <= set(known):
-        raise OptionError(f"--op {text} is not understood", facts={"known": ", ".join(known)})
+        raise OptionError(f"--op {text} is not valid", facts={"known": ", ".join(known)})
     return names
 
 
 def _print_ops(segment: Segment, *, refused: bool) -> None:
-    from hf_rocm.bench import report
+    from hf_rocm.tools.bench import report
 
     for line in report.heading(segment):
-        print(line)
+        print_wrapped(line)
     for (operation, case), lines in report.kernels_by_case(segment).items():
         floor = f", floor {lines[0]['floor']:.1f} µs ({lines[0]['bound']})" if lines[0]["floor"] else ""
         print(f"\n{operation}: {case}{floor}")
-        timed = [each for each in lines if each["microseconds"] is not None]
+        timed = [row for row in lines if row["microseconds"] is not None]
         if timed:
-            print_table(("implementation", "µs", "× floor", "of the rate"), [report.kernel_row(each) for each in timed])
-        for each in lines:
-            if refused and each["reason"] is not None:
-                print_notice(f"{each['implementation']}: {each['reason']}")
+            print_table(("implementation", "µs", "× floor", "of the rate"), [report.kernel_row(row) for row in timed])
+        for row in lines:
+            if refused and row["reason"] is not None:
+                print_notice(f"{row['implementation']}: {row['reason']}")

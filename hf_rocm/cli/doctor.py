@@ -2,68 +2,78 @@
 
 from __future__ import annotations
 
+import re
 import sys
-import textwrap
 from typing import Annotated
 
 import typer
 
-from hf_rocm.cli.output import coloured, print_json, width
+from hf_rocm.cli.output import print_json, print_wrapped, styled
 from hf_rocm.cli.parameters import Json
-from hf_rocm.diagnostics.doctor.report import Finding, Level, Report
+from hf_rocm.cli.progress import Progress
+from hf_rocm.tools.doctor.report import Finding, Level, Report
+from hf_rocm.tools.wrapping import width, wrapped
 
-_COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}
+_STYLES = {Level.OK: "good", Level.WARNING: "attention", Level.PROBLEM: "error"}
 
 
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model's folder or name: does it fit here, too?")
+        str | None,
+        typer.Argument(metavar="MODEL", help="Also check whether this model fits: its folder, or its name on the hub."),
     ] = None,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", "-v", help="Also list the known faults that this machine does not have."),
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Examine this machine: the driver, ROCm, torch, aiter, transformers, and what disturbs them.
+    """Check this machine: driver, ROCm, torch, aiter and transformers.
 
-    Each line is ok, a warning or a problem, and says what it means and how to mend it. Exits with 1 if there is a
-    problem; that there is no AMD GPU is one. Nothing is changed, nothing is downloaded, and what may crash is tried
-    in a process of its own.
+    A line is ok, a warning or a problem. Warnings and problems say what they mean and how to fix them. Exits with 1 if
+    there is a problem, such as no AMD GPU. Nothing is changed or downloaded, and tests that may crash run in a process
+    of their own.
     """
-    from hf_rocm.diagnostics.doctor.examine import doctor as examine
+    from hf_rocm.tools.doctor.examine import doctor as examine
 
-    report = examine(model, progress=_progress)
-    _progress("")
+    with Progress() as progress:
+        report = examine(model, progress=progress.step)
     if json:
-        print_json(report.to_dict())
+        print_json(report.to_dict(everything=everything))
     else:
-        _print(report)
+        _print(report, everything=everything)
     if not report.ready:
         raise typer.Exit(1)
 
 
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def _print(report: Report) -> None:
-    column = max((len(each.check) for each in report.findings), default=0)
-    for finding in report.findings:
+def _print(report: Report, *, everything: bool) -> None:
+    findings = report.findings + (report.others if everything else ())
+    column = max((len(finding.check) for finding in findings), default=0)
+    for finding in findings:
         _print_finding(finding, column)
-    print(f"\n{report.verdict}")
+    print()
+    print_wrapped(report.verdict)
+
+
+def _fix(fix: str, room: int) -> list[str]:
+    """A command alone stays on one line, so that it can be copied; sentences and what follows a command are wrapped."""
+    if not fix:
+        return []
+    command, mark, comment = fix.partition("   # ")
+    if re.search("[;,] ", command):
+        return wrapped(" ".join(fix.split()), room, indent="fix: ", hanging="")
+    return [f"fix: {command}", *(wrapped(f"# {comment}", room, indent="     ", hanging="") if mark else ())]
 
 
 def _print_finding(finding: Finding, column: int) -> None:
-    level = coloured(f"{finding.level.value:<7}", _COLOURS[finding.level], sys.stdout)
+    level = styled(f"{finding.level.value:<7}", _STYLES[finding.level], sys.stdout)
     indent = " " * (7 + 2 + column + 2)
     room = max(width() - len(indent), 40)
-    first, *rest = _wrapped(finding.what, room)
+    first, *rest = wrapped(finding.what, room, hanging="")
     print(f"{level}  {finding.check:<{column}}  {first}".rstrip())
-    for line in rest:
+    for line in [*rest, *(wrapped(finding.means, room, hanging="") if finding.means else ())]:
         print(f"{indent}{line}")
-    if finding.means:
-        print(textwrap.indent("\n".join(_wrapped(finding.means, room)), indent))
-    if finding.fix:  # on one line however long it is, so that it can be copied
-        print(f"{indent}fix: {finding.fix}")
-
-
-def _wrapped(text: str, room: int) -> list[str]:
-    return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+    for line in _fix(finding.fix, room):
+        print(f"{indent}{line}")
+    if finding.link:
+        print(f"{indent}see: {finding.link}")

@@ -7,13 +7,14 @@ from hf_rocm.cli.parameters import Json
 
 
 def env(json: Json = False) -> None:
-    """Print what an issue needs: versions, GPUs, the variables that matter, and what doctor objects to.
+    """Print a description of this machine to paste into an issue.
 
-    Made to be pasted in public: no tokens, no names, no private paths. Look it over all the same.
+    It has versions, GPUs, the relevant variables, and the warnings of doctor. Tokens, names and private paths are
+    removed; read it before you publish it.
     """
-    from hf_rocm.diagnostics.doctor.collect import collect
-    from hf_rocm.diagnostics.doctor.machine import ThisMachine
-    from hf_rocm.diagnostics.environment import block
+    from hf_rocm.tools.doctor.collect import collect
+    from hf_rocm.tools.doctor.machine import ThisMachine
+    from hf_rocm.tools.environment_report import block
 
     text = block(collect(ThisMachine()))
     if json:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import typer
 
-from hf_rocm.cli.output import print_error, print_groups, print_json, print_left_out, print_notice, print_transformers
+from hf_rocm import options
+from hf_rocm.cli.output import (
+    print_error,
+    print_groups,
+    print_json,
+    print_left_out,
+    print_next,
+    print_notice,
+    print_transformers,
+    print_wrapped,
+)
+from hf_rocm.overlay.facts import torch_facts
 from hf_rocm.overlay.plan import Plan, Verb
 
 _DONE = {Verb.INSTALL: "installed", Verb.UPDATE: "updated", Verb.REMOVE: "removed"}
 _PLANNED = {Verb.INSTALL: "would install", Verb.UPDATE: "would update", Verb.REMOVE: "would remove"}
+_NAMED = 12  # models that are named without --all
 
 
-def report(plan: Plan, notices: list[str], *, dry_run: bool, as_json: bool) -> None:
+def report(plan: Plan, notices: list[str], *, dry_run: bool, as_json: bool, everything: bool = False) -> None:
     """Print what was done, or why nothing was; raises `typer.Exit` with 1 if the plan was refused."""
     for notice in notices:
         print_notice(notice)
@@ -21,24 +33,44 @@ def report(plan: Plan, notices: list[str], *, dry_run: bool, as_json: bool) -> N
         if number:
             typer.echo(err=True)
         print_error(error)
-    outgrown = sum(state.outgrown for state in plan.states) if plan.command == "install-overlays" else 0
-    if outgrown and outgrown == len(plan.refusals) and outgrown < len(plan.states):
-        rest = len(plan.states) - outgrown
+    skippable = sum(state.skippable for state in plan.states) if plan.command == "install-overlays" else 0
+    if skippable and skippable == len(plan.refusals) and skippable < len(plan.states):
+        rest = len(plan.states) - skippable
         print_notice(f"nothing was written; `hf-rocm install-overlays --skip-changed` takes the other {rest}")
     if plan.refusals:
         raise typer.Exit(1)
     if not as_json:
-        _print_actions(plan, dry_run=dry_run)
+        _print_actions(plan, dry_run=dry_run, everything=everything)
 
 
-def _print_actions(plan: Plan, *, dry_run: bool) -> None:
-    print_transformers(plan.installation)
+def _print_actions(plan: Plan, *, dry_run: bool, everything: bool) -> None:
+    installing = plan.command == "install-overlays"
     words = _PLANNED if dry_run else _DONE
-    kept = "installed already" if plan.command == "install-overlays" else "not installed"
-    print_groups(
-        ("result", "overlays"),
-        (((words.get(each.verb, kept), each.overlay.split("/")[0] or "-"), each.model) for each in plan.actions),
-    )
+    kept = "installed already" if installing else "not installed"
+    print_transformers(plan.installation)
+    if everything:
+        results = (
+            ((words.get(action.verb, kept), action.overlay.split("/")[0] or "-"), action.model)
+            for action in plan.actions
+        )
+        print_groups(("result", "overlays"), results)
+        print()
     print_left_out(plan.left_out, plan.installation.version)
+    models = {verb: [action.model for action in plan.actions if action.verb is verb] for verb in Verb}
+    if models[Verb.KEEP] and not everything and (installing or plan.writes):
+        count = len(models[Verb.KEEP])
+        print(f"{count} {'was' if count == 1 else 'were'} {kept}")
+    for verb, word in words.items():
+        if models[verb]:
+            print_wrapped(f"{word} {_counted(models[verb])}")
     if not plan.writes:
         print("nothing to do")
+    elif installing and not dry_run:
+        if not torch_facts().hip and not options.force_requested():
+            print_wrapped("inert here: this torch is not a ROCm build, so these models stay stock")
+        print_next("hf-rocm status; hf-rocm explain MODEL")
+
+
+def _counted(models: list[str]) -> str:
+    count = f"{len(models)} overlay{'s' * (len(models) != 1)}"
+    return f"{count}: {', '.join(models)}" if len(models) <= _NAMED else f"{count} (--all lists them)"

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from hf_rocm.cli.output import print_json
+from typing import Annotated
+
+import typer
+
+from hf_rocm.cli.output import print_json, print_report
 from hf_rocm.cli.parameters import DeviceName, Force, Json, ModelPath
 
+All = Annotated[bool, typer.Option("--all", "-a", "-v", help="List every class, kernel and reason.")]
 
-def explain(model: ModelPath, device: DeviceName = None, force: Force = False, json: Json = False) -> None:
-    """Load MODEL and say what serves it here, and why nothing faster does.
 
-    Kernels that were never used on this machine are built and checked on the way; `warmup` shows that at work.
+def explain(
+    model: ModelPath, device: DeviceName = None, force: Force = False, everything: All = False, json: Json = False
+) -> None:
+    """Show which kernel serves every operation of MODEL here, and why not a faster one.
+
+    The model is loaded. Kernels that were never used on this machine are built and checked first; `warmup` shows the
+    progress of that.
     """
     import torch
 
-    from hf_rocm.diagnostics.explain import explain as account
-    from hf_rocm.diagnostics.load import load
+    from hf_rocm.tools.explain import explain as account
+    from hf_rocm.tools.load import load
 
     with torch.no_grad():  # as generate calls it
         explanation = account(load(model, device=device, force=force))
     if json:
         print_json(explanation.to_dict())
+    elif everything:
+        print_report(explanation.details())
     else:
         print(explanation)

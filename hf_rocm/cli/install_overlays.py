@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hf_rocm.cli.execution import report
-from hf_rocm.cli.parameters import DryRun, Json, Models, TransformersPath
+from hf_rocm.cli.parameters import DryRun, Everything, Json, Models, TransformersPath
 
 
 def install_overlays(
@@ -15,18 +15,22 @@ def install_overlays(
     transformers_path: TransformersPath = None,
     skip_changed: Annotated[
         bool,
-        typer.Option("--skip-changed", help="Leave out models that a newer transformers changed; take the others."),
+        typer.Option(
+            "--skip-changed", help="Skip models whose files were changed, upstream or here, and install the others."
+        ),
     ] = False,
     dry_run: DryRun = False,
+    everything: Everything = False,
     json: Json = False,
 ) -> None:
-    """Give transformers' modeling files a ROCm path; without ROCm they stay stock.
+    """Add a ROCm path to transformers' modeling files. Without ROCm they stay stock.
 
-    Without MODEL, every overlay that the installed release has. All files are checked before the first is written.
+    Without MODEL, all overlays for the installed release are installed. All files are checked before the first one is
+    written.
     """
     from hf_rocm.overlay.commands import install
 
     plan, notices = install(
         models or (), transformers_path=transformers_path, dry_run=dry_run, skip_changed=skip_changed
     )
-    report(plan, notices, dry_run=dry_run, as_json=json)
+    report(plan, notices, dry_run=dry_run, as_json=json, everything=everything)

@@ -1,28 +1,54 @@
-"""Printing for people and for programs. Imports nothing heavy: `check_version` uses it too."""
+"""Text for people on stdout, JSON for programs, and everything else on stderr.
+
+rich is imported when a table is printed or a stream is a terminal: `check_version --json` does without it.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
+import re
 import sys
-import textwrap
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
-from hf_rocm.errors import HfRocmError
+from hf_rocm import files
+from hf_rocm.errors import HfRocmError, OptionError
 from hf_rocm.overlay.locate import Installation
 from hf_rocm.overlay.state import GOOD, FileState, Installed, LeftOut
+from hf_rocm.tools.wrapping import width, wrapped
 
-_COLOURS = {
-    "yes": "32",
-    "verified": "32",
-    "compatible": "32",
-    "old": "33",
-    "edited": "31",
-    "changed": "31",
-    "unsupported": "31",
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHORT = 20  # characters of a cell that is not wrapped
+
+THEME = {
+    "good": "green", "attention": "yellow", "wrong": "red", "error": "bold red",
+    "bar.complete": "green", "bar.finished": "green", "progress.elapsed": "none",
+}  # fmt: skip
+_STATES = {
+    "yes": "good",
+    "verified": "good",
+    "compatible": "good",
+    "old": "attention",
+    "foreign": "wrong",
+    "edited": "wrong",
+    "changed": "wrong",
+    "unsupported": "wrong",
 }
+
+
+def check_output(file: Path, *, parents: bool = False) -> None:
+    """Raise `OptionError` if this file can't be written, before any work. parents: missing folders are created."""
+    try:
+        files.check_output(file, parents=parents)
+    except OSError as error:
+        raise OptionError(
+            f"{file} can't be written",
+            facts={"because": error.strerror or error},
+            hint="name a file in a folder of yours",
+        ) from error
 
 
 def print_json(data: object) -> None:
@@ -30,88 +56,86 @@ def print_json(data: object) -> None:
 
 
 def print_error(error: HfRocmError) -> None:
-    """The error in full, on stderr."""
-    print(f"{coloured('error:', '1;31', sys.stderr)} {error}", file=sys.stderr)
+    """Print the whole error on stderr, wrapped only on a terminal, so that programs can search its lines."""
+    lines = _fitted(f"error: {printable(str(error))}") if sys.stderr.isatty() else [f"error: {printable(str(error))}"]
+    text = "\n".join(lines)
+    print(f"{styled('error:', 'error', sys.stderr)}{text.removeprefix('error:')}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Escape control characters and invalid ones, except line ends: file names may contain anything."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character == "\n" else ascii(character)[1:-1] for character in text
+    )
 
 
 def print_notice(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
+    note = f"note: {text}"
+    print("\n".join(_fitted(note)) if sys.stderr.isatty() else note, file=sys.stderr)
+
+
+def print_next(text: str) -> None:
+    """Print the next step, below the verdict."""
+    print_wrapped(f"next: {text}")
 
 
 def transformers_dict(installation: Installation) -> dict[str, object]:
-    """The transformers that is meant, as every command's JSON has it."""
+    """The path and version of transformers, as in the JSON of every command."""
     return {"path": str(installation.root), "version": installation.version}
-
-
-class Counter:
-    """Progress of long work, redrawn on a terminal's stderr; silent anywhere else."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._last = 0.0
-        self._live = sys.stderr.isatty()
-
-    def __enter__(self) -> Counter:
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if self._live and (now - self._last > 0.1 or done == total):
-            self._last = now
-            print(f"\r{done} of {total} {self._what}", end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._live:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def print_transformers(installation: Installation) -> None:
     print(f"transformers {installation.version}  {installation.root}")
 
 
-def print_states(states: Sequence[FileState], left_out: LeftOut | None = None, *, each: bool = False) -> None:
-    """How many files are in which state, then the files: those in order by group, others on a line each.
+def print_states(
+    states: Sequence[FileState], left_out: LeftOut | None = None, *, named: bool = False, everything: bool = False
+) -> None:
+    """Print the files that need attention, one per line, then how many overlays are installed and match.
 
-    each: all on a line each, for those who named them.
+    named: print all files, one per line. everything: also print the files in order, by group.
     """
-    if not each:
-        print(_summary(states))
-    single = [state for state in states if each or not _usual(state)]
+    single = [state for state in states if named or not _usual(state)]
     if single:
-        if not each:
-            print()
         rows = [
             (state.model, state.overlay.id if state.overlay else "-", *_axes(state), state.detail) for state in single
         ]
         print_table(("model", "overlay", "installed", "match", "detail"), rows)
+        if not named:
+            print()
     usual = [state for state in states if state not in single]
-    if usual:
-        print()
+    if usual and everything:
         keys = [((*_axes(state), state.overlay.directory if state.overlay else "-"), state.model) for state in usual]
         print_groups(("installed", "match", "overlays"), keys)
+        print()
     print_left_out(left_out, states[0].release if states else "")
+    if not named:
+        print_wrapped(_summary(states))
 
 
 def print_left_out(left_out: LeftOut | None, release: str) -> None:
-    """The models without a file of ours, if there are any."""
-    sentences = left_out.sentences(release) if left_out else []
-    if sentences:
-        print()
-    for sentence in sentences:
-        print(textwrap.fill(sentence, width(), subsequent_indent="  ", break_long_words=False))
+    """Print which models have no overlay in this release, if there are any."""
+    for sentence in left_out.sentences(release) if left_out else []:
+        print_wrapped(sentence)
 
 
 def print_groups(header: Sequence[str], members: Iterable[tuple[tuple[str, ...], str]]) -> None:
-    """A table with a row for each group, and the names of its members, wrapped, in the last column."""
+    """Print a table with one row per group. The last column has the wrapped names of its members."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for group, name in members:
         groups.setdefault(group, []).append(name)
-    taken = sum(max(map(len, column)) + 2 for column in zip(header, *groups, strict=True))
-    rows: list[tuple[str, ...]] = []
-    for group, names in sorted(groups.items()):
-        first, *rest = textwrap.wrap(", ".join(names), max(width() - taken, 40), break_on_hyphens=False)
-        rows += [(*group, first), *((*("" for _ in group), line) for line in rest)]
-    print_table((*header, "models"), rows)
+    print_table(
+        (*header, "models"), [(*group, ", ".join(names)) for group, names in sorted(groups.items(), key=_by_release)]
+    )
+
+
+def _by_release(group: tuple[tuple[str, ...], list[str]]) -> list[list[tuple[int, str]]]:
+    """A sort key that compares numbers in names as numbers: transformers-5.2 comes before transformers-5.13."""
+    return [
+        [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", word)] for word in group[0]
+    ]
 
 
 def _usual(state: FileState) -> bool:
@@ -123,41 +147,111 @@ def _axes(state: FileState) -> tuple[str, str]:
 
 
 def _summary(states: Sequence[FileState]) -> str:
-    def counted(values: Iterable[str]) -> str:
-        found = list(values)
-        return ", ".join(f"{found.count(value)} {value}" for value in dict.fromkeys(found))
+    """`2 of 110 overlays are installed; all match this transformers`, and what needs attention."""
+    total = len(states)
+    count = sum(state.installed is Installed.YES for state in states)
+    matching = sum(state.match in GOOD for state in states)
+    what = f"all {total}" if count == total else f"{count or 'none'} of {total}"
+    installed = f"{what} overlays {'is' if count < 2 and count < total else 'are'} installed"
+    differing = total - matching
+    others = f", {differing} {'does' if differing == 1 else 'do'} not" if differing else ""
+    match = f"{'all match' if not differing else f'{matching} match'} this transformers{others}"
+    wrong = [f"{state.model} ({_what_is_wrong(state)})" for state in states if not state.good]
+    attention = f"; {len(wrong)} {'need' if len(wrong) > 1 else 'needs'} attention: {', '.join(wrong)}" if wrong else ""
+    return f"{installed}; {match}{attention}"
 
-    installed = counted(state.installed.value for state in states)
-    return f"{len(states)} files; installed: {installed}; match: {counted(state.match.value for state in states)}"
 
-
-def width() -> int:
-    """Columns of the terminal, 120 where there is none."""
-    return shutil.get_terminal_size((120, 24)).columns
+def _what_is_wrong(state: FileState) -> str:
+    return state.match.value if state.installed is Installed.YES else state.installed.value
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Aligned columns; states are coloured on a terminal, and the words say it all without."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    for number, row in enumerate((header, *rows)):
-        cells = [cell.ljust(room) for cell, room in zip(row, widths, strict=True)]
-        painted = [coloured(cell, _COLOURS.get(cell.strip(), ""), sys.stdout) for cell in cells]
-        print("  ".join(painted if number else cells).rstrip())
+    """Print aligned columns. Where they don't fit, the widest wrap between words; paths and short cells stay whole."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
+    widths = _column_widths([header, *rows])
+    for title, columns in zip(header, widths, strict=True):
+        table.add_column(title, width=columns, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, _STATES.get(cell, "")) for cell in row))
+    target = console(sys.stdout, columns=sum(widths) + 2 * len(widths))
+    with target.capture() as printed:
+        target.print(table)
+    for line in printed.get().splitlines():
+        print(line.rstrip())
+
+
+def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Each column has the width of its longest cell; if that is too much, the widest shrink, at most to their words."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    least = [
+        max(len(part) for number, cell in enumerate(column) for part in ([cell] if number and len(cell) <= _SHORT
+                                                                         else cell.split() or [""]))
+        for column in columns
+    ]  # fmt: skip
+    excess = sum(widths) + 2 * (len(widths) - 1) - width()
+    while excess > 0 and widths != least:
+        widest = max(range(len(widths)), key=lambda column: (widths[column] > least[column], widths[column]))
+        widths[widest] -= 1
+        excess -= 1
+    return widths
+
+
+def print_wrapped(text: str, *, indent: str = "", hanging: str = "  ") -> None:
+    """Print a sentence, wrapped between words. indent: of the first line; hanging: added to it in the lines after."""
+    print("\n".join(wrapped(text, width(), indent=indent, hanging=hanging)))
+
+
+def print_report(text: str) -> None:
+    """Print lines that are already aligned. A line that is too long continues below its last column."""
+    for line in _fitted(text):
+        print(line)
+
+
+def _fitted(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        if len(line) <= width():
+            yield line
+            continue
+        start = max((gap.end() for gap in re.finditer(r"\S {2,}(?=\S)", line)), default=0)
+        if 0 < start <= width() - 40:
+            yield from wrapped(line[start:], width(), indent=line[:start], hanging="")
+        else:
+            indent = " " * (len(line) - len(line.lstrip()))
+            yield from wrapped(line[len(indent) :], width(), indent=indent)
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
     column = max(map(len, facts))
     for label, value in facts.items():
-        print(f"{label:<{column}}  {value}")
+        print_wrapped(str(value), indent=f"{label:<{column}}  ", hanging="")
 
 
 def shorten(file: Path, root: Path) -> str:
-    """A stock file's path below the package."""
+    """The path of a stock file, relative to the package."""
     return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)
 
 
-def coloured(text: str, colour: str, stream: object) -> str:
-    """The text in a colour (`1;31`), if the stream is a terminal."""
-    if not colour or not getattr(stream, "isatty", bool)():
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """The text in a style of `THEME` if the stream is a terminal that shows colours. NO_COLOR turns them off."""
+    if not style or not stream.isatty():
         return text
-    return f"\033[{colour}m{text}\033[0m"
+    from rich.text import Text
+
+    target = console(stream, columns=max(width(), len(text)))
+    with target.capture() as printed:
+        target.print(Text(text, style), end="")
+    return printed.get()
+
+
+def console(stream: TextIO, *, columns: int | None = None) -> Console:
+    """A rich console on this stream, with the theme. It prints text unchanged: no markup and no highlighting."""
+    from rich.console import Console
+    from rich.theme import Theme
+
+    return Console(
+        file=stream, theme=Theme(THEME), width=columns or width(), highlight=False, markup=False, emoji=False
+    )

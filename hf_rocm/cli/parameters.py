@@ -7,15 +7,28 @@ from typing import Annotated
 
 import typer
 
-Models = Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Model folders such as llama.")]
+
+def _known_models() -> list[str]:
+    """For shells that complete a model's folder."""
+    from hf_rocm.overlay.catalog import load
+
+    return load().models()
+
+
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="MODEL", help="Model folders of transformers, such as llama.", autocompletion=_known_models),
+]
 TransformersPath = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", help="The transformers that is meant: its folder, or the one that holds it."),
+    typer.Option(metavar="PATH", help="The folder of another transformers, or its parent."),
 ]
 ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")]
 DeviceName = Annotated[
-    str | None, typer.Option("--device", metavar="DEVICE", help="Where to load it (default: the GPU, else the CPU).")
+    str | None,
+    typer.Option("--device", metavar="DEVICE", help="The device of the model (default: the GPU, else the CPU)."),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Switch the ROCm path on without ROCm too.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done and write nothing.")]
+Force = Annotated[bool, typer.Option("--force", help="Use the ROCm path without ROCm too.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and write nothing.")]
+Everything = Annotated[bool, typer.Option("--all", "-v", help="List every model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import textwrap
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_rocm.cli.output import Counter, print_json
+from hf_rocm.cli.output import print_json, print_wrapped, printable
 from hf_rocm.cli.parameters import Json
-from hf_rocm.porting import Finding, Report, Severity, check
+from hf_rocm.cli.progress import Progress
+from hf_rocm.tools.porting import Finding, Report, Severity, check
 
-_SHOWN = 12  # places a rule, unless all are asked for
+_SHOWN = 12  # places of a rule, without --all
 
 
 def port_check(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or the folder of a project.")],
-    everything: Annotated[bool, typer.Option("--all", help="Every place, however many a rule has.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List every place of a rule.")] = False,
     json: Json = False,
 ) -> None:
-    """Read the code under PATH and say what breaks or slows it on ROCm, and what to write instead.
+    """Find code under PATH that breaks or is slow on ROCm, and show what to write instead.
 
-    Nothing is run or imported. Exit code 1 if there is a problem; warnings and notes alone leave it at 0. A line with
-    the comment `hf-rocm: ignore[RULE]` is left alone.
+    Reads Python, notebooks, shell scripts, Dockerfiles, CMake, lists of packages and CUDA sources; nothing is run or
+    imported. Exits with 1 if there is a problem, and with 0 if there are only warnings and notes. A line with the
+    comment `hf-rocm: ignore[RULE]` is skipped.
     """
-    with Counter("files read") as progress:
-        report = check(path, progress=progress)
+    with Progress("files read") as progress:
+        report = check(path, progress=progress.count)
     if json:
         print_json(report.to_dict())
     else:
@@ -42,27 +43,48 @@ def _print(report: Report, shown: int | None) -> None:
     def key(finding: Finding) -> tuple[int, str, str, str]:
         return order.index(finding.severity), finding.rule, finding.why, finding.instead
 
-    for (_, rule, why, instead), found in groupby(sorted(report.findings, key=key), key=key):
-        places = list(found)
+    for (_, rule, why, instead), group in groupby(sorted(report.findings, key=key), key=key):
+        places = list(group)
         print(f"{places[0].severity.value}: {rule}")
-        print(textwrap.indent(textwrap.fill(why, 110), "  "))
+        print_wrapped(why, indent="  ", hanging="")
         if instead:
-            print(textwrap.fill(f"instead: {instead}", 110, initial_indent="  ", subsequent_indent="           "))
-        for each in places[:shown]:
-            print(f"    {each.path}:{each.line}  {each.what}")
+            print_wrapped(f"instead: {instead}", indent="  ", hanging="         ")
+        for place in places[:shown]:
+            print_wrapped(printable(f"{place.path}:{place.line}  {place.what}"), indent="    ", hanging="    ")
         if shown is not None and len(places) > shown:
             print(f"    and {len(places) - shown} more (--all)")
         print()
     for file, reason in report.unread.items():
-        print(f"not read: {file}: {reason}")
-    print(_summary(report))
+        print_wrapped(printable(f"not read: {file}: {reason}"))
+    _print_skipped(report, shown)
+    kinds = ", ".join(f"{kind} {number}" for kind, number in report.kinds.items())
+    print_wrapped(f"{report.rules} rules, {_counted(report.files, 'file')} read{': ' if kinds else ''}{kinds}")
+    print(_verdict(report))
 
 
-def _summary(report: Report) -> str:
+def _print_skipped(report: Report, shown: int | None) -> None:
+    reasons: dict[str, list[str]] = {}
+    for path, reason in report.left_out.items():
+        reasons.setdefault(reason, []).append(path)
+    for reason, paths in reasons.items():
+        more = f" and {len(paths) - shown} more (--all)" if shown is not None and len(paths) > shown else ""
+        print_wrapped(printable(f"left out: {', '.join(paths[:shown])}{more}: {reason}"))
+    if report.suffixes:
+        suffixes = [f"{suffix} {number}" for suffix, number in report.suffixes.items()]
+        more = f" and {len(suffixes) - shown} more kinds (--all)" if shown is not None and len(suffixes) > shown else ""
+        total = _counted(sum(report.suffixes.values()), "file")
+        print_wrapped(printable(f"no rules for {total}: {', '.join(suffixes[:shown])}{more}"))
+
+
+def _verdict(report: Report) -> str:
     words = []
     for severity in Severity:
-        number = sum(each.severity is severity for each in report.findings)
+        number = sum(finding.severity is severity for finding in report.findings)
         if number:
-            words.append(f"{number} {severity.value}{'s' * (number != 1)}")
+            words.append(_counted(number, severity.value))
     silenced = f"; {report.silenced} silenced" if report.silenced else ""
-    return f"{report.files} files read: {', '.join(words) or 'nothing found'}{silenced}"
+    return f"{', '.join(words) or 'nothing found'}{silenced}"
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"

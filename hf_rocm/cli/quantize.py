@@ -1,22 +1,26 @@
-"""`hf-rocm quantize`: what a model would lose and gain in 8 bits, measured. Nothing is written."""
+"""`hf-rocm quantize`: what a model would lose and gain in 8 or 4 bits, measured. Nothing is written."""
 
 from __future__ import annotations
 
-from collections import Counter as Counts
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_rocm.cli.output import Counter, print_facts, print_json
+from hf_rocm.cli.output import print_facts, print_json
 from hf_rocm.cli.parameters import DeviceName, Force, Json, ModelPath
+from hf_rocm.cli.progress import Progress
 from hf_rocm.errors import OptionError
 
-Kind = Annotated[str, typer.Option("--kind", metavar="KIND", help="fp8 or int8.")]
+Kind = Annotated[str, typer.Option("--kind", metavar="KIND", help="fp8, int8, int4, int4-g64 or int4-g32.")]
 Text = Annotated[
-    Path | None, typer.Option("--text", metavar="FILE", help="The text to read (default: Python's documentation).")
+    Path | None,
+    typer.Option("--text", metavar="FILE", help="The text to measure on (default: Python's documentation)."),
 ]
-Tokens = Annotated[int, typer.Option("--tokens", min=2, metavar="N", help="How much of the text to read.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=2, metavar="N", help="Tokens of the text to use.")]
+
+_NO_TOKENIZER = "save the tokenizer in the model's folder; `hf-rocm verify MODEL` also works with random tokens"
 
 
 def quantize(
@@ -28,33 +32,34 @@ def quantize(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Load MODEL, bring its layers to 8 bits, and compare logits and perplexity before and after.
+    """Measure what MODEL loses and gains in 8 or 4 bits: logits, perplexity and memory.
 
-    Programs get such a model from `hf_rocm.from_pretrained(..., quantize=KIND)`. Only one model is in memory at a time.
+    Nothing is written. In Python, `hf_rocm.from_pretrained(..., quantize=KIND)` loads such a model.
     """
-    from hf_rocm.diagnostics.load import load
+    from hf_rocm.tools import quality as loss
+    from hf_rocm.tools.load import load
     from hf_rocm.weights import quantize as quantizing
-    from hf_rocm.weights import quantize_loss as loss
 
     quantizing.check_options(kind, force=force or None)
     words = None if text is None else _read(text)
-    tokenizer = loss.tokenizer_of(model)
+    tokenizer = loss.tokenizer_of(model, hint=_NO_TOKENIZER)
     loaded = load(model, device=device, force=force)
     pieces = list(loss.chunks(loss.read(tokenizer, words, tokens=tokens)))
     before = loss.logits_of(loaded, pieces)
-    with Counter("groups of layers") as progress:
-        quantizing.quantize(loaded, kind, force=force or None, progress=progress)
+    with Progress("groups of layers") as progress:
+        quantizing.quantize(loaded, kind, force=force or None, progress=progress.count)
     after = loss.logits_of(loaded, pieces)
     found = loss.compare(after, before, pieces, predicts=loss.predicts(loaded))
     report = loaded.__dict__[quantizing.REPORT]
     if json:
         print_json({"model": type(loaded).__name__, **report, "loss": found.to_dict()})
         return
-    was, now = (f"{each / 2**20:.1f} MiB" for each in report["bytes"])
+    was, now = (f"{size / 2**20:.1f} MiB" for size in report["bytes"])
     error = report["error"]
-    print(f"{type(loaded).__name__} in {report['kind']} ({report['format']})\n")
+    stored = "" if report["format"] == report["kind"] else f" ({report['format']})"
+    print(f"{type(loaded).__name__} in {report['kind']}{stored}\n")
     facts = {
-        "layers": f"{report['layers']} in 8 bits, {len(report['left'])} as they were",
+        "layers": f"{report['layers']} quantised, {len(report['left'])} as they were",
         "memory": f"{was} before, {now} after",
         "layer outputs": f"off by {error['mean']:.2%} on average, {error['max']:.2%} at most ({error['worst']})",
         "logits": f"off by {found.mean:.3g} on average, {found.largest:.3g} at most; they spread by {found.size:.3g}",
@@ -64,7 +69,7 @@ def quantize(
         ours, theirs = found.perplexity
         facts["perplexity"] = f"{theirs:.4f} before, {ours:.4f} after, a factor of {ours / theirs:.4f}"
     print_facts(facts)
-    for reason, count in Counts(report["left"].values()).most_common():
+    for reason, count in Counter(report["left"].values()).most_common():
         print(f"left {count}: {reason}")
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hf_rocm.cli.output import (
-    Counter,
     print_error,
     print_json,
     print_left_out,
+    print_next,
     print_states,
     print_table,
     print_transformers,
     shorten,
     transformers_dict,
 )
-from hf_rocm.cli.parameters import Json, Models, TransformersPath
+from hf_rocm.cli.parameters import Everything, Json, Models, TransformersPath
+from hf_rocm.cli.progress import Progress
+from hf_rocm.overlay.state import GOOD, FileState, Installed
 
 
 def status(
@@ -26,18 +29,19 @@ def status(
     transformers_path: TransformersPath = None,
     diff: Annotated[str | None, typer.Option(metavar="MODEL", help="Show what differs in one model's file.")] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="With --diff: a transformers wheel or folder to compare with.")
+        Path | None, typer.Option(metavar="PATH", help="With --diff: the wheel or folder of another transformers.")
     ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Compare the whole transformers package with its package record.")
     ] = False,
+    everything: Everything = False,
     json: Json = False,
 ) -> None:
-    """Show each file on two axes: is the overlay installed, and does it match this transformers.
+    """Show which overlays are installed, and whether they match this transformers.
 
-    Without MODEL, files in order are listed by group, and only the others one by one.
-    Exits with 1 if an installed overlay needs attention (old, edited, or on a file that it was not made for), and
-    with --record also if anything in the package is neither stock nor ours.
+    Without MODEL, files in order are counted, and only the others are listed. Exits with 1 if an installed overlay
+    needs attention (old, foreign, edited, or on a file that it was not made for), and with --record also if anything
+    in the package is neither stock nor from hf-rocm.
     """
     if record:
         _record(models, diff, transformers_path=transformers_path, as_json=json)
@@ -66,14 +70,26 @@ def status(
     else:
         print_transformers(installation)
         if states:
-            print_states(states, left_out, each=bool(named))
+            print_states(states, left_out, named=bool(named), everything=everything)
         else:
             print("no overlay is made for this release, and none is installed")
             print_left_out(left_out, installation.version)
         for text in texts.values():
-            print(f"\n{text}")
+            print(text)
+        if not texts:
+            _print_next(states)
     if not all(state.good for state in states):
         raise typer.Exit(1)
+
+
+def _print_next(states: Sequence[FileState]) -> None:
+    odd = [state for state in states if not state.good]
+    if any(state.installed is Installed.EDITED or state.match not in GOOD for state in odd):
+        print_next(f"hf-rocm status --diff {odd[0].model}")
+    elif odd:
+        print_next("hf-rocm install-overlays")
+    elif states and not any(state.installed is Installed.YES for state in states):
+        print_next("hf-rocm install-overlays (or load models with hf_rocm.from_pretrained, which needs no overlays)")
 
 
 def _record(models: Models, diff: str | None, *, transformers_path: TransformersPath, as_json: bool) -> None:
@@ -81,8 +97,8 @@ def _record(models: Models, diff: str | None, *, transformers_path: Transformers
 
     if models or diff:
         raise typer.BadParameter("--record looks at the whole package; leave MODEL and --diff out")
-    with Counter("files compared") as progress:
-        found = record(transformers_path=transformers_path, progress=progress)
+    with Progress("files compared") as progress:
+        found = record(transformers_path=transformers_path, progress=progress.count)
     installation = found.installation
     if as_json:
         print_json({"transformers": transformers_dict(installation), **found.to_dict()})

@@ -1,92 +1,100 @@
-"""`hf-rocm tune`: record the products of a model, find the fastest kernel for each, and look after the tables."""
+"""`hf-rocm tune`: record the matrix products of a model, find the fastest kernel for each, and manage the tables."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import textwrap
-import time
 from collections.abc import Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_rocm.cli.output import Counter, print_error, print_facts, print_json, print_notice, print_table
+from hf_rocm.cli.groups import ModelOrCommand, numbers
+from hf_rocm.cli.help_text import Command
+from hf_rocm.cli.output import check_output, print_error, print_facts, print_json, print_notice, print_table
 from hf_rocm.cli.parameters import Json
-from hf_rocm.errors import OptionError
+from hf_rocm.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from hf_rocm.tuning.commands import Tuning
-    from hf_rocm.tuning.upkeep import Checked
+    from hf_rocm.tools.tuning.commands import Tuning
+    from hf_rocm.tools.tuning.table_commands import Checked
 
 Batches = Annotated[str, typer.Option(metavar="SIZES", help="Batch sizes, such as 1,8,32.")]
 Prompts = Annotated[str, typer.Option(metavar="LENGTHS", help="Prompt lengths in tokens, such as 128,1024.")]
 ReleaseName = Annotated[
     str | None,
-    typer.Option("--release", metavar="VERSION", help="The amd-aiter that is meant (default: the installed one)."),
+    typer.Option("--release", metavar="VERSION", help="The release of amd-aiter (default: the installed one)."),
 ]
 GpuName = Annotated[
-    str | None, typer.Option("--gpu", metavar="GFX:UNITS", help="The GPU that is meant, such as gfx942:304.")
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="GFX:UNITS",
+        help="The GPU and its compute units, such as gfx942:304 (default: this machine's).",
+    ),
 ]
 Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="Tables of tuned products (CSV).")]
 
 
-class _ModelOrCommand(typer.core.TyperGroup):
-    """`hf-rocm tune MODEL` beside `hf-rocm tune list`: whatever isn't one of our words is a model."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["model", *args]
-        return super().parse_args(ctx, args)
-
-
 tune = typer.Typer(
     name="tune",
-    cls=_ModelOrCommand,
+    cls=ModelOrCommand,
     no_args_is_help=True,
-    subcommand_metavar="MODEL | COMMAND [ARGS]...",
-    help="Find the fastest kernel for each product (GEMM) of a model: hf-rocm tune MODEL. A folder called like one of "
-    "these words is ./list.",
+    subcommand_metavar="(MODEL | --shapes FILE | COMMAND) [OPTIONS]",
+    help="Find the fastest kernel for every matrix product (GEMM) of a model.",
 )
 
 
-@tune.command("model")
+@tune.command("model", cls=Command)
 def model(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its hub name.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")
+    ] = None,
     batch: Batches = "1",
     prompt: Prompts = "128,1024",
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Such as bfloat16 (default: its own).")
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Such as bfloat16 (default: the checkpoint's own).")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option("--engine", metavar="ENGINE", help="aiter or tunableop (default: by GPU).")
+        str | None,
+        typer.Option("--engine", metavar="ENGINE", help="aiter or tunableop (default: aiter on Instinct GPUs)."),
     ] = None,
-    shuffled: Annotated[bool, typer.Option("--shuffled", help="For preshuffled weights too.")] = False,
-    shapes: Annotated[Path | None, typer.Option(metavar="FILE", help="Tune these shapes; no MODEL.")] = None,
+    shuffled: Annotated[bool, typer.Option("--shuffled", help="Also tune for preshuffled weights.")] = False,
+    shapes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Tune the shapes of this file instead of a MODEL's.")
+    ] = None,
     shapes_only: Annotated[bool, typer.Option("--shapes-only", help="Record the shapes and tune nothing.")] = False,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the shapes here too.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Also tune what was tuned before.")] = False,
-    load: Annotated[bool, typer.Option("--load", help="Run it with its weights, where the config can't tell.")] = False,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the shapes to FILE.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Tune again what was tuned before.")] = False,
+    load: Annotated[
+        bool, typer.Option("--load", help="Load the weights, for models whose shapes do not follow from the config.")
+    ] = False,
     release: ReleaseName = None,
     gpu: GpuName = None,
     json: Json = False,
 ) -> None:
-    """Record the products that MODEL runs in prefill and decode, and tune each of them for this GPU.
+    """Find the fastest kernel for every matrix product (GEMM) that MODEL runs in prefill and decode.
 
-    The model is built from its config: neither its weights nor a GPU are needed to see its shapes. Tuning needs
-    the GPU, and minutes to hours; what was found by then is kept when it is stopped, and not tuned again. Without
-    ROCm, the shapes and the command that tunes them are given, with exit code 1.
+    The shapes of the products need only the config of the model: no weights and no GPU. Tuning needs the GPU and takes
+    minutes to hours. Results are kept if it is stopped, and are not tuned again. Without ROCm, the command prints the
+    shapes and the command that tunes them, and exits with 1. If a folder is named like a command, write
+    ./list.
     """
-    from hf_rocm.tuning import commands
+    from hf_rocm.tools.tuning import commands
 
     if (model is None) == (shapes is None):
         raise typer.BadParameter("give a MODEL, or a file of shapes with --shapes")
-    with Counter("runs of the model") as progress:
+    if output is not None:
+        check_output(output, parents=True)
+    if not shapes_only and (missing := commands.no_gpu()) is not None:
+        print_notice(f"{missing}: the shapes are recorded, and nothing is tuned")
+    with Progress("runs of the model") as progress:
         job = commands.prepare(
             model,
-            batches=_numbers(batch, "--batch"),
-            prompts=_numbers(prompt, "--prompt"),
+            batches=numbers(batch, "--batch"),
+            prompts=numbers(prompt, "--prompt"),
             dtype=dtype,
             engine=engine,
             shuffled=shuffled,
@@ -96,7 +104,7 @@ def model(
             again=again,
             release=release,
             gpu=gpu,
-            progress=progress,
+            progress=progress.count,
         )
     if not json:
         _print_job(job)
@@ -108,12 +116,14 @@ def model(
         if job.todo and not shapes_only:
             raise typer.Exit(1)
         return
-    with _Clock(job) as clock:
-        result = commands.run(job, progress=clock)
+    what = f"{_count(job.todo, 'shape')} with {job.engine}"
+    print(f"tuning {what}; you can stop it: results so far are kept", file=sys.stderr, flush=True)
+    with Progress("shapes tuned", every=30) as progress:
+        result = commands.run(job, progress=progress.count)
     if json:
         print_json({**job.to_dict(), "result": result.to_dict()})
     else:
-        print(f"tuned {result.tuned} of {len(job.todo)} in {clock.time}: {result.table}")
+        print(f"tuned {result.tuned} of {len(job.todo)} in {progress.time}: {result.table}")
         if result.variables:
             print("to use them, start PyTorch with")
         for name, value in result.variables.items():
@@ -123,126 +133,102 @@ def model(
         print_notice(f"nothing was found for {_count(result.missing, 'shape')}{where}")
 
 
-@tune.command("list")
+@tune.command("list", cls=Command)
 def list_tables(json: Json = False) -> None:
-    """The tables that count here: yours, those tuned here, and those that aiter ships."""
-    from hf_rocm.tuning import upkeep
+    """List the tables in use: your own, those tuned here, and those that aiter ships."""
+    from hf_rocm.tools.tuning import table_commands
 
-    found = upkeep.inventory()
+    inventory = table_commands.inventory()
     if json:
-        print_json(found.to_dict())
+        print_json(inventory.to_dict())
         return
-    print_facts(found.machine)
-    if found.tables:
+    print_facts(inventory.machine)
+    if inventory.tables:
         print()
-        rows = [(each.role, each.holds_for, str(each.rows), str(each.path)) for each in found.tables]
+        rows = [(table.role, table.holds_for, str(table.rows), str(table.path)) for table in inventory.tables]
         print_table(("table", "holds for", "rows", "file"), rows)
     else:
         print("\nno tables yet: hf-rocm tune MODEL makes one")
-    if found.recordings:
+    if inventory.recordings:
         print()
-        print_table(("shapes of", "file"), [(name, str(file)) for name, file in found.recordings])
-    for error in found.errors:
+        print_table(("shapes of", "file"), [(name, str(file)) for name, file in inventory.recordings])
+    for error in inventory.errors:
         print(file=sys.stderr)
         print_error(error)
-    if found.errors:
+    if inventory.errors:
         raise typer.Exit(1)
 
 
-@tune.command("check")
+@tune.command("check", cls=Command)
 def check(files: Files, release: ReleaseName = None, gpu: GpuName = None, json: Json = False) -> None:
-    """Say whether aiter could use these tables as they are, and which lines are in the way.
+    """Check whether aiter can use these tables as they are.
 
-    Exits with 1 if a file has such lines.
+    Lists the lines that it can't use. Exits with 1 if there are any.
     """
-    from hf_rocm.tuning import upkeep
+    from hf_rocm.tools.tuning import table_commands
 
-    checked, meant, here = upkeep.check(files, release=release, gpu=gpu)
+    checked, meant, here = table_commands.check(files, release=release, gpu=gpu)
     if json:
         print_json(
             {
                 "release": meant.version,
                 "gpu": None if here is None else here._asdict(),
-                "files": [each.to_dict() for each in checked],
+                "files": [table.to_dict() for table in checked],
             }
         )
     else:
         print(f"amd-aiter {meant.version}, {here or 'any GPU (--gpu gfx942:304 names one)'}")
-        for each in checked:
-            _print_checked(each)
-    if not all(each.good for each in checked):
+        for table in checked:
+            _print_checked(table)
+    if not all(table.good for table in checked):
         raise typer.Exit(1)
 
 
-@tune.command("merge")
+@tune.command("merge", cls=Command)
 def merge(
-    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Tables; the first one wins.")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to (default: the cache).")] = None,
-    shipped: Annotated[bool, typer.Option(help="With the tables that aiter ships.")] = True,
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", help="Tables. Rows of the first one win.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file to write (default: in the cache).")
+    ] = None,
+    shipped: Annotated[bool, typer.Option(help="Include the tables that aiter ships.")] = True,
     release: ReleaseName = None,
     gpu: GpuName = None,
     json: Json = False,
 ) -> None:
-    """Merge tables into one for this GPU: FILEs (else those of AITER_CONFIG_GEMM_BF16), tuned here, shipped.
+    """Merge tables into one for this GPU.
 
-    hf_rocm does this by itself before it imports aiter. Use the file elsewhere as AITER_CONFIG_GEMM_BF16.
+    In order of preference: FILEs (or those of AITER_CONFIG_GEMM_BF16), tables tuned here, and those that aiter ships.
+    hf_rocm merges them by itself before it imports aiter. Other programs read the file named by AITER_CONFIG_GEMM_BF16.
     """
-    from hf_rocm.tuning import upkeep
+    from hf_rocm.tools.tuning import table_commands
 
-    done = upkeep.merge(files or None, output=output, shipped=shipped, release=release, gpu=gpu)
+    done = table_commands.merge(files or None, output=output, shipped=shipped, release=release, gpu=gpu)
     if json:
         print_json(done.to_dict())
         return
     rows = [
-        (each.role, str(each.taken), str(each.repeated), str(each.elsewhere), str(each.failed), str(each.path))
-        for each in done.shares
+        (share.role, str(share.taken), str(share.repeated), str(share.elsewhere), str(share.failed), str(share.path))
+        for share in done.shares
     ]
     print_table(("table", "taken", "repeated", "other GPUs", "failed", "file"), rows)
     print(f"{done.rows} rows for {done.holds_for}: {done.path}")
 
 
-class _Clock:
-    """Progress of tuning: redrawn on a terminal, elsewhere a line each half minute, with the time that it took."""
-
-    def __init__(self, job: Tuning) -> None:
-        self._began = self._last = time.monotonic()
-        self._live = sys.stderr.isatty()
-        self._what = f"{_count(job.todo, 'shape')} with {job.engine}"
-
-    def __enter__(self) -> _Clock:
-        print(f"tuning {self._what}; what is found by then is kept when you stop it", file=sys.stderr, flush=True)
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._last > (0.4 if self._live else 30.0):
-            self._last = now
-            text = f"{done} of {total} shapes tuned, {self.time}"
-            print(f"\r{text}" if self._live else text, end="" if self._live else "\n", file=sys.stderr, flush=True)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._live:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-    @property
-    def time(self) -> str:
-        seconds = int(time.monotonic() - self._began)
-        return f"{seconds // 60} min {seconds % 60} s" if seconds >= 60 else f"{seconds} s"
-
-
 def _print_job(job: Tuning) -> None:
     print(f"{job.name}: {_count(job.shapes, 'shape')}")
     rows = []
-    for each in job.shapes:
-        words = ["bias"] * each.bias + ["shuffled"] * each.shuffled + ["tuned"] * (each in job.done)
-        rows.append((str(each.m), str(each.n), str(each.k), each.dtype.removeprefix("torch."), ", ".join(words)))
+    for shape in job.shapes:
+        words = ["bias"] * shape.bias + ["shuffled"] * shape.shuffled + ["tuned"] * (shape in job.done)
+        rows.append((str(shape.m), str(shape.n), str(shape.k), shape.dtype.removeprefix("torch."), ", ".join(words)))
     print_table(("M", "N", "K", "dtype", ""), rows)
     if job.left_out:
-        print(f"without {len(job.left_out)} more: aiter is asked for bf16 and fp16 with K a multiple of 8")
+        print(f"{len(job.left_out)} more are left out: aiter tunes bf16 and fp16 with K a multiple of 8")
 
 
 def _print_why_not(job: Tuning, *, shapes_only: bool) -> None:
-    """Nothing is tuned: because nothing is left, because only the shapes were asked for, or because it can't be."""
+    """Print why nothing is tuned: all is tuned already, only the shapes are wanted, or this machine can't."""
     if not job.todo:
         print("nothing to do: all of them are tuned (--again repeats it)")
         return
@@ -254,28 +240,21 @@ def _print_why_not(job: Tuning, *, shapes_only: bool) -> None:
         print(f"{how}, on the machine with the GPU:\n  {shlex.join(line)}")
 
 
-def _print_checked(each: Checked) -> None:
-    print(f"\n{each.path}")
-    if each.error is not None:
-        print(textwrap.indent(str(each.error), "  "))
+def _print_checked(table: Checked) -> None:
+    print(f"\n{table.path}")
+    if table.error is not None:
+        print(textwrap.indent(str(table.error), "  "))
         return
-    count = len(each.problems) + each.more_problems
-    right = f"{each.rows} {'row is' if each.rows == 1 else 'rows are'} right"
+    count = len(table.problems) + table.more_problems
+    right = f"{table.rows} {'row is' if table.rows == 1 else 'rows are'} right"
     print(f"  {right}, {count} {'is' if count == 1 else 'are'} not" if count else f"  {right}")
-    for line, text in each.problems:
+    for line, text in table.problems:
         print(f"  line {line}: {text}")
-    if each.more_problems:
-        print(f"  and {each.more_problems} more")
-    for note in each.notes:
+    if table.more_problems:
+        print(f"  and {table.more_problems} more")
+    for note in table.notes:
         print(f"  note: {note}")
 
 
 def _count(what: Sized, name: str) -> str:
     return f"{len(what)} {name}{'s' * (len(what) != 1)}"
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    numbers = [each.strip() for each in text.split(",")]
-    if not all(each.isascii() and each.isdecimal() and 0 < int(each) <= 10**7 for each in numbers):
-        raise OptionError(f"{option} {text} is not understood", hint=f"write whole numbers: {option} 1,8,32")
-    return sorted({int(each) for each in numbers})

@@ -1,19 +1,23 @@
-"""`hf-rocm uninstall-overlays`: take the overlays off again, byte for byte."""
+"""`hf-rocm uninstall-overlays`: remove the overlays, byte for byte."""
 
 from __future__ import annotations
 
 from hf_rocm.cli.execution import report
-from hf_rocm.cli.parameters import DryRun, Json, Models, TransformersPath
+from hf_rocm.cli.parameters import DryRun, Everything, Json, Models, TransformersPath
 
 
 def uninstall_overlays(
-    models: Models = None, transformers_path: TransformersPath = None, dry_run: DryRun = False, json: Json = False
+    models: Models = None,
+    transformers_path: TransformersPath = None,
+    dry_run: DryRun = False,
+    everything: Everything = False,
+    json: Json = False,
 ) -> None:
     """Restore transformers' modeling files, byte for byte.
 
-    Without MODEL, every overlay that is installed. A file that was edited since is refused and left alone.
+    Without MODEL, all installed overlays are removed. A file that was edited since is refused and left alone.
     """
     from hf_rocm.overlay.commands import uninstall
 
     plan, notices = uninstall(models or (), transformers_path=transformers_path, dry_run=dry_run)
-    report(plan, notices, dry_run=dry_run, as_json=json)
+    report(plan, notices, dry_run=dry_run, as_json=json, everything=everything)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import sys
 import time
 
-from hf_rocm.cli.output import print_json, print_table
+from hf_rocm.cli.output import print_json, print_table, print_wrapped
 from hf_rocm.cli.parameters import DeviceName, Force, Json, ModelPath
 
 
 def warmup(model: ModelPath, device: DeviceName = None, force: Force = False, json: Json = False) -> None:
-    """Build and check the kernels that MODEL uses, so that its first call finds them ready.
+    """Build and check the kernels that MODEL uses, before its first call.
 
-    Made for a Dockerfile's last line on a machine with the GPU: what passed is remembered for this GPU and these
-    versions. It loads the model, and may take minutes where kernels have to be compiled.
+    The model is loaded, and kernels that have to be compiled may take minutes. Results are remembered for this GPU and
+    these versions, so that this can be the last line of a Dockerfile.
     """
     import torch
 
-    from hf_rocm.diagnostics.explain import explain as account
-    from hf_rocm.diagnostics.load import load
     from hf_rocm.ops import probe_worker
+    from hf_rocm.tools.explain import explain as account
+    from hf_rocm.tools.load import load
 
     began = time.monotonic()
     loaded = load(model, device=device, force=force)
@@ -29,14 +29,14 @@ def warmup(model: ModelPath, device: DeviceName = None, force: Force = False, js
     if json:
         print_json({**explanation.to_dict(), "seconds": round(time.monotonic() - began, 1)})
         return
-    print(f"{explanation.model}: {explanation.state}")
+    print_wrapped(f"{explanation.model}: {explanation.state}")
     if not explanation.kernels:
         print("nothing to do")
         return
-    rows = [(each.operation, each.situation, each.tier, each.kernel) for each in explanation.kernels]
+    rows = [(kernel.operation, kernel.situation, kernel.tier, kernel.kernel) for kernel in explanation.kernels]
     print_table(("operation", "situation", "tier", "kernel"), rows)
     failed = [
-        (name, reason) for each in explanation.kernels for name, reason in each.refused if "check failed" in reason
+        (name, reason) for kernel in explanation.kernels for name, reason in kernel.refused if "check failed" in reason
     ]
     for name, reason in dict.fromkeys(failed):
         print(f"not used: {name}: {reason}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""Decoding as transformers does it, with less work for every token."""
+"""transformers' decoding with less work on the host for every token: recorded steps, static caches, inputs in place."""

@@ -1,14 +1,14 @@
-"""The cache that decode steps are recorded over: buffers that stay where they are, lengths that the host knows.
+"""The cache that decode steps are recorded over: buffers at fixed addresses, with lengths that are known on the host.
 
-It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic one, so that a prompt costs
-what it costs in stock: attention sees the prompt's own keys, and no mask spans the unwritten rows. From then on every
-step of one token writes to a row that the device reads from `place`, so that a recording of the step stays valid; what
-changes a recording's meaning (a buffer that grew, a window that moved on) happens on the host between two steps.
+It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic cache, so that a prompt costs
+what it costs in stock: attention sees the prompt's own keys, and no mask covers unwritten rows. After the prompt, every
+step of one token writes to the row whose index the device reads from `place`, so that a recording of the step stays
+valid. Changes that affect a recording (a buffer grows, a window moves) are made on the host between two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,97 +16,35 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_rocm.generation.step import Unrecordable
+from hf_rocm.generation.cache_layer import Layer, bucket
+from hf_rocm.generation.step import Unrecordable, bits
 from hf_rocm.layers.slots import Slot
-
-# Rows that a sliding layer has beyond its window. When they are used up, the window moves to the front.
-SLACK = 256
-
-# The fewest tokens that a cache has room for.
-LEAST = 256
-
-
-class Layer:
-    """The rows of one attention layer.
-
-    keys: [B, Hkv, capacity, D]; values: [B, Hkv, capacity, D_v]; both None until the prompt arrives. window: how many
-    keys a query sees, itself included, or None for all. base: the position that lies in row 0; it only moves in a
-    sliding layer. rows: how many are written. place: [1] int64 on the device, the row that the coming step writes; it
-    is one tensor for all layers of the same window.
-    """
-
-    def __init__(self, window: int | None) -> None:
-        self.window = window
-        self.keys: Any = None
-        self.values: Any = None
-        self.base = 0
-        self.rows = 0
-        self.place: Any = None
-
-    @property
-    def capacity(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    @property
-    def length(self) -> int:
-        """How many tokens were seen."""
-        return self.base + self.rows
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
-
-    def room(self, capacity: int) -> int:
-        """How many rows this layer needs in a cache for so many tokens."""
-        return capacity if self.window is None else min(capacity, self.window + SLACK)
-
-    def allocate(self, key: Tensor, value: Tensor, rows: int) -> None:
-        """Buffers for heads like these; what was written stays."""
-        old = self.keys, self.values
-        with torch.inference_mode(False), torch.no_grad():  # else they could not be written to outside of it
-            self.keys = _buffer(key, rows, old[0], self.rows)
-            self.values = _buffer(value, rows, old[1], self.rows)
-
-    def count(self) -> None:
-        """One more row is written."""
-        self.rows += 1
-
-    def move_window(self, window: int) -> None:
-        """Bring the rows that later queries still see to the front."""
-        kept = min(self.rows, window)
-        for buffer in (self.keys, self.values):
-            buffer[:, :, :kept].copy_(buffer[:, :, self.rows - kept : self.rows].clone())
-        self.base += self.rows - kept
-        self.rows = kept
-
-    def forget(self) -> None:
-        """Nothing is written any more. What lies behind the written rows must be finite, so the buffers are zeroed."""
-        self.base = self.rows = 0
-        for buffer in (self.keys, self.values):
-            if buffer is not None:
-                buffer.zero_()
 
 
 class DecodeCache(Cache):
-    """See above. `layers` has a `Layer` for each attention layer.
+    """`layers` has one `Layer` per attention layer.
 
-    limit: the most tokens that this call can come to; the buffers grow towards it.
+    capacity: the number of tokens that the buffers have room for at first. limit: the largest number of tokens that
+    this call can reach; the buffers grow up to it.
     """
 
     def __init__(self, windows: Sequence[int | None], *, capacity: int, limit: int) -> None:
         self.layers: Any = [Layer(window) for window in windows]
         self.target = capacity
         self.limit = limit
-        self.recordings: dict[Any, Any] = {}  # of steps over these buffers, and their recorder; see runner.py
+        self.recordings: dict[Any, Any] = {}  # the recorded steps over these buffers, and their recorder; see runner.py
         self.recording = False
-        self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → the tensor, and a layer that it serves
-        self._placed = -1  # the length that the places were set for
-        self._spare = 0  # how many tokens fit before a layer has to make room
-        # what transformers' own methods look at
+        self.user: Any = None  # the `UserCache` that this cache stands for, or None
+        self._loaded = 0  # how many tokens were copied from it
+        self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → the tensor, and a layer that reads it
+        self._placed = -1  # the length for which the places were written
+        self._spare = 0  # how many tokens fit before a layer needs room
+        self._settled = 0  # the length at the last move of a buffer or window
+        # attributes that methods of transformers' base class read
         self.layer_class_to_replicate = None
         self.offloading = False
 
-    # What the runner needs
+    # Used by the runner
 
     @property
     def length(self) -> int:
@@ -114,7 +52,7 @@ class DecodeCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """How many tokens fit before a buffer has to grow."""
+        """How many tokens fit before a buffer grows."""
         return max(layer.capacity for layer in self.layers)
 
     @property
@@ -122,12 +60,17 @@ class DecodeCache(Cache):
         return sum(layer.nbytes for layer in self.layers)
 
     @property
+    def encoder_length(self) -> int:
+        """The length of the encoder's output; 0 without an encoder."""
+        return 0
+
+    @property
     def has_room(self) -> bool:
-        """Whether the coming token fits where the buffers are."""
+        """Whether the next token fits without growing a buffer or moving a window."""
         return self._spare > 0
 
     def aim(self) -> None:
-        """Make room for one token in every layer, and tell the device the rows that it goes to; twice does no more."""
+        """Make room for one token in every layer and write its rows to the device. A second call does nothing."""
         if self._placed == self.length:
             return
         if self.recording:
@@ -141,31 +84,79 @@ class DecodeCache(Cache):
         self._spare -= 1
 
     def advance(self) -> None:
-        """Count the token of a replayed step, in which no Python ran."""
+        """Count the token of a replayed step, which runs no Python."""
         for layer in self.layers:
             layer.rows += 1
 
     def rewind(self) -> None:
-        """Forget the last token again, so that the same step can run once more."""
+        """Forget the last token, so that the same step can run again."""
         for layer in self.layers:
             layer.rows -= 1
 
+    @property
+    def steady(self) -> int:
+        """How many tokens were written since the last move of a buffer or a window."""
+        return self.length - self._settled
+
+    def back(self, steps: int) -> None:
+        """Forget `steps` more tokens, at most `steady`, after `aim`, which has to be called again for the next step."""
+        for layer in self.layers:
+            layer.rows -= steps
+        self._placed = -1
+        self._spare += steps + 1
+
+    def load(self, layer_idx: int, keys: Tensor, values: Tensor, *, seen: int) -> None:
+        """Copy the last keys [B, Hkv, S, D] and values of `seen` tokens to a layer, which is empty."""
+        layer = self.layers[layer_idx]
+        self._write_prompt(layer, keys, values)
+        layer.base = seen - layer.rows
+
+    def stand_for(self, user: Any) -> None:
+        """Set the `UserCache` whose keys and values were copied, or None if they have been written back."""
+        self.user = user
+        self._loaded = 0 if user is None else self.length
+
     def level(self, length: int) -> None:
-        """Have seen so many tokens in every layer, after a step that broke off among them."""
+        """Set every layer to `length` tokens, after a step that raised between two layers."""
         for layer in self.layers:
             layer.rows = length - layer.base
 
-    def written(self) -> list[Tensor]:
-        """Copies of the rows that the last step wrote: [B, Hkv, D] each."""
-        found = []
-        for layer in self.layers:
-            assert layer.keys is not None and layer.values is not None
-            found += [layer.keys[:, :, layer.rows - 1].clone(), layer.values[:, :, layer.rows - 1].clone()]
-        return found
+    def written(self, steps: int = 1) -> list[Tensor]:
+        """Copy the rows that the last steps wrote: [B, Hkv, steps, D], keys and values of every layer."""
+        return [
+            buffer[:, :, layer.rows - steps : layer.rows].clone()
+            for layer in self.layers
+            for buffer in (layer.keys, layer.values)
+        ]
+
+    def digest(self, without: int) -> Tensor:
+        """Sum the bits of every layer's keys and values, except the last `without` rows: [2 * layers] int64."""
+        sums = [
+            bits(buffer[:, :, : layer.rows - without]).sum(dtype=torch.int64)
+            for layer in self.layers
+            for buffer in (layer.keys, layer.values)
+        ]
+        return torch.stack(sums)
+
+    def step_arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arguments of a step as it is recorded."""
+        return arguments
+
+    @property
+    def constants(self) -> tuple[object, ...]:
+        """Arguments of every step that keep their addresses."""
+        return (self,)
+
+    def fresh(self) -> DecodeCache:
+        """An empty cache for the same call."""
+        cache = type(self)([layer.window for layer in self.layers], capacity=self.target, limit=self.limit)
+        if self.user is not None:
+            self.user.load(cache)
+        return cache
 
     @contextmanager
     def being_recorded(self) -> Iterator[None]:
-        """Within, lengths are device tensors, and what only the host could know is refused."""
+        """Within the block, lengths are device tensors, and methods that need the host raise `Unrecordable`."""
         self.recording = True
         try:
             yield
@@ -178,15 +169,16 @@ class DecodeCache(Cache):
                 layer.move_window(layer.window)
             if layer.rows == layer.capacity:
                 self._grow(layer)
-            self._give_place(layer)
+            self._set_place(layer)
         self._spare = min(layer.capacity - layer.rows for layer in self.layers)
+        self._settled = self.length
 
     def _grow(self, layer: Layer) -> None:
         self.recordings.clear()
         tokens = max(layer.rows + 1, min(2 * layer.capacity, self.limit))
         layer.allocate(layer.keys, layer.values, layer.room(bucket(tokens)))
 
-    def _give_place(self, layer: Layer) -> None:
+    def _set_place(self, layer: Layer) -> None:
         place = self._places.get(layer.window)
         if place is None or place[0].device != layer.keys.device:
             with torch.inference_mode(False):
@@ -194,17 +186,17 @@ class DecodeCache(Cache):
             self._places[layer.window] = place
         layer.place = place[0]
 
-    # What transformers asks of a cache
+    # Called by transformers
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a call's keys [B, Hkv, S, D] and values [B, Hkv, S, D_v]; returns what its queries may see."""
+        """Write a call's keys [B, Hkv, S, D] and values [B, Hkv, S, D_v]. Returns those that its queries may see."""
         layer = self.layers[layer_idx]
         count = key_states.shape[2]
         if not layer.rows:
             return self._write_prompt(layer, key_states, value_states)
-        if count > 1:
+        if count > 1 or layer.length == self._loaded:
             return self._write_more(layer, key_states, value_states)
         if self._placed != layer.length:
             self.aim()
@@ -217,9 +209,9 @@ class DecodeCache(Cache):
         return layer.keys, layer.values
 
     def _hf_rocm_slot(self, layer_idx: int, count: int) -> Slot | None:
-        """Where one token's keys and values go, for a kernel that writes them itself; None: `update` must be asked."""
+        """The row for one token, for kernels that write keys and values; None where `update` must be called."""
         layer = self.layers[layer_idx]
-        if count != 1 or not layer.rows:
+        if count != 1 or layer.length == self._loaded:
             return None
         if self._placed != layer.length:
             self.aim()
@@ -227,20 +219,20 @@ class DecodeCache(Cache):
 
     def _write_prompt(self, layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         count = key.shape[2]
-        kept = count if layer.window is None else min(count, layer.window)
+        written = count if layer.window is None else min(count, layer.window)
         rows = layer.room(max(self.target, bucket(count + 1)))
         self._spare = 0
-        if not _fits(layer.keys, key, kept) or not _fits(layer.values, value, kept):
+        if not _fits(layer.keys, key, written) or not _fits(layer.values, value, written):
             self.recordings.clear()
             layer.keys = layer.values = None
             layer.allocate(key, value, rows)
-        layer.keys[:, :, :kept].copy_(key[:, :, count - kept :])
-        layer.values[:, :, :kept].copy_(value[:, :, count - kept :])
-        layer.base, layer.rows = count - kept, kept
+        layer.keys[:, :, :written].copy_(key[:, :, count - written :])
+        layer.values[:, :, :written].copy_(value[:, :, count - written :])
+        layer.base, layer.rows = count - written, written
         return key, value
 
     def _write_more(self, layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Several tokens behind others: as a dynamic cache does it."""
+        """Append several tokens, as a dynamic cache does."""
         if self.recording:
             raise Unrecordable("the step writes more than one token")
         self._spare = 0
@@ -248,32 +240,32 @@ class DecodeCache(Cache):
         key = torch.cat((layer.keys[:, :, : layer.rows], key), dim=2)
         value = torch.cat((layer.values[:, :, : layer.rows], value), dim=2)
         total = layer.rows + count
-        kept = total if layer.window is None else min(total, layer.window)
-        if kept > layer.capacity:
+        written = total if layer.window is None else min(total, layer.window)
+        if written > layer.capacity:
             self.recordings.clear()
-            layer.allocate(key, value, layer.room(bucket(kept + 1)))
-        layer.keys[:, :, :kept].copy_(key[:, :, total - kept :])
-        layer.values[:, :, :kept].copy_(value[:, :, total - kept :])
-        layer.base += total - kept
-        layer.rows = kept
+            layer.allocate(key, value, layer.room(bucket(written + 1)))
+        layer.keys[:, :, :written].copy_(key[:, :, total - written :])
+        layer.values[:, :, :written].copy_(value[:, :, total - written :])
+        layer.base += total - written
+        layer.rows = written
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> Any:
-        """How many tokens were seen; on the device while a step is recorded."""
+        """The number of tokens seen so far; a device tensor while a step is recorded."""
         layer = self.layers[layer_idx if layer_idx < len(self.layers) else 0]
         if self.recording:
             if layer.window is not None:
-                raise Unrecordable("the step asks a sliding layer for its length")
+                raise Unrecordable("the step reads the length of a sliding layer")
             return layer.place[0]
         return layer.length
 
     def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """(number of keys that attention will see, the position of the first of them)."""
+        """(the number of keys that attention will see, the position of the first one)."""
         if self.recording:
-            raise Unrecordable("the step makes its masks itself")
+            raise Unrecordable("the step creates its masks itself")
         layer = self.layers[layer_idx if layer_idx < len(self.layers) else 0]
         count = query if isinstance(query, int) else query.shape[0]
-        if count == 1 and layer.rows:
+        if count == 1 and layer.length > self._loaded:
             self.aim()
             return layer.capacity, layer.base
         return layer.rows + count, layer.base
@@ -289,9 +281,25 @@ class DecodeCache(Cache):
             layer.forget()
         self._placed = -1
         self._spare = 0
+        self.stand_for(None)
 
-    def crop(self, max_length: int) -> None:
-        raise NotImplementedError("a cache of recorded steps can't be cropped; pass a DynamicCache")
+    def crop(self, tokens: int) -> None:
+        """Forget the last `-tokens` tokens: the step that ran before the late stop check."""
+        if tokens > 0 or self.recording:
+            raise NotImplementedError("a cache of recorded steps can't be cropped to a length; pass a DynamicCache")
+        for layer in self.layers:
+            layer.rows += tokens
+        if tokens:
+            self._placed = -1
+            self._spare = 0
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: a window's buffer has more rows than the window, so a few steps can be forgotten."""
+
+    @property
+    def _is_user_defined(self) -> bool:
+        """Read by transformers' stop check, which then forgets its extra step."""
+        return self.user is not None and self.user.brought
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
@@ -315,8 +323,8 @@ class DecodeCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether the coming call goes over the static buffers: the prompt's masks are those of a dynamic cache."""
-        return self.length > 0
+        """Whether the next call runs over the static buffers: a prompt gets the masks of a dynamic cache."""
+        return self.length > self._loaded
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -338,25 +346,8 @@ class DecodeCache(Cache):
         return self.get_max_cache_shape()
 
 
-def bucket(tokens: int) -> int:
-    """A length that later calls can share: at least so many, and at most a quarter more beyond the least."""
-    step = LEAST // 4
-    while tokens > 8 * step:
-        step *= 2
-    return max(LEAST, -(-tokens // step) * step)
-
-
-def _buffer(like: Tensor, rows: int, old: Tensor | None, written: int) -> Tensor:
-    buffer = like.new_zeros((like.shape[0], like.shape[1], rows, like.shape[3]))
-    if old is not None and written:
-        buffer[:, :, :written].copy_(old[:, :, :written])
-        if old.is_cuda:  # it may have been made on another stream
-            old.record_stream(torch.cuda.current_stream(old.device))
-    return buffer
-
-
 def _fits(buffer: Tensor | None, heads: Tensor, rows: int) -> bool:
-    """Whether these heads can be written there, with a row to spare."""
+    """Whether `rows` rows of these heads fit into the buffer, with at least one row left."""
     if buffer is None or (buffer.dtype, buffer.device) != (heads.dtype, heads.device):
         return False
     b, hkv, capacity, d = buffer.shape

@@ -1,8 +1,8 @@
-"""torch.compile as it is known to behave on ROCm: for a model, and for what transformers compiles by itself.
+"""torch.compile with settings that work on ROCm: for a model, and for what transformers compiles automatically.
 
-The settings go into each compilation and nowhere else, so nothing of PyTorch's is changed for others and nothing has to
-be put back. Whoever asks for something gets it: published reports disagree on `reduce-overhead`, so it is measured
-(`hf-rocm bench --sides compile,reduce-overhead,hf_rocm`) and not ruled out.
+The settings are arguments of each compilation. No global setting of PyTorch changes, and nothing has to be restored.
+Settings that the user passes take precedence. Published reports disagree on `reduce-overhead`, so it is allowed, and
+`hf-rocm bench --sides compile,reduce-overhead,hf_rocm` measures it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hf_rocm import options
+from hf_rocm import options, patches
+from hf_rocm.arguments import require_module
 from hf_rocm.device import is_rocm
 from hf_rocm.environment import ALLOCATOR, conflicting
 from hf_rocm.errors import OptionError
@@ -23,8 +24,8 @@ from hf_rocm.overlay.bind import ON
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# Inductor's own graphs and its memory planning have gone wrong on ROCm; its Triton products are slower than the
-# library's there, and tuning them takes minutes.
+# Inductor's own graphs and its memory planning have given wrong results on ROCm. Its Triton GEMMs are slower than the
+# BLAS library's there, and tuning them takes minutes.
 SETTINGS: Mapping[str, Any] = {
     "triton.cudagraphs": False,
     "triton.cudagraph_trees": False,
@@ -32,20 +33,23 @@ SETTINGS: Mapping[str, Any] = {
     "max_autotune_gemm_backends": "ATEN",
 }
 
-# In a model's __dict__: how far the automatic settings reach, as in `overlay.bind`; and that `compile` compiled it.
+# In a model's __dict__: the devices that the automatic settings apply to, as in `overlay.bind`; that `compile` compiled
+# the model.
 AUTOMATIC, COMPILED = "_hf_rocm_compile", "_hf_rocm_compiled"
 
 _log = logging.getLogger("hf_rocm")
 
 
 def compile(model: ModelT, *, force: bool | None = None, **overrides: Any) -> ModelT:
-    """Compile a model's forward in place, with settings that are safe on ROCm; returns the model.
+    """Compile a model's forward in place, with settings that are safe on ROCm. Returns the model.
 
-    overrides: what `torch.compile` takes. `options` are added to ours and win over them, and so does what a `mode`
-    stands for. force: our settings where there is no ROCm too; there, a model is compiled with PyTorch's own.
-    A compiled model's decode steps are no longer recorded. `hf_rocm.restore` takes the compilation off again.
-    Raises `OptionError` where TF32 was set in two ways that PyTorch's compiler can't read together.
+    overrides: arguments of `torch.compile`. Its `options` and the options of its `mode` take precedence over the
+    settings of hf_rocm. force: True uses these settings without ROCm too; by default they are used under ROCm only, and
+    PyTorch's defaults elsewhere. The decode steps of a compiled model are no longer recorded. `hf_rocm.restore` removes
+    the compilation. Raises `OptionError` if model is not a `torch.nn.Module`, or if TF32 was set through both of
+    PyTorch's interfaces.
     """
+    require_module(model, "compile")
     check()
     wanted = arguments(overrides) if force or (force is None and options.force_requested()) or is_rocm() else overrides
     from hf_rocm.generation import hooks
@@ -57,66 +61,67 @@ def compile(model: ModelT, *, force: bool | None = None, **overrides: Any) -> Mo
 
 
 def undo(model: nn.Module) -> None:
-    """Take off what `compile` did; somebody else's compilation stays."""
+    """The inverse of `compile`. A compilation that other code made stays."""
     if model.__dict__.pop(COMPILED, None):
-        model._compiled_call_impl = None
+        own = model.__dict__
+        patches.exchange(own, "_compiled_call_impl", own.get("_compiled_call_impl", patches.ABSENT), patches.ABSENT)
 
 
 def arguments(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `torch.compile`: our settings, then those of the mode that was asked for, then the options."""
+    """The arguments of `torch.compile`: the settings for ROCm, overridden by those of the `mode`, then by `options`."""
     given = dict(overrides)
     if given.get("backend", "inductor") != "inductor":
         return given
     import torch._inductor as inductor
 
-    mode, asked = given.pop("mode", None), given.pop("options", None)
+    mode, requested = given.pop("mode", None), given.pop("options", None)
     known = set(inductor.list_options())
     settings = {name: value for name, value in SETTINGS.items() if name in known}
     if mode not in (None, "default"):
         settings.update(inductor.list_mode_options(mode))
-    return {**given, "options": {**settings, **(asked or {})}}
+    return {**given, "options": {**settings, **(requested or {})}}
 
 
 def check() -> None:
-    """Warn of, or refuse, settings of this process that compiled code goes wrong with."""
+    """Check this process for settings under which compiled code gives wrong results: warn, or raise `OptionError`."""
     try:
         torch.backends.cuda.matmul.allow_tf32  # noqa: B018 (reading it is the test)
     except RuntimeError as error:
         raise OptionError(
-            "TF32 was set in PyTorch's old way and in its new one, which its compiler can't read together",
-            facts={"torch says": str(error).splitlines()[0]},
+            "TF32 was set through PyTorch's old interface and its new one, and torch.compile fails then",
+            facts={"torch error": str(error).splitlines()[0]},
             hint="set it once, with hf_rocm.setup_environment(tf32=…) or torch.backends.fp32_precision",
         ) from error
     environment = options.environment()
     for name in ALLOCATOR:
         if is_rocm() and conflicting(environment.get(name, "")):
             _log.warning(
-                "%s=%s: max_split_size_mb goes wrong with expandable_segments on ROCm; "
-                "hf_rocm.setup_environment() leaves it out",
+                "%s=%s: max_split_size_mb and expandable_segments don't work together on ROCm; "
+                "hf_rocm.setup_environment() leaves max_split_size_mb out",
                 name,
                 environment[name],
             )
 
 
 def switch_on(model: nn.Module, mode: str) -> None:
-    """Have transformers' automatic compilation of a prepared model take these settings, where nobody asked for others.
+    """Use these settings when transformers compiles a prepared model automatically, unless the user passes others.
 
-    mode: `overlay.bind.ON` on any device, `GPU` for weights that are on one.
+    mode: `overlay.bind.ON` for any device, `GPU` for weights on a GPU.
     """
     if hasattr(type(model), "get_compiled_call"):
-        put_before(type(model), "get_compiled_call", _get_compiled_call, AUTOMATIC)
+        put_before(model, {"get_compiled_call": _get_compiled_call}, AUTOMATIC)
         model.__dict__[AUTOMATIC] = mode
 
 
-def automatic(model: Any, asked: Any) -> Any:
-    """The `CompileConfig` of a call: the user's, if there is one."""
-    if asked is not None or (model.__dict__.get(AUTOMATIC) != ON and model.device.type != "cuda"):
-        return asked
+def automatic(model: Any, requested: Any) -> Any:
+    """The `CompileConfig` of a call: the user's if there is one, else the settings for ROCm."""
+    if requested is not None or (model.__dict__.get(AUTOMATIC) != ON and model.device.type != "cuda"):
+        return requested
     from transformers import CompileConfig
 
     check()
     config: Any = CompileConfig(options=arguments({})["options"])
-    config.mode = None  # which is mode `default`: PyTorch takes no options beside a mode
+    config.mode = None  # means `default`: PyTorch does not accept options together with a mode
     return config
 
 

@@ -1,92 +1,109 @@
 """Which models and which calls of `generate` decode over recorded steps, and why the others don't.
 
-A reason is a sentence; None means that nothing is in the way. A call is served only if its user asked for nothing that
-a cache of ours would change: no cache, no implementation of one, nothing returned but tokens.
+A reason is a sentence; None means that nothing prevents recording.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_rocm.generation import features, recorder
+from hf_rocm import features
+from hf_rocm.generation import encoder_decoder, recorder, user_cache
 from hf_rocm.generation.methods import own
-from hf_rocm.weights.colwise import mesh_of
+from hf_rocm.generation.watch import KNOWN, watches_of
+from hf_rocm.weights.tensor_parallel import mesh_of
 
-# The methods that are put on the model's class; see hooks.py.
+# The methods that hooks.py sets on the model's class.
 METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call", "_sample")
 
-# What the configs of Gemma ask for in older releases: a static cache with sliding layers, which ours is.
-_HYBRID = ("hybrid", "static")
+
+def generator_of(model: Any) -> Any:
+    """The transformers model whose `generate` runs when this model generates: the model itself, or the one it wraps.
+
+    PEFT's models are no `GenerationMixin`: theirs call `generate` of the base model, or forward the attribute to it.
+    """
+    from transformers import GenerationMixin
+
+    if isinstance(model, GenerationMixin):
+        return model
+    base = getattr(model, "get_base_model", None)
+    inner = base() if callable(base) else getattr(getattr(model, "generate", None), "__self__", None)
+    return inner if isinstance(inner, GenerationMixin) else model
 
 
 def refuses_class(cls: type) -> str | None:
-    """Why no model of this class can be served."""
+    """Why no model of this class can decode over recorded steps, or None."""
     from transformers import GenerationMixin, PreTrainedModel
 
     if not issubclass(cls, GenerationMixin):
         return "it does not generate"
     for name in METHODS:
         if own(cls, name, PreTrainedModel if name == "get_compiled_call" else GenerationMixin):
-            return f"{cls.__name__} has a {name} of its own"
+            return f"{cls.__name__} overrides {name}"
     if not getattr(cls, "_can_compile_fullgraph", getattr(cls, "_supports_static_cache", False)):
         return f"transformers does not run {cls.__name__} over a static cache"
-    return f"{cls.__name__} keeps a state beside its cache" if getattr(cls, "_is_stateful", False) else None
+    return f"{cls.__name__} keeps state outside its cache" if getattr(cls, "_is_stateful", False) else None
 
 
 def refuses_model(model: Any) -> str | None:
-    """Why this model can't be served as it is now."""
+    """Why this model can't decode over recorded steps at this moment, or None."""
     reason = refuses_class(type(model)) or features.refuses("graph_decode")
     if reason is not None:
         return reason
     config = model.config
     if config.is_encoder_decoder:
-        return "it has an encoder beside its decoder"
+        found = encoder_decoder.windows_of(config)
+        reason = found if isinstance(found, str) else features.refuses("encoder_decoder")
+        if reason is not None:
+            return reason
     if config.model_type == "bloom" or getattr(config, "alibi", False):
-        return "its positions are made from the mask"
+        return "its position biases (ALiBi) are computed from the mask"
     layers = config.get_text_config(decoder=True).num_hidden_layers
-    if getattr(config, "decoder_layers", layers) != layers:
-        return "its cache has layers that nothing is written to"
+    if not config.is_encoder_decoder and getattr(config, "decoder_layers", layers) != layers:
+        return "some layers of its cache are never written"
     if "llama4" in config.model_type:
-        return "transformers doesn't compile its steps either"
+        return "transformers does not compile its decode steps"
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_compileable:
         return "transformers doesn't compile steps of its quantisation"
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "the model is compiled"
     if not model._supports_default_dynamic_cache():
-        return f"{type(model).__name__} brings a cache of its own"
+        return f"{type(model).__name__} uses its own cache class"
     return None
 
 
 def refuses_ranks(model: Any) -> str | None:
-    """Why ranks that this model's weights are spread over can't record its steps."""
+    """Why the ranks over which this model is sharded can't record its steps, or None."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None  # asked in every call of generate: without ranks there is nothing to look for
+        return None  # called in every call of generate: skip the rest without ranks
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if (getattr(config, "pp_size", None) or 1) > 1:
-        return "its layers are divided among ranks"
+        return "its layers are split across ranks (pipeline parallelism)"
     if any(hasattr(type(module), "_get_fsdp_state") for module in model.modules()):
-        return "its weights are gathered from other ranks for each call (FSDP2), and those need not make the same calls"
-    meshes = [each.device_mesh for each in model.parameters() if hasattr(each, "device_mesh")]
+        return "FSDP2 gathers its weights from other ranks in every call, and these ranks need not make the same calls"
+    meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
     if any(mesh.ndim > 1 for mesh in meshes) or (meshes and mesh_of(model) is None):
-        return "its weights are DTensors over ranks that transformers' tensor parallelism doesn't know"
+        return "its weights are DTensors on a device mesh that transformers' tensor parallelism did not create"
     return None
 
 
 def refuses_device(model: nn.Module) -> str | None:
-    """Why steps can't be recorded where the model's weights are."""
+    """Why steps can't be recorded on the devices of the model's weights, or None."""
     devices = {parameter.device for parameter in model.parameters()}
     if torch.device("meta") in devices:
-        return "some of its weights are offloaded, and brought for each call of their layer"
+        return "some of its weights are offloaded, and loaded again for every call of their layer"
     if len(devices) > 1:
         return f"its weights are on {len(devices)} devices"
     device = next(iter(devices), torch.device("cpu"))
     if device.type not in recorder.factories:
-        return f"its weights are on {device.type}, where nothing can be recorded"
+        return f"its weights are on {device.type}, where steps can't be recorded"
     reason = refuses_ranks(model)
     if reason is not None:
         return reason
@@ -94,47 +111,49 @@ def refuses_device(model: nn.Module) -> str | None:
     if mesh is not None:
         backend = torch.distributed.get_backend(mesh.get_group())
         if backend not in recorder.collectives.get(device.type, ()):
-            return f"its ranks exchange through {backend}, whose collectives can't be recorded"
+            return f"its ranks communicate through {backend}, whose collectives can't be recorded"
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
-    return f"it is spread over {', '.join(sorted(places))}" if len(places) > 1 else None
+    return f"its layers are on several devices: {', '.join(sorted(places))}" if len(places) > 1 else None
 
 
 def refuses_call(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any], mode: Any) -> str | None:
-    """Why this call of `generate` keeps the cache that transformers gives it.
+    """Why this call of `generate` uses the cache that transformers chooses, or None.
 
     generation_config: the call's own copy. mode: transformers' `GenerationMode`.
     """
-    asked = generation_config
-    reason = refuses_modules(model)
+    reason = refuses_modules(model) or _refuses_preparation(model) or features.refuses("graph_decode")
     if reason is not None:
         return reason
+    foreign = watches_of(model).foreign
+    if foreign is not None:
+        return f"a replay would not run it: {foreign}"
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     if attention not in ("sdpa", "eager"):
-        return f"the attention implementation {attention!r} takes no lengths"
+        return f"the attention implementation {attention!r} does not accept sequence lengths"
     if torch.is_autocast_enabled(model.device.type):
-        return "autocast keeps copies of the weights that end with it"
+        return "autocast caches copies of the weights and frees them when it ends"
     if getattr(mode, "value", mode) not in ("greedy_search", "sample"):
         return f"{str(getattr(mode, 'value', mode)).replace('_', ' ')} runs uncaptured"
-    if model_kwargs.get("past_key_values") is not None:
-        return "the call brings a cache"
-    if asked.use_cache is False:
+    if generation_config.use_cache is False:
         return "the call uses no cache"
-    own = getattr(model.config.get_text_config(), "cache_implementation", None)
-    if asked.cache_implementation not in (None, own if own in _HYBRID else None, "hybrid"):
-        return f"the call asks for a cache, {asked.cache_implementation!r}"
+    brought = model_kwargs.get("past_key_values")
+    reason = None if brought is None else user_cache.refuses(brought)
+    if reason is not None:
+        return reason
+    requested = generation_config.cache_implementation
+    if requested is not None and (brought is not None or requested not in user_cache.NAMED):
+        return f"the call requests a cache implementation, {requested!r}"
     config = model.config
-    if any(getattr(each, name, None) for each in (asked, config) for name in _RETURNED):
-        return "the call returns what happens within the layers"
-    if asked.return_dict_in_generate:
-        return "the call returns its cache"
-    if asked.disable_compile:
+    if any(getattr(source, name, None) for source in (generation_config, config) for name in _RETURNED):
+        return "the call returns hidden states or attention weights"
+    if generation_config.disable_compile:
         return "the call disables compilation, and with it recorded steps"
-    if asked.compile_config is not None:
-        return "the call asks for torch.compile"
-    if getattr(asked, "prefill_chunk_size", None) is not None:
-        return "the call asks for a prompt in chunks"
-    if getattr(asked, "is_assistant", False):
-        return "the model assists another one"
+    if generation_config.compile_config is not None:
+        return "the call requests torch.compile"
+    if getattr(generation_config, "prefill_chunk_size", None) is not None:
+        return "the call requests chunked prefill"
+    if getattr(generation_config, "is_assistant", False):
+        return "the model is the assistant of another model"
     if model.training:
         return "the model is in training mode"
     return None
@@ -142,49 +161,66 @@ def refuses_call(model: Any, generation_config: Any, model_kwargs: Mapping[str, 
 
 _RETURNED = ("output_hidden_states", "output_attentions")
 
-# Whose modules compute the same at every step, and whose hooks only see to memory or collect what is returned.
-_KNOWN = {"torch", "transformers", "hf_rocm", "peft", "accelerate", "bitsandbytes", "torchao", "compressed_tensors"}
-
 
 def refuses_modules(model: nn.Module) -> str | None:
-    """Which code of the user's own a replay would leave out: hooks, forwards, classes; they may count or steer."""
+    """Which of the user's code a replay would skip (hooks, forwards and classes may have side effects), or None."""
     seen: set[type] = set()
     for name, module in model.named_modules():
         where = name or "the model"
         own = module.__dict__
         hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-        if any(_stranger(hook) for hook in hooks):
+        if any(_is_foreign(hook) for hook in hooks):
             return f"a replay would not run the hook of {where}"
-        if "forward" in own and _stranger(own["forward"]):
-            return f"a replay would not run the forward that was put on {where}"
+        if "forward" in own and _is_foreign(own["forward"]):
+            return f"a replay would not run the forward that was set on {where}"
+        if name:
+            for attribute, value in own.items():
+                if value.__class__ in _FUNCTIONS and _is_foreign(value):
+                    return f"a replay would not run the {attribute} that was set on {where}"
         kind = type(module)
-        if kind not in seen and kind.__module__.split(".")[0] not in _KNOWN:
+        if kind not in seen and kind.__module__.split(".")[0] not in KNOWN:
             return f"{where} is a {kind.__name__}, whose code a replay would not run"
         seen.add(kind)
     return None
 
 
-def _stranger(hook: Any) -> bool:
+_FUNCTIONS = frozenset((FunctionType, MethodType, partial))
+
+
+def _refuses_preparation(model: Any) -> str | None:
+    """Why a `prepare_inputs_for_generation` that was set on the model itself may need a cache that grows, or None."""
+    prepare = model.__dict__.get("prepare_inputs_for_generation")
+    if prepare is None:
+        return None
+    adapter = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        return "PEFT's prompt learning prepares steps for a growing cache"
+    return "a prepare_inputs_for_generation was set on the model" if _is_foreign(prepare) else None
+
+
+def _is_foreign(hook: Any) -> bool:
     function = getattr(hook, "func", hook)  # of a partial
-    return str(getattr(function, "__module__", None) or type(function).__module__).split(".")[0] not in _KNOWN
+    return str(getattr(function, "__module__", None) or type(function).__module__).split(".")[0] not in KNOWN
 
 
 def windows(model: Any) -> Sequence[int | None] | str:
-    """The sliding window of each layer's cache, None where it keeps all; or why the model's layers can't be served."""
+    """The sliding window of every layer's cache, None for full attention; or why a layer is not supported."""
     from transformers import cache_utils
 
+    if model.config.is_encoder_decoder:
+        return encoder_decoder.windows_of(model.config)
     config = model.config.get_text_config(decoder=True)
     sliding = getattr(cache_utils, "StaticSlidingWindowLayer", None)
     if sliding is None:
-        return [None] * config.num_hidden_layers  # masks alone keep what a sliding layer sees apart
-    found: list[int | None] = []
+        return [None] * config.num_hidden_layers  # sliding layers differ by their masks only
+    sizes: list[int | None] = []
     layers: Any = cache_utils.StaticCache(config=config, max_cache_len=_LONG).layers
     for layer in layers:
         if type(layer) not in (cache_utils.StaticLayer, sliding):
-            return f"a layer of it keeps its state in a {type(layer).__name__}"
+            return f"the cache of one of its layers is a {type(layer).__name__}"
         window = layer.max_cache_len
-        found.append(window if type(layer) is sliding and window < _LONG else None)
-    return found or "transformers makes no static cache of its layers"
+        sizes.append(window if type(layer) is sliding and window < _LONG else None)
+    return sizes or "transformers creates no static cache for its layers"
 
 
 _LONG = 2**40

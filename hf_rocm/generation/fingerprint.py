@@ -1,8 +1,9 @@
-"""What a recorded step took for granted of its model: where its weights lie, and how its modules are set.
+"""What a recorded step assumes of its model: the addresses of its weights, the settings of its modules, what they call.
 
-A replay runs no Python of the model. So before the first step of every call the model is looked over: a weight that
-moved, a hook, an adapter that was switched, another implementation of attention or experts gives another fingerprint,
-and recordings with this one are left alone. What is written into weights in place is seen by a replay anyway.
+A replay runs none of the model's Python code. So the model is fingerprinted before the first step of every call. A
+weight that moved, a hook, another active adapter or another implementation of attention or experts changes the
+fingerprint, and recordings with another fingerprint are not used. A replay reads the weights themselves, so it sees
+values that were written in place.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from hf_rocm.weights.kept import FUSED, SHUFFLED, Kept
+from hf_rocm.generation.watch import Watches
+from hf_rocm.layers.weight_group import SLOT, WeightGroup
 
 
 class Fingerprint(NamedTuple):
-    """Equal while the recordings made under it are good."""
+    """Equal for as long as the recordings made under it are valid.
+
+    facts: what is compared. kept: objects that are compared by id, referenced here so that no id is used again.
+    """
 
     facts: tuple[Hashable, ...]
-    kept: tuple[object, ...]  # objects that are told by their identity, which must not be given to others meanwhile
+    kept: tuple[object, ...]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fingerprint) and self.facts == other.facts
@@ -31,12 +36,13 @@ class Fingerprint(NamedTuple):
         return hash(self.facts)
 
 
-def fingerprint(model: nn.Module) -> Fingerprint:
-    """Look the model over: a few microseconds for each module."""
+def fingerprint(model: nn.Module, watches: Watches) -> Fingerprint:
+    """Fingerprint the model, in a few microseconds for each module. watches: those of this call of `generate`."""
     from hf_rocm import options
 
-    kept: list[object] = [options.current()]
-    facts: list[Hashable] = [id(kept[0]), *_circumstances()]
+    options.refresh()
+    kept: list[object] = [options.current(), watches.call]
+    facts: list[Hashable] = [id(kept[0]), *map(id, watches.call.expected), *_global_state()]
     if getattr(model, "config", None) is not None:
         facts.append(_settings(model.config))
     seen: set[int] = set()
@@ -52,7 +58,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     return Fingerprint(tuple(facts), tuple(kept))
 
 
-# What `nn.Module` itself keeps, what is looked at apart, and what transformers changes without any effect on a step.
+# Attributes of `nn.Module` itself, those that are handled separately, and those that don't affect a step.
 _IGNORED = frozenset(nn.Module().__dict__) | {
     "config",
     "generation_config",
@@ -71,30 +77,30 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]) -> None:
     own = module.__dict__
     facts.append(own["training"])
-    if SHUFFLED in own or FUSED in own:
-        facts += _copies(module, kept)
+    if SLOT in own:
+        facts += _shuffled(module, kept)
     for parameters in (own["_parameters"], own["_buffers"]):
-        facts += [None if each is None else _place(each) for each in parameters.values()]
+        facts += [None if tensor is None else _place(tensor) for tensor in parameters.values()]
     for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
         if hooks:
-            facts += [_fact(each, kept) for each in hooks.values()]
+            facts += [_fact(hook, kept) for hook in hooks.values()]
     for name in own.keys() - _IGNORED:
         value = own[name]
         facts.append(name)
         if isinstance(value, dict):
-            facts += [(str(key), _fact(each, kept)) for key, each in value.items()]
+            facts += [(str(key), _fact(item, kept)) for key, item in value.items()]
         elif isinstance(value, (list, tuple)):
-            facts += [_fact(each, kept) for each in value]
+            facts += [_fact(item, kept) for item in value]
         else:
             facts.append(_fact(value, kept))
 
 
-def _copies(module: nn.Module, kept: list[object]) -> list[Hashable]:
-    """Shuffled copies of its weights that are in use. After a write the prompt brings them up to date, in place."""
-    own = module.__dict__
-    found = (own.get(SHUFFLED), getattr(own.get(FUSED), "kept", None))
-    kept += found
-    return [(id(each), each.shuffled is None) for each in found if isinstance(each, Kept)]
+def _shuffled(module: nn.Module, kept: list[object]) -> list[Hashable]:
+    """The address of the shuffled weight that is in use. After a write, the prompt updates a copy in place."""
+    group = module.__dict__[SLOT]
+    data = group.shuffled_data(module) if isinstance(group, WeightGroup) else None
+    kept.append(data)
+    return [None if data is None else data.data_ptr()]
 
 
 def _fact(value: Any, kept: list[object]) -> Hashable:
@@ -103,18 +109,18 @@ def _fact(value: Any, kept: list[object]) -> Hashable:
     if isinstance(value, _PLAIN):
         return value
     if type(value) in (list, tuple):
-        return tuple(_fact(each, kept) for each in value)
+        return tuple(_fact(item, kept) for item in value)
     if type(value) is dict:
-        return tuple((str(key), _fact(each, kept)) for key, each in value.items())
+        return tuple((str(key), _fact(item, kept)) for key, item in value.items())
     try:
         return _Identity(value)
-    except TypeError:  # it can't be referred to weakly
+    except TypeError:  # it has no weak references
         kept.append(value)
         return id(value)
 
 
 class _Identity:
-    """One object, told from every other by its identity and held weakly: equal to itself for as long as it lives."""
+    """The identity of an object, as a weak reference: equal to another one while the same object lives."""
 
     __slots__ = ("_hash", "_refer")
 
@@ -137,30 +143,31 @@ def _place(tensor: Tensor) -> Hashable:
     if tensor.__class__ not in (nn.Parameter, Tensor):
         try:
             pointer = tensor.data_ptr()
-        except (RuntimeError, NotImplementedError):  # it has no memory of its own
+        except (RuntimeError, NotImplementedError):  # it has no storage
             pointer = 0
         return id(tensor), type(tensor), getattr(tensor, "_version", 0), pointer
     return tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
 def _settings(config: Any) -> Hashable:
-    """Every plain value of a config and of those inside it: attention's implementation, a softcap, ...."""
+    """Every plain value of a config and of nested configs: the attention implementation, a softcap, …"""
     if isinstance(config, _PLAIN):
         return config
     if isinstance(config, (list, tuple)):
-        return tuple(_settings(each) for each in config)
+        return tuple(_settings(item) for item in config)
     inner = config if isinstance(config, dict) else getattr(config, "__dict__", None)
     if inner is None:
         return type(config).__qualname__
-    return tuple((str(name), _settings(each)) for name, each in inner.items())
+    return tuple((str(name), _settings(value)) for name, value in inner.items())
 
 
-def _circumstances() -> list[Hashable]:
+def _global_state() -> list[Hashable]:
+    """The state of PyTorch that a recording depends on."""
     hooks = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
     return [
         torch.is_autocast_enabled(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_float32_matmul_precision(),
-        tuple(id(each) for hook in hooks for each in hook.values()),
+        tuple(id(hook) for registered in hooks for hook in registered.values()),
     ]

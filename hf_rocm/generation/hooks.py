@@ -1,7 +1,8 @@
-"""Where transformers asks for a cache and for its compiled step: methods set on the class of a prepared model.
+"""The methods that make a prepared model decode over recorded steps, where transformers prepares its cache and its
+compiled call.
 
-On the class and not on the model, so that a copy of the model finds its own recordings and a pickle has nothing of
-ours in it. An instance that isn't marked, or of a subclass, gets what it would get without us.
+They are set on the class and not on the model, so that a copy of the model uses its own recordings and a pickle
+contains nothing of hf_rocm. For models that are not prepared, and for subclasses, they call the inherited methods.
 """
 
 from __future__ import annotations
@@ -13,30 +14,35 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_rocm import options
-from hf_rocm.generation import decide, deferral, inputs
+from hf_rocm.errors import GraphError
+from hf_rocm.generation import decide, deferred_stop, inputs, suspects, user_cache
 from hf_rocm.generation.cache import DecodeCache
-from hf_rocm.generation.methods import put_before
-from hf_rocm.generation.runner import Runner
+from hf_rocm.generation.encoder_decoder import EncoderDecoderDecodeCache, mask_of
+from hf_rocm.generation.methods import put_before, take_away
+from hf_rocm.generation.rewind import Attempt, Rewind
+from hf_rocm.generation.runner import Runner, last_alarm
 from hf_rocm.generation.state import SETTINGS, State, known, refusal, release, state_of
+from hf_rocm.generation.user_cache import UserCache
 from hf_rocm.options import Switch
 from hf_rocm.overlay.bind import ON
 
 Method = Callable[..., Any]
 
 
-def switch_on(model: nn.Module, graphs: bool | None, mode: str = ON) -> str | None:
-    """Have a prepared model decode over recorded steps from here on.
+def switch_on(model: Any, graphs: bool | None, mode: str = ON) -> str | None:
+    """Decode over recorded steps in this prepared model from now on. Returns the reason why not, or None.
 
-    graphs: True raises where it can't be, None goes by `HF_ROCM_GRAPHS`, False switches it off. mode: how far the
-    preparation of the steps' inputs reaches, as in `overlay.bind`. Returns why it is off, or None. Raises `GraphError`.
+    graphs: True requires recorded steps, False disables them, None follows `HF_ROCM_GRAPHS`. mode: on which devices the
+    inputs of steps are prepared here, as in `overlay.bind`. Raises `GraphError` if steps are required and can't be
+    recorded.
     """
     switch_off(model)
-    wanted = options.current().graphs if graphs is None else Switch.REQUIRED if graphs else Switch.OFF
+    wanted = wanted_of(graphs)
     reason = "graphs are switched off" if wanted is Switch.OFF else decide.refuses_model(model)
     reason = reason or decide.refuses_ranks(model)
+    reason = reason or suspects.refuses(model.device, required=wanted is Switch.REQUIRED)
     if reason is None:
-        for name, method in _METHODS.items():
-            put_before(type(model), name, method, SETTINGS)
+        put_before(model, _METHODS, SETTINGS)
         model.__dict__[SETTINGS] = {"required": wanted is Switch.REQUIRED}
         inputs.switch_on(model, mode)
     elif wanted is Switch.REQUIRED:
@@ -44,9 +50,15 @@ def switch_on(model: nn.Module, graphs: bool | None, mode: str = ON) -> str | No
     return reason
 
 
+def wanted_of(graphs: bool | None) -> Switch:
+    """The argument `graphs` as a switch; None stands for `HF_ROCM_GRAPHS`."""
+    return options.current().graphs if graphs is None else Switch.REQUIRED if graphs else Switch.OFF
+
+
 def switch_off(model: nn.Module) -> None:
-    """Give back what is kept for a model, and let it decode as stock does."""
+    """Free the caches and recordings of a model, and let it decode as stock does."""
     release(model)
+    take_away(model, SETTINGS)
     if model.__dict__.pop(SETTINGS, None) is not None:
         inputs.switch_off(model)
 
@@ -60,31 +72,59 @@ def _prepare_cache_for_generation(
     batch_size: int,
     max_cache_length: int,
     *rest: Any,
-) -> Any:
+) -> None:
     state = state_of(self)
     windows = _served(self, state, generation_config, model_kwargs, mode)
-    if windows is None:
-        return stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
+    brought = model_kwargs.get("past_key_values") is not None
+    user: UserCache | None = None
+    if windows is None or brought or generation_config.return_dict_in_generate:
+        stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
+        if windows is None:
+            return
+        given = model_kwargs.get("past_key_values")
+        user = UserCache(_cache_of_forward(self) if given is None else given, brought=brought)
+        found = user.refuses() or user.windows(windows)
+        if isinstance(found, str):
+            state.turn_away(found)
+            return
+        windows = found
+    encoded = model_kwargs.get("encoder_outputs") if self.config.is_encoder_decoder else None
+    mask = None if encoded is None else mask_of(self, model_kwargs.get("attention_mask"), encoded)
+    if isinstance(mask, str):
+        state.turn_away(mask)
+        if user is None:
+            stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
+        return
     state.calls += 1
-    model_kwargs["past_key_values"] = state.pool.take(
+    seen = user.length if user is not None and brought else 0
+    cache = state.pool.take(
         windows,
         batch=batch_size * (generation_config.num_return_sequences or 1),
-        prompt=_prompt(model_kwargs),
-        limit=max_cache_length + 1,
+        prompt=(_prompt(model_kwargs) if encoded is None else 0) + seen,
+        limit=max_cache_length + 1 + seen,
+        kind=DecodeCache if encoded is None else EncoderDecoderDecodeCache,
+        encoded=0 if encoded is None else encoded[0].shape[1],
     )
-    return None
+    if isinstance(cache, EncoderDecoderDecodeCache):
+        cache.begin(mask, additive=self.config.get_text_config(decoder=True)._attn_implementation == "eager")
+    if user is not None:
+        user.load(cache)
+    model_kwargs["past_key_values"] = cache
 
 
 def _served(
     self: Any, state: State, generation_config: Any, model_kwargs: dict[str, Any], mode: Any
 ) -> Sequence[int | None] | None:
-    """The windows of the layers, or None and the reason noted: then the call keeps transformers' own cache."""
+    """The windows of the layers. If the call uses transformers' own cache: None, and the reason is recorded."""
     from transformers.generation.configuration_utils import GenerationMode
 
     if not isinstance(mode, GenerationMode):  # the assistant model, up to 4.53
         mode = generation_config.get_generation_mode(mode)
-    reason = state.disabled or ("the call brings a loop of its own" if _brings_a_loop() else None)
+    reason = state.disabled or ("the call passes a custom_generate loop" if _thread.own_loop else None)
+    if model_kwargs.get("past_key_values") is not None and _thread.observer is not None:
+        reason = reason or f"the call passes a cache, which its {_thread.observer} may read"
     reason = reason or decide.refuses_device(self)
+    reason = reason or suspects.refuses(self.device, required=state.required)
     reason = reason or decide.refuses_call(self, generation_config, model_kwargs, mode)
     windows = reason or decide.windows(self)
     if not isinstance(windows, str):
@@ -93,25 +133,51 @@ def _served(
     return None
 
 
+def _cache_of_forward(model: Any) -> Any:
+    """The cache that the model's forward makes in releases where `generate` makes none."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(*(DynamicCache(config=model.get_decoder().config) for _ in range(2)))
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
 def _generate(self: Any, stock: Method, *args: Any, **kwargs: Any) -> Any:
-    """A loop of the user's own may do anything with its cache."""
-    before = _brings_a_loop()
+    """Replaces `generate`, to note which code of the user may do anything with the cache of the call."""
+    before = _thread.own_loop, _thread.observer
     _thread.own_loop = kwargs.get("custom_generate") is not None
+    _thread.observer = user_cache.observers({**dict(zip(_POSITIONAL, args, strict=False)), **kwargs})
     try:
         return stock(*args, **kwargs)
     finally:
-        _thread.own_loop = before
+        _thread.own_loop, _thread.observer = before
 
 
-def _brings_a_loop() -> bool:
-    return getattr(_thread, "own_loop", False)
+# The parameters of `generate` that may be passed by position, up to the last one that `observers` reads.
+_POSITIONAL = (
+    "inputs",
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "assistant_model",
+    "streamer",
+)
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    """Of this thread's call of `generate`: whether it has a loop of the user's, and code that may read its cache."""
+
+    own_loop = False
+    observer: str | None = None
+
+
+_thread = _Thread()
 
 
 def _prompt(model_kwargs: dict[str, Any]) -> int:
-    """Tokens of a row, as far as can be seen before they are looked at."""
+    """The number of tokens per row, from the shapes of the arguments alone; 0 if these don't have it."""
     for name, dim in (("inputs_embeds", 1), ("attention_mask", -1)):
         if model_kwargs.get(name) is not None:
             length: int = model_kwargs[name].shape[dim]
@@ -145,21 +211,65 @@ def _get_compiled_call(self: Any, stock: Method, compile_config: Any) -> Any:
 def _sample(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, DecodeCache):
-        with deferral.stopping_as_ever():
+        with deferred_stop.stopping_on_time():
             return stock(input_ids, *args, **kwargs)
-    with deferral.stopping_late(input_ids, kwargs) as late:
-        tokens = stock(input_ids, *args, **kwargs)
+    attempt = Attempt(input_ids, args, kwargs)
+    try:
+        result = _decode(stock, input_ids, args, attempt)
+        rewind = last_alarm(cache, self)
+    except Rewind as raised:
+        rewind = raised
     state = known(self)  # None if the model was restored meanwhile
-    if state is not None and state.disabled is None:
-        state.pool.give(cache)  # not after an error, which may have left anything in it
-    return tokens if late is None or not late.undone else tokens[:, : -late.undone]
+    if rewind is not None:
+        if state is not None and state.disabled is None:
+            state.disable(rewind.reason)
+        attempt.take_back(rewind)
+        result = _decode(stock, input_ids, args, attempt)
+    result = _with_users_cache(result, attempt.cache)
+    if rewind is None and state is not None and state.disabled is None:
+        state.pool.put(cache)  # not after an error, which may have left the cache in any state
+    return result
+
+
+def _decode(stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
+    try:
+        with deferred_stop.stopping_late(input_ids, attempt.arguments) as late:
+            result = stock(input_ids, *args, **attempt.arguments)
+    except GraphError:
+        raise  # replays may have been wrong: the user's cache stays as it was
+    except BaseException:  # of the user's code: in stock too, the cache has the tokens so far
+        _with_users_cache(None, attempt.cache)
+        raise
+    return result if late is None or not late.undone else _without_last(result, late.undone, attempt.cache)
+
+
+def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:
+    """What `_sample` returned, without the last steps."""
+    cache.crop(-steps)
+    if isinstance(result, Tensor):
+        return result[:, :-steps]
+    result.sequences = result.sequences[:, :-steps]
+    for name in ("scores", "logits"):
+        if result.get(name):
+            setattr(result, name, result[name][:-steps])
+    return result
+
+
+def _with_users_cache(result: Any, cache: DecodeCache) -> Any:
+    """Write the new keys and values to the cache that the user passed or gets, and put it into the result."""
+    user = cache.user
+    if user is not None:
+        user.store(cache)
+        if result is not None and not isinstance(result, Tensor):
+            result.past_key_values = user.cache
+    return result
 
 
 def _has_unfinished_sequences(self: Any, stock: Method, this_peer_finished: Any, *args: Any, **kwargs: Any) -> Any:
-    late = deferral.current()
+    late = deferred_stop.current()
     if late is None or isinstance(this_peer_finished, bool):  # from 5.17 on the decision was taken before
         return stock(this_peer_finished, *args, **kwargs)
-    return late.goes_on(this_peer_finished)
+    return late.continues(this_peer_finished)
 
 
 _METHODS: dict[str, Method] = {

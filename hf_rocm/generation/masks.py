@@ -1,8 +1,8 @@
-"""The masks of decode steps, kept and advanced in place instead of made anew.
+"""The masks of decode steps: resident tensors that are updated in place instead of being built for every step.
 
-In a step of one token a mask says no more than from where to where each row's keys count. So one tensor is kept for
-each kind of layers, an ordinary one that every layer understands, and refreshed on the device as the step's length
-grows there; what it says in numbers (`CacheRows`) is attached for the kernels that need no mask.
+In a step of one token a mask holds only the first and the last key of every row. So there is one resident tensor per
+kind of layers, which every layer can read as an ordinary mask, and which is updated on the device as the length grows.
+The same bounds as numbers (`CacheRows`) are attached to the mask, for kernels that need no mask.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_rocm.generation.resident import settle
+from hf_rocm.generation.static_buffers import settle
 from hf_rocm.layers.attention import attach
 from hf_rocm.ops.decode import seen_keys
-from hf_rocm.ops.padded import CacheRows
+from hf_rocm.ops.mask_patterns import CacheRows
 
 
 class Unlike(Exception):
-    """Why a step is left to transformers; the message is a sentence."""
+    """Why transformers prepares a step; the message is a sentence."""
 
 
 class Kind(NamedTuple):
-    """The layers that share a mask: what the model calls them, their window, and the first of them."""
+    """The layers that share a mask: their type in the config, their window, and the index of the first one."""
 
-    name: str | None  # None: the model has one mask for all layers
+    name: str | None  # None: all layers share one mask
     window: int | None
     layer: int
 
 
 def kinds_of(config: Any, masks: Any, cache: Any) -> list[Kind]:
-    """The kinds of layers that transformers made these masks for: one mask, or a dict with None where none is needed.
+    """The kinds of layers of these masks. masks: one mask, or a dict with None where no mask is needed.
 
     Raises `Unlike` on a mask that is neither causal nor causal with a sliding window.
     """
@@ -43,32 +43,32 @@ def kinds_of(config: Any, masks: Any, cache: Any) -> list[Kind]:
     causal, sliding = masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask
     if not isinstance(masks, dict):
         if hasattr(text, "layer_types") or getattr(text, "attention_chunk_size", None) is not None:
-            raise Unlike("the model makes masks of its own")
+            raise Unlike("the model creates its own masks")
         window = getattr(text, "sliding_window", None)
         return [Kind(None, window, _first(cache, window is not None))]
-    found = []
+    kinds = []
     for name, mask in masks.items():
         if mask is None:
             continue
         maker = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(name)
         if name not in text.layer_types or (maker is not causal and maker is not sliding):
-            raise Unlike(f"its layers of {name} have masks of their own")
-        found.append(Kind(name, text.sliding_window if maker is sliding else None, _first(cache, maker is sliding)))
-    return found
+            raise Unlike(f"its layers of type {name} have other masks than causal and sliding-window ones")
+        kinds.append(Kind(name, text.sliding_window if maker is sliding else None, _first(cache, maker is sliding)))
+    return kinds
 
 
 def _first(cache: Any, sliding: bool) -> int:
-    """The layer whose sizes transformers makes the mask for."""
-    which = list(getattr(cache, "is_sliding", []))
-    return which.index(sliding) if sliding in which else 0
+    """The index of the layer whose sizes determine the size of the mask."""
+    flags = list(getattr(cache, "is_sliding", []))
+    return flags.index(sliding) if sliding in flags else 0
 
 
 class StepMask:
-    """The mask of one kind of layers: `tensor` is what they get, [B, 1, 1, L], resident.
+    """The mask of one kind of layers. tensor: the resident mask, [B, 1, 1, L].
 
-    like: transformers' own mask, bool or additive. lengths: [1], how many keys every row has had in its buffer, that of
-    the step's token included; starts: [B], the first that counts, or None. Both are advanced by their owner. rolls:
-    whether a full buffer drops its first key for each new one, so that lengths go beyond it.
+    like: the mask as transformers built it, bool or additive. lengths: [1], the number of keys per row, that of the
+    step's token included. starts: [B], the first key of every row that is not padding, or None. The owner advances
+    both. rolls: whether a full buffer drops its first key for every new one, so that lengths exceed its size.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class StepMask:
         attach(settle(self.tensor), self.rows)
 
     def rebase(self) -> None:
-        """Take up new starts."""
+        """Update the mask for new starts."""
         if self._real is not None and self.rows.key_starts is not None:
             torch.ge(self._places, self.rows.key_starts[:, None, None, None], out=self._real)
         self.refresh()
 
     def refresh(self) -> None:
-        """Bring the tensor to what the numbers say."""
+        """Update the tensor from lengths, starts and window."""
         lengths, starts, window = self.rows.key_lengths, self.rows.key_starts, self.rows.window
         if starts is not None and self._real is None:
             self._seen.copy_(seen_keys(1, self._seen.shape[3], lengths, starts, window))

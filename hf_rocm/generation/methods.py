@@ -1,51 +1,81 @@
-"""Methods of a model's class that transformers calls while it generates, with ours in front for the models that ask.
+"""Replace methods that transformers calls on a model's class while it generates, for marked models only.
 
-As with forwards, no class is replaced and no instance gets an attribute that a copy or a pickle would carry along
-wrongly: what sits on the class looks for a mark, a plain string, on the instance that it is called with.
+As with forwards, no class is replaced, and no instance gets an attribute that would be wrong in a copy or a pickle. The
+method on the class checks the instance for a mark, which is a plain builtin. It stays on the class while a marked model
+of the class, or a marked copy, exists that was not restored.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-_HOOK = "__hf_rocm_method__"
+from hf_rocm import patches
+from hf_rocm.patches import ABSENT, Change
+
+Method = Callable[..., Any]
+
+_COPIES = "copies"  # the key of the method that finds copies
 
 
-def put_before(cls: type, name: str, function: Callable[..., Any], mark: str) -> None:
-    """Let `function(model, inherited, *args, **kwargs)` answer for an inherited method of a class.
+def put_before(model: Any, functions: Mapping[str, Method], mark: str) -> None:
+    """Call `function(model, inherited, *args, **kwargs)` instead of methods of a model's class, by name.
 
-    inherited: the method as the class inherits it at that moment, or what was put before it under another mark, bound.
-    mark: a name in a model's `__dict__`; for models without it, and for subclasses, the inherited method is called.
+    inherited: the bound method without this change, which may be a function that was put before it under another mark.
+    mark: a name in a model's `__dict__`. Models without it, and instances of subclasses, call the inherited method.
     """
-    found = cls.__dict__.get(name)
-    marks: tuple[str, ...] = getattr(found, _HOOK, ())
-    if mark in marks:
-        return
-
-    # wraps keeps the signature: generate reads it to tell which arguments a model knows
-    @functools.wraps(getattr(cls, name))
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inherited = found.__get__(self) if found is not None and marks else getattr(super(cls, self), name)
-        if mark not in self.__dict__ or type(self) is not cls:
-            return inherited(*args, **kwargs)
-        return function(self, inherited, *args, **kwargs)
-
-    setattr(method, _HOOK, (*marks, mark))
-    setattr(cls, name, method)
+    cls = type(model)
+    changes = [
+        Change(cls, name, partial(_method, function, mark), key=mark)
+        for name, function in functions.items()
+        if hasattr(cls, name)
+    ]
+    patches.apply(*changes, Change(cls, "__setstate__", _setstate, key=_COPIES), user=model)
 
 
-def take_away(cls: type, name: str) -> None:
-    """Let the class inherit the method again."""
-    if hasattr(cls.__dict__.get(name), _HOOK):
-        delattr(cls, name)
+def take_away(model: Any, mark: str) -> None:
+    """The inverse of `put_before`, for this model."""
+    patches.release(model, key=mark)
+    if all(change.key == _COPIES for change in patches.of(model)):
+        patches.release(model)
 
 
 def own(cls: type, name: str, origin: type) -> bool:
-    """Whether a class, or one between it and `origin`, has a method of its own there instead of origin's."""
-    for each in cls.__mro__:
-        found = each.__dict__.get(name)
-        if found is not None and not hasattr(found, _HOOK):
-            return each is not origin
+    """Whether a class below `origin` in the MRO overrides this method."""
+    for parent in cls.__mro__:
+        if patches.original(parent, name) is not ABSENT:
+            return parent is not origin
     return False
+
+
+def _method(function: Method, mark: str, change: Change) -> Method:
+    cls, name = change.owner, str(change.name)
+
+    # wraps keeps the signature, from which generate reads the arguments that a model accepts
+    @functools.wraps(getattr(cls, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original = change.original  # not `call_of`, which would add a call to every step
+        inherited = getattr(super(cls, self), name) if original is ABSENT else original.__get__(self, cls)
+        if mark not in self.__dict__ or type(self) is not cls or not change.live:
+            return inherited(*args, **kwargs)
+        return function(self, inherited, *args, **kwargs)
+
+    return method
+
+
+def _setstate(change: Change) -> Method:
+    """Copies and pickles contain the marks, so a copy needs the methods too, for as long as it lives."""
+    cls = change.owner
+
+    @functools.wraps(cls.__setstate__)
+    def __setstate__(self: Any, state: Any) -> None:
+        change.call_of(self)(state)
+        if change.live and type(self) is cls:
+            marked = patches.keyed(self.__dict__)
+            needed = [other for other in marked if other.owner is cls or not isinstance(other.owner, type)]
+            if needed:
+                patches.apply(*needed, change, user=self)
+
+    return __setstate__

@@ -1,22 +1,21 @@
-"""Masks without `vmap`, for prepared models, in the releases that build theirs with it (up to 4.57).
+"""Masks without `vmap`, for prepared models, in the releases that build masks with it (up to 4.57).
 
-There a mask costs 2 ms of the host's time at every step that makes one; the same functions evaluated over broadcast
-indices give the same mask in a tenth of it, as transformers itself does from 5.0 on. Models that were not prepared get
-theirs from transformers.
+In these releases building a mask takes 2 ms on the host. The same functions evaluated over broadcast indices give the
+same mask in a tenth of the time, as in transformers from 5.0 on. Models that are not prepared get transformers' masks.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hf_rocm.generation import features
+from hf_rocm import features, patches
+from hf_rocm.patches import ABSENT, Change, Entry
 
 _MODULE = "transformers.masking_utils"
 
@@ -24,24 +23,27 @@ Mask = Callable[..., Tensor | None]
 
 
 def switch_on(model: nn.Module) -> str | None:
-    """Make this model's masks without vmap from here on. Returns why not, or None; from 5.0 on that is all."""
+    """Build the masks of this model without vmap from now on. Returns the reason why not, or None.
+
+    From 5.0 on, transformers needs no replacement, and this does nothing.
+    """
     masking_utils = _stock()
     if not hasattr(masking_utils, "sdpa_mask_recent_torch"):
         return None
     reason = features.refuses("plain_masks")
     if reason is not None:
         return reason
-    interface = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    interface["sdpa"], interface["eager"] = _sdpa, _eager
-    for config in _configs(model):
-        _marked[id(config)] = weakref.ref(config, partial(_forget, id(config)))
+    table = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+    _marked[model] = {id(config): config for config in _configs(model)}
+    masks = (Entry(table, name, make, key=__name__) for name, make in (("sdpa", _sdpa), ("eager", _eager)))
+    patches.apply(*masks, user=model)
     return None
 
 
 def switch_off(model: nn.Module) -> None:
-    """Leave the model's masks to transformers again."""
-    for config in _configs(model):
-        _marked.pop(id(config), None)
+    """Let transformers build the masks of this model again."""
+    _marked.pop(model, None)
+    patches.release(model, key=__name__)
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
@@ -51,21 +53,27 @@ def _configs(model: nn.Module) -> Iterator[Any]:
             yield config
 
 
-def _sdpa(*args: Any, **kwargs: Any) -> Tensor | None:
-    """In place of `sdpa_mask`."""
-    if not _ours("sdpa", args, kwargs):
-        return _theirs("sdpa")(*args, **kwargs)
-    return _seen(**kwargs)
+def _sdpa(change: Change) -> Mask:
+    """Replaces `sdpa_mask`."""
+
+    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        return _seen(**kwargs) if _applies(change, args, kwargs) else _inherited(change)(*args, **kwargs)
+
+    return mask
 
 
-def _eager(*args: Any, **kwargs: Any) -> Tensor | None:
-    """In place of `eager_mask`: additive, and never left out."""
-    if not _ours("eager", args, kwargs):
-        return _theirs("eager")(*args, **kwargs)
-    dtype = kwargs.pop("dtype", torch.float32)
-    seen = _seen(**{**kwargs, "allow_is_causal_skip": False})
-    assert seen is not None
-    return torch.where(seen, torch.tensor(0.0, device=seen.device, dtype=dtype), torch.finfo(dtype).min)
+def _eager(change: Change) -> Mask:
+    """Replaces `eager_mask`: additive, and never None."""
+
+    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        if not _applies(change, args, kwargs):
+            return _inherited(change)(*args, **kwargs)
+        dtype = kwargs.pop("dtype", torch.float32)
+        seen = _seen(**{**kwargs, "allow_is_causal_skip": False})
+        assert seen is not None
+        return torch.where(seen, torch.tensor(0.0, device=seen.device, dtype=dtype), torch.finfo(dtype).min)
+
+    return mask
 
 
 def _seen(
@@ -80,7 +88,7 @@ def _seen(
     allow_is_causal_skip: bool = True,
     **others: Any,
 ) -> Tensor | None:
-    """[B, 1, S_q, S_k] bool, or None where SDPA needs no mask."""
+    """Which keys every query sees: [B, 1, S_q, S_k] bool, or None where SDPA needs no mask."""
     stock = _stock()
     s_q = cache_position.shape[0]
     padding = stock.prepare_padding_mask(attention_mask, kv_length, kv_offset, _slice=False)
@@ -97,43 +105,40 @@ def _seen(
     return seen.expand(batch_size, 1, s_q, kv_length)
 
 
-def _ours(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is for a prepared model, and its mask made of nothing but transformers' own functions."""
-    if is_compiling():  # what is compiled is another's business
+def _applies(change: Change, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is for a prepared model, with a mask that consists of transformers' own functions only."""
+    config = kwargs.get("config")
+    if is_compiling() or args or config is None or not change.live:  # compiled code keeps transformers' functions
         return False
-    held = _marked.get(id(kwargs.get("config")))
-    if args or held is None or held() is not kwargs["config"]:
+    if not any(id(config) in configs for configs in _marked.values()):
         return False
-    stocks = _stock().sdpa_mask_recent_torch if name == "sdpa" else _stock().eager_mask
+    expected = _stock().sdpa_mask_recent_torch if change.name == "sdpa" else _stock().eager_mask
     function = kwargs.get("mask_function")
-    return _theirs(name) is stocks and (function is None or _is_stock(function))
+    return _inherited(change) is expected and (function is None or _is_stock(function))
 
 
 def _is_stock(function: Any) -> bool:
-    """Whether a mask function, and every function that it is put together from, is transformers' own."""
+    """Whether a mask function, and every function that it is composed of, is transformers' own."""
     if getattr(function, "__module__", None) != _MODULE:
         return False
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    inner = [each for value in held for each in (value if isinstance(value, tuple) else (value,))]
-    return all(_is_stock(each) for each in inner if callable(each) and not isinstance(each, Tensor))
+    contents = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    inner = [part for value in contents for part in (value if isinstance(value, tuple) else (value,))]
+    return all(_is_stock(part) for part in inner if callable(part) and not isinstance(part, Tensor))
 
 
-def _theirs(name: str) -> Mask:
-    found: Mask = _stock().ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[name]
-    return found
+def _inherited(change: Change) -> Mask:
+    """The entry without this change: the table's own, or the one that all tables of this type share."""
+    shared = _stock().ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    mask: Mask = shared[change.name] if change.original is ABSENT else change.original
+    return mask
 
 
 def _stock() -> Any:
-    """Its module, whose functions are others in other releases."""
+    """The module of transformers' masks, whose functions differ between releases."""
     from transformers import masking_utils
 
     return masking_utils
 
 
-def _forget(key: int, config: weakref.ref[Any]) -> None:
-    if _marked.get(key) is config:  # and not another config in the same place
-        del _marked[key]
-
-
-# By id, since configs can't be hashed.
-_marked: dict[int, weakref.ref[Any]] = {}
+# The configs of prepared models, by id, because configs are not hashable.
+_marked: WeakKeyDictionary[nn.Module, dict[int, Any]] = WeakKeyDictionary()

@@ -17,29 +17,30 @@ class Recording(Protocol):
     """A recorded step."""
 
     def replay(self) -> None:
-        """Run the step's kernels again on the memory that they had when it was recorded, in stream order."""
+        """Run the step's kernels again, in stream order, on the memory that they used when the step was recorded."""
 
     def release(self) -> None:
-        """Let go of the kernels, whoever still holds the recording. It can't be replayed any more."""
+        """Free the recorded kernels, even if the recording is still referenced. It can't be replayed any more."""
 
 
 class Recorder(Protocol):
     """Records steps for one cache; its recordings are replayed one at a time, in any order."""
 
     def record(self, run: Callable[[], T]) -> tuple[Recording, T]:
-        """Record a step. Whether its kernels run meanwhile is the recorder's choice: none may change what they read.
+        """Record a step, with or without running its kernels, which must not change their own inputs.
 
-        Returns the recording, and what the step returned, over memory that each replay fills anew. Whatever makes the
-        step unfit to be recorded is raised.
+        Returns the recording and the step's result, whose memory every replay overwrites. Raises whatever error keeps
+        the step from being recorded.
         """
 
 
 class GraphRecorder:
-    """`torch.cuda.CUDAGraph`. All recordings of a device share one memory pool, which is kept for good.
+    """`torch.cuda.CUDAGraph`. All recordings of a device share one memory pool, which is never freed.
 
-    What a library keeps for a stream (cuBLAS its workspace) is then part of the pool as well, because nothing else ever
-    runs on the stream of recordings: when someone else has PyTorch let go of it, as torch.compile does in
-    `reduce-overhead`, its memory isn't given away. Recordings that share memory run one after another, on any stream.
+    Memory that a library keeps for a stream, such as the workspace of cuBLAS, is then part of the pool too, because
+    nothing else runs on the stream of recordings. When other code makes PyTorch free the workspace, as torch.compile
+    does in `reduce-overhead`, the allocator does not reuse its memory for others. Recordings that share memory run one
+    after another, on any stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +73,7 @@ class _Graph:
 
 
 class _Shared:
-    """What the recordings of one device have in common."""
+    """The lock, stream and memory pool that all recordings of one device share."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,7 +82,7 @@ class _Shared:
         self.last: Any = torch.cuda.current_stream(device)  # where the last replay ran
         self.pool = torch.cuda.graph_pool_handle()
         number = torch.zeros(1, device=device)
-        self.keeper = _capture(self, lambda: number.add_(1))[0]  # the pool is there as long as one graph is
+        self.keeper = _capture(self, lambda: number.add_(1))[0]  # the pool exists while a graph uses it
 
 
 def _capture(shared: _Shared, run: Callable[[], T]) -> tuple[Any, T]:
@@ -99,7 +100,7 @@ def _capture(shared: _Shared, run: Callable[[], T]) -> tuple[Any, T]:
 
 @contextmanager
 def _aside(stream: Any) -> Iterator[None]:
-    """Work on this stream, behind what was queued before and ahead of what follows; the host waits for nothing."""
+    """Within the block, work on this stream, ordered after earlier and before later work. The host does not wait."""
     current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
     try:
@@ -122,13 +123,13 @@ def _shared(device: torch.device) -> _Shared:
         return _devices[device]
 
 
-# Other threads go on working meanwhile: what they do is no part of a capture, nor can it break one.
+# One capture at a time. Work of other threads is not part of a capture and can't break it.
 _one_at_a_time = threading.Lock()
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No cycle is collected meanwhile: the end of some other graph or event would break the capture."""
+    """Disable garbage collection within the block: destroying another graph or event would break the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -139,10 +140,10 @@ def _no_collection() -> Iterator[None]:
 
 
 def _begin(graph: Any, shared: _Shared) -> None:
-    """Begin a capture, and leave the device's random generator to the other threads.
+    """Begin a capture without blocking the device's random generator for other threads.
 
-    A capture takes possession of the generator's state, and drawing from it elsewhere would raise. So it is handed a
-    copy; a step that draws random numbers itself then fails to be recorded, as it should.
+    A capture registers the state of the generator, and other threads that draw from it would raise. So the capture gets
+    a copy of the state. Recording a step that draws random numbers fails, as it should.
     """
     generator: Any = torch.cuda.default_generators[shared.device.index]
     own = generator.graphsafe_get_state() if hasattr(generator, "graphsafe_set_state") else None
@@ -156,15 +157,16 @@ def _begin(graph: Any, shared: _Shared) -> None:
 
 
 def _abandon(graph: Any, shared: _Shared) -> None:
-    """End a capture that failed: the stream must not stay in capture mode.
+    """End a failed capture: the stream must not stay in capture mode.
 
-    Of one that an error in the step's own code interrupted nothing stays, since it may hold collectives. One that was
-    broken PyTorch leaves half ended: its allocators (the host's has no other way out) would ask the graph for as long
-    as the process lives. So it is kept with its pool, and what follows gets another one.
+    If an error in the step's own code interrupted the capture, the graph is freed, since it may contain collectives. If
+    the capture was invalidated, PyTorch ends it only in part: its allocators would use the graph for as long as the
+    process lives, and the host allocator can't be made to stop. So the graph is kept with its pool, and later
+    recordings use another pool.
     """
     try:
         graph.capture_end()
-    except RuntimeError:  # it says once more that the capture was broken
+    except RuntimeError:  # the same error again: the capture was invalidated
         _leave_pool(shared)
         _abandoned.append((graph, shared))
         _devices.pop(shared.device, None)
@@ -173,23 +175,24 @@ def _abandon(graph: Any, shared: _Shared) -> None:
 
 
 def _leave_pool(shared: _Shared) -> None:
-    """Tell the device's allocator that nothing is being captured into the pool any more.
+    """End the allocation to this pool in the device's allocator.
 
-    As long as it believes so, it gives no memory back to the driver, in `empty_cache` or when it is short of some, and
-    none to anyone that a second stream has used.
+    Until then the allocator returns no memory to the driver, neither in `empty_cache` nor when it runs out of memory,
+    and does not reuse memory that a second stream has used.
     """
     leave = next((getattr(torch._C, name) for name in _LEAVE if hasattr(torch._C, name)), None)
     if leave is not None:
-        with suppress(RuntimeError):  # a PyTorch that has done it already
+        with suppress(RuntimeError):  # this PyTorch has already ended it
             leave(shared.device.index, shared.pool)
 
 
-_LEAVE = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")  # as it is called since 2.8, and before
+# Its name since PyTorch 2.8, and its name before.
+_LEAVE = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
 
 Factory = Callable[[torch.device], Recorder]
 
-# By type of device. ROCm's are of type `cuda`.
+# By device type. ROCm devices have the type `cuda`.
 factories: dict[str, Factory] = {"cuda": GraphRecorder}
 
-# The backends of torch.distributed whose collectives can be part of a recording, by type of device. RCCL is `nccl`.
+# The backends of torch.distributed whose collectives can be recorded, by device type. RCCL is `nccl`.
 collectives: dict[str, frozenset[str]] = {"cuda": frozenset(("nccl",))}

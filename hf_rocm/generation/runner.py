@@ -1,36 +1,45 @@
-"""Decode steps of one `generate`: the first few run as ever, then one is recorded, checked and replayed.
+"""The decode steps of one call of `generate`: run uncaptured at first, then recorded, compared and replayed.
 
-A step takes one of four ways, in this order as a call goes on: uncaptured, because nothing like it was seen before;
-uncaptured, and then recorded; replayed *and* run uncaptured on the same state, to compare the two; replayed. Whatever
-a recording wasn't made for starts again at the first. Until a recording has been checked no token comes from it.
+A step without a recording runs uncaptured. The second step in a row with the same key is recorded, and the following
+ones are replayed. `schedule` decides when a replay is compared with an uncaptured step, `comparison` compares them, and
+`rewind` handles a difference. No token comes from a replay before the first comparison has passed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import itertools
+import logging
+from collections.abc import Hashable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from hf_rocm.generation import ending
+from hf_rocm.generation import comparison, incident
 from hf_rocm.generation import recorder as recorders
-from hf_rocm.generation.agreement import Agreement
 from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.generation.decide import refuses_modules
 from hf_rocm.generation.fingerprint import fingerprint
-from hf_rocm.generation.recorder import Recorder, Recording
-from hf_rocm.generation.resident import resident
+from hf_rocm.generation.rank_consensus import Agreement
+from hf_rocm.generation.recorded_step import RecordedStep
+from hf_rocm.generation.recorder import Recorder
+from hf_rocm.generation.rewind import Rewind
+from hf_rocm.generation.schedule import BACK
 from hf_rocm.generation.state import State
 from hf_rocm.generation.step import Inputs, Unrecordable, put_together, take_apart
-from hf_rocm.weights.kept import counters_watched
+from hf_rocm.generation.watch import last_watches_of
+from hf_rocm.overlay.replacements import Watch
+from hf_rocm.weights.shuffled_copy import counters_watched
 
-# Recordings of one cache: another adapter, another implementation of attention.
+# The largest number of recordings of one cache. Each adapter and attention implementation needs its own.
 _MOST = 4
 
 _RECORDER = "recorder"
 
-# How far apart two runs of the same kernels may be, in units of the largest value's rounding: sums in another order.
-_ROUNDINGS = 16
+_calls = itertools.count()
+
+_NOT_FINITE = "a replayed step returned logits that are not finite, and no uncaptured step did"
+
+_log = logging.getLogger("hf_rocm")
 
 
 class Runner:
@@ -39,185 +48,189 @@ class Runner:
     def __init__(self, state: State, cache: DecodeCache) -> None:
         self._state = state
         self.cache = cache
-        self._model_as_found: int | None = None
+        self._model_state: int | None = None  # a number for the model's fingerprint
+        self._watch: Watch
+        self._hooks = 0  # how many hooks of any module this process had registered when the modules were examined
         self._ranks: Agreement
-        self._apart = False
-        self._last: Hashable = None
+        self._uncaptured = False  # True: every step of this call runs uncaptured
+        self._last_key: Hashable = None
+        self._call = next(_calls)
+        self._unproven = 0  # replays of this call since its last comparison
+        self._in_a_row = 0  # the number of replays since the last uncaptured step
 
     def __call__(self, model: Any, arguments: Mapping[str, Any]) -> Any:
-        """The step's output, as `model(**arguments)` would give it.
+        """Run or replay one step. Returns what `model(**arguments)` would return.
 
-        model: the model itself, whose hooks run. arguments: keyword arguments, with the cache as `past_key_values`.
+        arguments: the keyword arguments of the model's forward, with the cache as `past_key_values`.
         """
-        if self._state.disabled is not None or self._apart:
+        if self._state.disabled is not None or self._uncaptured:
             return model(**arguments)
         self.cache.aim()
+        arguments = self.cache.step_arguments(arguments)
         try:
-            inputs = take_apart(arguments, (self.cache,))
+            inputs = take_apart(arguments, self.cache.constants)
         except Unrecordable as reason:
             self._state.turn_away(str(reason))
+            return self._run(model, arguments)
+        if self._model_state is None and not self._begin(model):
             return model(**arguments)
-        if self._model_as_found is None:
-            self._model_as_found = self._state.number_of(fingerprint(model))
-            self._ranks = Agreement(model)
-            self._apart = not self._ranks.same(self._model_as_found, len(self.cache.recordings))
-            if self._apart:
-                self._state.start_over()  # on all of them: from here on they count alike again
-                self._state.turn_away("the ranks found their models in different states")
-                return model(**arguments)
-        key = (self._model_as_found, inputs.key)
-        held: _Held | None = self.cache.recordings.get(key)
-        if held is not None and held.proved:
-            held.replay(inputs.tensors)
+        replaced = None if self._watch.unchanged() else self._watch.difference()
+        if replaced is not None:
+            self._state.turn_away(f"{replaced} during a call")
+            return self._run(model, arguments)
+        if self._hooks != RemovableHandle.next_id and self._hooked(model):
+            return self._run(model, arguments)
+        key = (self._model_state, inputs.key)
+        step: RecordedStep | None = self.cache.recordings.get(key)
+        if step is not None:
+            alarm = self._ranks.group is None and step.alarm.rings(step.schedule.replays)
+            step.schedule.enter(self._call)
+            if step.schedule.due or alarm:
+                return self._compare(step, model, arguments, inputs)
+            step.replay(inputs.tensors)
             self.cache.advance()
+            step.schedule.count()
             self._state.replayed += 1
-            return held.outputs(self.cache)
-        if held is not None:
-            return self._prove(held, model, arguments, inputs)
-        if key == self._last:
+            self._unproven += 1
+            self._in_a_row += 1
+            return step.outputs(self.cache)
+        if key == self._last_key:
             return self._record(key, model, arguments, inputs)
-        self._last = key  # seen twice in a row, its shapes don't grow with every step
+        self._last_key = key  # the same key twice in a row: the shapes don't grow with every step
+        return self._run(model, arguments)
+
+    def _begin(self, model: Any) -> bool:
+        """Fingerprint the model before the call's first step. Returns whether the call may be recorded."""
+        watches = last_watches_of(model)
+        self._model_state = self._state.number_of(fingerprint(model, watches))
+        self._watch = watches.step
+        self._hooks = RemovableHandle.next_id
+        self._ranks = Agreement(model)
+        self._uncaptured = not self._ranks.same(self._model_state, len(self.cache.recordings))
+        if self._uncaptured:
+            self._state.start_over()  # on all ranks: from here on their counts are equal again
+            self._state.turn_away("the models are in different states on different ranks")
+        return not self._uncaptured
+
+    def _hooked(self, model: Any) -> bool:
+        """Whether a hook was registered on a module during the call, so that the rest of it runs uncaptured.
+
+        With ranks nothing changes: otherwise a rank that registers a hook alone would leave the others waiting.
+        """
+        self._hooks = RemovableHandle.next_id
+        reason = None if self._ranks.group is not None else refuses_modules(model)
+        if reason is not None:
+            self._state.turn_away(f"{reason}, registered during a call")
+            self._uncaptured = True
+        return self._uncaptured
+
+    def _run(self, model: Any, arguments: Mapping[str, Any]) -> Any:
+        self._in_a_row = 0
         return model(**arguments)
 
     def _record(self, key: Hashable, model: Any, arguments: Mapping[str, Any], inputs: Inputs) -> Any:
-        """Run the step for its result, then record it; the next step like it is the first that is replayed."""
+        """Run the step for its result, then record it. The next step with this key is the first that is replayed."""
         cache = self.cache
         recorder = self._recorder(inputs)
-        outputs = model(**arguments)
+        outputs = self._run(model, arguments)
         after = cache.length
         cache.rewind()
-        held, failure = None, "another rank could not record it"
+        step, failure = None, "another rank could not record it"
         try:
             with cache.being_recorded(), counters_watched():
-                held = _Held(
+                step = RecordedStep(
                     recorder,
                     inputs,
-                    lambda own: model(**put_together(arguments, own, (cache,))),
+                    lambda places: model(**put_together(arguments, places, cache.constants)),
                     outputs,
                     cache,
                     self._ranks.group,
                 )
-        except Exception as error:  # noqa: BLE001  it ran a moment ago: what it says now is that it can't be recorded
+        except Exception as error:  # noqa: BLE001  the step itself has just run, so its recording failed
             failure = _first_line(error)
         finally:
             cache.level(after)
-        if not self._ranks.all(held is not None) or held is None:
+        if not self._ranks.all(step is not None) or step is None:
             self._state.disable(f"the step can't be recorded: {failure}")
             return outputs
-        for oldest in [each for each in cache.recordings if each != _RECORDER][: 1 - _MOST]:
+        for oldest in [other for other in cache.recordings if other != _RECORDER][: 1 - _MOST]:
             del cache.recordings[oldest]
-        cache.recordings[key] = held
+        cache.recordings[key] = step
         self._state.recorded += 1
         return outputs
 
-    def _prove(self, held: _Held, model: Any, arguments: Mapping[str, Any], inputs: Inputs) -> Any:
-        """Replay the step and run it uncaptured, on the same state. The latter's result counts, and what it wrote."""
-        cache = self.cache
-        held.replay(inputs.tensors)
-        cache.advance()
-        runs = [[each.clone() for each in held.tensors] + cache.written()]
-        for _ in range(2):
-            cache.rewind()
-            outputs = model(**arguments)
-            runs.append([each.clone() for each in _tensors_of(outputs)] + cache.written())
-            if self._ranks.all(all(torch.equal(one, other) for one, other in zip(*runs[-2:], strict=True))):
-                break
-        agrees, difference = _agree(*runs)
-        held.proved = self._ranks.all(agrees)
-        if not held.proved:
-            cache.recordings.clear()
-            where = "" if not agrees else " on another rank"
-            self._state.disable(f"a replayed step differed from the step itself{where}, by up to {difference:.3g}")
-        return outputs
-
     def _recorder(self, inputs: Inputs) -> Recorder:
-        held: Recorder | None = self.cache.recordings.get(_RECORDER)
-        if held is None:
+        recorder: Recorder | None = self.cache.recordings.get(_RECORDER)
+        if recorder is None:
             device = inputs.tensors[0].device
-            held = self.cache.recordings[_RECORDER] = recorders.factories[device.type](device)
-        return held
+            recorder = self.cache.recordings[_RECORDER] = recorders.factories[device.type](device)
+        return recorder
+
+    def _compare(self, step: RecordedStep, model: Any, arguments: Mapping[str, Any], inputs: Inputs) -> Any:
+        """Replay the step and run it uncaptured. Returns the uncaptured result; the cache has its keys and values."""
+        alarm = step.schedule.proven and not self._ranks.all(not step.alarm.rang())
+        within = min(self._in_a_row, comparison.reach(self.cache, arguments))
+        back = within if alarm else min(within, BACK)
+        result = comparison.compare(
+            step,
+            model,
+            arguments,
+            inputs,
+            cache=self.cache,
+            back=back,
+            ranks=self._ranks,
+            look_for_finite=alarm,
+        )
+        if not result.agrees:
+            self._differs(step, result, model)
+            return result.outputs
+        if alarm and (back < self._unproven or result.finite):
+            self._take_back(step, _NOT_FINITE, model, result.operators)
+        if not self._ranks.all(not step.alarm.rang()):
+            step.alarm.ignored = True  # the uncaptured steps return the same values
+        if step.schedule.proven:
+            self._state.replayed += 1
+            self._state.compared += 1
+        step.schedule.agreed()
+        self._unproven = self._in_a_row = 0
+        return result.outputs
+
+    def _differs(self, step: RecordedStep, result: comparison.Comparison, model: Any) -> None:
+        """Disable recording. The uncaptured results are right unless they were computed from what replays wrote."""
+        where = "" if not (result.here and result.intact) else " on another rank"
+        what = f"by up to {result.difference:.3g}" if result.intact else "and in other rows of the cache"
+        reason = f"a replayed step differed from the step itself{where}, {what}"
+        if self._unproven or not result.intact:
+            self._take_back(step, reason, model, result.operators)
+        self._switch_off(step, reason, model, result.operators)
+
+    def _take_back(self, step: RecordedStep, reason: str, model: Any, operators: int) -> None:
+        unproven = self._unproven
+        self._switch_off(step, reason, model, operators)
+        raise Rewind(reason, unproven, self._ranks)
+
+    def _switch_off(self, step: RecordedStep, reason: str, model: Any, operators: int) -> None:
+        schedule = step.schedule
+        earlier = schedule.since - self._unproven
+        if earlier > 0:
+            _log.warning("%s: up to %d tokens of earlier calls may be wrong too", self._state.name, earlier)
+        self.cache.recordings.clear()
+        incident.keep(model, reason=reason, operators=operators, replays=schedule.replays + 1, unproven=schedule.since)
+        self._state.wrong_replay = reason
+        self._state.disable(reason)
 
 
-class _Held:
-    """A recording, the inputs that it reads and the outputs that it fills.
-
-    Both are its own. What else a recording works with lies in memory that all recordings of a device share, and may be
-    another one's as soon as a replay has ended: another thread's, before this one has read what the step returned.
-    like: what the step returns.
-    """
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        inputs: Inputs,
-        run: Callable[[Sequence[Tensor]], Any],
-        like: Any,
-        cache: DecodeCache,
-        group: Any,
-    ) -> None:
-        with torch.inference_mode(False), torch.no_grad():  # else they could not be written to outside of it
-            own = [each if resident(each) else each.clone() for each in inputs.tensors]
-            self.tensors = [torch.empty_like(each) for each in _tensors_of(like)]
-
-        def step() -> None:
-            for place, each in zip(self.tensors, _tensors_of(run(own)), strict=True):
-                place.copy_(each)
-
-        self._own = own
-        self._changing = [index for index, each in enumerate(own) if each is not inputs.tensors[index]]
-        self.proved = False
-        self._recording: Recording
-        self._recording, _ = recorder.record(step)
-        if group is not None:
-            ending.watch(self._recording, cache, group)
-        # without the cache, which holds us: both are to go as soon as nobody needs them
-        self._kind = type(like)
-        places = iter(self.tensors)
-        self._fields = {name: next(places) if isinstance(each, Tensor) else None for name, each in like.items()}
-        self.cached = [name for name, each in like.items() if each is cache]
-
-    def replay(self, tensors: Sequence[Tensor]) -> None:
-        """Run the step on these inputs: they are copied to where it reads them."""
-        for index in self._changing:
-            self._own[index].copy_(tensors[index])
-        self._recording.replay()
-
-    def again(self) -> None:
-        """Run the step once more on what it read last: it writes what it wrote then. For a clock."""
-        self._recording.replay()
-
-    def outputs(self, cache: DecodeCache) -> Any:
-        """What the step returns. The tensors are good until its next replay; transformers copies the logits."""
-        return self._kind(**{**self._fields, **dict.fromkeys(self.cached, cache)})
-
-
-def _tensors_of(outputs: Any) -> list[Tensor]:
-    """A step's outputs; a cache beside them is compared by its rows."""
-    found = []
-    for name, each in outputs.items():
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif not (each is None or isinstance(each, DecodeCache)):
-            raise Unrecordable(f"the step returns {name} as a {type(each).__name__}")
-    return found
-
-
-def _agree(replayed: list[Tensor], run: list[Tensor], again: list[Tensor] | None = None) -> tuple[bool, float]:
-    """Whether a replay is as near to the step as the step to itself, and how far off the worst tensor is.
-
-    again: the step once more, if the replay was not equal to its first run. What is computed by the same kernels is
-    equal to the bit, unless they add up in an order of their own: then each tensor may be off by twice as much. What
-    differs by more than rounding from one run to the next can't be checked, and doesn't agree.
-    """
-    if again is None:
-        return True, 0.0
-    worst, agree = 0.0, True
-    for one, two, three in zip(replayed, run, again, strict=True):
-        off, noise = (float((two - each).abs().max().float()) for each in (one, three))
-        rounding = _ROUNDINGS * torch.finfo(two.dtype).eps * float(two.abs().max().float())
-        agree = agree and off <= 2 * noise and noise <= rounding  # also false for what is not a number
-        worst = max(worst, off)
-    return agree, worst
+def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
+    """At the end of a call: why it must be taken back, if a replay since the last comparison raised the alarm."""
+    steps = [step for step in cache.recordings.values() if isinstance(step, RecordedStep) and step.schedule.since]
+    if not steps:
+        return None
+    ranks = Agreement(model)
+    if ranks.all(not any(step.alarm.rang() for step in steps)):
+        return None
+    unproven = sum(step.schedule.in_call for step in steps)
+    incident.keep(model, reason=_NOT_FINITE, operators=0, replays=steps[-1].schedule.replays, unproven=unproven)
+    return Rewind(_NOT_FINITE, unproven, ranks)
 
 
 def _first_line(error: Exception) -> str:

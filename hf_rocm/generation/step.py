@@ -1,54 +1,37 @@
-"""What goes into a decode step, told apart: the tensors that change, and everything that a recording takes for granted.
+"""The arguments of a decode step, split into the tensors that change and a key for everything that must not change.
 
-A recorded step reads its inputs where they lay when it was recorded, so each step's tensors are copied there, except
-those that are `resident` and never leave their place. All else (flags, shapes, strides, which kernels a mask leads to)
-is part of the recording's key.
+A recorded step reads its inputs from the addresses that they had when it was recorded. So the tensors of every step are
+copied there, except `resident` ones, whose address never changes. Everything else (flags, shapes, strides, the kernels
+that a mask selects) is part of the recording's key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_rocm.generation.resident import resident
-
-
-@runtime_checkable
-class Carrier(Protocol):
-    """An argument that is no tensor but carries some to the device: a mask that is given as lengths, say.
-
-    Between two steps with equal `recorded_key()` only what its tensors hold may differ.
-    """
-
-    def recorded_key(self) -> Hashable:
-        """Everything that decides which kernels run, besides shapes and dtypes of the tensors."""
-
-    def tensors(self) -> Sequence[Tensor]:
-        """The tensors that kernels read, in a fixed order."""
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
-        """The same argument over other tensors of the same shapes: the recording's own."""
+from hf_rocm.generation.static_buffers import resident
 
 
 class Inputs(NamedTuple):
-    """The arguments of one step, taken apart."""
+    """The arguments of one step: its tensors, and a key for everything else."""
 
     tensors: tuple[Tensor, ...]
     key: tuple[Hashable, ...]
 
 
 class Unrecordable(Exception):
-    """An argument whose influence on the step can't be told; the message is a sentence."""
+    """Why a step can't be recorded; the message is a sentence."""
 
 
 def take_apart(arguments: Mapping[str, Any], ignored: Sequence[object] = ()) -> Inputs:
-    """The tensors among a forward's keyword arguments, also in dicts and carriers, and a key for all else.
+    """Split a forward's keyword arguments, and dicts among them, into tensors and a key for everything else.
 
-    ignored: objects that the caller answers for, such as the cache. Raises `Unrecordable` on anything that is neither
-    a tensor, nor a carrier, nor a plain value.
+    ignored: objects that the caller checks itself, such as the cache. Raises `Unrecordable` for a value that is neither
+    a tensor nor a plain value.
     """
     tensors: list[Tensor] = []
     key = [_add(name, value, tensors, ignored) for name, value in arguments.items()]
@@ -56,7 +39,7 @@ def take_apart(arguments: Mapping[str, Any], ignored: Sequence[object] = ()) -> 
 
 
 def put_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor], ignored: Sequence[object] = ()) -> Any:
-    """The same arguments over other tensors, in the order in which `take_apart` found them."""
+    """The inverse of `take_apart`: the same arguments with these tensors, in the order of `Inputs.tensors`."""
     rest = list(tensors)
     return {name: _rebuilt(value, rest, ignored) for name, value in arguments.items()}
 
@@ -69,14 +52,10 @@ def _add(name: str, value: Any, tensors: list[Tensor], ignored: Sequence[object]
         return (name, _form(value))
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return (name, type(value), value)
-    if any(value is each for each in ignored):
+    if any(value is one for one in ignored):
         return (name,)
     if type(value) is dict:
-        return (name, tuple(_add(str(inner), each, tensors, ignored) for inner, each in value.items()))
-    if isinstance(value, Carrier):
-        carried = tuple(value.tensors())
-        tensors += carried
-        return (name, type(value), value.recorded_key(), tuple(_form(each) for each in carried))
+        return (name, tuple(_add(str(key), item, tensors, ignored) for key, item in value.items()))
     raise Unrecordable(f"the step's {name} is a {type(value).__name__}")
 
 
@@ -87,11 +66,19 @@ def _form(tensor: Tensor) -> Hashable:
 def _rebuilt(value: Any, rest: list[Tensor], ignored: Sequence[object]) -> Any:
     if isinstance(value, Tensor):
         return rest.pop(0)
-    if any(value is each for each in ignored):
+    if any(value is one for one in ignored):
         return value
     if type(value) is dict:
-        return {name: _rebuilt(each, rest, ignored) for name, each in value.items()}
-    if isinstance(value, Carrier):
-        own = [rest.pop(0) for _ in value.tensors()]
-        return value.with_tensors(own)
+        return {name: _rebuilt(item, rest, ignored) for name, item in value.items()}
     return value
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, so that NaN compares equal to itself."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(kinds[tensor.element_size()])
+
+
+def sum_of_bits(tensors: Sequence[Tensor]) -> Tensor:
+    """A digest of these tensors: the sum of their bits, [1] int64."""
+    return torch.stack([bits(tensor).sum(dtype=torch.int64) for tensor in tensors]).sum(0, keepdim=True)

@@ -1,8 +1,8 @@
-"""Memory that was taken on one stream and is used on another: the allocator must not give it away too early.
+"""Tensors that are allocated on one stream and used on another, so that the allocator does not reuse them too early.
 
-A tensor's memory belongs to the stream that it was made on. When it is let go, that stream may have it at once, though
-another still works with it, unless PyTorch was told of the other. A cache goes from thread to thread with all that
-belongs to it, and each thread may have a stream of its own.
+PyTorch's allocator reuses the memory of a freed tensor at once for the stream on which it was allocated, even while
+another stream still reads it, unless the other stream was recorded on the tensor. Threads pass caches to one another,
+with the tensors that belong to them, and every thread may have a current stream of its own.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import torch
 from torch import Tensor
 
 
-def used_here(tensors: Iterable[Tensor]) -> None:
-    """Have the memory of these tensors, once it is let go, wait for what this thread's stream was given until then."""
-    for each in tensors:
-        own = getattr(each, "_local_tensor", each)  # of a DTensor
-        if own.is_cuda:
-            own.record_stream(torch.cuda.current_stream(own.device))
+def record_current_stream(tensors: Iterable[Tensor]) -> None:
+    """Record the current stream on these tensors, so that the allocator does not reuse their memory too early."""
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        if local.is_cuda:
+            local.record_stream(torch.cuda.current_stream(local.device))
 
 
 def tensors_in(*roots: Any) -> Iterator[Tensor]:
-    """Every tensor that these objects of ours hold, in containers, in one another and attached to tensors."""
+    """Every tensor that is reachable from these objects: in containers, in hf_rocm's objects, attached to tensors."""
     pending, seen = list(roots), set()
     while pending:
-        each = pending.pop()
-        if id(each) in seen:
+        value = pending.pop()
+        if id(value) in seen:
             continue
-        seen.add(id(each))
-        if isinstance(each, Tensor):
-            yield each
-        if isinstance(each, dict):
-            pending += each.values()
-        elif isinstance(each, (list, tuple, set)):
-            pending += each
-        elif isinstance(each, Tensor) or type(each).__module__.startswith("hf_rocm."):
-            pending += getattr(each, "__dict__", {}).values()
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        if isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, (list, tuple, set)):
+            pending += value
+        elif isinstance(value, Tensor) or type(value).__module__.startswith("hf_rocm."):
+            pending += getattr(value, "__dict__", {}).values()

@@ -1,43 +1,65 @@
-"""What many models' overlays share: heads, rotary positions, the cache, the gated MLP, norms, the terms of attention.
+"""What overlays share: declared layers, and the building blocks of attention forwards.
 
-An overlay says how its model differs; what is alike lives here once.
+An overlay contains what is specific to its model; what models have in common is here.
 """
 
-from hf_rocm.layers.attention import sees, stays_stock
-from hf_rocm.layers.cross import answered, encoder_decoder
-from hf_rocm.layers.decoder import decoder_layer
-from hf_rocm.layers.experts import given_experts, listed_experts, softmax_top, stacked_experts, untouched
-from hf_rocm.layers.heads import heads, remember, rotate, rotate_and_remember
-from hf_rocm.layers.latent import latent_heads
-from hf_rocm.layers.mlp import activated, gated_mlp, joined_mlp
-from hf_rocm.layers.norm import rms_norm
+from hf_rocm.layers.attention import (
+    fallback_reason,
+    heads,
+    project,
+    project_out,
+    rotate,
+    rotate_and_update_cache,
+    split_heads,
+    update_cache,
+    visible_keys,
+)
+from hf_rocm.layers.cross import encoder_decoder, pack_outputs
+from hf_rocm.layers.decoder import PreNormLayer
+from hf_rocm.layers.experts import (
+    GatedMixture,
+    SoftmaxMixture,
+    StackedExperts,
+    given_experts,
+    listed_experts,
+    softmax_top,
+    untouched,
+)
+from hf_rocm.layers.mla import latent_heads
+from hf_rocm.layers.mlp import GatedMLP, JoinedMLP, activated
+from hf_rocm.layers.norm import RMSNorm
 from hf_rocm.layers.packed import packed
-from hf_rocm.layers.project import project, project_out, split_heads
-from hf_rocm.layers.release import before
+from hf_rocm.layers.release import before, rounded_root
+from hf_rocm.layers.router import GroupedRouter, TopKRouter
 
 __all__ = [
+    "GatedMLP",
+    "GatedMixture",
+    "GroupedRouter",
+    "JoinedMLP",
+    "PreNormLayer",
+    "RMSNorm",
+    "SoftmaxMixture",
+    "StackedExperts",
+    "TopKRouter",
     "activated",
-    "answered",
     "before",
-    "decoder_layer",
     "encoder_decoder",
-    "gated_mlp",
+    "fallback_reason",
     "given_experts",
     "heads",
-    "joined_mlp",
     "latent_heads",
     "listed_experts",
+    "pack_outputs",
     "packed",
     "project",
     "project_out",
-    "remember",
-    "rms_norm",
     "rotate",
-    "rotate_and_remember",
-    "sees",
+    "rotate_and_update_cache",
+    "rounded_root",
     "softmax_top",
     "split_heads",
-    "stacked_experts",
-    "stays_stock",
     "untouched",
+    "update_cache",
+    "visible_keys",
 ]

@@ -1,30 +1,45 @@
-"""The terms on which transformers calls attention, translated into those of `ops.attention`.
+"""Building blocks of attention forwards: projections, heads, rotary positions, the cache, and the translation of
+transformers' attention arguments to those of `ops.attention`.
 
-`sdpa` is what transformers chooses when nothing is asked for, and it is served here. Whoever asks for anything
-else (eager, flash_attention_2, flex_attention, a paged cache) gets exactly that: the stock forward. Models whose
-attention has terms that SDPA lacks (softcap, sinks) are given `eager` by transformers itself, which can't be told from
-a request: for those it is served too.
+`sdpa`, the default of transformers, is served. Any other implementation that a user selects (eager, flash_attention_2,
+flex_attention, a paged cache) runs the stock forward. For models whose attention has terms that SDPA lacks (softcap,
+sinks), transformers' default is `eager`, which is indistinguishable from a user's choice; for these `eager` is served
+too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch import Tensor, compiler, nn
 
-from hf_rocm.layers.notes import note
+from hf_rocm import ops
+from hf_rocm.layers import grouped_linear
+from hf_rocm.layers.decoder import norm_pair
+from hf_rocm.layers.fallback_reasons import STAYED, note
+from hf_rocm.layers.norm import PrenormResidual
+from hf_rocm.layers.slots import slot
 from hf_rocm.ops import decode
-from hf_rocm.ops.padded import CacheRows, Padded, recognise
+from hf_rocm.ops.attention_terms import FEW_QUERIES
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.mask_patterns import CacheRows, Padded, recognise
 from hf_rocm.ops.registry import kernel_serves
+from hf_rocm.ops.rope_into_cache import one_kernel
+from hf_rocm.overlay.bind import bindings_by_class
+from hf_rocm.overlay.replacements import Watch, constant_in_traces
 
 SERVED = "sdpa"
 
-_ROWS = "_hf_rocm_rows"  # on a mask: what it says in numbers that stay on the device
+_IMPLEMENTATION = "_attn_implementation_internal"  # on a config, behind `_attn_implementation`
 
-# Arguments that change what attention computes and that ops.attention has no word for.
+_ROWS = "_hf_rocm_rows"  # on a mask: the visible keys as numbers that stay on the device
+
+# By class and implementation: the references by which the stock forward looks up its attention function, if it does.
+_interfaces: dict[tuple[type, str], Watch | None] = {}
+
+# Arguments that change the result of attention and that ops.attention does not support.
 _UNSERVED = (
     "output_attentions",
     "head_mask",
@@ -38,31 +53,33 @@ _UNSERVED = (
 
 
 class Visibility(TypedDict):
-    """The part of `ops.attention`'s arguments that says which keys a query sees."""
+    """The arguments of `ops.attention` that define which keys a query sees."""
 
     causal: bool
     mask: Tensor | None
     padded: Padded | None
 
 
-def stays_stock(
+def fallback_reason(
     module: nn.Module,
     mask: object,
     arguments: Mapping[str, Any],
     *,
     dropout: float = 0.0,
-    further: str | None = None,
+    extra_reason: str | None = None,
     beyond_sdpa: bool = False,
 ) -> str | None:
-    """Why this call of an attention layer takes the stock forward, or None.
+    """Return why this call of an attention layer runs the stock forward, or None.
 
-    mask: what the model passes as attention mask. arguments: the call's further keyword arguments. dropout: the
-    probability that would be applied in training. further: a reason that the overlay itself found. beyond_sdpa: the
-    model's attention has terms that SDPA lacks, so that transformers' own choice for it is `eager`.
-    The reason is kept on the module for `explain`.
+    mask: the attention mask that the model passes. arguments: the call's other keyword arguments. dropout: the
+    probability that would be applied in training. extra_reason: a reason of the overlay. beyond_sdpa: the model's
+    attention has terms that SDPA lacks, so that transformers' default for it is `eager`.
+    The reason is stored on the module for `explain`.
     """
-    reason = _reason(module, mask, arguments, dropout, beyond_sdpa) or further
-    note(module, reason)
+    reason = _reason(module, mask, arguments, dropout, beyond_sdpa) or extra_reason
+    traced = compiling() or compiler._is_compiling_flag
+    if not traced and (reason is not None or STAYED in module.__dict__):
+        note(module, reason)
     return reason
 
 
@@ -70,36 +87,231 @@ def _reason(
     module: nn.Module, mask: object, arguments: Mapping[str, Any], dropout: float, beyond_sdpa: bool
 ) -> str | None:
     config = getattr(module, "config", None)
-    implementation = SERVED if config is None else _implementation(config)
+    implementation: object = SERVED
+    if config is not None:
+        try:
+            # skips a property and transformers' `__getattribute__`, which take 2 µs and which a compiler can't trace
+            traced = compiling() or compiler._is_compiling_flag
+            implementation = None if traced else object.__getattribute__(config, _IMPLEMENTATION)
+        except AttributeError:
+            implementation = None
+        if implementation is None:
+            implementation = config._attn_implementation
     if beyond_sdpa and implementation == "eager":
         if getattr(config, "output_attentions", False):
-            return "the config asks for attention weights, which stay stock"
+            return "the config requests attention weights, which only stock returns"
     elif implementation != SERVED:
-        return f"the attention implementation {implementation!r} was asked for, and only {SERVED!r} is served"
+        return f"the attention implementation {implementation!r} is selected, and only {SERVED!r} is served"
+    if not _is_stock(module.__class__, str(implementation)):
+        return implementation_replaced(module)
     if module.training and dropout:
-        return f"attention dropout ({dropout}) in training is stock's"
+        return f"attention dropout ({dropout}) in training is left to stock"
     if mask is not None and not isinstance(mask, Tensor):
         return f"the attention mask is a {type(mask).__name__}, not a tensor"
     for name in arguments:
         if name in _UNSERVED and (value := arguments[name]) is not None and value is not False:
             what = "a cache in pages (continuous batching)" if name == "cache" else name
-            return f"the call has {what}, which stays stock"
+            return f"the call has {what}, which is left to stock"
     return None
 
 
-def _implementation(config: Any) -> object:
-    """`config._attn_implementation`, without the 2 µs of a property behind transformers' `__getattribute__`."""
-    if not is_compiling():
-        try:
-            found: object = object.__getattribute__(config, "_attn_implementation_internal")
-        except AttributeError:
-            found = None
-        if found is not None:
-            return found
-    return config._attn_implementation
+def implementation_replaced(module: nn.Module) -> str | None:
+    """Return what was registered or replaced where the stock forward looks up its attention function, or None."""
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", SERVED)
+    watch = _watch(module.__class__, implementation)
+    return None if watch is None else watch.difference()
 
 
-def sees(
+@constant_in_traces
+def _is_stock(cls: type, implementation: str) -> bool:
+    """Whether a stock module of this class would call transformers' own function for this attention implementation."""
+    try:
+        watch = _interfaces[cls, implementation]
+    except KeyError:
+        watch = _watch(cls, implementation)
+    return watch is None or watch.unchanged() or watch.holds()
+
+
+def _watch(cls: type, implementation: str) -> Watch | None:
+    key = cls, implementation
+    if key not in _interfaces:
+        binding = bindings_by_class.get(cls)
+        tables = () if binding is None else binding.registries
+        references = [reference for table in tables for reference in table.references(implementation)]
+        _interfaces[key] = Watch(references) if references else None
+    return _interfaces[key]
+
+
+def heads(
+    module: Any,
+    x: Tensor,
+    *names: str,
+    norms: tuple[str, ...] = (),
+    head_dim: int | None = None,
+    fused: PrenormResidual | None = None,
+) -> tuple[Tensor, ...]:
+    """Apply the named linear children and split their outputs into heads.
+
+    x: [B, S, K]. norms: the children that normalise the first outputs over the head dim, in order; children that the
+    module lacks are skipped. head_dim: default `module.head_dim`. fused: the layer's own argument.
+    Returns one [B, heads, S, D] per name, a view.
+    """
+    size = module.head_dim if head_dim is None else head_dim
+    norm = None if fused is None else fused.norm
+    parts = grouped_linear.project(module, x, norm=norm, head_dim=size)
+    if parts is None:
+        parts = split_heads(_separately(module, x, names, fused), size)
+    return _normed(module, parts, norms)
+
+
+def _normed(module: Any, parts: tuple[Tensor, ...], norms: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """Call the norms of the first parts [B, heads, S, D]; children that the module lacks are skipped."""
+    if not norms:
+        return parts
+    normed = list(parts)
+    for index, name in enumerate(norms):
+        child = module._modules.get(name)
+        if child is not None:
+            normed[index] = child(normed[index].transpose(1, 2)).transpose(1, 2)
+    return tuple(normed)
+
+
+def project(module: nn.Module, x: Tensor, *names: str, fused: PrenormResidual | None = None) -> tuple[Tensor, ...]:
+    """Apply the named linear children of a module, which have the same input.
+
+    x: [..., K]. fused: the layer's own argument. Returns one [..., N_i] per name, in order; views of one tensor if
+    the fused weights were used.
+    """
+    parts = grouped_linear.project(module, x, norm=None if fused is None else fused.norm)
+    return _separately(module, x, names, fused) if parts is None else parts
+
+
+def _separately(
+    module: nn.Module, x: Tensor, names: tuple[str, ...], fused: PrenormResidual | None
+) -> tuple[Tensor, ...]:
+    if fused is not None:
+        x = fused.normed(x)
+    return tuple(module._modules[name](x) for name in names)  # type: ignore[misc]
+
+
+def split_heads(parts: tuple[Tensor, ...], head_dim: int) -> tuple[Tensor, ...]:
+    """Split tensors [B, S, heads · D] into heads. Returns views [B, heads, S, D]."""
+    shape = (*parts[0].shape[:-1], -1, head_dim)
+    return tuple(part.view(shape).transpose(1, 2) for part in parts)
+
+
+def project_out(module: Any, output: Tensor, name: str = "o_proj", *, fused: PrenormResidual | None = None) -> Tensor:
+    """Apply the output projection of an attention layer. output: [B, S, H · D]. fused: the layer's own argument."""
+    linear = module._modules[name]
+    result: Tensor = linear(output) if fused is None else fused.last_product(linear, output)
+    return result
+
+
+def rotate(
+    stock: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *,
+    partial: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Apply rotary position embeddings, for models whose function rotates halves in the tensors' own dtype.
+
+    stock: the model's own function, used if the tensors' dtype differs from that of cos and sin. query: [B, H, S, D].
+    key: [B, Hkv, S, D]. position_embeddings: cos and sin, [B | 1, S, R], R ≤ D. partial: the model's function takes
+    only the R rotated dims. Returns (query, key).
+    """
+    cos, sin = position_embeddings
+    if cos.dtype == query.dtype:
+        return ops.rope(query, key, cos, sin)
+    width = cos.shape[-1] if partial else query.shape[-1]
+    rotated: tuple[Tensor, Tensor] = stock(query[..., :width], key[..., :width], cos, sin)
+    if not partial:
+        return rotated
+    return torch.cat((rotated[0], query[..., width:]), dim=-1), torch.cat((rotated[1], key[..., width:]), dim=-1)
+
+
+def rotate_and_update_cache(
+    module: Any,
+    stock: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    cache: Any,
+    arguments: Mapping[str, Any],
+    *,
+    norms: tuple[str, ...] = (),
+    once: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Apply the norms, `rotate` and `update_cache`, in one kernel where the cache's rows are known beforehand.
+
+    The arguments are those of the two functions. norms: as in `heads`, of queries and keys. once: cos and sin have
+    every angle once, [B | 1, S, R / 2], as the model's function takes them. Returns (query, all keys, all values).
+    """
+    cos = position_embeddings[0]
+    traced = compiling() or compiler._is_compiling_flag
+    if cos.dtype == query.dtype and cache is not None and _may_have_slot(cache, module.layer_idx) and not traced:
+        rows = slot(cache, module.layer_idx, key, value, arguments)
+        if rows is not None:
+            terms = norm_pair(module, norms, query)
+            serves = terms is not False and one_kernel(query, key, value, cos, rows.position, once=once, norms=terms)
+            if norms and not serves:
+                query, key = _normed(module, (query, key), norms)
+                norms, terms = (), None
+                # a stock norm may promote
+                serves = key.dtype == value.dtype and one_kernel(query, key, value, cos, rows.position, once=once)
+            if serves and terms is not False:
+                keys, values, position, written = rows
+                into: dict[str, Any] = {"keys": keys, "values": values, "position": position}
+                query = ops.rope_into_cache(query, key, value, *position_embeddings, **into, once=once, norms=terms)
+                if written is not None:
+                    written()
+                return query, keys, values
+    query, key = _normed(module, (query, key), norms)
+    if once:
+        query, key = stock(query, key, *position_embeddings)
+    else:
+        query, key = rotate(stock, query, key, position_embeddings)
+    return query, *update_cache(module, key, value, cache, arguments, position_embeddings)
+
+
+def _may_have_slot(cache: Any, index: int) -> bool:
+    """Whether `slot` may return rows of this cache: a quick check of types only."""
+    if hasattr(type(cache), "_hf_rocm_slot"):
+        return True
+    layers = getattr(cache, "layers", ())
+    return index < len(layers) and type(layers[index]).__name__ == "StaticLayer"
+
+
+def update_cache(
+    module: Any,
+    key: Tensor,
+    value: Tensor,
+    cache: Any,
+    arguments: Mapping[str, Any],
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Append this call's keys and values to the cache, if there is one. Returns all keys and values.
+
+    key: [B, Hkv, S, D]. value: [B, Hkv, S, D_v]. arguments: the call's keyword arguments. Up to transformers 5.3 they
+    include `cache_position`, which is passed to the cache with cos and sin, as in the stock layers.
+    """
+    if cache is None:
+        return key, value
+    position = arguments.get("cache_position")
+    cached: tuple[Tensor, Tensor]
+    if position is None:
+        cached = cache.update(key, value, module.layer_idx)
+    else:
+        details = {"cache_position": position}
+        if position_embeddings is not None:
+            details["cos"], details["sin"] = position_embeddings
+        cached = cache.update(key, value, module.layer_idx, details)
+    return cached
+
+
+def visible_keys(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -111,13 +323,13 @@ def sees(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Visibility]:
-    """The keys and values that count, and which of them each query sees.
+    """Translate transformers' mask into the arguments of `ops.attention`.
 
-    query: [B, H, S_q, D]; key: [B, Hkv, S_k, D]; value: [B, Hkv, S_k, D_v]; mask: as transformers made it, holding
-    everything (causality, window, padding), or None for a plain causal or a full call. window: the layer's sliding
-    window; softcap, sinks: what `ops.attention` will be given. All three only help to find a kernel that takes what the
-    mask says.
-    Returns (key, value, visibility), key and value perhaps shortened, never expanded.
+    query: [B, H, S_q, D]. key: [B, Hkv, S_k, D]. value: [B, Hkv, S_k, D_v]. mask: transformers' mask, which includes
+    causality, window and padding, or None for plain causal or full attention. window: the layer's sliding window.
+    softcap, sinks: the arguments that `ops.attention` will get. These three only help to select a kernel that needs no
+    mask.
+    Returns (key, value, visibility); key and value may be shortened, but are never expanded.
     """
     if mask is not None:
         terms = {"softcap": softcap is not None, "sinks": sinks is not None}
@@ -125,15 +337,15 @@ def sees(
         padded: Padded | None
         if rows is None or mask.shape[2:] != (query.shape[2], key.shape[2]):
             padded = recognise(mask, query, key, value, window=window, **terms)
-        else:  # it changes with every step, and nobody has to read it
+        else:  # the mask changes with every step, but does not have to be read
             padded = rows if _kernel_takes(rows, query, key, value, **terms) else None
         return key, value, {"causal": False, "mask": mask, "padded": padded}
-    asked = arguments.get("is_causal")
-    causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
+    requested = arguments.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if requested is None else requested)
     s_q, s_k = query.shape[2], key.shape[2]
     if causal and s_q > 1:
         config = getattr(module, "config", None)
-        # stock's eager attention knows no causality but the mask's
+        # stock's eager attention is causal only through its mask
         causal = config is None or config._attn_implementation != "eager"
     if causal and 1 < s_q < s_k:
         # No mask with more keys than queries: transformers relies on sdpa's top-left alignment to prefill an empty
@@ -143,18 +355,19 @@ def sees(
 
 
 def attach(mask: Tensor, rows: CacheRows) -> Tensor:
-    """Say in numbers what a mask says, for the kernels that need none. Returns the mask, which must outlive no change.
+    """Attach to a mask the same information as numbers, for kernels that need no mask. Returns the mask.
 
-    mask: [B, 1, S_q, S_k]; rows: the keys that its last S_q queries see. Whoever changes the one changes the other.
+    mask: [B, 1, S_q, S_k]. rows: the keys that its last S_q queries see. A change of one requires the same change of
+    the other.
     """
     setattr(mask, _ROWS, rows)
     return mask
 
 
 def _kernel_takes(rows: CacheRows, query: Tensor, key: Tensor, value: Tensor, *, softcap: bool, sinks: bool) -> bool:
-    """Whether lengths lead to a kernel; PyTorch takes the mask that is there already."""
-    if is_compiling():
-        return False  # what hangs on a tensor is no part of the graph
+    """Whether a kernel serves these lengths; otherwise PyTorch uses the existing mask."""
+    if compiling() or compiler._is_compiling_flag:
+        return False  # attributes of a tensor are not part of the graph
     spec = decode.DecodeSpec(
         dtype=query.dtype,
         device=query.device,
@@ -166,7 +379,7 @@ def _kernel_takes(rows: CacheRows, query: Tensor, key: Tensor, value: Tensor, *,
         sinks=sinks,
         grad=torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
         one_query=query.shape[2] == 1,
-        few_queries=query.shape[2] <= decode.FEW_QUERIES,
+        few_queries=query.shape[2] <= FEW_QUERIES,
         starts=rows.key_starts is not None,
         window=rows.window,
     )

@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_rocm.layers.heads import heads, remember
-from hf_rocm.layers.project import split_heads
+from hf_rocm.layers.attention import heads, split_heads, update_cache
 from hf_rocm.layers.release import before
 
-_WITH_CACHE = before("4.54")  # these layers handed the cache back as a third value then
+_WITH_CACHE = before("4.54")  # before 4.54 these layers returned the cache as a third value
 
 
 def encoder_decoder(
@@ -23,36 +22,36 @@ def encoder_decoder(
     names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
     head_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of x, and the keys and values that they meet: x's own, or the encoder's, which are computed once.
+    """Compute the queries of x, and the keys and values of x or of the encoder; the latter are computed once.
 
     x: [B, S, K]. source: the encoder's output [B, S_e, K] in cross-attention, else None. cache: None, a plain cache,
-    or transformers' pair of two, whose half for the encoder is filled at the first step. arguments: the call's keyword
-    arguments. Returns [B, H, S, D], [B, H, S_k, D] and [B, H, S_k, D].
+    or transformers' pair of caches, whose encoder part is filled in the first step. arguments: the call's keyword
+    arguments. Returns query [B, H, S, D], key [B, H, S_k, D] and value [B, H, S_k, D].
     """
     size = module.head_dim if head_dim is None else head_dim
     paired = hasattr(cache, "self_attention_cache")
     if source is None:
         query, key, value = heads(module, x, *names, head_dim=size)
         own = cache.self_attention_cache if paired else cache
-        return query, *remember(module, key, value, own, arguments)
+        return query, *update_cache(module, key, value, own, arguments)
     query_name, *others = names
     (query,) = split_heads((module._modules[query_name](x),), size)
     half = cache.cross_attention_cache if paired else cache
     if paired and cache.is_updated.get(module.layer_idx):
-        return query, *_kept(half, module.layer_idx)
+        return query, *_cached(half, module.layer_idx)
     key, value = split_heads(tuple(module._modules[name](source) for name in others), size)
-    key, value = remember(module, key, value, half, {})  # the encoder's positions are not the decoder's
+    key, value = update_cache(module, key, value, half, {})  # the encoder's positions are not the decoder's
     if paired:
         cache.is_updated[module.layer_idx] = True
     return query, key, value
 
 
-def answered(output: Tensor, weights: Tensor | None, cache: Any) -> tuple[Any, ...]:
-    """What an encoder-decoder model's attention layer returns in this release."""
+def pack_outputs(output: Tensor, weights: Tensor | None, cache: Any) -> tuple[Any, ...]:
+    """Return the outputs of an encoder-decoder model's attention layer in the form of this release."""
     return (output, weights, cache) if _WITH_CACHE else (output, weights)
 
 
-def _kept(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
+def _cached(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
     if hasattr(cache, "layers"):
         return cache.layers[layer].keys, cache.layers[layer].values
     return cache.key_cache[layer], cache.value_cache[layer]

@@ -1,110 +1,177 @@
 """The decoder layer of most models: x + attention(norm(x)), then the same with an MLP.
 
-What a layer returns is stock's, sum included: nothing is carried from one layer to the next. With few rows norms and
-sums ride along with the products; with many, the first sum and the second norm are one operation.
+A layer returns what stock returns, including the sum: no state is carried from one layer to the next. With few rows,
+norms and sums are fused into the GEMMs; with many rows, the first sum and the second norm are one operation.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import cache, partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
 
-from torch import Tensor
-from torch.compiler import is_compiling
+from torch import Tensor, compiler, nn
+from torch.nn.modules import module as torch_module
 
 from hf_rocm import ops
-from hf_rocm.layers.branch import Branch, by_stock, norm_terms, rides_along, runs_ours
+from hf_rocm.layers.norm import SEPARATE, PrenormResidual, RMSNorm, can_fuse
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.rope_into_cache import alike
+from hf_rocm.overlay.bind import GPU, MODE, OFF, Binding, bindings_by_class
 
-_ASKED_FOR = ("output_attentions", "output_router_logits")
-_EXPECTED = ("attention_mask", "position_embeddings")
+_hooks_on_all = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+_call = nn.Module.__call__
 
 
-def decoder_layer(
-    module: Any,
-    stock: Callable[..., Any],
-    x: Tensor,
-    args: tuple[Any, ...],
-    arguments: dict[str, Any],
-    *,
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
-    post_norms: tuple[str, str] | None = None,
-    mlp: str = "mlp",
-) -> Any:
-    """For a layer that calls `self_attn` and an MLP, each after a norm and added to what came in.
+@dataclass(frozen=True)
+class PreNormLayer:
+    """A pre-norm layer: attention (`self_attn`) and an MLP, each with a norm before it and a residual sum after it.
 
-    x: [B, S, K]; args, arguments: what else the layer was called with. norms: the children before attention and MLP;
-    post_norms: those of their outputs, where there are any, before the sums. mlp: the child's name; where it returns
-    more than its output, as a mixture may, the rest is dropped. Returns what the stock layer returns; it runs itself
-    while torch.compile traces, and when more than the hidden states is asked for.
+    norms: the norms before attention and MLP. post_norms: the norms of their outputs, before the sums, if the model
+    has them. mlp: the child's name; if it returns a tuple, as a mixture may, only the first item is used.
     """
-    if is_compiling() or args or any(map(arguments.get, _ASKED_FOR)) or any(map(_lacks(arguments), _EXPECTED)):
-        return stock(module, x, *args, **arguments)
-    arguments.pop("output_router_logits", None)
-    children = module._modules
-    first, second = (children[name] for name in norms)
-    after_attention, after_mlp = (None, None) if post_norms is None else (children[name] for name in post_norms)
-    if rides_along(x):
-        branch = _branch(first, x, post_norms is None)
-        x = _joined(branch, _attend(children["self_attn"], branch, arguments), x, after_attention)
-        branch = _branch(second, x, post_norms is None)
-        x = _joined(branch, _feed(children[mlp], branch), x, after_mlp)
+
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    post_norms: tuple[str, str] | None = None
+    mlp: str = "mlp"
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, *args: Any, **arguments: Any) -> Any:
+        """x: [B, S, K]. Returns what the stock layer returns.
+
+        The stock forward runs while torch.compile traces, and if more than the hidden states is requested.
+        """
+        if (
+            args
+            or "attention_mask" not in arguments
+            or "position_embeddings" not in arguments
+            or arguments.get("output_attentions")
+            or arguments.get("output_router_logits")
+            or compiling()
+            or compiler._is_compiling_flag
+        ):
+            return stock(module, x, *args, **arguments)
+        arguments.pop("output_router_logits", None)
+        x = (self._fused if can_fuse(x) else self._separate)(module._modules, x, arguments)
         return (x,) if _in_tuple(stock) else x
-    output = children["self_attn"](hidden_states=first(x), **arguments)[0]
-    normed, x = _summed_and_normed(second, output if after_attention is None else after_attention(output), x)
-    output = _output(children[mlp](normed))
-    x = x + (output if after_mlp is None else after_mlp(output))
-    return (x,) if _in_tuple(stock) else x
+
+    def _separate(self, children: dict[str, Any], x: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Many rows: norms and sums are separate operations."""
+        first, second = children[self.norms[0]], children[self.norms[1]]
+        attention, mlp = children["self_attn"], children[self.mlp]
+        binding = direct(first, x)
+        normed = first(x) if binding is None else binding.replacement(first, binding.stock, x)
+        binding = direct(attention, x)
+        if binding is None:
+            output = attention(hidden_states=normed, **arguments)[0]
+        else:
+            if binding.old_name:
+                _rename(arguments)
+            output = binding.replacement(attention, binding.stock, normed, **arguments)[0]
+        if self.post_norms is not None:
+            output = children[self.post_norms[0]](output)
+        terms = norm_terms(second, x) if output.dtype == x.dtype else None
+        if terms is None:
+            x = x + output
+            normed = second(x)
+        else:
+            normed, x = ops.add_rms_norm(output, x, terms.weight, eps=terms.eps, one_plus=terms.one_plus)
+        binding = direct(mlp, x)
+        if binding is None or not binding.takes_fused:
+            result = mlp(normed)
+        else:
+            result = binding.replacement(mlp, binding.stock, normed, fused=SEPARATE)
+        output = result[0] if isinstance(result, tuple) else result
+        return x + (output if self.post_norms is None else children[self.post_norms[1]](output))
+
+    def _fused(self, children: dict[str, Any], x: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Few rows: norms and sums are part of the GEMMs, where only our functions would run."""
+        after = (None, None) if self.post_norms is None else self.post_norms
+        for norm, name, post_norm in zip(self.norms, ("self_attn", self.mlp), after, strict=True):
+            terms = norm_terms(children[norm], x)
+            branch = children[norm](x) if terms is None else x
+            fused = PrenormResidual(terms, x if post_norm is None else None)
+            output = _branch(children[name], branch, fused, arguments if name == "self_attn" else None)
+            x = fused.sum(output) if post_norm is None else x + children[post_norm](output)
+        return x
+
+
+def _branch(module: Any, x: Tensor, fused: PrenormResidual, arguments: dict[str, Any] | None) -> Tensor:
+    """Run attention, which takes arguments, or the MLP. x: [B, S, K], before the norm in `fused`."""
+    binding = runs_ours(module, x)
+    if binding is not None and binding.takes_fused:
+        if binding.old_name and arguments is not None:
+            _rename(arguments)
+        result = binding.replacement(module, fused.around(binding.stock), x, fused=fused, **(arguments or {}))
+    elif arguments is None:
+        result = module(fused.normed(x))
+    else:
+        result = module(hidden_states=fused.normed(x), **arguments)
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
+
+
+def direct(module: Any, x: Tensor) -> Binding | None:
+    """`runs_ours` for a call without `nn.Module.__call__`: None if a tool that observes modules replaced that."""
+    return runs_ours(module, x) if nn.Module.__call__ is _call else None
+
+
+def runs_ours(module: Any, x: Tensor) -> Binding | None:
+    """Return the binding of the module if calling it with x would run only the binding's function, else None."""
+    binding = bindings_by_class.get(module.__class__)
+    if binding is None or not binding.change.live or module.__class__.__dict__["forward"] is not binding.dispatcher:
+        return None
+    own = module.__dict__
+    mode = own.get(MODE, binding.mode)
+    if mode == OFF or (mode == GPU and not x.is_cuda):
+        return None
+    if "forward" in own or own.get("_compiled_call_impl") is not None:
+        return None
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return None
+    every, before, backward, before_backward = _hooks_on_all
+    if every or before or backward or before_backward:
+        return None
+    watch = binding.watch
+    if watch is not None and not watch.unchanged() and not watch.holds():
+        return None
+    return None if binding.methods and not binding.methods.isdisjoint(own) else binding
+
+
+def norm_terms(module: Any, x: Tensor) -> ops.Norm | None:
+    """Return the terms of a norm module for x, or None if the module must be called."""
+    binding = runs_ours(module, x)
+    layer = None if binding is None else binding.layer
+    return layer.terms(module, x) if isinstance(layer, RMSNorm) else None
+
+
+def norm_pair(module: Any, norms: tuple[str, ...], query: Tensor) -> tuple[ops.Norm, ops.Norm] | Literal[False] | None:
+    """The norms of queries and keys as terms of one kernel, None if there are none, False if they must be called."""
+    children = [child for child in map(module._modules.get, norms) if child is not None] if norms else []
+    if not children:
+        return None
+    if len(children) != 2:
+        return False
+    first, second = norm_terms(children[0], query), norm_terms(children[1], query)
+    if first is None or second is None or not alike((first, second)):
+        return False
+    sizes = first.weight.shape, second.weight.shape
+    return (first, second) if sizes == (query.shape[3:],) * 2 else False
+
+
+def _rename(arguments: dict[str, Any]) -> None:
+    """Rename the cache argument as the dispatcher does, which a direct call skips."""
+    if "past_key_value" in arguments:
+        arguments["past_key_values"] = arguments.pop("past_key_value")
 
 
 @cache
 def _in_tuple(stock: Callable[..., Any]) -> bool:
-    """Whether the stock layer returns a tuple: it does in the releases where attention weights are asked of it."""
+    """Whether the stock layer returns a tuple, as in the releases in which it can return attention weights."""
     return "output_attentions" in inspect.signature(stock).parameters
-
-
-def _lacks(arguments: Mapping[str, Any]) -> Callable[[str], bool]:
-    return lambda name: name not in arguments
-
-
-def _branch(norm: Any, x: Tensor, adds: bool) -> Branch:
-    terms = norm_terms(norm, x)
-    return Branch(norm(x) if terms is None else x, terms, x if adds else None)
-
-
-def _attend(attention: Any, branch: Branch, arguments: dict[str, Any]) -> Tensor:
-    binding = runs_ours(attention, branch.x)
-    if binding is None or not binding.fuses:
-        output: Tensor = attention(hidden_states=branch.normed(), **arguments)[0]
-        return output
-    if binding.old_name and "past_key_value" in arguments:
-        arguments["past_key_values"] = arguments.pop("past_key_value")
-    ours: Tensor = binding.replacement(attention, partial(by_stock, binding.stock), branch, **arguments)[0]
-    return ours
-
-
-def _feed(mlp: Any, branch: Branch) -> Tensor:
-    binding = runs_ours(mlp, branch.x)
-    if binding is None or not binding.fuses:
-        return _output(mlp(branch.normed()))
-    output: Tensor = binding.replacement(mlp, partial(by_stock, binding.stock), branch)
-    return output
-
-
-def _joined(branch: Branch, output: Tensor, x: Tensor, post_norm: Any) -> Tensor:
-    return branch.sum(output) if post_norm is None else x + post_norm(output)
-
-
-def _summed_and_normed(norm: Any, output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(x + output), and the sum."""
-    terms = norm_terms(norm, x) if output.dtype == x.dtype else None
-    if terms is None:
-        total = x + output
-        return norm(total), total
-    return ops.add_rms_norm(output, x, terms.weight, eps=terms.eps, one_plus=terms.one_plus)
-
-
-def _output(result: Any) -> Tensor:
-    output: Tensor = result[0] if isinstance(result, tuple) else result
-    return output

@@ -1,50 +1,114 @@
-"""The routed experts of a mixture: stacked parameters as transformers has them from 5.0 on, and lists of modules.
+"""The routed experts of a mixture: stacked parameters, as in transformers from 5.0 on, or lists of modules.
 
-From 5.0 on, `grouped_mm` is what transformers chooses when nothing is asked for, and `batched_mm` is what its generate
-switches to by itself while it decodes; neither can be told from a request, and both are served where ours does the
-same or better. Whoever asks for anything else (eager, deepgemm, …) gets exactly that.
+From 5.0 on, `grouped_mm` is transformers' default, and its generate switches to `batched_mm` while it decodes. Neither
+is distinguishable from a user's choice, and both are served where this is at least as fast. Any other implementation
+(eager, deepgemm, …) runs the stock forward.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_rocm import ops
-from hf_rocm.layers.mlp import activation_of
-from hf_rocm.layers.notes import note
+from hf_rocm.layers.fallback_reasons import note
+from hf_rocm.layers.grouped_linear import live, shuffled_experts, why_not
+from hf_rocm.layers.mlp import activation_of, child
+from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.ops.linear import exporting
 from hf_rocm.ops.moe import most_pairs
-from hf_rocm.weights.experts import STATE, Stacked, stacked, why_not
-from hf_rocm.weights.experts_shuffled import KEPT, shuffled
+from hf_rocm.ops.routing import one_kernel
+from hf_rocm.overlay.replacements import unchanged
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _INTERFACE = "transformers.integrations.moe"
 
-_SPREAD = "the experts are spread over several devices"
+_SPREAD = "the experts are distributed over several devices"
 
 
-def stacked_experts(
-    module: Any, stock: Callable[..., Any], x: Tensor, ids: Tensor, weights: Tensor, **terms: Any
-) -> Tensor:
-    """For a module that transformers runs through its experts interface: `gate_up_proj` and `down_proj`, [E, …] each.
+@dataclass(frozen=True)
+class StackedExperts:
+    """A module that transformers runs through its experts interface, with `gate_up_proj` and `down_proj` [E, …].
 
-    x: [T, H]; ids: [T, k]; weights: [T, k], or [T, E] for every expert. terms: as `given_experts` takes them; without
-    an activation it is the module's `act_fn`, and its way to apply it must be transformers' own. Returns [T, H].
+    activation, transposed, interleaved: as in `ops.experts`; without an activation, the module's `act_fn` is used, and
+    the module must apply it as transformers does. limit, alpha: the attributes with the activation's parameters.
     """
-    further = _asked_for(module, x, ids)
-    if "activation" not in terms and further is None and not _applies_its_activation(module):
-        further = "the experts apply their activation in a way of their own"
-    run = given_experts(module, x, further=further, **terms)
-    if run is None:
-        result: Tensor = stock(module, x, ids, weights)
-        return result
-    return run(x, ids, weights if weights.shape == ids.shape else weights.gather(1, ids))
+
+    activation: str | None = None
+    limit: str | None = None
+    alpha: str | None = None
+    transposed: bool = False
+    interleaved: bool = False
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x: [T, H]; ids: [T, k]; weights: [T, k], or [T, E] for every expert. Returns [T, H]."""
+        extra_reason = _interface_reason(module, x, ids)
+        if self.activation is None and extra_reason is None and not _applies_its_activation(module):
+            extra_reason = "the experts have their own function to apply the activation"
+        named = {"limit": self.limit, "alpha": self.alpha}
+        form: dict[str, Any] = {name: getattr(module, attribute) for name, attribute in named.items() if attribute}
+        flags = {"transposed": self.transposed, "interleaved": self.interleaved}
+        form |= {name: True for name, flag in flags.items() if flag}
+        run = given_experts(module, x, activation=self.activation, extra_reason=extra_reason, **form)
+        if run is None:
+            result: Tensor = stock(module, x, ids, weights)
+            return result
+        return run(x, ids, weights if weights.shape == ids.shape else weights.gather(1, ids))
+
+
+@dataclass(frozen=True)
+class SoftmaxMixture:
+    """A mixture whose `experts` are a list of gated MLPs, routed by a softmax over the logits of its child `gate`.
+
+    experts: the names of an expert's gate, up and down layers and its activation. normalise: whether the routing
+    weights are divided by their sum, or the attribute with that flag. jitter: the attribute with the noise that is
+    added to the input in training; the stock forward runs then. shared: the shared expert and its gate.
+    """
+
+    experts: tuple[str, str, str, str] = ("gate_proj", "up_proj", "down_proj", "act_fn")
+    normalise: bool | str = True
+    jitter: str | None = None
+    shared: tuple[str, str] | None = None
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Any:
+        """x: [B, S, H]. Returns (output [B, S, H], router logits [T, E])."""
+        noise = self.jitter is not None and module.training and getattr(module, self.jitter) > 0
+        run = listed_experts(module, x, extra_reason="jitter in training is left to stock" if noise else None)
+        if run is None:
+            return stock(module, x)
+        rows = x.flatten(0, 1)
+        logits = module.gate(rows)
+        normalise = self.normalise if isinstance(self.normalise, bool) else getattr(module, self.normalise)
+        weights, ids = softmax_top(logits, module.top_k, normalise=normalise, dtype=rows.dtype)
+        output = run(rows, ids, weights)
+        if self.shared is not None:
+            every, gate = (module._modules[name] for name in self.shared)
+            output = output + gate(rows).sigmoid() * every(rows)
+        return output.view_as(x), logits
+
+
+@dataclass(frozen=True)
+class GatedMixture:
+    """DeepSeek's mixture: `experts` is a list of gated MLPs, the child `gate` returns ids and weights, and
+    `shared_experts` is applied to every row. experts: as in `SoftmaxMixture`."""
+
+    experts: tuple[str, str, str, str] = ("gate_proj", "up_proj", "down_proj", "act_fn")
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Tensor:
+        """x: [B, S, H]. Returns [B, S, H]."""
+        run = listed_experts(module, x)
+        if run is None:
+            result: Tensor = stock(module, x)
+            return result
+        ids, weights = module.gate(x)
+        output: Tensor = run(x.flatten(0, 1), ids, weights).view_as(x) + module.shared_experts(x)
+        return output
 
 
 def given_experts(
@@ -55,37 +119,37 @@ def given_experts(
     down: str = "down_proj",
     activation: str | None = None,
     act_fn: str = "act_fn",
-    further: str | None = None,
+    extra_reason: str | None = None,
     **form: Any,
 ) -> Experts | None:
-    """For a module with the weights of its experts stacked in parameters, and perhaps biases `…_bias` beside them.
+    """Return a function for the experts of a module that stacks their weights in parameters, or None.
 
-    gate_up, down: the parameters' names, with dots for those of children. activation: as in `ops.experts`; unless it
-    is given, that of the child act_fn. further: a reason to stay stock that the overlay itself found. form: the
-    remaining keywords of `ops.experts`. x: [T, H]. Returns what `listed_experts` returns.
+    gate_up, down: the parameters' names, dotted for those of children; biases are named `…_bias`. activation: as in
+    `ops.experts`; default: that of the child act_fn. extra_reason: a reason of the overlay to stay stock. form: the
+    other keyword arguments of `ops.experts`. x: [T, H]. Returns what `listed_experts` returns.
     """
-    function = None if activation else _named(module, act_fn)
-    found = activation or activation_of(function)
+    function = None if activation else _function(module, act_fn)
+    known = activation or activation_of(function)
     tensors = {name: _named(module, name) for name in (gate_up, down, f"{gate_up}_bias", f"{down}_bias")}
-    reason = further or _unserved(x) or _unlike(module, x, tensors)
-    if reason is None and found is None:
-        reason = "ops.experts doesn't know the experts' activation, or it was changed"
+    reason = extra_reason or _unserved(x) or _unlike(module, x, tensors)
+    if reason is None and known is None:
+        reason = "the experts' activation is not supported by ops.experts, or it was changed"
     note(module, reason)
     if reason is not None:
         return None
     first, second, first_bias, second_bias = tensors.values()
 
     def run(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        kept = None if form or first_bias is not None else _kept(module, rows)
-        if kept is not None:
-            return ops.shuffled_experts(rows, *kept, ids, weights, activation=found or "")
+        copies = None if form or first_bias is not None else shuffled_experts(module, rows)
+        if copies is not None:
+            return ops.shuffled_experts(rows, *copies, ids, weights, activation=known or "")
         return ops.experts(
             rows,
             first,
             second,
             ids,
             weights,
-            activation=found or "",
+            activation=known or "",
             gate_up_bias=first_bias,
             down_bias=second_bias,
             **form,
@@ -94,58 +158,59 @@ def given_experts(
     return run
 
 
-def listed_experts(module: Any, x: Tensor, *, further: str | None = None) -> Experts | None:
-    """For a module whose `experts` are a list of gated MLPs that the loader stacked.
+def listed_experts(module: Any, x: Tensor, *, extra_reason: str | None = None) -> Experts | None:
+    """Return a function for the experts of a module whose `experts` are a list of gated MLPs that the loader stacked.
 
-    x: what the module is called with. further: a reason to stay stock that the overlay itself found. Returns the
-    function (rows [T, H], ids [T, k], weights [T, k]) → [T, H], or None: then the stock forward must run.
+    x: the module's input. extra_reason: a reason of the overlay to stay stock. Returns the function
+    (rows [T, H], ids [T, k], weights [T, k]) → [T, H], or None: then the stock forward must run.
     """
-    found = further or _unserved(x) or _listed(module, x)
-    note(module, found if isinstance(found, str) else None)
-    if isinstance(found, str):
+    stacked = extra_reason or _unserved(x) or _listed(module, x)
+    note(module, stacked if isinstance(stacked, str) else None)
+    if isinstance(stacked, str):
         return None
-    held, activation = found
+    group, activation = stacked
 
     def run(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        kept = _kept(module, rows)
-        if kept is not None:
-            return ops.shuffled_experts(rows, *kept, ids, weights, activation=activation)
+        copies = shuffled_experts(module, rows)
+        if copies is not None:
+            return ops.shuffled_experts(rows, *copies, ids, weights, activation=activation)
         return ops.experts(
             rows,
-            held.gate_up,
-            held.down,
+            group.gate_up,
+            group.down,
             ids,
             weights,
             activation=activation,
-            gate_up_bias=held.gate_up_bias,
-            down_bias=held.down_bias,
+            gate_up_bias=group.gate_up_bias,
+            down_bias=group.down_bias,
         )
 
     return run
 
 
-def _listed(module: Any, x: Tensor) -> tuple[Stacked, str] | str:
-    """The stacked experts and their activation, or why there are none."""
+def _listed(module: Any, x: Tensor) -> tuple[Any, str] | str:
+    """Return the stacked experts and their activation, or why there are none."""
     if torch.compiler.is_compiling():
-        return "while torch.compile traces, a list of experts is stock's"
-    held = stacked(module)
-    if held is None:
-        state = module.__dict__.get(STATE)
-        names = getattr(state, "names", state)
-        if names is None:
-            return "the experts are not stacked"
-        return why_not(module, names) or "a layer of an expert was changed"
-    if held.gate_up.dtype != x.dtype or held.gate_up.device != x.device:
-        return f"the input is {x.dtype} on {x.device}, the experts are {held.gate_up.dtype} on {held.gate_up.device}"
-    activation = activation_of(held.activation)
-    return "ops.experts doesn't know the experts' activation" if activation is None else (held, activation)
+        return "while torch.compile traces, a list of experts is left to stock"
+    group: Any = live(module)
+    if group is None:
+        empty = module.__dict__.get(SLOT) is None
+        return "the experts are not stacked" if empty else why_not(module) or "a layer of an expert was changed"
+    if group.gate_up.dtype != x.dtype or group.gate_up.device != x.device:
+        return f"the input is {x.dtype} on {x.device}, the experts are {group.gate_up.dtype} on {group.gate_up.device}"
+    if not all(unchanged(kind) for kind in {type(expert) for expert in module.experts}):
+        return "the forward of the experts' class, or a function that it calls, was replaced"
+    activation = activation_of(group.activation)
+    return "the experts' activation is not supported by ops.experts" if activation is None else (group, activation)
 
 
 def softmax_top(logits: Tensor, top: int, *, normalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The usual routing: the `top` largest of a softmax in fp32, divided by their sum if they are to be normalised.
+    """Standard routing: the `top` largest values of a softmax in fp32, divided by their sum if `normalise`.
 
     logits: [T, E]. Returns (weights [T, k] in dtype, ids [T, k]). Shazeer et al. 2017.
     """
+    if one_kernel(logits, experts=logits.shape[1], top=top, normalise=normalise, dtype=dtype):
+        return ops.choose_experts(logits, top=top, normalise=normalise, dtype=dtype)
     chosen, ids = logits.softmax(1, dtype=torch.float32).topk(top, dim=-1)
     if normalise:
         chosen = chosen / chosen.sum(-1, keepdim=True)
@@ -153,21 +218,24 @@ def softmax_top(logits: Tensor, top: int, *, normalise: bool, dtype: torch.dtype
 
 
 def untouched(*modules: Any) -> bool:
-    """Whether a forward may do without calling these modules: no hooks, no forward of their own."""
-    return not any(each._forward_hooks or each._forward_pre_hooks or "forward" in each.__dict__ for each in modules)
+    """Whether a forward may skip calling these modules: no hooks, and no replaced forward on them or their class."""
+    touched = any(one._forward_hooks or one._forward_pre_hooks or "forward" in one.__dict__ for one in modules)
+    return not touched and all(unchanged(type(one)) for one in modules)
 
 
-def _asked_for(module: Any, x: Tensor, ids: Tensor) -> str | None:
-    """Why transformers' experts interface is not to be served in this call, or None."""
-    asked = getattr(getattr(module, "config", None), "_experts_implementation", "grouped_mm")
-    if asked == "batched_mm":
+def _interface_reason(module: Any, x: Tensor, ids: Tensor) -> str | None:
+    """Return why this call of transformers' experts interface is left to stock, or None."""
+    selected = getattr(getattr(module, "config", None), "_experts_implementation", "grouped_mm")
+    if selected == "batched_mm":
         if x.device.type == "cpu" or ids.numel() > most_pairs(x):
-            return "the experts implementation 'batched_mm' is stock's beyond a few tokens on a GPU"
-    elif asked != "grouped_mm":
-        return f"the experts implementation {asked!r} is in force, and only 'grouped_mm' and 'batched_mm' are served"
+            return "the experts implementation 'batched_mm' is served for a few tokens on a GPU only"
+    elif selected != "grouped_mm":
+        return f"the experts implementation {selected!r} is selected, and only 'grouped_mm' and 'batched_mm' are served"
     interface = sys.modules[_INTERFACE]
-    if interface.ALL_EXPERTS_FUNCTIONS[asked] is not getattr(interface, f"{asked}_experts_forward"):
-        return f"another function than transformers' own is registered as the experts implementation {asked!r}"
+    if interface.ALL_EXPERTS_FUNCTIONS[selected] is not getattr(interface, f"{selected}_experts_forward"):
+        return f"the registered experts implementation {selected!r} is not transformers' own function"
+    if not unchanged(interface.ALL_EXPERTS_FUNCTIONS[selected]):
+        return f"a function that the experts implementation {selected!r} calls was replaced"
     if getattr(module, "_is_expert_parallel", False) or getattr(module, "_hf_tp_plan", None) is not None:
         return _SPREAD
     return None
@@ -182,33 +250,35 @@ def _unlike(module: Any, x: Tensor, tensors: dict[str, Any]) -> str | None:
         if len(tensor) != getattr(module, "num_experts", len(tensor)):
             return _SPREAD
         if not torch.compiler.is_compiling() and tensor.data_ptr() % 16:
-            return f"{name} doesn't start at a multiple of 16 bytes"
+            return f"{name} is not aligned to 16 bytes"
     return None
 
 
 def _unserved(x: Tensor) -> str | None:
     if torch.is_autocast_enabled(x.device.type):
-        return "under autocast the experts are stock's"
+        return "under autocast, experts are left to stock"
     if torch.compiler.is_compiling() and (x.dtype != torch.bfloat16 or exporting()):
         return "while torch.compile traces, experts are served in bf16 only"
     return None
 
 
 def _applies_its_activation(module: Any) -> bool:
-    """As transformers does unless told otherwise: act(gate) · up."""
+    """Whether the module applies its activation as transformers does by default: act(gate) · up."""
     gate = getattr(type(module), "_apply_gate", None)
     return gate is None or (gate.__module__ == _INTERFACE and "_apply_gate" not in module.__dict__)
 
 
-def _kept(module: Any, rows: Tensor) -> tuple[ops.Shuffled, ops.Shuffled] | None:
-    """Shuffled copies, if the user granted memory for them and nothing is being traced."""
-    return None if KEPT not in module.__dict__ or torch.compiler.is_compiling() else shuffled(module, rows)
+def _function(module: Any, path: str) -> Any:
+    """The activation of this name, dotted for those of children."""
+    *way, name = path.split(".")
+    for step in way:
+        module = child(module, step)
+    return child(module, name)
 
 
 def _named(module: Any, path: str) -> Any:
-    """A parameter or child by its name, with dots; None if there is none."""
+    """The parameter of this dotted name; None if there is none."""
     *way, name = path.split(".")
     for step in way:
         module = module._modules[step]
-    found = module._parameters.get(name)
-    return module._modules.get(name) if found is None else found
+    return module._parameters.get(name)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from hf_rocm import ops
-from hf_rocm.layers.branch import Branch, by_stock, rides_along
-from hf_rocm.weights import fuse
+from hf_rocm.layers import grouped_linear
+from hf_rocm.layers.norm import SEPARATE, PrenormResidual, can_fuse
+from hf_rocm.overlay.replacements import constant_in_traces, unchanged, watches
 
-# What transformers' ACT2FN builds, by class: 4.x uses torch's own SiLU, 5.x wraps it, GELUTanh was renamed once.
+# The classes in transformers' ACT2FN: 4.x uses torch's own SiLU, 5.x wraps it, GELUTanh was renamed once.
 _ACTIVATIONS = {
     ("torch.nn.modules.activation", "SiLU"): "silu",
     ("transformers.activations", "SiLUActivation"): "silu",
@@ -23,49 +24,69 @@ _ACTIVATIONS = {
 }
 
 
-def gated_mlp(
-    module: Any, stock: Callable[..., Any], x: Tensor | Branch, *, activation: str = "act_fn", down: str = "down_proj"
-) -> Tensor:
-    """For a gate and an up projection, which the loader fuses in this order, and a down projection.
+@dataclass(frozen=True)
+class GatedMLP:
+    """A gate and an up projection, which the loader fuses in this order, and a down projection.
 
-    x: [..., hidden], or what a decoder layer hands on. activation: the name of the child that activates; where the
-    model calls a function instead, the name that `ops.act_and_mul` knows. down: the name of the child that projects
-    down. Returns [..., hidden]. Without fused weights the stock forward runs.
+    fuses: the names of gate and up. activation: the activation's child module or attribute; if the model calls a
+    function directly, its name in `ops.act_and_mul`. down: the name of the down projection.
     """
-    if isinstance(x, Branch):
-        return _branch_of_mlp(module, stock, x, activation, down)
-    if rides_along(x):
-        return _branch_of_mlp(module, partial(by_stock, stock), Branch(x, None, None), activation, down)
-    joined = fuse.product(module, x)  # [..., gate | up]
-    if joined is None:
-        result: Tensor = stock(module, x)
-        return result
-    function = module._modules.get(activation)
-    product = ops.act_and_mul(joined, activation=activation) if function is None else activated(joined, function)
-    output: Tensor = module._modules[down](product)
-    return output
+
+    fuses: tuple[str, str] = ("gate_proj", "up_proj")
+    activation: str = "act_fn"
+    down: str = "down_proj"
+
+    def forward(
+        self, module: Any, stock: Callable[..., Any], x: Tensor, fused: PrenormResidual | None = None
+    ) -> Tensor:
+        """x: [..., hidden]. Returns [..., hidden]. Without fused weights the stock forward runs."""
+        function = child(module, self.activation)
+        known = self.activation if function is None else activation_of(function)
+        if fused is None:
+            fused = PrenormResidual(None, None) if can_fuse(x) else SEPARATE
+        if fused.one_kernel:
+            product = grouped_linear.product(module, x, norm=fused.norm, activation=known)
+        else:
+            product = grouped_linear.product(module, x)  # [..., gate | up]
+        if product is None:
+            result: Tensor = stock(module, x)
+            return result
+        if known is None:
+            product = activated(product, function)
+        elif not fused.one_kernel:
+            product = ops.act_and_mul(product, activation=known)
+        down = child(module, self.down)
+        output: Tensor = fused.last_product(down, product) if fused.one_kernel else down(product)
+        return output
 
 
-def _branch_of_mlp(module: Any, stock: Callable[..., Any], x: Branch, activation: str, down: str) -> Tensor:
-    function = module._modules.get(activation)
-    known = activation if function is None else activation_of(function)
-    product = fuse.product(module, x.x, norm=x.norm, activation=known)
-    if product is None:
-        result: Tensor = stock(module, x)
-        return result
-    if known is None:
-        product = activated(product, function)
-    return x.last_product(module._modules[down], product)
+@dataclass(frozen=True)
+class JoinedMLP:
+    """An MLP with gate and up in one matrix of the checkpoint, `gate_up_proj`. activation: the activation's child."""
+
+    activation: str = "activation_fn"
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Tensor:
+        """x: [..., hidden]. Returns [..., hidden]."""
+        joined = child(module, "gate_up_proj")(x)
+        down: Tensor = child(module, "down_proj")(activated(joined, child(module, self.activation)))
+        return down
 
 
-def joined_mlp(module: Any, x: Tensor, *, activation: str = "activation_fn") -> Tensor:
-    """For checkpoints with gate and up in one matrix, `gate_up_proj`. x: [..., hidden]. Returns [..., hidden]."""
-    down: Tensor = module.down_proj(activated(module.gate_up_proj(x), module._modules[activation]))
-    return down
+def child(module: Any, name: str) -> Any:
+    """Return `module.name`: a submodule, or a function that is an attribute; None if there is neither.
+
+    An attribute of the instance takes precedence over a submodule, as in Python.
+    """
+    own = module.__dict__
+    if name in own:
+        return own[name]
+    submodule = own["_modules"].get(name)
+    return getattr(module, name) if submodule is None and hasattr(type(module), name) else submodule
 
 
 def activated(joined: Tensor, function: Any) -> Tensor:
-    """act(gate) · up of joined: [..., gate | up]. function: the activation, which runs itself if it isn't known."""
+    """Return act(gate) · up of joined [..., gate | up]. function: the activation; it is called if it has no kernel."""
     known = activation_of(function)
     if known is None:
         gate, up = joined.chunk(2, dim=-1)
@@ -75,7 +96,7 @@ def activated(joined: Tensor, function: Any) -> Tensor:
 
 
 def activation_of(function: object) -> str | None:
-    """The name that `ops.act_and_mul` knows this activation module by, or None if it must be called as it is."""
+    """Return the name of this activation module in `ops.act_and_mul`, or None if the module must be called."""
     kind = type(function)
     name = _ACTIVATIONS.get((kind.__module__, kind.__qualname__))
     if name is None or not isinstance(function, nn.Module):
@@ -83,5 +104,12 @@ def activation_of(function: object) -> str | None:
     if function._forward_hooks or function._forward_pre_hooks or "forward" in function.__dict__:
         return None
     if inspect.ismethod(getattr(function, "act", None)):
-        return None  # the variant in Python was asked for
-    return name
+        return None  # the Python variant is selected
+    return name if _is_stock(kind) else None
+
+
+@constant_in_traces
+def _is_stock(kind: type) -> bool:
+    """`replacements.unchanged` with one Python call less: each layer of an uncaptured step asks."""
+    watch = watches.get(kind)
+    return unchanged(kind) if watch is None else watch.unchanged() or watch.holds()

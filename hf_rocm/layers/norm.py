@@ -1,30 +1,127 @@
-"""RMSNorm modules: Llama's, and Gemma's (1 + w)."""
+"""RMSNorm modules, Llama's and Gemma's (1 + w), and the norm and the residual sum of a decoder layer's branch.
+
+With few rows, a decoder layer calls our attention and MLP functions directly with an input that is not yet normalised
+and a `PrenormResidual`. Modules that a user hooked, wrapped or replaced never get one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_rocm import ops
-from hf_rocm.layers.branch import TERMS
+from hf_rocm.layers.grouped_linear import hooks_on_all, linears_are_pytorchs
+from hf_rocm.layers.weight_group import PackedLinear
+from hf_rocm.ops.linear import is_pytorchs
 
 _PLAIN = (nn.Parameter, torch.Tensor)
 
 
-def rms_norm(module: Any, stock: Callable[..., Any], x: Any, *, eps: float, one_plus: bool = False) -> Any:
-    """The norm of a module with a `weight` [D]; x: [..., D]. Returns [..., D] as the stock forward would.
+@dataclass(frozen=True)
+class RMSNorm:
+    """A norm with a `weight` [D].
 
-    Where x is `TERMS`, a decoder layer asks for the norm's terms, which are returned, or None if there are others.
-
-    Stays stock where stock's own dtype rules would show: a plain norm whose weight has another dtype than x is
-    promoted there, and a weight that isn't a plain tensor (a DTensor) brings operations of its own.
+    eps: the attribute with the epsilon. one_plus: the norm multiplies by (1 + weight), as in Gemma.
     """
-    weight = module.weight
-    if x is TERMS:
-        return ops.Norm(weight, eps, one_plus) if type(weight) in _PLAIN else None
-    if type(weight) not in _PLAIN or (not one_plus and weight.dtype != x.dtype):
-        return stock(module, x)
-    return ops.rms_norm(x, weight, eps=eps, one_plus=one_plus)
+
+    eps: str
+    one_plus: bool = False
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Tensor:
+        """x: [..., D]. Returns [..., D] as the stock forward would.
+
+        Runs the stock forward where its dtype rules matter: it promotes the result if the weight's dtype differs from
+        that of x, and a weight that is not a plain tensor (a DTensor) has operations of its own.
+        """
+        weight = module._parameters.get("weight")
+        if weight is None:
+            weight = module.weight  # FSDP and parametrisations store it elsewhere
+        if type(weight) not in _PLAIN or (not self.one_plus and weight.dtype != x.dtype):
+            result: Tensor = stock(module, x)
+            return result
+        return ops.rms_norm(x, weight, eps=getattr(module, self.eps), one_plus=self.one_plus)
+
+    def terms(self, module: Any, x: Tensor) -> ops.Norm | None:
+        """Return the norm as an argument of operations that include it, or None if the module must be called."""
+        weight = module.weight
+        if type(weight) not in _PLAIN or (not self.one_plus and weight.dtype != x.dtype):
+            return None
+        return ops.Norm(weight, getattr(module, self.eps), self.one_plus)
+
+
+class PrenormResidual:
+    """The norm and the residual sum of a branch.
+
+    norm: the RMS norm that is still to be applied to the branch's input, or None. residual: [B, S, K], to be added to
+    the branch's output, or None. one_kernel: whether GEMM kernels include them. added: whether the sum was computed.
+    """
+
+    __slots__ = ("added", "norm", "one_kernel", "residual")
+
+    def __init__(self, norm: ops.Norm | None, residual: Tensor | None, *, one_kernel: bool = True) -> None:
+        self.norm, self.residual, self.one_kernel = norm, residual, one_kernel
+        self.added = residual is None
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Return the branch's input x normalised, as stock layers expect it."""
+        norm = self.norm
+        return x if norm is None else ops.rms_norm(x, norm.weight, eps=norm.eps, one_plus=norm.one_plus)
+
+    def sum(self, output: Tensor) -> Tensor:
+        """Return the branch's output plus the residual, unless the last GEMM included it."""
+        return output if self.added or self.residual is None else self.residual + output
+
+    def last_product(self, linear: Any, x: Tensor) -> Tensor:
+        """Return linear(x) + residual, as one operation if linear is plain. x: [..., N] → [..., K]."""
+        if self.residual is not None and isinstance(linear, PackedLinear) and _is_unhooked(linear):
+            self.added = True
+            return linear.plus(x, self.residual)
+        if not _is_plain(linear):
+            output: Tensor = linear(x)
+            return output
+        self.added = True
+        parameters = linear._parameters
+        return ops.fused_linear(x, parameters["weight"], parameters["bias"], residual=self.residual)
+
+    def around(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a stock forward that normalises its input first, for a function that does not serve the call."""
+        return partial(_normed_stock, self, stock)
+
+
+# For a direct call with many rows: the input is normalised, the layer adds the residual itself.
+SEPARATE = PrenormResidual(None, None, one_kernel=False)
+
+
+def can_fuse(x: Tensor) -> bool:
+    """Whether GEMMs of x can include the norm before and the sum after: few rows, a kernel for them, no gradients.
+
+    False while torch.compile traces.
+    """
+    return ops.rides_along(x) and not is_pytorchs(x)
+
+
+def _normed_stock(
+    fused: PrenormResidual, stock: Callable[..., Any], module: Any, x: Tensor, *args: Any, **more: Any
+) -> Any:
+    return stock(module, fused.normed(x), *args, **more)
+
+
+def _is_unhooked(linear: Any) -> bool:
+    own = linear.__dict__
+    return not ("forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"] or hooks_on_all())
+
+
+def _is_plain(linear: Any) -> bool:
+    own = linear.__dict__
+    if linear.__class__ is not nn.Linear or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return False
+    if not linears_are_pytorchs():
+        return False
+    parameters = own["_parameters"]
+    bias = parameters.get("bias")
+    return parameters.get("weight").__class__ is nn.Parameter and (bias is None or bias.__class__ is nn.Parameter)

@@ -1,4 +1,4 @@
-"""Attention of vision towers over images of different sizes laid end to end."""
+"""Attention of vision towers over packed images of different sizes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hf_rocm import ops
 
 
 def packed(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *, scale: float) -> Tensor:
-    """Each piece attends to itself, in both directions.
+    """Bidirectional attention within every sequence of a packed batch.
 
-    query, key, value: [T, H, D]; ends: [pieces + 1] integers, where piece i lies between entries i and i + 1. The
-    longest piece is read on the host, as the stock layers read every length. Returns [T, H, D].
+    query, key, value: [T, H, D]. ends: [sequences + 1] cumulative lengths, integers. The longest length is read on the
+    host, as the stock layers read every length. Returns [T, H, D].
     """
     longest = int((ends[1:] - ends[:-1]).max())
     ends = ends.to(torch.int32)

@@ -1,14 +1,23 @@
-"""Which transformers this is, for the few places where only a signature or a return value changed."""
+"""The release of transformers, for the few places where only a signature or a return value changed."""
 
 from __future__ import annotations
 
 import sys
 from importlib import metadata
 
+import torch
 from packaging.version import Version
+
+from hf_rocm.overlay.replacements import constant_in_traces
 
 
 def before(release: str) -> bool:
     """Whether the transformers in use is older than this release. Call it at import: compilers can't trace it."""
     here = getattr(sys.modules.get("transformers"), "__version__", None) or metadata.version("transformers")
     return Version(here) < Version(release)
+
+
+@constant_in_traces
+def rounded_root(value: int, dtype: torch.dtype) -> float:
+    """A square root in a dtype, as a number: some models of transformers 4 keep it as a tensor of the default dtype."""
+    return torch.tensor(value, dtype=torch.float32).sqrt().to(dtype).item()

@@ -1,7 +1,7 @@
-"""Where a call's keys and values go in a static cache, so that the kernel that rotates them puts them there itself.
+"""The rows of a static cache for a call's keys and values, so that the kernel that rotates them also writes them.
 
-Only what `update` does is done in its place, for caches whose `update` is known: transformers' static layers, by the
-digests of their definitions, and the cache that decode steps are recorded over.
+This replaces `update` for caches whose `update` is known to do no more: transformers' static layers, checked by the
+digests of their definitions, and the cache of recorded decode steps.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 class Slot(NamedTuple):
     """Rows of a cache.
 
-    keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]. position: [S], the rows, or a scalar, the first of them, which
-    counts on when they are written (see `ops.rope_into_cache`). written: to be called then, if there is more to count.
+    keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]. position: the rows [S], or a scalar with the first row, which the
+    kernel advances (see `ops.rope_into_cache`). written: to be called after the write, or None.
     """
 
     keys: Tensor
@@ -28,26 +28,26 @@ class Slot(NamedTuple):
 
 
 def slot(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
-    """The rows for key [B, Hkv, S, D] and value [B, Hkv, S, D_v] of layer `index`, or None: `update` must be asked.
+    """Return the rows for key [B, Hkv, S, D] and value [B, Hkv, S, D_v] of layer `index`, or None: call `update`.
 
     arguments: the call's keyword arguments. Changes nothing.
     """
     own = getattr(type(cache), "_hf_rocm_slot", None)
-    found: Slot | None = _static(cache, index, key, arguments) if own is None else own(cache, index, key.shape[2])
-    if found is None or not (_fits(found.keys, key) and _fits(found.values, value)):
+    rows: Slot | None = _static(cache, index, key, arguments) if own is None else own(cache, index, key.shape[2])
+    if rows is None or not (_fits(rows.keys, key) and _fits(rows.values, value)):
         return None
-    return found
+    return rows
 
 
 def _static(cache: Any, index: int, key: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
-    """A layer of transformers' own static cache that doesn't slide, from 4.56 on."""
+    """The rows in a layer of transformers' own static cache without sliding window, from 4.56 on."""
     home = sys.modules.get("transformers.cache_utils")
     kind = getattr(home, "StaticLayer", None)
     layers = getattr(cache, "layers", None)
     if kind is None or not layers or index >= len(layers) or type(layers[index]) is not kind:
         return None
     layer = layers[index]
-    # before 4.56 a cache might offload without the word
+    # before 4.56 a cache could offload without this attribute
     if layer.keys is None or getattr(cache, "offloading", True) or not _is_stock(type(cache), home):
         return None
     counter = getattr(layer, "cumulative_length", None)
@@ -55,21 +55,21 @@ def _static(cache: Any, index: int, key: Tensor, arguments: Mapping[str, Any]) -
         if counter.device != key.device:
             return None
         return Slot(layer.keys, layer.values, counter if counter.ndim == 0 else counter[0])
-    place = arguments.get("cache_position")
-    if place is None or place.shape != key.shape[2:3] or place.device != key.device:
+    position = arguments.get("cache_position")
+    if position is None or position.shape != key.shape[2:3] or position.device != key.device:
         return None
-    return Slot(layer.keys, layer.values, place)
+    return Slot(layer.keys, layer.values, position)
 
 
 def _is_stock(kind: type, home: Any) -> bool:
     """Whether this cache updates its layers as transformers does."""
-    from hf_rocm.generation import features
+    from hf_rocm import features
 
     return getattr(kind, "update", None) is home.Cache.update and features.refuses("static_cache") is None
 
 
 def _fits(rows: Tensor, new: Tensor) -> bool:
-    """Whether new [B, heads, S, D] may be written to rows [B, heads, L, D] as it is."""
+    """Whether new [B, heads, S, D] can be written to rows [B, heads, L, D] without conversion."""
     return (
         type(rows) is torch.Tensor
         and rows.dtype == new.dtype

@@ -3,21 +3,19 @@
 Shapes use one alphabet: B batch, S length, H query heads, Hkv key/value heads, D head dim.
 """
 
-from hf_rocm.ops.activation import act_and_mul
-from hf_rocm.ops.add_norm import add_rms_norm
 from hf_rocm.ops.attention import attention
 from hf_rocm.ops.decode import decode_attention
-from hf_rocm.ops.extend import register
-from hf_rocm.ops.fused_linear import Norm, fused_linear, rides_along
-from hf_rocm.ops.linear import linear
+from hf_rocm.ops.linear import Norm, fused_linear, linear, rides_along
 from hf_rocm.ops.moe import experts
 from hf_rocm.ops.moe_shuffled import shuffle_experts, shuffled_experts
-from hf_rocm.ops.norm import rms_norm
+from hf_rocm.ops.paged import paged_attention
+from hf_rocm.ops.pointwise import act_and_mul, add_rms_norm, rms_norm, rope
 from hf_rocm.ops.quantized import quantized_linear
 from hf_rocm.ops.registry import recording
-from hf_rocm.ops.rope import rope
 from hf_rocm.ops.rope_into_cache import rope_into_cache
+from hf_rocm.ops.routing import choose_experts
 from hf_rocm.ops.shuffled import Shuffled, shuffle, shuffled_linear
+from hf_rocm.ops.user_kernels import register
 from hf_rocm.ops.varlen import varlen_attention
 
 __all__ = [
@@ -26,10 +24,12 @@ __all__ = [
     "act_and_mul",
     "add_rms_norm",
     "attention",
+    "choose_experts",
     "decode_attention",
     "experts",
     "fused_linear",
     "linear",
+    "paged_attention",
     "quantized_linear",
     "recording",
     "register",

@@ -1,43 +1,40 @@
-"""Attention in plain PyTorch: the oracle of every other tier, and the one that can return its weights."""
+"""Attention in plain PyTorch: the oracle for every other tier, and the only tier that returns attention weights."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    from hf_rocm.ops.attention_terms import AttentionTerms
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, Tensor]:
     """See `hf_rocm.ops.attention`. The softmax runs in fp32 (fp64 for fp64)."""
+    mask, softcap, sinks = terms["mask"], terms["softcap"], terms["sinks"]
     b, h, s_q, _ = query.shape
     kv_heads, s_k, value_dim = key.shape[1], key.shape[2], value.shape[3]
     wide = torch.promote_types(query.dtype, torch.float32)
 
-    # The group's queries are stacked below each other, so one product serves them against their one key head.
+    # The queries of a group are stacked, so that one product computes their scores with the shared key head.
     rows = query.reshape(b, kv_heads, -1, query.shape[3])  # [B, Hkv, G·S_q, D]
-    scores = torch.matmul(rows, key.transpose(2, 3)).to(wide) * scale
+    scores = torch.matmul(rows, key.transpose(2, 3)).to(wide) * terms["scale"]
     scores = scores.view(b, h, s_q, s_k)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
 
-    seen = visible(s_q, s_k, causal=causal, window=window, device=query.device)
+    seen = visible(s_q, s_k, causal=terms["causal"], window=terms["window"], device=query.device)
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
     if mask is not None:
         mask = mask[..., :s_k]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
-    # exp and sum by hand: a row that sees nothing comes out as zeros, not NaN, and a sink joins the sum alone
+    # exp and sum instead of softmax: a row that sees no key gives zeros, not NaN, and a sink is only part of the sum
     peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min)
     if sinks is not None:
         sink = sinks.to(wide).view(1, h, 1, 1)

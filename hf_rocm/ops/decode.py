@@ -1,25 +1,31 @@
-"""decode_attention: the last few queries against caches that are filled to different lengths, known only to the device.
+"""decode_attention: attention of the last few queries over caches of different lengths, which only the device knows.
 
-A static cache holds unwritten keys behind the written ones; its length changes with every step without a word to the
-host, so that a recorded graph of the step stays valid. A sliding one rolls: once full it holds the last S keys.
+A static cache has unwritten keys after the written ones. Its length changes with every step, on the device only, so
+that a recorded graph of the step stays valid. A sliding cache rolls: once it is full, it has the last S keys.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 
 from hf_rocm.device import Device
-from hf_rocm.ops import attention_eager, attention_torch
+from hf_rocm.ops import attention_eager, registry
 from hf_rocm.ops.aiter import decode as aiter
 from hf_rocm.ops.aiter.detect import checked
-from hf_rocm.ops.registry import Implementation, Operation, refuses_nothing, route
+from hf_rocm.ops.attention import torch_attention
+from hf_rocm.ops.attention_terms import FEW_QUERIES, AttentionTerms, DecodeTerms
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.probe_cases import LENGTH, LONG, Draw, small_window
+from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
 from hf_rocm.ops.triton import decode as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
 
-FEW_QUERIES = 16  # what decoding kernels take at a time
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class DecodeSpec(NamedTuple):
@@ -38,7 +44,7 @@ class DecodeSpec(NamedTuple):
     few_queries: bool = True  # S_q ≤ FEW_QUERIES
     starts: bool = False
     window: int | None = None
-    ends: bool = False  # the running sum of the lengths is at hand
+    ends: bool = False  # the caller passes the running sum of the lengths
 
 
 def decode_attention(
@@ -54,25 +60,27 @@ def decode_attention(
     sinks: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the last S_q queries of each row to the written keys of its row.
+    """Causal attention of the last S_q queries of each row over the written keys of the row.
 
     query: [B, H, S_q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, D_v], any strides whose last is 1. lengths: [B], or
-    [1] for all rows alike, int32 or int64 on the same device: how many keys the row has had, those of the queries
-    included, at least one. Up to S they lie at the front, and what is behind them is never seen; with more, the keys
-    are those of a rolling cache, the last S, oldest first. starts: [B], the first key of each row that counts (after
-    left padding), in the same count as lengths. window: how many keys a query sees, itself included. sinks: [H].
-    ends: [B + 1] int32, the running sum of the rows' lengths from 0 where the caller has it, which one kernel wants.
+    [1] for all rows, int32 or int64 on the same device: the number of keys of the row so far, including those of the
+    queries, at least one. Up to S, the keys are at the front and the rest of the cache is not used; above S, the cache
+    is a rolling one with the last S keys, oldest first. starts: [B], the first key of each row after left padding,
+    counted like lengths. window: how many keys a query sees, itself included. softcap, sinks: see `attention`. ends:
+    [B + 1] int32, the running sum of the rows' lengths from 0, which one kernel needs, or None.
 
-    Query i of S_q stands at key length − S_q + i. One that sees nothing (left padding among the queries) gets what
-    `attention` gives such a query. What lies outside must be finite in PyTorch's tiers; the kernels don't read it.
-    Nothing is read on the host. Returns [B, S_q, H, D_v].
+    Query i of S_q is at key length − S_q + i. A query that sees no key (left padding) gets the same output as in
+    `attention`. The unused rows must be finite in PyTorch's tiers; kernels don't read them. No tensor is read on the
+    host. Returns [B, S_q, H, D_v].
     """
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    dtype, device = query.dtype, query.device
     _, heads, s_q, head_dim = query.shape
     _, kv_heads, _, value_dim = value.shape
-    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    one_query, few_queries = s_q == 1, s_q <= FEW_QUERIES
     spec = (
-        query.dtype,
-        query.device,
+        dtype,
+        device,
         heads,
         kv_heads,
         head_dim,
@@ -80,21 +88,38 @@ def decode_attention(
         softcap is not None,
         sinks is not None,
         grad,
-        s_q == 1,
-        s_q <= FEW_QUERIES,
+        one_query,
+        few_queries,
         starts is not None,
         window,
         ends is not None,
     )
-    serve = route(_operation, spec, query, key, value)
+    serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
     result: Tensor = serve(
         query, key, value, lengths, scale=scale, starts=starts, window=window, softcap=softcap, sinks=sinks, ends=ends
     )
     return result
 
 
+def kernel_serves(query: Tensor, key: Tensor, value: Tensor, *, softcap: bool = False, sinks: bool = False) -> bool:
+    """Whether a kernel serves single queries on these caches, given the running sums of the lengths."""
+    spec = DecodeSpec(
+        dtype=query.dtype,
+        device=query.device,
+        heads=query.shape[1],
+        kv_heads=value.shape[1],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        softcap=softcap,
+        sinks=sinks,
+        grad=torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+        ends=True,
+    )
+    return registry.kernel_serves(_operation, spec)
+
+
 def seen_keys(s_q: int, s_k: int, lengths: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
-    """[B | 1, 1, S_q, S] bool: which keys each query sees, made on the device."""
+    """[B | 1, 1, S_q, S] bool: which keys each query sees, computed on the device."""
     places = torch.arange(s_k, device=lengths.device)
     written = lengths.clamp(max=s_k)
     positions = (written[:, None] - s_q + torch.arange(s_q, device=lengths.device))[:, :, None]
@@ -106,31 +131,20 @@ def seen_keys(s_q: int, s_k: int, lengths: Tensor, starts: Tensor | None, window
     return seen[:, None]
 
 
-def torch_decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, **how: Any) -> Tensor:
-    """SDPA with a mask that is made on the device."""
-    return _masked(attention_torch.attention, query, key, value, lengths, **how)
+def _masked(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Tensor]:
+    """This attention with a mask that is computed on the device."""
+
+    def decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, **terms: Unpack[DecodeTerms]) -> Tensor:
+        mask = seen_keys(query.shape[2], key.shape[2], lengths, terms.get("starts"), terms.get("window"))
+        dense = AttentionTerms(
+            scale=terms["scale"], causal=False, mask=mask, window=None, softcap=terms["softcap"], sinks=terms["sinks"]
+        )
+        return attention(query, key, value, **dense)[0]
+
+    return decode
 
 
-def eager_decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, **how: Any) -> Tensor:
-    """The oracle."""
-    return _masked(attention_eager.attention, query, key, value, lengths, **how)
-
-
-def _masked(
-    attend: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    *,
-    starts: Tensor | None = None,
-    window: int | None = None,
-    ends: Tensor | None = None,
-    **how: Any,
-) -> Tensor:
-    mask = seen_keys(query.shape[2], key.shape[2], lengths, starts, window)
-    output: Tensor = attend(query, key, value, causal=False, window=None, mask=mask, **how)[0]
-    return output
+eager_decode = _masked(attention_eager.attention)  # the oracle
 
 
 def _torch_refuses(spec: DecodeSpec, device: Device) -> str | None:
@@ -139,7 +153,33 @@ def _torch_refuses(spec: DecodeSpec, device: Device) -> str | None:
     return "SDPA has no sinks" if spec.sinks else None
 
 
-_operation = Operation("decode_attention", DecodeSpec, family="attention")
+def _kind(spec: DecodeSpec) -> DecodeSpec:
+    return small_window(spec)._replace(ends=False)
+
+
+def _cases(spec: DecodeSpec) -> Iterator[Case]:
+    """Rows of several lengths; the values outside them are large, so that one key too many changes the result."""
+    draw = Draw(spec.dtype, spec.device)
+    s_q = 1 if spec.one_query else 5 if spec.few_queries else LENGTH
+    lengths, starts = (s_q, LENGTH, LONG - 1), (0, 3, LONG - 1 - s_q)
+    key = draw(3, spec.kv_heads, LONG, spec.head_dim)
+    value = draw(3, spec.kv_heads, LONG, spec.value_dim)
+    for row, (length, start) in enumerate(zip(lengths, starts, strict=True)):
+        value[row, :, length:] = 1000.0
+        value[row, :, : start if spec.starts else 0] = 1000.0
+    terms = DecodeTerms(
+        scale=spec.head_dim**-0.5,
+        starts=torch.tensor(starts, dtype=torch.int32, device=spec.device) if spec.starts else None,
+        window=spec.window,
+        softcap=2.0 if spec.softcap else None,
+        sinks=draw(spec.heads) if spec.sinks else None,
+        ends=None,
+    )
+    query = draw(3, s_q, spec.heads, spec.head_dim).transpose(1, 2)
+    yield Case((query, key, value, torch.tensor(lengths, dtype=torch.int32, device=spec.device)), keywords=terms)
+
+
+_operation = Operation("decode_attention", DecodeSpec, _cases, _kind, family="attention", recorded=(0, 1, 2))
 _operation.register(
     Implementation(
         "aiter",
@@ -158,5 +198,5 @@ _operation.register(
         checked_triton("decode_attention", "decode_kernel"),
     )
 )
-_operation.register(Implementation("torch", "SDPA, masked", _torch_refuses, torch_decode))
+_operation.register(Implementation("torch", "SDPA, masked", _torch_refuses, _masked(torch_attention)))
 _operation.register(Implementation("eager", "softmax, masked", refuses_nothing, eager_decode))

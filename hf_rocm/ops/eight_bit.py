@@ -1,8 +1,8 @@
-"""8-bit numbers and one scale for each row: the formats, how a row is rounded to them, and how wrong that may be.
+"""8-bit numbers with one scale for each row: the formats, and the rounding of a row.
 
-A row with the largest magnitude `a` is divided by `a / largest`, so that it fills the format's range, and rounded to
-the nearest number of the format. The scale is never 0: a row of zeros stays zeros. A NaN makes its row NaN and no
-other; a row with an infinity is not finite either.
+A row with the largest magnitude `a` is divided by `a / largest`, so that it uses the whole range of the format, and
+rounded to the nearest number. The scale is never 0, so a row of zeros stays zero. A NaN makes only its own row NaN, and
+a row with an infinity is not finite either.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from hf_rocm.device import Device
+from hf_rocm.ops.aiter.layout import shuffle_tiles, unshuffle_tiles
 
 INT8 = torch.int8
 FP8 = torch.float8_e4m3fn
-# The fp8 of MI300: no negative zero, half the range
+# The fp8 format of MI300: no negative zero, half the range
 FP8_FNUZ = torch.float8_e4m3fnuz
 
-FORMATS = (INT8, FP8, FP8_FNUZ)
-
-# Where matrix units multiply fp8, and which of the two encodings they read
+# The GPUs whose matrix units multiply fp8, and the encoding that they use
 _FP8_OF = {"gfx942": FP8_FNUZ, "gfx950": FP8, "gfx1200": FP8, "gfx1201": FP8}
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -38,53 +37,31 @@ def largest(format: torch.dtype) -> float:
 def quantize_rows(x: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round each row to 8 bits. x: [..., K] floating. Returns [..., K] of the format and the scales [..., 1] in fp32.
 
-    (In fp64 if x is.) Every operation is one that the compiler can join with its neighbours.
+    The scales are fp64 if x is. The compiler can fuse every one of these operations.
     """
-    scale = _scale(x, format)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    top = x.abs().amax(dim=-1, keepdim=True).to(wide)
+    scale = (top / largest(format)).clamp(min=_SMALLEST_SCALE)
     rows = x / scale
     if format == INT8:
         return rows.round().to(INT8), scale
     return rows.float().to(format), scale  # not every device rounds fp64 to fp8
 
 
-def _scale(x: Tensor, format: torch.dtype) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    top = x.abs().amax(dim=-1, keepdim=True).to(wide)
-    return (top / largest(format)).clamp(min=_SMALLEST_SCALE)
-
-
 def dequantize_rows(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that 8-bit rows stand for, rounded once to dtype. rows: [N, K]; scale: [N]."""
+    """Dequantise 8-bit rows [N, K] with scales [N], rounding once to dtype."""
     wide = torch.promote_types(dtype, torch.float32)
     return (rows.to(wide) * scale.to(wide).unsqueeze(-1)).to(dtype)
 
 
-def rounding_error(x: Tensor, format: torch.dtype) -> Tensor:
-    """The largest error that `quantize_rows` may make at each element of x. x: [..., K]. Returns [..., K] in fp64.
-
-    Half a step: int8 has steps of one scale; fp8 has 3 bits after the leading one, so 2⁻⁴ of the number itself, but no
-    less than half of its smallest step (2⁻¹⁰ of the scale, 2⁻¹¹ on MI300).
-    """
-    scale = _scale(x.double(), format)
-    if format == INT8:
-        return (scale / 2).expand(x.shape)
-    half_a_step = torch.finfo(format).smallest_normal / 2**4
-    return torch.maximum(x.double().abs() / 2**4, half_a_step * scale)
-
-
-# Sixteen rows by 32 columns, each stored as runs of 16 columns (16 bytes): run by run, all 16 rows of it.
-ROWS, COLUMNS, RUN = 16, 32, 16
+RUN = 16  # columns of 8 bits that are stored together
 
 
 def shuffle_rows(rows: Tensor) -> Tensor:
-    """8-bit rows [N, K] in the order that aiter's preshuffled GEMMs read, as a copy; N % 16 = K % 32 = 0."""
-    n, k = rows.shape
-    tiles = rows.reshape(n // ROWS, ROWS, k // COLUMNS, COLUMNS // RUN, RUN)
-    return tiles.permute(0, 2, 3, 1, 4).reshape(n, k)
+    """Copy 8-bit rows [N, K] into the order that aiter's preshuffled GEMMs read; N % 16 = K % 32 = 0."""
+    return shuffle_tiles(rows, RUN)
 
 
 def unshuffle_rows(data: Tensor) -> Tensor:
     """The inverse of `shuffle_rows`."""
-    n, k = data.shape
-    tiles = data.reshape(n // ROWS, k // COLUMNS, COLUMNS // RUN, ROWS, RUN)
-    return tiles.permute(0, 3, 1, 2, 4).reshape(n, k)
+    return unshuffle_tiles(data, RUN)

@@ -1,29 +1,42 @@
-"""linear: x Wᵀ + b.
+"""linear: x Wᵀ + b; fused_linear: the same with the norm before it, and the gate and residual sum after it.
 
-The vendor library behind `F.linear` is the torch tier; aiter's tuned GEMMs come before it where they fit. Which
-calls are PyTorch's whatever there is, and which product gets many rows or few, is decided here for every caller.
+The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs come before it where they accept the call.
+This module also decides which calls always go to PyTorch, and from how many rows on a product counts as large.
+
+A product of few rows is limited by reading its weights, so a kernel that also computes the surrounding operations saves
+their launches. Without such a kernel the operations run one by one.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, compiler
 from torch._C import _get_tracing_state
 from torch.autograd import forward_ad
 
-from hf_rocm.errors import TierUnavailable
+from hf_rocm.device import Device
+from hf_rocm.errors import OptionError, TierUnavailable
 from hf_rocm.ops.aiter import linear as aiter
 from hf_rocm.ops.aiter.detect import checked
-from hf_rocm.ops.registry import Choice, Implementation, Operation, refuses_nothing, route
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.pointwise import act_and_mul, eager_act_and_mul, eager_rms_norm, rms_norm
+from hf_rocm.ops.probe_cases import Draw, fewer_rows, smaller
+from hf_rocm.ops.registry import Case, Choice, Implementation, Operation, chosen_elsewhere, refuses_nothing
 from hf_rocm.ops.triton import detect as triton_detect
 from hf_rocm.ops.triton import linear as triton
 
-# Up to so many rows a product reads more than it computes.
+# The largest M for which a product is limited by memory bandwidth.
 FEW = 16
-MANY = 0  # in a specification: more than that
+MANY = 0  # in a specification: more than FEW rows
+ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))  # M rounded up to a power of two
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # of a fused product
+BEFORE = ("user", "aiter")  # the tiers before triton
 
 
 class LinearSpec(NamedTuple):
@@ -40,53 +53,92 @@ class LinearSpec(NamedTuple):
     rows: int = 0  # M rounded up to a power of two, or MANY
 
 
+class Norm(NamedTuple):
+    """The terms of an RMS norm; see `hf_rocm.ops.rms_norm`."""
+
+    weight: Tensor
+    eps: float
+    one_plus: bool = False
+
+
+class FusedLinearSpec(NamedTuple):
+    """What the choice of a fused implementation depends on.
+
+    n, k: the weight's sizes. norm_dtype: the dtype of the norm's weight, or None; one_plus: whether the norm multiplies
+    by (1 + w).
+    """
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    n: int
+    k: int
+    bias_dtype: torch.dtype | None
+    contiguous: bool  # the weight
+    norm_dtype: torch.dtype | None
+    one_plus: bool
+    activation: str | None
+    residual: bool
+    grad: bool
+    rows: int  # as in LinearSpec
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b.
 
     x: [..., K]; weight: [N, K]; bias: [N] or None; one dtype. Returns [..., N].
     """
-    result: Tensor = route(_operation, specification(x, weight, bias), x, weight)(x, weight, bias)
+    spec = specification(x, weight, bias)
+    serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
+    result: Tensor = serve(x, weight, bias)
     return result
 
 
 def linear_by_aiter(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`, but a call that aiter can't serve raises `TierUnavailable`, unless gradients are the only reason."""
-    *key, grad, _ = specification(x, weight, bias)
-    reason = None if grad else aiter_refuses(_operation.choose((*key, grad, MANY)))  # as `choose` asked
+    spec = LinearSpec(*specification(x, weight, bias))._replace(rows=MANY)  # as `choose` does
+    reason = None if spec.grad else aiter_refuses(_operation.choose(spec))
     if reason is not None:
         raise TierUnavailable(
-            "a linear layer was to run in aiter, which can't serve this call",
+            "this linear layer must run in aiter, which can't serve this call",
             facts={"x": f"{tuple(x.shape)} {x.dtype} on {x.device}", "weight": tuple(weight.shape), "reason": reason},
             hint="route with linear_backend='auto', or exclude this layer",
         )
     return linear(x, weight, bias)
 
 
-def specification(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    """The fields of a `LinearSpec`, as the plain tuple that the router takes."""
+def specification(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[torch.dtype, torch.dtype, torch.device, int, int, torch.dtype | None, bool, bool, int]:
+    """The fields of a `LinearSpec`, as a plain tuple for the router."""
     grad = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
+    dtype, weight_dtype, device = x.dtype, weight.dtype, x.device
     n, k = weight.shape
     bias_dtype = None if bias is None else bias.dtype
-    return (x.dtype, weight.dtype, x.device, n, k, bias_dtype, weight.is_contiguous(), grad, rows_class(x, k))
+    contiguous = weight.is_contiguous()
+    m = x.numel() // k if k else 0
+    rows = ROWS_CLASS[m] if m <= FEW else MANY
+    return (dtype, weight_dtype, device, n, k, bias_dtype, contiguous, grad, rows)
 
 
 def choose(weight: Tensor, bias: Tensor | None) -> Choice[LinearSpec]:
-    """What serves a layer with these weights, for many rows of their dtype and device without gradients."""
+    """The choice for a layer with these weights, for more than `FEW` rows and without gradients."""
     with torch.no_grad():
-        return _operation.choose((*specification(weight, weight, bias)[:-1], MANY))
+        return _operation.choose(LinearSpec(*specification(weight, weight, bias))._replace(rows=MANY))
 
 
 def aiter_refuses(choice: Choice[LinearSpec]) -> str | None:
     """Why aiter doesn't serve a choice, or None if it does."""
     if choice.implementation.tier == "aiter":
         return None
-    return "; ".join(each.reason for each in choice.refusals if each.tier == "aiter") or "another tier comes before it"
+    reasons = (refusal.reason for refusal in choice.refusals if refusal.tier == "aiter")
+    return "; ".join(reasons) or "another tier comes before it"
 
 
 def is_pytorchs(x: Tensor) -> bool:
-    """Whether a call is PyTorch's whatever kernels there are: autocast, function transforms, tracing, subclasses."""
+    """Whether a call always goes to PyTorch: under autocast, function transforms and tracing, and for subclasses."""
     return (
         x.__class__ not in _PLAIN
         or torch.is_autocast_enabled(x.device.type)
@@ -96,27 +148,18 @@ def is_pytorchs(x: Tensor) -> bool:
     )
 
 
-# torch 2.7 and up. Not is_exporting(): until 2.12 the compiler takes it for a constant True.
+# torch 2.7 and up. Not is_exporting(): until 2.12 the compiler evaluates it to a constant True.
 _TELLS_EXPORT = hasattr(torch.compiler, "_is_exporting_flag")
 
 
 def exporting() -> bool:
-    """Whether torch.export traces: its programs must not need hf_rocm."""
+    """Whether torch.export is tracing: exported programs must not need hf_rocm."""
     return _TELLS_EXPORT and bool(torch.compiler._is_exporting_flag)
 
 
 def rows(x: Tensor) -> int:
-    """M of the product: how many rows x has."""
+    """M of the product: the number of rows of x."""
     return x.numel() // x.shape[-1] if x.shape[-1] else 0
-
-
-def rows_class(x: Tensor, k: int) -> int:
-    """The rows of x [..., K] as specifications tell them apart: up to a power of two, 0 for more than `FEW`."""
-    m = x.numel() // k if k else 0
-    return _CLASSES[m] if m <= FEW else 0
-
-
-_CLASSES = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))
 
 
 def eager_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -127,7 +170,202 @@ def eager_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
-_operation = Operation("linear", LinearSpec)
+
+def kind(spec: LinearSpec) -> LinearSpec:
+    """The number of rows doesn't matter: every check has products of few rows and of many."""
+    return spec._replace(rows=MANY)
+
+
+def _cases(spec: LinearSpec) -> Iterator[Case]:
+    return cases(spec.dtype, spec.device, spec.n, spec.k, bias=spec.bias_dtype is not None)
+
+
+def cases(dtype: torch.dtype, device: torch.device, n: int, k: int, *, bias: bool) -> Iterator[Case]:
+    """Products that check an implementation: (x, weight, bias)."""
+    n, draw = fewer_rows(n, k), Draw(dtype, device)
+    weight = draw(n, k) * k**-0.5
+    added = draw(n) if bias else None
+    for m in (1, 3, 8, 33):  # kernels differ between them
+        yield Case((draw(m, k), weight, added))
+
+
+def fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """rms_norm(x) Wᵀ + b, then the gate, then + residual; each part only if its argument is given.
+
+    x: [..., K]; weight: [N, K]; bias: [N] or None. norm: the terms of the norm of x. activation: `silu`, `gelu` or
+    `gelu_tanh`: the product is [gate | up], and the result act(gate) · up has N / 2 columns. residual: [..., N] or
+    [..., N / 2], in x's dtype. Each part is rounded as a separate layer would round it. Returns [..., N] or
+    [..., N / 2]. Raises `OptionError` on another activation.
+    """
+    if activation is not None and activation not in ACTIVATIONS:
+        raise OptionError(f"fused_linear has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
+    norm_weight, eps, one_plus = (None, 0.0, False) if norm is None else norm
+    grad = torch.is_grad_enabled() and _requires_grad(x, weight, bias, norm_weight, residual)
+    dtype, weight_dtype, device = x.dtype, weight.dtype, x.device
+    n, k = weight.shape
+    bias_dtype = None if bias is None else bias.dtype
+    norm_dtype = None if norm_weight is None else norm_weight.dtype
+    contiguous = weight.is_contiguous()
+    m = x.numel() // k if k else 0
+    rows = ROWS_CLASS[m] if m <= FEW else MANY
+    spec = (
+        dtype,
+        weight_dtype,
+        device,
+        n,
+        k,
+        bias_dtype,
+        contiguous,
+        norm_dtype,
+        one_plus,
+        activation,
+        residual is not None,
+        grad,
+        rows,
+    )
+    serve = _fused.traced(spec) if compiling() or compiler._is_compiling_flag else _fused.calls[spec]
+    result: Tensor = serve(x, weight, bias, norm_weight, residual, eps, one_plus, activation)
+    return result
+
+
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def rides_along(x: Tensor) -> bool:
+    """Whether a kernel can compute a product of x together with its norm, gate and residual sum, judged by x alone.
+
+    x: [..., K]. False while torch.compile traces, because it fuses these operations itself, and while gradients are on.
+    """
+    if compiling() or compiler._is_compiling_flag or torch.is_grad_enabled():
+        return False
+    k = x.shape[-1]
+    m = x.numel() // k if k else 0
+    if not 0 < m <= FEW:
+        return False
+    square = _square(x.dtype, x.device, k, ROWS_CLASS[m])
+    try:
+        return _fused.choices[square].implementation.tier == "triton"
+    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises with every reason
+        return False
+
+
+@cache
+def _square(dtype: torch.dtype, device: torch.device, k: int, rows: int) -> FusedLinearSpec:
+    """The specification of a square product of this input with a residual sum."""
+    return FusedLinearSpec(
+        dtype=dtype,
+        weight_dtype=dtype,
+        device=device,
+        n=k,
+        k=k,
+        bias_dtype=None,
+        contiguous=True,
+        norm_dtype=None,
+        one_plus=False,
+        activation=None,
+        residual=True,
+        grad=False,
+        rows=rows,
+    )
+
+
+def _one_by_one(
+    norm: Callable[..., Tensor], multiply: Callable[..., Tensor], gate: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """These operations one after the other, bitwise equal to separate layers."""
+
+    def fused_linear(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        one_plus: bool,
+        activation: str | None,
+    ) -> Tensor:
+        if norm_weight is not None:
+            x = norm(x, norm_weight, eps=eps, one_plus=one_plus)
+        product = multiply(x, weight, bias)
+        if activation is not None:
+            product = gate(product, activation=activation)
+        return product if residual is None else residual + product
+
+    return fused_linear
+
+
+composed = _one_by_one(rms_norm, linear, act_and_mul)  # each by the implementation that serves it
+eager_fused_linear = _one_by_one(eager_rms_norm, eager_linear, eager_act_and_mul)  # the oracle
+
+
+def _triton_refuses(spec: FusedLinearSpec, device: Device) -> str | None:
+    return triton.fused_refuses(spec, device) or _parts_elsewhere(spec, device)
+
+
+def _parts_elsewhere(spec: FusedLinearSpec, device: Device) -> str | None:
+    """Why one kernel must not replace the parts: the user chose the tier or kernel of a part, or aiter serves it."""
+    parts = {"linear": True, "rms_norm": spec.norm_dtype is not None, "act_and_mul": spec.activation is not None}
+    reason = chosen_elsewhere(name for name, present in parts.items() if present)
+    if reason is not None:
+        return reason
+    return "aiter serves the product" if _preferred(spec, device) == "aiter" else None
+
+
+def _preferred(spec: FusedLinearSpec, device: Device) -> str | None:
+    """The tier that serves the product alone, if it comes before triton; else None."""
+    alone = LinearSpec(
+        dtype=spec.dtype,
+        weight_dtype=spec.weight_dtype,
+        device=spec.device,
+        n=spec.n,
+        k=spec.k,
+        bias_dtype=spec.bias_dtype,
+        contiguous=spec.contiguous,
+        grad=spec.grad,
+        rows=spec.rows,
+    )
+    before = (candidate for candidate in _operation.implementations if candidate.tier in BEFORE)
+    if any(candidate.refuses(alone, device) is None for candidate in before):
+        tier = _operation.choose(alone).implementation.tier
+        return tier if tier in BEFORE else None
+    return None
+
+
+def _composed_in(tier: str) -> Implementation[FusedLinearSpec]:
+    """The parts one by one, where this tier serves the product."""
+
+    def refuses(spec: FusedLinearSpec, device: Device) -> str | None:
+        return None if _preferred(spec, device) == tier else f"the {tier} tier doesn't serve the product"
+
+    return Implementation(tier, "one by one", refuses, composed)
+
+
+def _fused_kind(spec: FusedLinearSpec) -> FusedLinearSpec:
+    """A smaller specification that is the same in what the tiles of our kernels depend on."""
+    return spec._replace(rows=MANY, n=smaller(spec.n, 4160), k=spec.k if spec.k <= 2048 else 1024 + spec.k % 1024)
+
+
+def _fused_cases(spec: FusedLinearSpec) -> Iterator[Case]:
+    draw = Draw(spec.dtype, spec.device)
+    for case in cases(spec.dtype, spec.device, spec.n, spec.k, bias=spec.bias_dtype is not None):
+        x, weight, bias = case.tensors
+        assert x is not None and weight is not None
+        n = weight.shape[0] if spec.activation is None else weight.shape[0] // 2
+        norm = None if spec.norm_dtype is None else draw(spec.k).to(spec.norm_dtype)
+        residual = draw(x.shape[0], n) if spec.residual else None
+        yield Case((x, weight, bias, norm, residual), (1e-6, spec.one_plus, spec.activation))
+
+
+_operation = Operation("linear", LinearSpec, _cases, kind)
 _operation.register(
     Implementation("aiter", "gemm_a16w16", aiter.refuses, aiter.linear, checked("linear", "gemm_a16w16"))
 )
@@ -136,3 +374,18 @@ _operation.register(
 )
 _operation.register(Implementation("torch", "F.linear", refuses_nothing, F.linear))
 _operation.register(Implementation("eager", "matmul", refuses_nothing, eager_linear))
+
+_fused = Operation("fused_linear", FusedLinearSpec, _fused_cases, _fused_kind, family="linear")
+for _tier in BEFORE:
+    _fused.register(_composed_in(_tier))
+_fused.register(
+    Implementation(
+        "triton",
+        triton.NAME,
+        _triton_refuses,
+        triton.fused_linear,
+        triton_detect.checked("fused_linear", triton.NAME),
+    )
+)
+_fused.register(Implementation("torch", "one by one", refuses_nothing, composed))
+_fused.register(Implementation("eager", "formulas", refuses_nothing, eager_fused_linear))

@@ -1,27 +1,31 @@
-"""experts: the routed experts of a mixture, each a gated MLP, on weights stacked by expert.
+"""experts: the routed experts of a mixture, which are gated MLPs with weights stacked by expert.
 
-Routing is the model's; here every token meets the experts that were chosen for it, and their outputs are summed.
+The model chooses the experts of every token. This operation applies them and sums their weighted outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 
 from hf_rocm import options
 from hf_rocm.errors import OptionError
 from hf_rocm.ops import moe_torch, probe
 from hf_rocm.ops.aiter import moe as aiter
-from hf_rocm.ops.moe_torch import ACTIVATIONS, Form, eager
-from hf_rocm.ops.registry import Implementation, Operation, device_of, refuses_nothing, route
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.moe_torch import ExpertsCall, Form
+from hf_rocm.ops.pointwise import ACTIVATIONS, CLAMPED
+from hf_rocm.ops.probe_cases import LENGTH, LONG, Draw, smaller
+from hf_rocm.ops.registry import Case, Implementation, Operation, device_of, refuses_nothing
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton import experts as triton
 from hf_rocm.ops.triton.norm import DTYPES
 
 BOUNDS = tuple(sorted({moe_torch.FEW, triton.PAIRS}))
-MANY = 0  # in a specification: more pairs than any of them
+MANY = 0  # in a specification: more pairs than the largest bound
 
 
 class ExpertsSpec(NamedTuple):
@@ -40,7 +44,7 @@ class ExpertsSpec(NamedTuple):
     interleaved: bool
     weigh_input: bool
     contiguous: bool  # both weights
-    pairs: int  # T · k up to this one of `BOUNDS`, as in decoding, or MANY
+    pairs: int  # the first of `BOUNDS` that T · k does not exceed, as in decoding, or MANY
     traced: bool
     grad: bool
 
@@ -65,8 +69,8 @@ def experts(
 
     x: [T, H] floating. gate_up: [E, 2I, H], gate first; down: [E, H, I]; with transposed [E, H, 2I] and [E, I, H].
     gate_up_bias: [E, 2I] and down_bias: [E, H], both or neither. ids: [T, k] integers, 0 to E − 1, no expert twice for
-    one token. weights: [T, k] floating; the sum is taken in the wider of its dtype and x's, by kernels in fp32.
-    interleaved: gate and up alternate along 2I. weigh_input: x is multiplied by the weight, not the output.
+    one token. weights: [T, k] floating; the sum is computed in the wider of its dtype and x's, in kernels in fp32.
+    interleaved: gate and up alternate along 2I. weigh_input: multiply x by the weight instead of the output.
     activation: `silu`, `gelu`, `gelu_tanh`, or `clamped_swiglu`, which is (min(max(up, −limit), limit) + 1) · g ·
     sigmoid(alpha · g) with g = min(gate, limit) (gpt-oss). Returns [T, H] in x's dtype.
     Raises `OptionError` on another activation, or a bias without the other. Shazeer et al. 2017.
@@ -76,44 +80,42 @@ def experts(
     if (gate_up_bias is None) is not (down_bias is None):
         raise OptionError("experts takes both biases or neither")
     form = Form(activation, transposed, interleaved, weigh_input, limit, alpha)
-    key = specification(x, gate_up, down, ids, weights, gate_up_bias, down_bias, form)
-    call = route(_operation, key, x, gate_up, ids)
-    result: Tensor = call(x, gate_up, down, ids, weights, gate_up_bias, down_bias, form)
+    call = ExpertsCall(x, gate_up, down, ids, weights, gate_up_bias, down_bias, form)
+    spec = specification(call)
+    serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
+    result: Tensor = serve(call)
     return result
 
 
-def specification(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    form: Form,
-) -> tuple[object, ...]:
-    """The fields of an `ExpertsSpec`, as a plain tuple."""
-    tensors = (x, gate_up, down, weights, gate_up_bias, down_bias)
-    grad = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+def specification(call: ExpertsCall) -> tuple[object, ...]:
+    """The fields of an `ExpertsSpec`, as a plain tuple for the router."""
+    x, gate_up, down, ids, form = call.x, call.gate_up, call.down, call.ids, call.form
+    tensors = (x, gate_up, down, call.weights, call.gate_up_bias, call.down_bias)
+    grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    dtype, weight_dtype, device = x.dtype, gate_up.dtype, x.device
+    experts, top = gate_up.shape[0], ids.shape[1]
     hidden, intermediate = down.shape[1:]
     if form.transposed:
         hidden, intermediate = intermediate, hidden
+    activation, transposed, interleaved, weigh_input, _, _ = form
+    bias, contiguous = call.gate_up_bias is not None, gate_up.is_contiguous() and down.is_contiguous()
+    pairs, traced = _bound(ids.numel()), compiling() or compiler._is_compiling_flag
     return (
-        x.dtype,
-        gate_up.dtype,
-        x.device,
-        gate_up.shape[0],
+        dtype,
+        weight_dtype,
+        device,
+        experts,
         hidden,
         intermediate,
-        ids.shape[1],
-        form.activation,
-        gate_up_bias is not None,
-        form.transposed,
-        form.interleaved,
-        form.weigh_input,
-        gate_up.is_contiguous() and down.is_contiguous(),
-        _bound(ids.numel()),
-        torch.compiler.is_compiling(),
+        top,
+        activation,
+        bias,
+        transposed,
+        interleaved,
+        weigh_input,
+        contiguous,
+        pairs,
+        traced,
         grad,
     )
 
@@ -126,9 +128,9 @@ def _bound(pairs: int) -> int:
 
 
 def most_pairs(x: Tensor) -> int:
-    """T · k up to which an implementation for few pairs, that can be recorded in a graph, serves inputs like x [T, H].
+    """The largest T · k for which an implementation that can be recorded in a graph serves inputs like x [T, H].
 
-    While torch.compile traces it is the torch tier's bound, which asks nobody.
+    While torch.compile traces, this is the bound of the torch tier, which does not depend on the device.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dtype not in DTYPES:
         return moe_torch.FEW
@@ -137,27 +139,65 @@ def most_pairs(x: Tensor) -> int:
     return moe_torch.FEW if probe.failed("experts", "triton", triton.NAME) else triton.PAIRS
 
 
-_operation = Operation("experts", ExpertsSpec)
-_operation.register(Implementation("aiter", "fused_moe", aiter.plain_refuses, eager))
+def kind(spec: ExpertsSpec) -> ExpertsSpec:
+    """A smaller specification, whose sizes have the same remainders for the blocks of our kernels."""
+    return spec._replace(
+        experts=min(spec.experts, max(4, spec.top)),
+        hidden=smaller(spec.hidden, 512, 512),
+        intermediate=smaller(spec.intermediate, 1024, 512),
+        pairs=MANY,
+        traced=False,
+    )
+
+
+def cases(spec: ExpertsSpec) -> Iterator[Case]:
+    """One token, some and many. No token is routed to the last expert if there is another one.
+
+    No case of a single token with gradients: with so few numbers, the error of the eager tier would be chance.
+    """
+    draw = Draw(spec.dtype, spec.device)
+    sizes = ((2 * spec.intermediate, spec.hidden), (spec.hidden, spec.intermediate))
+    stacked = [draw(spec.experts, *(size[::-1] if spec.transposed else size)) * size[1] ** -0.5 for size in sizes]
+    biases = [draw(spec.experts, size[0]) if spec.bias else None for size in sizes]
+    limit = 2.0
+    if spec.grad and spec.activation == CLAMPED:
+        # the gradient is discontinuous where clamping begins: no value may be so close to it that rounding decides
+        limit = 7.0
+        biases[0] = None if biases[0] is None else biases[0].sign() * 14 * (biases[0].abs() > 0.5)
+    form = Form(spec.activation, spec.transposed, spec.interleaved, spec.weigh_input, limit=limit, alpha=1.702)
+    for tokens in (LENGTH, LONG) if spec.grad else (1, LENGTH, LONG):
+        scores = draw(tokens, spec.experts).float()
+        scores[:, -1] = -torch.inf
+        chosen, ids = (part[:, : spec.top] for part in scores.sort(descending=True))
+        weights = chosen.nan_to_num(neginf=-9.0).softmax(-1).to(spec.dtype)
+        yield Case((draw(tokens, spec.hidden), *stacked, ids, weights, *biases), (form,))
+
+
+def _terms(spec: ExpertsSpec) -> str:
+    """The terms that a failed check applies to; others may still be right."""
+    extra = [what for what, wanted in (("biases", spec.bias), ("gradients", spec.grad)) if wanted]
+    return " ".join([str(spec.dtype).removeprefix("torch."), *(["with", " and ".join(extra)] if extra else [])])
+
+
+def _never(call: ExpertsCall) -> Tensor:
+    raise AssertionError("fused_moe refuses every weight in the plain order")
+
+
+_operation = Operation("experts", ExpertsSpec, cases, kind, terms=ExpertsCall, recorded=(0, 1, 3))
+# only for its reason, which `explain` shows: shuffled weights have their own operation
+_operation.register(Implementation("aiter", "fused_moe", aiter.plain_refuses, _never))
 _operation.register(
     Implementation("triton", triton.NAME, triton.refuses, triton.experts, detect.checked("experts", triton.NAME))
 )
-_operation.register(
-    Implementation(
-        "torch",
-        "gathered weights, bmm",
-        moe_torch.gathered_refuses,
-        moe_torch.gathered,
-    )
-)
+_operation.register(Implementation("torch", "gathered weights, bmm", moe_torch.gathered_refuses, moe_torch.gathered))
 _operation.register(
     Implementation(
         "torch",
         "grouped_mm",
         moe_torch.grouped_refuses,
         moe_torch.grouped,
-        probe.checked_here("experts", "grouped_mm", tier="torch"),
+        probe.checked_here("experts", "grouped_mm", tier="torch", apart=_terms),
     )
 )
 _operation.register(Implementation("torch", "sorted tokens, loop", refuses_nothing, moe_torch.sorted_loop))
-_operation.register(Implementation("eager", "loop", refuses_nothing, eager))
+_operation.register(Implementation("eager", "loop", refuses_nothing, moe_torch.eager))

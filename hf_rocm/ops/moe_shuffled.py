@@ -1,32 +1,36 @@
-"""Routed experts on preshuffled weights: the order that aiter's `fused_moe` reads, in the type of `ops.shuffle`."""
+"""Routed experts with preshuffled weights, in the order that aiter's `fused_moe` reads and the type `Shuffled`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 
 from hf_rocm.errors import OptionError
 from hf_rocm.ops import moe_torch
 from hf_rocm.ops.aiter import moe as aiter
 from hf_rocm.ops.aiter.detect import checked
-from hf_rocm.ops.moe import ExpertsSpec, specification
-from hf_rocm.ops.moe_torch import Form
-from hf_rocm.ops.registry import Implementation, Operation, refuses_nothing, route
-from hf_rocm.ops.shuffled import COLUMNS, ROWS, Shuffled, shuffle, unshuffle
+from hf_rocm.ops.aiter.layout import COLUMNS, ROWS
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.moe import ExpertsSpec, cases, kind, specification
+from hf_rocm.ops.moe_torch import ExpertsCall, Form
+from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.shuffled import Shuffled, shuffle, unshuffle
 
 PLAIN = Form("silu", transposed=False, interleaved=False, weigh_input=False, limit=7.0, alpha=1.702)
 
 
 def shuffle_experts(weight: Tensor) -> Shuffled:
-    """Bring stacked weights [E, N, K] of a 16-bit dtype into aiter's order, expert by expert, as a copy.
+    """Copy stacked weights [E, N, K] of a 16-bit dtype into aiter's order, expert by expert.
 
-    Raises `OptionError` unless N is a multiple of 16 and K of 32.
+    Raises `OptionError` unless the weights have three dims, N is a multiple of 16 and K is a multiple of 32.
     """
     if weight.dim() != 3:
-        raise OptionError("experts are stacked", facts={"expected": "[E, N, K]", "found": f"{list(weight.shape)}"})
-    # tiles don't cross rows of one expert, so that E · N rows are shuffled as one matrix
+        raise OptionError(
+            "the experts' weights must be stacked", facts={"expected": "[E, N, K]", "found": f"{list(weight.shape)}"}
+        )
+    # a tile never crosses from one expert to the next, so E · N rows are shuffled as one matrix
     return Shuffled(shuffle(weight.reshape(-1, weight.shape[2])).data.view(weight.shape))
 
 
@@ -39,33 +43,39 @@ def shuffled_experts(
     *,
     activation: str = "silu",
 ) -> Tensor:
-    """`hf_rocm.ops.experts` for shuffled gate_up [E, 2I, H] and down [E, H, I], without biases."""
+    """`hf_rocm.ops.experts` for shuffled gate_up [E, 2I, H] and down [E, H, I], without biases.
+
+    x: [T, H] bf16 or fp16; ids, weights: [T, k]; activation: see `experts`. Returns [T, H] in x's dtype.
+    """
     form = PLAIN._replace(activation=activation)
-    key = specification(x, gate_up.data, down.data, ids, weights, None, None, form)
-    call = route(_operation, key, x, gate_up.data, ids)
-    result: Tensor = call(x, gate_up.data, down.data, ids, weights, None, None, form)
+    call = ExpertsCall(x, gate_up.data, down.data, ids, weights, None, None, form)
+    spec = specification(call)
+    serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
+    result: Tensor = serve(call)
     return result
 
 
 def aiter_refuses(gate_up: Tensor, down: Tensor, top: int) -> str | None:
-    """Why no kernel of aiter would read shuffled copies of these weights here, in a sentence, or None."""
+    """Why no kernel of aiter uses shuffled copies of these weights on this device, in a sentence, or None."""
     n, k = gate_up.shape[1:]
     if gate_up.element_size() != 2 or n % ROWS or k % COLUMNS or down.shape[1] % ROWS or down.shape[2] % COLUMNS:
-        return f"only 16 bits, N in multiples of {ROWS} and K of {COLUMNS} are shuffled"
+        return f"only 16-bit weights with N a multiple of {ROWS} and K a multiple of {COLUMNS} can be shuffled"
     ids = torch.zeros(1, top, dtype=torch.int64, device=gate_up.device)
     with torch.no_grad():
-        key = specification(gate_up[0, :1], gate_up, down, ids, ids.to(torch.float32), None, None, PLAIN)
-    choice = _operation.choose(key)
+        spec = specification(ExpertsCall(gate_up[0, :1], gate_up, down, ids, ids.to(torch.float32), None, None, PLAIN))
+    choice = _operation.choose(spec)
     if choice.implementation.tier == "aiter":
         return None
-    return next((each.reason for each in choice.refusals if each.tier == "aiter"), "the aiter tier is switched off")
+    return next(
+        (refusal.reason for refusal in choice.refusals if refusal.tier == "aiter"), "the aiter tier is switched off"
+    )
 
 
-def _unshuffling(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Right, not fast: the weights are put in order at every call."""
+def _unshuffling(experts: Callable[[ExpertsCall], Tensor]) -> Callable[[ExpertsCall], Tensor]:
+    """Correct but slow: unshuffles the weights at every call."""
 
-    def shuffled(x: Tensor, gate_up: Tensor, down: Tensor, *rest: object) -> Tensor:
-        return call(x, _plain(gate_up), _plain(down), *rest)
+    def shuffled(call: ExpertsCall) -> Tensor:
+        return experts(call._replace(gate_up=_plain(call.gate_up), down=_plain(call.down)))
 
     return shuffled
 
@@ -74,7 +84,16 @@ def _plain(data: Tensor) -> Tensor:
     return unshuffle(data.reshape(-1, data.shape[2])).view(data.shape)
 
 
-_operation = Operation("shuffled_experts", ExpertsSpec, family="experts")
+def _cases(spec: ExpertsSpec) -> Iterator[Case]:
+    for case in cases(spec):
+        x, gate_up, down, *rest = case.tensors
+        assert gate_up is not None and down is not None
+        yield Case((x, shuffle_experts(gate_up).data, shuffle_experts(down).data, *rest), case.others)
+
+
+_operation = Operation(
+    "shuffled_experts", ExpertsSpec, _cases, kind, family="experts", terms=ExpertsCall, recorded=(0, 1, 3)
+)
 _operation.register(
     Implementation(
         "aiter", "fused_moe", aiter.shuffled_refuses, aiter.shuffled_experts, checked("shuffled_experts", "fused_moe")

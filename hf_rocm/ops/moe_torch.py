@@ -1,32 +1,32 @@
-"""Routed experts in PyTorch: one grouped product per layer, a batched one for few tokens, and loops.
+"""Routed experts in PyTorch: one grouped product per layer, a batched product for few tokens, and two loops.
 
-The gathered and the grouped form read nothing back from the device, so that they can be recorded in a graph (the
-grouped one where PyTorch has a kernel for the dtype, bf16 on recent GPUs; else it counts on the host). Both loops do.
+The gathered and the grouped form don't synchronise with the host, so they can be recorded in a graph. (The grouped form
+does where PyTorch has no kernel for the dtype; it has one for bf16 on recent GPUs.) Both loops synchronise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from hf_rocm.ops.activation import act_and_mul, one_kernel
+from hf_rocm.ops.pointwise import act_and_mul, one_kernel, torch_act_and_mul
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
     from hf_rocm.ops.moe import ExpertsSpec
 
-FEW = 32  # T · k up to which copying the chosen experts' weights beats a grouped product on a GPU
+FEW = 32  # the largest T · k for which copying the chosen experts' weights is faster than a grouped product on a GPU
 
 _grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 class Form(NamedTuple):
-    """How the weights are laid out and what happens between the two products; see `hf_rocm.ops.experts`."""
+    """The layout of the weights, and the operation between the two products; see `hf_rocm.ops.experts`."""
 
     activation: str
     transposed: bool
@@ -37,15 +37,10 @@ class Form(NamedTuple):
 
     def gate(self, h: Tensor) -> Tensor:
         """[..., 2I] to [..., I]."""
-        gate, up = (h[..., ::2], h[..., 1::2]) if self.interleaved else h.chunk(2, dim=-1)
-        function = ACTIVATIONS[self.activation]
-        if function is not None:
-            return function(gate) * up
-        gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+        return torch_act_and_mul(h, self.activation, self.interleaved, self.limit, self.alpha)
 
     def gate_at_once(self, h: Tensor) -> Tensor:
-        """The same in one kernel, where there is one."""
+        """The same in one kernel if there is one."""
         if is_compiling() or not one_kernel(h, activation=self.activation, interleaved=self.interleaved):
             return self.gate(h)
         return act_and_mul(
@@ -53,72 +48,78 @@ class Form(NamedTuple):
         )
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+class ExpertsCall(NamedTuple):
+    """The arguments of `hf_rocm.ops.experts`, as its implementations take them."""
 
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "clamped_swiglu": None,
-}
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    ids: Tensor
+    weights: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    form: Form
 
 
 def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if _grouped_mm is None:
         return f"PyTorch {torch.__version__} has no grouped_mm"
     if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16) or spec.weight_dtype != spec.dtype:
-        return f"grouped_mm is for fp32, bf16 and fp16, one dtype; got {spec.dtype} and {spec.weight_dtype}"
+        return f"grouped_mm takes fp32, bf16 or fp16 in one dtype, got {spec.dtype} and {spec.weight_dtype}"
     if spec.traced and spec.dtype != torch.bfloat16:
         return f"the compiler lowers grouped_mm for bf16 only, not for {spec.dtype}"
     for name, size in (("hidden", spec.hidden), ("intermediate", spec.intermediate)):
         if size * spec.dtype.itemsize % 16:
-            return f"grouped_mm needs rows of a multiple of 16 bytes, and the {name} size is {size}"
+            return f"grouped_mm needs rows of a multiple of 16 bytes, got {name} size {size}"
     if not spec.contiguous:
         return "the weights aren't contiguous"
     return None
 
 
-def grouped(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    form: Form,
-) -> Tensor:
+def grouped(call: ExpertsCall) -> Tensor:
     """Pairs of a token and an expert, sorted by expert, through two grouped products. Differentiable."""
-    order = _Order(ids, gate_up.shape[0])
-    if not ids.numel():
-        return x * 1
+    order = _Order(call)
+    if not call.ids.numel():
+        return call.x * 1
+    form = call.form
     ends = torch.searchsorted(order.sorted_ids, order.all_ids, right=True, out_int32=True)
 
-    def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert _grouped_mm is not None
         out = _grouped_mm(rows, weight if form.transposed else weight.transpose(1, 2), offs=ends)
-        return out if bias is None else out + bias[order.sorted_ids]
+        return out if bias is None else out + _chosen(bias, order.sorted_ids)
 
-    rows, row_weights = order.rows(x, weights, form)
-    out = product(form.gate_at_once(product(rows, gate_up, gate_up_bias)), down, down_bias)
-    return order.sum(out, row_weights, x.dtype)
+    rows, row_weights = order.rows(call)
+    gated = form.gate_at_once(project(rows, call.gate_up, call.gate_up_bias))
+    return order.sum(project(gated, call.down, call.down_bias), row_weights, call.x.dtype)
+
+
+def _chosen(bias: Tensor, ids: Tensor) -> Tensor:
+    """The bias [E, N] of the experts `ids` [S]: [S, N].
+
+    The gradient of an expert's bias is a sum over rows, which PyTorch rounds to the dtype after every row. So it is
+    computed in a wider dtype.
+    """
+    if not (bias.requires_grad and torch.is_grad_enabled()):
+        return bias[ids]
+    wider = torch.float32 if bias.dtype.itemsize < 4 else torch.float64
+    return bias.to(wider)[ids].to(bias.dtype)
 
 
 class _Order:
-    """The pairs (token, expert) in the order of experts, and the way back."""
+    """Sorts the pairs (token, expert) by expert, and sums their outputs back in the order of tokens."""
 
-    def __init__(self, ids: Tensor, experts: int) -> None:
+    def __init__(self, call: ExpertsCall) -> None:
+        ids, experts = call.ids, call.gate_up.shape[0]
         self.tokens, self.top = ids.shape
         self.sorted_ids, self.places = ids.flatten().sort(stable=True)
         self.all_ids = torch.arange(experts, device=ids.device, dtype=ids.dtype)
 
-    def rows(self, x: Tensor, weights: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
-        """x [S, H] in that order, and the weights [S] that are still to be applied."""
-        rows, row_weights = x[self.places // self.top], weights.flatten()[self.places]
-        if form.weigh_input:
-            return (rows * row_weights[:, None]).to(x.dtype), None
+    def rows(self, call: ExpertsCall) -> tuple[Tensor, Tensor | None]:
+        """x [S, H] in the order of experts, and the weights [S] that must still be applied, or None."""
+        rows, row_weights = call.x[self.places // self.top], call.weights.flatten()[self.places]
+        if call.form.weigh_input:
+            return (rows * row_weights[:, None]).to(call.x.dtype), None
         return rows, row_weights
 
     def sum(self, out: Tensor, row_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -132,9 +133,9 @@ class _Order:
 
 def gathered_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if device.kind == "cpu":
-        return "on a CPU copying the chosen experts' weights costs more than the loop"
+        return "on a CPU, copying the chosen experts' weights is slower than the loop"
     if not 0 < spec.pairs <= FEW:
-        return f"there are more than {FEW} pairs of a token and an expert: copying each one's weights costs too much"
+        return f"there are more than {FEW} pairs of a token and an expert: copying the weights of all is too slow"
     if spec.grad:
         return "gradients would go through copies of the weights"
     if spec.weight_dtype != spec.dtype:
@@ -142,89 +143,57 @@ def gathered_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     return None
 
 
-def gathered(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    form: Form,
-) -> Tensor:
-    """Few tokens: each pair's weights are copied out and multiplied in one batch."""
+def gathered(call: ExpertsCall) -> Tensor:
+    """For few tokens: copy the weights of every pair and multiply in one batch."""
+    x, ids, form = call.x, call.ids, call.form
     (tokens, top), chosen = ids.shape, ids.flatten()
     rows = x[:, None].expand(tokens, top, x.shape[1]).reshape(tokens * top, 1, x.shape[1])
-    scales = weights.reshape(-1, 1)
+    scales = call.weights.reshape(-1, 1)
     if form.weigh_input:
         rows = (rows * scales[..., None]).to(x.dtype)
 
-    def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        its = weight[chosen]
-        out = torch.bmm(rows, its if form.transposed else its.transpose(1, 2))
+    def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        copied = weight[chosen]
+        out = torch.bmm(rows, copied if form.transposed else copied.transpose(1, 2))
         return out if bias is None else out + bias[chosen][:, None]
 
-    out = product(form.gate_at_once(product(rows, gate_up, gate_up_bias)), down, down_bias).squeeze(1)
+    gated = form.gate_at_once(project(rows, call.gate_up, call.gate_up_bias))
+    out = project(gated, call.down, call.down_bias).squeeze(1)
     if not form.weigh_input:
         out = out * scales
     return out.view(tokens, top, -1).sum(1).to(x.dtype)
 
 
-def sorted_loop(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    form: Form,
-) -> Tensor:
-    """The same order as `grouped`, one product for each expert that was chosen; one read-back from the device."""
-    order = _Order(ids, gate_up.shape[0])
-    if not ids.numel():
-        return x * 1
-    rows, row_weights = order.rows(x, weights, form)
+def sorted_loop(call: ExpertsCall) -> Tensor:
+    """The same order as `grouped`, with one product for each chosen expert and one synchronisation with the host."""
+    order = _Order(call)
+    if not call.ids.numel():
+        return call.x * 1
+    rows, row_weights = order.rows(call)
     chosen, counts = torch.unique_consecutive(order.sorted_ids, return_counts=True)
     read: list[list[int]] = torch.stack((chosen.to(counts.dtype), counts)).tolist()
-    parts = []
-    for expert, part in zip(read[0], rows.split(read[1]), strict=True):
-        parts.append(_one(part, expert, gate_up, down, gate_up_bias, down_bias, form))
-    return order.sum(torch.cat(parts), row_weights, x.dtype)
+    parts = [_one(call, expert, part) for expert, part in zip(read[0], rows.split(read[1]), strict=True)]
+    return order.sum(torch.cat(parts), row_weights, call.x.dtype)
 
 
-def eager(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    form: Form,
-) -> Tensor:
-    """The oracle: expert by expert, the tokens that chose it."""
+def eager(call: ExpertsCall) -> Tensor:
+    """The oracle: for every expert, the tokens that are routed to it."""
+    x, weights = call.x, call.weights
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
-    for expert in range(gate_up.shape[0]):
-        tokens, places = torch.where(ids == expert)
+    for expert in range(call.gate_up.shape[0]):
+        tokens, places = torch.where(call.ids == expert)
         scale = weights[tokens, places, None]
-        rows = (x[tokens] * scale).to(x.dtype) if form.weigh_input else x[tokens]
-        out = _one(rows, expert, gate_up, down, gate_up_bias, down_bias, form)
-        total = total.index_add(0, tokens, (out if form.weigh_input else out * scale).to(total.dtype))
+        rows = (x[tokens] * scale).to(x.dtype) if call.form.weigh_input else x[tokens]
+        out = _one(call, expert, rows)
+        total = total.index_add(0, tokens, (out if call.form.weigh_input else out * scale).to(total.dtype))
     return total.to(x.dtype)
 
 
-def _one(
-    rows: Tensor,
-    expert: int,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    form: Form,
-) -> Tensor:
-    def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        its: Any = weight[expert]
-        return F.linear(rows, its.t() if form.transposed else its, None if bias is None else bias[expert])
+def _one(call: ExpertsCall, expert: int, rows: Tensor) -> Tensor:
+    """One expert's gated MLP on its rows."""
 
-    return product(form.gate(product(rows, gate_up, gate_up_bias)), down, down_bias)
+    def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        matrix = weight[expert]
+        return F.linear(rows, matrix.t() if call.form.transposed else matrix, None if bias is None else bias[expert])
+
+    return project(call.form.gate(project(rows, call.gate_up, call.gate_up_bias)), call.down, call.down_bias)

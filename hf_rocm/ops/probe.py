@@ -1,29 +1,25 @@
-"""First-use checks: a kernel computes a tiny case of the same kind and is compared with the eager tier.
+"""First-use checks: a kernel runs a small case of the same kind, and its result is compared with the eager tier.
 
-Builds of minutes, hangs and crashes are possible then, so it happens in a child process with a time-out. What passed is
-remembered on disk for this GPU and these versions; what failed is off for this process, with one warning. Processes
-that come to the same check at once do it once, see `probe_turns`.
+A kernel may build for minutes, hang or crash, so the check runs in a child process with a time-out. Passed checks are
+remembered on disk for this GPU, its driver and these versions (`probe_cache`). A failed check disables the kernel in
+this process, with one warning. Processes that need the same check at the same time run it once (`probe_lock`). If the
+disk or the temporary folder is not available, the check runs without it; if no process can be started, the kernel is
+disabled with the reason.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_rocm import __version__, options
 from hf_rocm.device import Device
-from hf_rocm.ops import probe_cases, probe_turns, probe_worker
-from hf_rocm.ranks.environment import place
+from hf_rocm.ops import probe_cache, probe_cases, probe_lock, probe_worker
 
 Probe = Callable[[Any, Device], "str | None"]
 
@@ -32,7 +28,7 @@ _passed: set[str] = set()
 
 
 def checked(operation: str, name: str, *, tier: str = "aiter", version: Callable[[], str] | None = None) -> Probe:
-    """The probe of an implementation, in a child process. version: the release of what it calls, for the memory."""
+    """The probe of an implementation, in a child process. version: the release of the package, for the key on disk."""
 
     def probe(spec: Any, device: Device) -> str | None:
         kind = probe_cases.kind(operation, spec)
@@ -50,9 +46,9 @@ def checked(operation: str, name: str, *, tier: str = "aiter", version: Callable
 
 
 def checked_here(operation: str, name: str, *, tier: str, apart: Callable[[Any], str] | None = None) -> Probe:
-    """The probe of an implementation that only this process knows: no child, no time-out, no memory on disk.
+    """The probe of an implementation, in this process: without a child, a time-out or results on disk.
 
-    apart: of a specification, a word; what fails with one word is off for that word alone.
+    apart: returns a word for a specification. A failure disables the implementation for specifications with this word.
     """
 
     def probe(spec: Any, device: Device) -> str | None:
@@ -65,26 +61,34 @@ def checked_here(operation: str, name: str, *, tier: str, apart: Callable[[Any],
 
 
 def ahead(device: torch.device | None = None) -> None:
-    """Start the child before the first check asks for it, where none has passed yet: it starts while a model loads.
+    """Start the child early if no check has passed yet, so that it starts while a model loads.
 
-    device: where the model's weights are, once they are there: the child then takes what it needs of that GPU. Of the
-    ranks of one machine the first does: what it checks, the others take over.
+    device: the device of the model's weights once they are loaded; the child then initialises that GPU. Of the ranks of
+    a machine only the first one starts a child, and the others use its results.
     """
-    current, here = options.current(), place()
-    if here is not None and here.local != 0:
+    current = options.current()
+    if not _first_of_machine():
         return
-    if current.probe and torch.cuda.is_available() and (current.refresh or not any(_folder().glob("*.json"))):
-        with suppress(OSError, ValueError):  # no memory for a process, say: the check itself says so, if it comes to it
+    if current.probe and torch.cuda.is_available() and (current.refresh or probe_cache.is_empty()):
+        with suppress(OSError, ValueError):  # such as no memory for a process: a later check reports it
             probe_worker.start(device if device is not None and device.type == "cuda" else None)
 
 
+def _first_of_machine() -> bool:
+    """Whether this process is the first rank of this machine, or not a rank."""
+    launcher, distributed = options.launcher(), torch.distributed
+    grouped = distributed.is_available() and distributed.is_initialized()
+    rank = str(distributed.get_rank()) if grouped else launcher.get("RANK", "0")
+    return launcher.get("LOCAL_RANK", rank) == "0"
+
+
 def failed(operation: str, tier: str, name: str) -> str | None:
-    """Why a kernel is off in this process, if a check of it has failed."""
+    """Why a kernel is disabled in this process because a check has failed, or None."""
     return _off.get((operation, tier, name))
 
 
 def forget() -> None:
-    """Check everything anew in this process; what is on disk stays."""
+    """Forget the checks of this process, so that they run again. Results on disk stay."""
     _off.clear()
     _passed.clear()
 
@@ -94,7 +98,7 @@ def _once(kernel: tuple[str, str, str], key: str, check: Callable[[], str | None
         return _off[kernel]
     if key in _passed:
         return None
-    if not remember or options.current().refresh or not _file(key).is_file():
+    if not remember or options.current().refresh or probe_cache.passed(key) is None:
         reason = _in_turn(kernel, key, check) if remember else check()
         if reason is not None:
             operation, tier, name = kernel
@@ -110,54 +114,33 @@ def _once(kernel: tuple[str, str, str], key: str, check: Callable[[], str | None
 
 
 def _in_turn(kernel: tuple[str, str, str], key: str, check: Callable[[], str | None]) -> str | None:
-    """Check a kernel for all processes of this machine that wait for it: the ranks of a job come at the same time."""
+    """Check a kernel, and share the result with all processes that wait for it, such as the ranks of a job."""
     current, began = options.current(), time.time()
-    file = _file(key)
-    lock = options.cache_folder() / "turns" / f"{file.stem}.lock"
-    with probe_turns.turn(lock, timeout=current.probe_timeout, what=f"{kernel[1]}'s {kernel[2]}") as mine:
-        if mine.found is not None:
-            return mine.found
-        if file.is_file() and (not current.refresh or (mine.waited and file.stat().st_mtime >= began)):
+    what = f"{kernel[1]}'s {kernel[2]}"
+    with probe_lock.turn(probe_cache.lock(key), timeout=current.probe_timeout, what=what) as mine:
+        if mine.failure is not None:
+            return mine.failure
+        passed = probe_cache.passed(key)
+        if passed is not None and (not current.refresh or (mine.waited and passed >= began)):
             return None
         reason = check()
         if reason is None:
-            _remember(key)
+            probe_cache.remember(key)
         else:
             mine.fail(reason)
         return reason
 
 
 def _key(operation: str, tier: str, name: str, kind: tuple[Any, ...], device: Device, version: str) -> str:
-    facts = {
-        "operation": operation,
-        "kernel": f"{tier}/{name}",
-        "kind": probe_worker.encode(kind),
-        "arch": device.arch,
-        "version": version,
-        "torch": torch.__version__,
-        "rocm": torch.version.hip,
-        "tables": options.tuned_tables(),  # they choose the kernels of a product
-        "hf_rocm": __version__,
-    }
-    return json.dumps(facts, sort_keys=True)
-
-
-def _file(key: str) -> Path:
-    return _folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-
-
-def _folder() -> Path:
-    return options.cache_folder() / "probes"
-
-
-def _remember(key: str) -> None:
-    """One small file per pass, put in place whole: any number of processes may do it at once."""
-    file = _file(key)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(key + "\n")
-        Path(name).replace(file)
-    except OSError:
-        pass  # a home that can't be written: it is checked again by the next process
+    return probe_cache.key(
+        operation=operation,
+        kernel=f"{tier}/{name}",
+        kind=probe_worker.encode(kind),
+        arch=device.arch,
+        units=device.units,
+        version=version,
+        torch=torch.__version__,
+        rocm=torch.version.hip,
+        tables=options.tuned_tables(),  # they choose a product's kernel
+        hf_rocm=__version__,
+    )

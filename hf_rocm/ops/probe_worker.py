@@ -1,7 +1,7 @@
-"""The child process that builds and checks kernels, and this process's side of the pipe to it.
+"""The parent's side of the pipe to the child process that builds and checks kernels, see `probe_child`.
 
-One child serves many checks, since importing torch and aiter takes seconds; left alone it ends by itself. It is killed
-with everything that it started when it takes too long.
+One child runs many checks, because importing torch and aiter takes seconds. It exits when it is idle, and it is killed
+with all processes that it started when a check takes too long.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from typing import IO, Any
 
 import torch
 
-IDLE_SECONDS = 60.0  # after this long without a question the child ends
-GRACE = 30  # seconds past the time-out after which a hanging child ends by itself
-WAKING = 120  # seconds after which a child that hangs before the first question ends by itself
-FIRST_WORD, NEXT_WORD = 5.0, 60.0  # seconds until the first word about progress, and between later ones
+FIRST_MESSAGE, NEXT_MESSAGE = 5.0, 60.0  # seconds before the first message about progress, and between later ones
 
 Request = dict[str, Any]
 _logger = logging.getLogger("hf_rocm")
@@ -40,9 +37,9 @@ def request(operation: str, tier: str, name: str, kind: tuple[Any, ...]) -> Requ
 
 
 def start(device: torch.device | None = None) -> None:
-    """Begin to start the child, if there is none; returns at once.
+    """Start the child if there is none, without waiting for it.
 
-    device: where it will be asked about kernels, if it may have its part of that GPU's memory already.
+    device: the GPU whose kernels it will check, if it may already initialise that GPU, which takes some memory.
     """
     global _worker
     with _lock:
@@ -55,14 +52,21 @@ def start(device: torch.device | None = None) -> None:
 
 
 def ask(question: Request, timeout: float) -> str | None:
-    """What the child finds wrong, in a sentence, or None. Dying or taking more than `timeout` seconds is wrong too."""
+    """Run a check in the child. Returns what is wrong, in a sentence, or None; a crash and a time-out are wrong too.
+
+    timeout: in seconds.
+    """
     global _worker
     with _lock:
         for attempt in (1, 2):
             if _worker is None or not _worker.alive():
                 if _worker is not None:
                     _worker.close()
-                _worker = _Worker()
+                try:
+                    _worker = _Worker()
+                except OSError as error:  # such as too many processes or open files
+                    _worker = None
+                    return f"no process could be started to check it: {error.strerror or error}"
             try:
                 answer = _worker.ask(question, timeout)
             except KeyboardInterrupt:
@@ -72,7 +76,7 @@ def ask(question: Request, timeout: float) -> str | None:
             except _Ended as ended:
                 _worker = None
                 if not ended.began and attempt == 1:
-                    continue  # it had just gone idle
+                    continue  # it had just exited because it was idle
                 return ended.reason
             reason: str | None = answer["reason"]
             return reason
@@ -90,7 +94,7 @@ def stop() -> None:
 
 @contextmanager
 def progress(listener: Callable[[str], None]) -> Iterator[None]:
-    """Send words about long builds to `listener` instead of the log."""
+    """Within the block, pass messages about long builds to `listener` instead of the log."""
     _listeners.append(listener)
     try:
         yield
@@ -99,11 +103,11 @@ def progress(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def encode(values: tuple[Any, ...]) -> list[Any]:
-    return [{type(each).__name__: str(each)} if isinstance(each, _NAMED) else each for each in values]
+    return [{type(value).__name__: str(value)} if isinstance(value, _NAMED) else value for value in values]
 
 
 def decode(values: list[Any]) -> tuple[Any, ...]:
-    return tuple(_decode(each) for each in values)
+    return tuple(_decode(value) for value in values)
 
 
 _NAMED = (torch.dtype, torch.device)
@@ -117,42 +121,47 @@ def _decode(value: Any) -> Any:
 
 
 class _Ended(Exception):
-    """The child is gone. began: it had taken the question."""
+    """The child has exited. began: whether it had read the request."""
 
     def __init__(self, reason: str, *, began: bool) -> None:
         super().__init__(reason)
         self.reason, self.began = reason, began
 
 
-# the child sees the modules that this process sees, wherever they come from
-_START = "import sys; sys.path[:] = {path!r}; from hf_rocm.ops.probe_worker import serve; serve(warm={warm})"
+# the child imports the same modules as this process
+_START = "import sys; sys.path[:] = {path!r}; from hf_rocm.ops.probe_child import serve; serve(warm={warm})"
 
 
 class _Worker:
-    """The child. warm: it makes ready what checks will need; not in place of another one, which may have died of it."""
+    """The child process. warm: it first initialises what checks need; False when it replaces a child that has died."""
 
     def __init__(self, *, warm: bool = False) -> None:
         self.parent = os.getpid()
         self.awake: set[torch.device] = set()
-        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the child
         start = _START.format(path=sys.path, warm=warm)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", start],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            start_new_session=True,
-            bufsize=0,  # select doesn't see what lies in a buffer
-        )
+        self.errors = _errors()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable or "python3", "-c", start],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL if self.errors is None else self.errors,
+                start_new_session=True,
+                bufsize=0,  # poll doesn't see data in a buffer
+            )
+        except BaseException:
+            if self.errors is not None:
+                self.errors.close()
+            raise
 
     def alive(self) -> bool:
         return self.parent == os.getpid() and self.process.poll() is None
 
     def wake(self, device: torch.device) -> None:
-        """Have it set itself up on this GPU; once, and without an answer."""
+        """Make the child initialise this GPU, once and without an answer."""
         if device not in self.awake:
             self.awake.add(device)
-            with contextlib.suppress(BrokenPipeError):  # whoever asks sees that it is gone
+            with contextlib.suppress(BrokenPipeError):  # the next check finds that the child has exited
                 self._send({"wake": str(device)})
 
     def _send(self, question: Request) -> None:
@@ -172,7 +181,7 @@ class _Worker:
             if line is None:
                 self.kill()
                 raise _Ended(f"it was not built and checked within {timeout:g} s", began=True)
-            if not line:
+            if not line.endswith(b"\n"):
                 raise self._ended(began)
             answer: dict[str, Any] = json.loads(line)
             if "reason" in answer:
@@ -180,7 +189,7 @@ class _Worker:
             began = True
 
     def kill(self) -> None:
-        """End it, with the compilers that it started."""
+        """Kill the child and the compilers that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -191,93 +200,50 @@ class _Worker:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        self.errors.close()
+        if self.errors is not None:
+            self.errors.close()
 
     def _line(self, question: Request, deadline: float) -> bytes | None:
-        """The next line, empty if the child ended, None if the time is over."""
+        """The next line; empty if the child has exited, None after the deadline."""
         output = self.process.stdout
         assert output is not None
-        started, word = time.monotonic(), FIRST_WORD
+        started, message = time.monotonic(), FIRST_MESSAGE
+        waiting = select.poll()  # select.select fails on file descriptors from 1024 on
+        waiting.register(output, select.POLLIN)
         while True:
             now = time.monotonic()
             if now >= deadline:
                 return None
-            ready, _, _ = select.select([output], [], [], max(0.0, min(deadline, started + word) - now))
-            if ready:
+            if waiting.poll(1000 * max(0.0, min(deadline, started + message) - now)):
                 return output.readline()
-            if time.monotonic() >= started + word:
+            if time.monotonic() >= started + message:
                 what = f"{question['tier']}'s {question['name']}"
-                _say(f"building and checking {what}, {word:.0f} s so far (it happens once on this machine)")
-                word += NEXT_WORD
+                _report(f"building and checking {what}, {message:.0f} s so far (once on this machine)")
+                message += NEXT_MESSAGE
 
     def _ended(self, began: bool) -> _Ended:
         code = self.process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        lines: list[str] = []
+        if self.errors is not None:
+            self.errors.seek(0)
+            lines = self.errors.read().decode(errors="replace").strip().splitlines()
         self.kill()
         return _Ended(f"the process that checked it {how}" + (f": {lines[-1]}" if lines else ""), began=began)
 
 
-def _say(text: str) -> None:
+def _errors() -> IO[bytes] | None:
+    """A file for the child's output: in memory, else in the temporary folder, or None if neither is possible."""
+    try:
+        if hasattr(os, "memfd_create"):
+            return os.fdopen(os.memfd_create("hf_rocm-probe"), "w+b")
+        return tempfile.TemporaryFile()
+    except OSError:
+        return None
+
+
+def _report(text: str) -> None:
     if _listeners:
         _listeners[-1](text)
     else:
         _logger.warning(text)
-
-
-def serve(*, warm: bool) -> None:
-    """The child: one question per line on stdin; for each, a line that it was taken and a line with the reason.
-
-    A line may also say that it is to wake up on a device, which has no answer.
-    """
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # kernels and compilers print as they like
-    import hf_rocm.ops
-    from hf_rocm.ops import probe_cases
-
-    assert hf_rocm.ops  # registers every operation
-    if warm:
-        _in_time(_wake)
-    questions = os.fdopen(0, "rb", buffering=0, closefd=False)
-    while select.select([questions], [], [], IDLE_SECONDS)[0]:
-        line = questions.readline()
-        if not line:
-            break
-        question = json.loads(line)
-        if "wake" in question:
-            _in_time(_wake_on, question["wake"])
-            continue
-        answers.write("{}\n")
-        answers.flush()
-        kind = decode(question["kind"])
-        signal.alarm(int(question["timeout"]) + GRACE)  # if nobody is left to kill a child that hangs
-        reason = probe_cases.check(question["operation"], question["tier"], question["name"], kind)
-        signal.alarm(0)
-        answers.write(json.dumps({"reason": reason}) + "\n")
-        answers.flush()
-
-
-def _in_time(step: Callable[..., None], *args: str) -> None:
-    signal.alarm(WAKING)
-    step(*args)
-    signal.alarm(0)
-
-
-def _wake() -> None:
-    """Have done what the first check would wait for: Triton's driver, and its compiler once. Takes no GPU memory."""
-    with contextlib.suppress(Exception):  # whoever needs it says what is wrong with it
-        if torch.cuda.is_available():
-            from triton.runtime import driver
-
-            from hf_rocm.ops.triton.builds import compiled_for
-            from hf_rocm.ops.triton.kernels.norm import BUILDS
-
-            compiled_for(BUILDS[0], driver.active.get_current_target())
-
-
-def _wake_on(device: str) -> None:
-    """The GPU's context, which takes some of its memory, and its library of products."""
-    with contextlib.suppress(Exception):
-        ones = torch.ones(16, 16, dtype=torch.float64, device=device)
-        torch.mm(ones, ones).sum().item()

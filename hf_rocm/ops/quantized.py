@@ -1,178 +1,148 @@
-"""quantized_linear: x Wᵀ + b with W in 8 bits, one scale for each of its rows, and x rounded likewise at each call.
+"""quantized_linear: x Wᵀ + b with weights of 8 or 4 bits, with the norm before it and the gate and sum after it.
 
-The vendor library's 8-bit products are the torch tier; the eager tier multiplies what the 8 bits stand for.
+8-bit weights have a scale for each row, 4-bit weights one for each group of a row. Few rows are not rounded: a kernel
+reads the weight's own bytes. Many rows meet dequantised weights, or 8-bit weights rounded likewise.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, compiler
 
 from hf_rocm.device import Device
-from hf_rocm.errors import OptionError
-from hf_rocm.ops import probe
+from hf_rocm.errors import OptionError, TierUnavailable
+from hf_rocm.ops import probe, quantized_torch
 from hf_rocm.ops.aiter import quantized as aiter
 from hf_rocm.ops.aiter.detect import checked
-from hf_rocm.ops.eight_bit import INT8, quantize_rows, unshuffle_rows
-from hf_rocm.ops.registry import Implementation, Operation, refuses_nothing, route
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.eight_bit import INT8, quantize_rows, shuffle_rows
+from hf_rocm.ops.four_bit import INT4, PER_WORD, quantize_groups
+from hf_rocm.ops.linear import ACTIVATIONS, Norm
+from hf_rocm.ops.pointwise import eager_act_and_mul, eager_rms_norm
+from hf_rocm.ops.probe_cases import Draw, fewer_rows, smaller
+from hf_rocm.ops.quantized_torch import MANY, QuantizedCall, QuantizedSpec, one_by_one
+from hf_rocm.ops.registry import Case, Implementation, Operation, chosen_elsewhere, refuses_nothing
+from hf_rocm.ops.triton import detect as triton_detect
+from hf_rocm.ops.triton import quantized as triton
 
-
-class QuantizedSpec(NamedTuple):
-    """What the choice of an implementation depends on. k, n: a GEMM of [M, K] by [N, K]ᵀ."""
-
-    dtype: torch.dtype  # of x
-    format: torch.dtype  # of the weight
-    device: torch.device
-    n: int
-    k: int
-    bias_dtype: torch.dtype | None
-    shuffled: bool
-
-    @property
-    def grad(self) -> bool:
-        """There is no gradient: see `quantized_linear`."""
-        return False
+# The largest M for which a kernel converts the weight in registers.
+FEW = 64
+# From this M on, fp8 products of rounded rows come first. An estimate: on one NVIDIA H200 they were slower than bf16
+# for 1024 rows, and faster for 8192.
+ROUNDED_FROM = 2048
+_ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))  # M rounded up to a power of two
 
 
 def quantized_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, shuffled: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    shuffled: bool = False,
+    round_input: bool = True,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """x (s · W)ᵀ + b, with the rows of x rounded to the format of W too.
+    """rms_norm(x) (s · W)ᵀ + b, then the gate, then + residual; the norm, gate and residual only if given.
 
-    x: [..., K] fp64, fp32, fp16 or bf16; weight: [N, K] int8 or fp8; scale: [N] fp32; bias: [N] or None. shuffled: the
-    weight is in the order of `eight_bit.shuffle_rows`. Returns [..., N] in x's dtype.
-    Raises `OptionError` where gradients are asked for.
+    x: [..., K] fp64, fp32, fp16 or bf16; weight: [N, K] int8 or fp8 with scale [N] fp32, or [N, K / 8] int32 with scale
+    [N, K / group], see `four_bit.quantize_groups`; bias: [N] or None. shuffled: the weight is in the order of
+    `eight_bit.shuffle_rows`. round_input: round the rows of x to the format of W too, which must have 8 bits. norm,
+    activation, residual: as in `fused_linear`. Returns [..., N], or [..., N / 2] with an activation, in x's dtype.
+    Raises `OptionError` if gradients are on and x requires them, and on another activation.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise OptionError(
-            "8-bit layers have no gradient, and their input requires one",
+            "quantised layers have no gradient, and their input requires one",
             hint="call the model under torch.no_grad(); to train, load it without quantize=",
         )
+    if activation is not None and activation not in ACTIVATIONS:
+        raise OptionError(f"quantized_linear has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
+    norm_weight, eps, one_plus = (None, 0.0, False) if norm is None else norm
+    dtype, format, device = x.dtype, weight.dtype, x.device
     n, k = weight.shape
+    group = 0
+    if format == INT4:
+        k *= PER_WORD
+        group, round_input = k // scale.shape[1], False
     bias_dtype = None if bias is None else bias.dtype
-    key = (x.dtype, weight.dtype, x.device, n, k, bias_dtype, shuffled)
-    result: Tensor = route(_operation, key, x, weight)(x, weight, scale, bias, weight.dtype, shuffled)
+    norm_dtype = None if norm_weight is None else norm_weight.dtype
+    rows = MANY
+    if not round_input:
+        m = x.numel() // k if k else 0
+        rows = _ROWS_CLASS[m] if m <= FEW else MANY
+    spec = (
+        dtype,
+        format,
+        device,
+        n,
+        k,
+        bias_dtype,
+        shuffled,
+        round_input,
+        group,
+        norm_dtype,
+        one_plus,
+        activation,
+        residual is not None,
+        rows,
+    )
+    call = QuantizedCall(
+        x, weight, scale, bias, format, shuffled, round_input, norm_weight, residual, eps, one_plus, activation
+    )
+    serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
+    result: Tensor = serve(call)
     return result
 
 
-def eager_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, format: torch.dtype, shuffled: bool
-) -> Tensor:
-    """The oracle: the numbers behind the 8 bits, multiplied in at least fp32 and rounded once."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rows, row_scale = quantize_rows(x, format)
-    weight = unshuffle_rows(weight) if shuffled else weight
-    product = torch.matmul(rows.to(wide), weight.to(wide).t()) * row_scale * scale.to(wide)
-    return (product if bias is None else product + bias.to(wide)).to(x.dtype)
+def keeps_input(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, shuffled: bool) -> bool:
+    """Whether x should not be rounded, since a Triton kernel reads the 8-bit weight's own bytes.
+
+    False while torch.compile traces.
+    """
+    if compiling() or compiler._is_compiling_flag:
+        return False
+    n, k = weight.shape
+    m = x.numel() // k if k else 0
+    if m == 0:
+        return False
+    bias_dtype = None if bias is None else bias.dtype
+    rows = _ROWS_CLASS[m] if m <= FEW else MANY
+    spec = QuantizedSpec(x.dtype, weight.dtype, x.device, n, k, bias_dtype, shuffled, False, rows=rows, residual=True)
+    return keeps_rows(spec, m)
 
 
-def scaled_mm(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, format: torch.dtype, shuffled: bool
-) -> Tensor:
-    """fp8 with the scales inside the product."""
-    rows, row_scale = _rows(x, format)
-    if rows.shape[0] == 0:
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
-    product = torch._scaled_mm(
-        rows,
-        _plain(weight, shuffled).t(),
-        scale_a=row_scale,
-        scale_b=scale.view(1, -1),
-        out_dtype=x.dtype,
-    )
-    return _finish(product if bias is None else product + bias.to(x.dtype), x)
+def keeps_rows(spec: QuantizedSpec, m: int) -> bool:
+    """The same for M rows with this specification, which doesn't round them."""
+    if _tier(spec) != "triton":
+        return False
+    if spec.rows != MANY:
+        return True
+    rounded = _tier(spec._replace(round_input=True))
+    return rounded != "aiter" and not (rounded == "torch" and spec.format != INT8 and m >= ROUNDED_FROM)
 
 
-def scaled_mm_then_scale(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, format: torch.dtype, shuffled: bool
-) -> Tensor:
-    """fp8 with the scales after the product, which more devices and dtypes have."""
-    rows, row_scale = _rows(x, format)
-    if rows.shape[0] == 0:
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
-    one = torch.ones((), dtype=torch.float32, device=x.device)
-    product = torch._scaled_mm(rows, _plain(weight, shuffled).t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return _scaled(product, row_scale, scale, bias, x)
+def _tier(spec: QuantizedSpec) -> str | None:
+    try:
+        return _operation.choices[spec].implementation.tier
+    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises with every reason
+        return None
 
 
-# Of the vendor libraries' int8 products; the missing rows are filled with zeros.
-_FEWEST_ROWS = 17
-
-
-def int_mm(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, format: torch.dtype, shuffled: bool
-) -> Tensor:
-    """int8, summed without rounding in int32."""
-    rows, row_scale = _rows(x, format)
-    m = rows.shape[0]
-    if x.is_cuda and m < _FEWEST_ROWS:
-        rows = F.pad(rows, (0, 0, 0, 32 - m))
-    product = torch._int_mm(rows, _plain(weight, shuffled).t())[:m].float()
-    return _scaled(product, row_scale, scale, bias, x)
-
-
-def _rows(x: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    rows, scale = quantize_rows(x.reshape(-1, x.shape[-1]), format)
-    return rows.contiguous(), scale.contiguous()
-
-
-def _plain(weight: Tensor, shuffled: bool) -> Tensor:
-    return unshuffle_rows(weight) if shuffled else weight
-
-
-def _scaled(product: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    product = product * row_scale * scale
-    return _finish((product if bias is None else product + bias).to(x.dtype), x)
-
-
-def _finish(product: Tensor, x: Tensor) -> Tensor:
-    return product.view(*x.shape[:-1], product.shape[-1])
-
-
-def _fp8_refuses(spec: QuantizedSpec, device: Device) -> str | None:
-    if spec.format == INT8:
-        return "_scaled_mm is for fp8"
-    if not hasattr(torch, "_scaled_mm"):
-        return f"PyTorch {torch.__version__} has no _scaled_mm"
-    if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"_scaled_mm gives at most fp32, not {spec.dtype}"
-    if device.kind == "cuda" and spec.dtype == torch.float32:
-        return "on a GPU the sums of _scaled_mm have fewer bits than fp32"
-    if device.kind == "cuda" and (spec.n % 16 or spec.k % 16):
-        return f"on a GPU _scaled_mm needs N and K to be multiples of 16, got {spec.n} × {spec.k}"
-    if device.kind == "cuda" and not device.rocm:
-        major, minor = torch.cuda.get_device_capability(spec.device)
-        if (major, minor) < (8, 9):
-            return f"fp8 products begin with compute capability 8.9, and this is {major}.{minor}"
-    return None
-
-
-def _scaled_inside_refuses(spec: QuantizedSpec, device: Device) -> str | None:
-    if spec.dtype != torch.bfloat16:
-        return f"with a scale for each row _scaled_mm gives bf16, not {spec.dtype}"
-    return _fp8_refuses(spec, device)
-
-
-def _int8_refuses(spec: QuantizedSpec, device: Device) -> str | None:
-    if spec.format != INT8:
-        return "_int_mm is for int8"
-    if not hasattr(torch, "_int_mm"):
-        return f"PyTorch {torch.__version__} has no _int_mm"
-    if spec.dtype == torch.float64:
-        return "its scales are fp32"
-    if device.kind == "cuda" and (spec.n % 8 or spec.k % 8):
-        return f"on a GPU _int_mm needs N and K to be multiples of 8, got {spec.n} × {spec.k}"
-    return None
+def _triton_refuses(spec: QuantizedSpec, device: Device) -> str | None:
+    parts = {"rms_norm": spec.norm_dtype is not None, "act_and_mul": spec.activation is not None}
+    return triton.refuses(spec, device) or chosen_elsewhere(name for name, present in parts.items() if present)
 
 
 def _checked(name: str) -> probe.Probe:
-    """PyTorch's private products differ by device and release: a small one of the same divisibility is checked."""
+    """PyTorch's private products differ by device and release, so a small one with the same remainders is checked."""
 
     def format(spec: QuantizedSpec) -> str:
-        return str(spec.format)  # one that a release lacks says nothing about another
+        return str(spec.format)  # a failure with one format disables that format only
 
     check = probe.checked_here("quantized_linear", name, tier="torch", apart=format)
 
@@ -182,27 +152,98 @@ def _checked(name: str) -> probe.Probe:
     return small
 
 
-_operation = Operation("quantized_linear", QuantizedSpec, family="linear")
+def _kind(spec: QuantizedSpec) -> QuantizedSpec:
+    """A smaller specification that is the same in what the tiles of our kernels depend on."""
+    if spec.round_input:
+        return spec
+    return spec._replace(rows=MANY, n=smaller(spec.n, 4160), k=spec.k if spec.k <= 2048 else 1024 + spec.k % 1024)
+
+
+def _cases(spec: QuantizedSpec) -> Iterator[Case]:
+    """One row of each x is zero, and its largest magnitude must not be used as a divisor."""
+    n, draw = fewer_rows(spec.n, spec.k, 256), Draw(spec.dtype, spec.device)
+    numbers = draw(n, spec.k) * spec.k**-0.5
+    weight, scale = quantize_groups(numbers, spec.group) if spec.group else quantize_rows(numbers, spec.format)
+    bias = None if spec.bias_dtype is None else draw(n).to(spec.bias_dtype)
+    if spec.shuffled:
+        weight = shuffle_rows(weight)
+    norm_weight = None if spec.norm_dtype is None else draw(spec.k).to(spec.norm_dtype)
+    columns = n if spec.activation is None else n // 2
+    # few rows, some, and more than the largest tile
+    for m in (1, 33, 300) if spec.round_input else (1, 3, 33, 70):
+        x = draw(m, spec.k)
+        if m > 1:
+            x[0] = 0
+        residual = draw(m, columns) if spec.residual else None
+        yield Case(
+            (x, weight, scale if spec.group else scale.flatten().float(), bias),
+            (
+                spec.format,
+                spec.shuffled,
+                spec.round_input,
+                norm_weight,
+                residual,
+                1e-6,
+                spec.one_plus,
+                spec.activation,
+            ),
+        )
+
+
+_operation = Operation("quantized_linear", QuantizedSpec, _cases, _kind, family="linear", terms=QuantizedCall)
 for _name, _refuses, _call in (
     ("gemm_a8w8_bpreshuffle", aiter.shuffled_refuses, aiter.shuffled_linear),
     ("gemm_a8w8", aiter.refuses, aiter.linear),
 ):
-    _operation.register(Implementation("aiter", _name, _refuses, _call, checked("quantized_linear", _name)))
+    _operation.register(Implementation("aiter", _name, _refuses, one_by_one(_call), checked("quantized_linear", _name)))
+_operation.register(
+    Implementation(
+        "triton",
+        triton.NAME,
+        _triton_refuses,
+        triton.quantized_linear,
+        triton_detect.checked("quantized_linear", triton.NAME),
+    )
+)
+_operation.register(
+    Implementation(
+        "triton",
+        triton.DEQUANTIZE,
+        triton.dequantize_refuses,
+        one_by_one(triton.dequantized_linear),
+        triton_detect.checked("quantized_linear", triton.DEQUANTIZE),
+    )
+)
 for _name, _refuses, _call in (
-    ("_scaled_mm", _scaled_inside_refuses, scaled_mm),
-    ("_scaled_mm, scaled after", _fp8_refuses, scaled_mm_then_scale),
-    ("_int_mm", _int8_refuses, int_mm),
+    ("_scaled_mm", quantized_torch.scaled_inside_refuses, quantized_torch.scaled_mm),
+    ("_scaled_mm, scaled after", quantized_torch.fp8_refuses, quantized_torch.scaled_mm_then_scale),
+    ("_int_mm", quantized_torch.int8_refuses, quantized_torch.int_mm),
 ):
-    _operation.register(Implementation("torch", _name, _refuses, _call, _checked(_name)))
-_operation.register(Implementation("eager", "dequantize, matmul", refuses_nothing, eager_linear))
+    _operation.register(Implementation("torch", _name, _refuses, one_by_one(_call), _checked(_name)))
+_operation.register(
+    Implementation(
+        "torch",
+        "dequantize, F.linear",
+        quantized_torch.dequantized_refuses,
+        one_by_one(quantized_torch.dequantized_linear),
+    )
+)
+_operation.register(
+    Implementation(
+        "eager",
+        "dequantize, matmul",
+        refuses_nothing,
+        one_by_one(quantized_torch.eager_linear, eager_rms_norm, eager_act_and_mul),
+    )
+)
 
 
 def choose(spec: QuantizedSpec) -> tuple[str, str]:
-    """(tier, name) of what will serve this specification; it is checked if it never was."""
-    chosen = _operation.choose(tuple(spec)).implementation
+    """(tier, name) of the implementation for this specification. May run a first-use check."""
+    chosen = _operation.choose(spec).implementation
     return chosen.tier, chosen.name
 
 
 def shuffle_refuses(spec: QuantizedSpec, device: Device) -> str | None:
-    """Why a weight of this kind gains nothing from aiter's own order."""
+    """Why aiter's kernel for shuffled weights can't serve a weight of this specification, or None."""
     return aiter.shuffled_refuses(spec._replace(shuffled=True), device)

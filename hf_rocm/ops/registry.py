@@ -1,18 +1,19 @@
-"""The router: one choice of implementation per specification, made once and kept, with every refusal recorded.
+"""The router: chooses an implementation once for each specification and records why the others were not chosen.
 
-An implementation says in a sentence why it refuses a specification, or None. The first that doesn't refuse is
-used: aiter, triton, torch, eager, in that order. A tier that the user named must serve or the call raises.
+The predicate of an implementation returns a sentence why it refuses a specification, or None. The first one that does
+not refuse is used, in the order aiter, triton, torch, eager. If the user named a tier, it must serve the call, or the
+call raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
-from torch.compiler import is_compiling
+from torch import Tensor
 
 from hf_rocm import options
 from hf_rocm.device import Device, describe
@@ -20,15 +21,16 @@ from hf_rocm.errors import TierUnavailable
 from hf_rocm.options import TIERS, Switch
 
 SpecT = TypeVar("SpecT", bound=tuple[Any, ...])
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, eq=False)
 class Implementation(Generic[SpecT]):
     """One way to compute an operation.
 
-    refuses(spec, device): why not, in a sentence, or None; cheap, without side effects. call: same arguments as the
-    operation's other implementations. probe(spec, device): None if a tiny case of the same kind came out right on
-    this device, else the sentence; None for plain PyTorch, which needs no probe.
+    refuses(spec, device): why it can't serve the call, in a sentence, or None; cheap, without side effects. call: takes
+    the same arguments as the operation's other implementations. probe(spec, device): None if a small call of the same
+    kind gives the right result on this device, otherwise what is wrong, in a sentence. Plain PyTorch has no probe.
     """
 
     tier: str
@@ -39,7 +41,7 @@ class Implementation(Generic[SpecT]):
 
 
 class Refusal(NamedTuple):
-    """A candidate that was passed over, and why."""
+    """A candidate that was not chosen, and why."""
 
     tier: str
     name: str
@@ -48,19 +50,27 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Choice(Generic[SpecT]):
-    """What serves a specification, and every faster candidate with the reason why it doesn't."""
+    """The implementation that serves a specification, and why no faster candidate does."""
 
     spec: SpecT
     implementation: Implementation[SpecT]
     refusals: tuple[Refusal, ...]
 
 
-# Is told the operation's name and what a call of it returned.
+class Case(NamedTuple):
+    """A small call that checks an implementation: tensors by position (or None), then the remaining arguments."""
+
+    tensors: tuple[Tensor | None, ...]
+    others: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = MappingProxyType({})
+
+
+# Called with the operation's name and the result of a call.
 Watcher = Callable[[str, Any], None]
 
 
 class Route(NamedTuple):
-    """One call as it was routed, with the shapes of its tensors: what `recording` collects."""
+    """The implementation that served one call, and the shapes of the call's tensors; see `recording`."""
 
     operation: str
     tier: str
@@ -68,32 +78,76 @@ class Route(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
 
+class Table(dict[tuple[Any, ...], ValueT]):
+    """Caches the results of `make`, by specification. A lookup of a known specification runs no Python code."""
+
+    def __init__(self, make: Callable[[tuple[Any, ...]], ValueT]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, spec: tuple[Any, ...]) -> ValueT:
+        value = self[spec] = self.make(spec)
+        return value
+
+
 @dataclass(eq=False)
 class Operation(Generic[SpecT]):
-    """One operation: its implementations in order of preference, and the choices made so far."""
+    """One operation: its implementations in order of preference, and the choices made so far.
+
+    cases(spec): the calls that check an implementation before its first use. kind(spec): the specification without the
+    fields that can't affect the correctness of a kernel; one check is valid for all specifications of a kind. family:
+    the operation whose options apply; its own name unless it is a form of another operation. terms: the NamedTuple that
+    implementations take, if they take one instead of the arguments themselves. recorded: the positions of the
+    arguments, or of the fields in terms, whose shapes `recording` collects.
+
+    choices, calls: the choice for a specification, and the function that serves it. The key may be a plain tuple of the
+    fields, which is faster: creating the NamedTuple with keywords takes longer than the rest of the routing.
+    """
 
     name: str
     spec_type: type[SpecT]
-    family: str = ""  # whose options it follows; its own unless it is a form of another operation
+    cases: Callable[[SpecT], Iterator[Case]]
+    kind: Callable[[SpecT], SpecT] = lambda spec: spec
+    family: str = ""
+    terms: type[tuple[Any, ...]] | None = None
+    recorded: tuple[int, ...] = (0, 1)
     implementations: list[Implementation[SpecT]] = field(default_factory=list)
-    choices: dict[tuple[Any, ...], Choice[SpecT]] = field(default_factory=dict)
+    choices: Table[Choice[SpecT]] = field(init=False)
+    calls: Table[Callable[..., Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.family = self.family or self.name
+        self.choices = Table(lambda spec: self._choose(self.spec_type(*spec)))
+        self.calls = Table(self._call)
         _operations[self.name] = self
 
     def register(self, implementation: Implementation[SpecT]) -> None:
-        """Add an implementation at the end of its tier. Choices made before are forgotten."""
+        """Add an implementation at the end of its tier. Earlier choices are dropped."""
         self.implementations.append(implementation)
-        self.implementations.sort(key=lambda each: TIERS.index(each.tier))
-        self.choices.clear()
+        self.implementations.sort(key=lambda candidate: TIERS.index(candidate.tier))
+        self.forget()
 
-    def choose(self, key: tuple[Any, ...]) -> Choice[SpecT]:
-        """The choice for a specification given as the plain tuple of its fields."""
-        choice = self.choices.get(key)
-        if choice is None:
-            choice = self.choices[key] = self._choose(self.spec_type(*key))
-        return choice
+    def choose(self, spec: tuple[Any, ...]) -> Choice[SpecT]:
+        """The choice for a specification, or for the plain tuple of its fields."""
+        return self.choices[spec]
+
+    def keep(self, choice: Choice[SpecT]) -> None:
+        """Use this choice for its specification until choices are dropped."""
+        self.choices[choice.spec] = choice
+        self.calls.pop(choice.spec, None)
+
+    def forget(self) -> None:
+        """Drop the choices made so far."""
+        self.choices.clear()
+        self.calls.clear()
+
+    def traced(self, spec: tuple[Any, ...]) -> Callable[..., Any]:
+        """The function that serves a call while torch.compile or torch.export traces."""
+        return self.implementations[_index_of_choice(self.name, _specialised(spec))].call
+
+    def _call(self, spec: tuple[Any, ...]) -> Callable[..., Any]:
+        implementation = self.choices[spec].implementation
+        return _recorded(self, implementation) if _recorders else implementation.call
 
     def _choose(self, spec: SpecT) -> Choice[SpecT]:
         device = describe(spec.device)  # type: ignore[attr-defined]
@@ -101,48 +155,59 @@ class Operation(Generic[SpecT]):
         named = current.tier(self.family)
         switch = current.aiter[self.family]
         refusals: list[Refusal] = []
-        for each in self.implementations:
+        for candidate in self.implementations:
             reason = None
-            if each.tier == "aiter" and named is None and switch is Switch.OFF:
+            if candidate.tier == "aiter" and named is None and switch is Switch.OFF:
                 reason = "switched off by an environment variable"
-            elif named is not None and each.tier != named:
+            elif named is not None and candidate.tier != named:
                 reason = f"the {named} tier was named"
             else:
-                reason = each.refuses(spec, device)
-                if reason is None and each.probe is not None and current.probe:
-                    reason = each.probe(spec, device)
+                reason = candidate.refuses(spec, device)
+                if reason is None and candidate.probe is not None and current.probe:
+                    reason = candidate.probe(spec, device)
             if reason is None:
-                if switch is Switch.REQUIRED and named is None and each.tier != "aiter":
+                if switch is Switch.REQUIRED and named is None and candidate.tier != "aiter":
                     break
-                return Choice(spec, each, tuple(refusals))
-            refusals.append(Refusal(each.tier, each.name, reason))
+                return Choice(spec, candidate, tuple(refusals))
+            refusals.append(Refusal(candidate.tier, candidate.name, reason))
         wanted = named or "aiter"
-        if not any(each.tier == wanted for each in self.implementations):
+        if not any(candidate.tier == wanted for candidate in self.implementations):
             refusals.insert(0, Refusal(wanted, "none", f"this release has no {wanted} implementation of {self.name}"))
         raise TierUnavailable(
-            f"{self.name} was to run in the {wanted} tier, which can't serve this call",
+            f"{self.name} must run in the {wanted} tier, which can't serve this call",
             facts={
                 "call": _describe(spec),
-                **{f"{each.tier}/{each.name}": each.reason for each in refusals if each.tier == wanted},
+                **{f"{refusal.tier}/{refusal.name}": refusal.reason for refusal in refusals if refusal.tier == wanted},
             },
             hint="unset HF_ROCM_TIER and the USE_AITER_… variable of this operation, or name another tier",
         )
 
 
-def kernel_serves(operation: Operation[Any], key: tuple[Any, ...]) -> bool:
-    """Whether something faster than plain PyTorch serves this specification."""
+def kernel_serves(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:
+    """Whether an implementation faster than plain PyTorch serves this specification."""
     try:
-        return operation.choose(key).implementation.tier not in ("torch", "eager")
-    except TierUnavailable:  # a tier was named that can't: whoever calls the operation is told so, in its own words
+        return operation.choose(spec).implementation.tier not in ("torch", "eager")
+    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises with every reason
         return False
+
+
+def chosen_elsewhere(names: Iterable[str]) -> str | None:
+    """Why a triton kernel must not replace these operations: the user chose the tier or the kernel of one of them."""
+    for name in names:
+        named = options.current().tier(name)
+        if named not in (None, "triton"):
+            return f"the {named} tier was named for {name}"
+        if any(candidate.tier == "user" for candidate in operations()[name].implementations):
+            return f"{name} has an implementation that the user registered"
+    return None
 
 
 def refuses_nothing(spec: object, device: Device) -> None:
     """The predicate of an implementation that serves every call."""
 
 
-def device_of(tensor: torch.Tensor) -> Device:
-    """The device of a tensor as the predicates see it."""
+def device_of(tensor: Tensor) -> Device:
+    """The device of a tensor, as predicates take it."""
     return describe(tensor.device)
 
 
@@ -157,25 +222,28 @@ def operations() -> dict[str, Operation[Any]]:
 
 
 def forget_choices() -> None:
-    """Choose anew from here on: options changed."""
+    """Drop every choice, after a change of options."""
     for operation in _operations.values():
-        operation.choices.clear()
+        operation.forget()
 
 
 @contextmanager
 def recording() -> Iterator[list[Route]]:
-    """Collect the route of every call made within the block (eager calls only; compiled code isn't seen)."""
+    """Within the block, collect the route of every call into a list of `Route`. Compiled code is not recorded."""
     routes: list[Route] = []
     _recorders.append(routes)
+    _drop_calls()
     try:
         yield routes
     finally:
-        _recorders.remove(routes)
+        # by identity: nested blocks with equal routes are equal lists
+        del _recorders[next(index for index, recorder in enumerate(_recorders) if recorder is routes)]
+        _drop_calls()
 
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[list[Route]]:
-    """`recording`, where watcher is also shown the result of every call made within the block."""
+    """`recording`, and call `watcher` with the operation's name and the result of every call within the block."""
     _watchers.append(watcher)
     try:
         with recording() as routes:
@@ -184,47 +252,43 @@ def watching(watcher: Watcher) -> Iterator[list[Route]]:
         _watchers.remove(watcher)
 
 
-def route(operation: Operation[SpecT], key: tuple[Any, ...], *tensors: torch.Tensor) -> Callable[..., Any]:
-    """The function that serves this call; 1 µs once the choice was made."""
-    if is_compiling():
-        return operation.implementations[_place_of_choice(operation.name, _specialised(key))].call
-    choice = operation.choices.get(key)
-    if choice is None:
-        choice = operation.choose(key)
-    if _recorders:
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+def _drop_calls() -> None:
+    """Drop the functions, because recording began or ended. The choices stay."""
+    for operation in _operations.values():
+        operation.calls.clear()
+
+
+def _recorded(operation: Operation[Any], implementation: Implementation[Any]) -> Callable[..., Any]:
+    """Wrap the implementation's function: record each call, and pass its result to the watchers."""
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        tensors = args if operation.terms is None else args[0]
+        shapes = tuple(tuple(tensors[position].shape) for position in operation.recorded)
         for recorder in _recorders:
-            recorder.append(Route(operation.name, choice.implementation.tier, choice.implementation.name, shapes))
-        if _watchers:
-            return _watched(operation.name, choice.implementation.call)
-    return choice.implementation.call
-
-
-def _watched(operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = call(*args, **kwargs)
+            recorder.append(Route(operation.name, implementation.tier, implementation.name, shapes))
+        result = implementation.call(*args, **kwargs)
         for watcher in _watchers:
-            watcher(operation, result)
+            watcher(operation.name, result)
         return result
 
-    return watched
+    return recorded
 
 
-def _specialised(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Sizes that the compiler keeps symbolic become numbers, with a guard: the choice depends on them."""
-    # branching on a symbolic truth value is what turns it into a constant
-    truths = [(True if each else False) if isinstance(each, bool) else each for each in key]  # noqa: SIM210
-    return tuple(int(each) if isinstance(each, int) and not isinstance(each, bool) else each for each in truths)
+def _specialised(spec: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Specialise symbolic sizes to numbers, with a guard, because the choice depends on them."""
+    # branching on a symbolic bool turns it into a constant
+    truths = [(True if value else False) if isinstance(value, bool) else value for value in spec]  # noqa: SIM210
+    return tuple(int(value) if isinstance(value, int) and not isinstance(value, bool) else value for value in truths)
 
 
-def _place_of_choice(operation: str, key: tuple[Any, ...]) -> int:
-    """Chosen while tracing, as if it were a constant: options and probes are no part of the graph."""
-    named = _operations[operation]
-    return named.implementations.index(named.choose(key).implementation)
+def _index_of_choice(operation: str, spec: tuple[Any, ...]) -> int:
+    """The index of the choice, as a constant of the trace: options and probes are not part of the graph."""
+    traced = _operations[operation]
+    return traced.implementations.index(traced.choose(spec).implementation)
 
 
-# what torch.compiler.assume_constant_result does, without the compiler's import, which takes seconds
-_place_of_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# the same as torch.compiler.assume_constant_result, without importing the compiler, which takes seconds
+_index_of_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _describe(spec: tuple[Any, ...]) -> str:

@@ -1,15 +1,24 @@
-"""rope_into_cache: rotate queries and keys, and put keys and values into a static cache where the device says."""
+"""rope_into_cache: from the product of a layer's projections to its attention.
+
+It normalises queries and keys if the layer does, rotates them, and writes keys and values into a static cache at a
+position that is on the device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 
 from hf_rocm import options
-from hf_rocm.ops.registry import Implementation, Operation, kernel_serves, refuses_nothing, route
-from hf_rocm.ops.rope import eager_rope, torch_rope
+from hf_rocm.errors import OptionError
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.linear import Norm
+from hf_rocm.ops.pointwise import angles, eager_rms_norm, eager_rope, torch_rms_norm, torch_rope
+from hf_rocm.ops.probe_cases import LENGTH, Draw
+from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, operations, refuses_nothing
 from hf_rocm.ops.triton import detect as triton_detect
 from hf_rocm.ops.triton import rope as triton
 from hf_rocm.options import Switch
@@ -28,6 +37,9 @@ class RopeIntoCacheSpec(NamedTuple):
     shared: bool  # one table of angles for the whole batch
     counted: bool  # the position is a count, which grows
     one: bool  # a single token
+    once: bool  # every angle once
+    norm_dtype: torch.dtype | None  # of the norms' weights
+    one_plus: bool
     grad: bool
 
 
@@ -42,89 +54,169 @@ def rope_into_cache(
     values: Tensor,
     position: Tensor,
     interleaved: bool = False,
+    once: bool = False,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """`rope`, then keys[:, :, p] = key and values[:, :, p] = value, without reading p on the host.
 
     query: [B, H, S, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, D_v]; cos, sin: see `rope`. keys: [B, Hkv, L, D];
-    values: [B, Hkv, L, D_v]; both are written to. position: int64, either [S], the place of each token, or a scalar,
-    the number of tokens that there were before, to which S is added. Returns the rotated query, like query. A token
-    without a place in the cache isn't written; the Triton tier makes its query NaN, the others raise as `index_copy_`.
+    values: [B, Hkv, L, D_v]; both are written to. position: int64, either [S], the row of each token, or a scalar, the
+    number of tokens so far, to which S is added. once: cos and sin are [B | 1, S, R / 2], with every angle once.
+    norms: the RMS norms of queries and keys over the head dim, which come before the rotation; both multiply by (1 + w)
+    or neither does, and their weights have one dtype. Returns the rotated query, with the shape of query. A token whose
+    row is outside the cache isn't written: the Triton tier makes its query NaN, the others raise like `index_copy_`.
     """
-    spec = _spec(query, key, value, cos, position, interleaved)
-    serve = route(_operation, spec, query, key, keys)
-    out: Tensor = serve(query, key, value, cos, sin, keys, values, position, interleaved)[0]
+    if norms is not None and not alike(norms):
+        raise OptionError("rope_into_cache takes norms of one kind", facts={"found": f"{norms[0]} and {norms[1]}"})
+    spec = _specification(query, key, value, cos, position, interleaved, once, norms)
+    serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
+    first, second = (_NO_NORM, _NO_NORM) if norms is None else norms
+    flags = interleaved, once, first[2], first[1], second[1]
+    out: Tensor = serve(query, key, value, cos, sin, keys, values, position, first[0], second[0], *flags)[0]
     return out
 
 
+_NO_NORM = (None, 0.0, False)
+
+
+def alike(norms: tuple[Norm, Norm]) -> bool:
+    """Whether one call can have these norms of queries and keys."""
+    first, second = norms
+    return first.one_plus is second.one_plus and first.weight.dtype == second.weight.dtype
+
+
 def one_kernel(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, position: Tensor, *, interleaved: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    position: Tensor,
+    *,
+    interleaved: bool = False,
+    once: bool = False,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> bool:
-    """Whether a kernel does all of `rope_into_cache` at once, so that it gains something over two calls."""
-    if options.current().aiter["rope"] is Switch.REQUIRED:
+    """Whether one kernel computes `rope_into_cache`, so that it is faster than several calls."""
+    current = options.current()
+    if current.aiter["rope"] is Switch.REQUIRED:
         return False
-    return kernel_serves(_operation, _spec(query, key, value, cos, position, interleaved))
+    if norms is not None and (current.aiter["rms_norm"] is Switch.REQUIRED or not _norm_may_join()):
+        return False
+    return kernel_serves(_operation, _specification(query, key, value, cos, position, interleaved, once, norms))
 
 
-def _spec(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, position: Tensor, interleaved: bool
+def _norm_may_join() -> bool:
+    """Whether the user chose no other implementation of the norm."""
+    if options.current().tier("rms_norm") not in (None, "triton"):
+        return False
+    return not any(candidate.tier == "user" for candidate in operations()["rms_norm"].implementations)
+
+
+def _specification(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    position: Tensor,
+    interleaved: bool,
+    once: bool,
+    norms: tuple[Norm, Norm] | None,
 ) -> tuple[object, ...]:
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    norm_dtype, one_plus = None, False
+    if norms is not None:
+        norm_dtype, one_plus = norms[0].weight.dtype, norms[0].one_plus
+        grad = grad or (torch.is_grad_enabled() and any(norm.weight.requires_grad for norm in norms))
+    dtype, angle_dtype, device = query.dtype, cos.dtype, query.device
+    batch, _, length, head_dim = query.shape
+    tables, _, rotated = cos.shape
+    if once:
+        rotated *= 2
+    value_dim = value.shape[-1]
+    shared, counted, one = tables == 1, position.ndim == 0, batch * length == 1
     return (
-        query.dtype,
-        cos.dtype,
-        query.device,
-        query.shape[-1],
-        value.shape[-1],
-        cos.shape[-1],
+        dtype,
+        angle_dtype,
+        device,
+        head_dim,
+        value_dim,
+        rotated,
         interleaved,
-        cos.shape[0] == 1,
-        position.ndim == 0,
-        query.shape[0] * query.shape[2] == 1,
+        shared,
+        counted,
+        one,
+        once,
+        norm_dtype,
+        one_plus,
         grad,
     )
 
 
-def torch_rope_into_cache(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the unfused layers and transformers' static cache do."""
-    query, key = torch_rope(query, key, cos, sin, interleaved)
-    return query, *_put(key, value, keys, values, position)
+def _then_write(
+    normalise: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]]
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """This norm and rotation, followed by the writes of transformers' static cache. Also returns the caches."""
+
+    def rope_into_cache(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        position: Tensor,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        interleaved: bool,
+        once: bool,
+        one_plus: bool,
+        query_eps: float,
+        key_eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if query_norm is not None and key_norm is not None:
+            query = normalise(query, query_norm, query_eps, one_plus)
+            key = normalise(key, key_norm, key_eps, one_plus)
+        if once:
+            cos, sin = (_twice(angle, interleaved) for angle in (cos, sin))
+        query, key = rotate(query, key, cos, sin, interleaved)
+        places = position
+        if position.ndim == 0:
+            places = torch.arange(key.shape[2], device=position.device) + position
+            position.add_(key.shape[2])
+        return query, keys.index_copy_(2, places, key), values.index_copy_(2, places, value)
+
+    return rope_into_cache
 
 
-def eager_rope_into_cache(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The oracle: in at least fp32, rounded once at the end."""
-    query, key = eager_rope(query, key, cos, sin, interleaved)
-    return query, *_put(key, value, keys, values, position)
+def _twice(angle: Tensor, interleaved: bool) -> Tensor:
+    return angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
 
 
-def _put(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    places = position
-    if position.ndim == 0:
-        places = torch.arange(key.shape[2], device=position.device) + position
-        position.add_(key.shape[2])
-    return keys.index_copy_(2, places, key), values.index_copy_(2, places, value)
+def _cases(spec: RopeIntoCacheSpec) -> Iterator[Case]:
+    """Writes after three rows that are in the cache; all other rows must stay unchanged."""
+    b, s = (1, 1) if spec.one else (2, LENGTH)
+    draw = Draw(spec.dtype, spec.device)
+    heads = (draw(b, s, h, d).transpose(1, 2) for h, d in ((4, spec.head_dim), (2, spec.head_dim), (2, spec.value_dim)))
+    before = torch.tensor(3, device=spec.device)
+    tables = [*angles(spec, draw, b, s)]
+    if spec.once:
+        tables = [table[..., ::2] if spec.interleaved else table[..., : spec.rotated // 2] for table in tables]
+    weights = (None, None) if spec.norm_dtype is None else (draw(spec.head_dim), draw(spec.head_dim))
+    yield Case(
+        (
+            *heads,
+            *tables,
+            draw(b, 2, LENGTH + 5, spec.head_dim),
+            draw(b, 2, LENGTH + 5, spec.value_dim),
+            before if spec.counted else torch.arange(s, device=spec.device) + before,
+            *(weight if weight is None else weight.to(spec.norm_dtype) for weight in weights),
+        ),
+        (spec.interleaved, spec.once, spec.one_plus, 1e-6, 1e-5),
+    )
 
 
-_operation = Operation("rope_into_cache", RopeIntoCacheSpec, family="rope")
+_operation = Operation("rope_into_cache", RopeIntoCacheSpec, _cases, family="rope", recorded=(0, 1, 5))
 _operation.register(
     Implementation(
         "triton",
@@ -134,5 +226,9 @@ _operation.register(
         triton_detect.checked("rope_into_cache", "rope_kernel"),
     )
 )
-_operation.register(Implementation("torch", "rope, index_copy_", refuses_nothing, torch_rope_into_cache))
-_operation.register(Implementation("eager", "formula, index_copy_", refuses_nothing, eager_rope_into_cache))
+_operation.register(
+    Implementation("torch", "rope, index_copy_", refuses_nothing, _then_write(torch_rms_norm, torch_rope))
+)
+_operation.register(
+    Implementation("eager", "formula, index_copy_", refuses_nothing, _then_write(eager_rms_norm, eager_rope))
+)

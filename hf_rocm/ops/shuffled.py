@@ -1,83 +1,85 @@
-"""Linear layers on preshuffled weights: the order that aiter's fastest GEMMs read, kept in a type of ours.
+"""Linear layers with preshuffled weights, in the order that aiter's fastest GEMMs read.
 
-aiter marks such a tensor with an attribute, which copies drop and in-place loading wrongly keeps; either way the
-numbers are wrong in silence. So the order is in the type, and the attribute is put on a fresh view for each call.
+aiter marks such a tensor with an attribute. Copies lose the attribute, and loading in place wrongly keeps it; in both
+cases the results are silently wrong. So the order is part of the type `Shuffled` here, and the attribute is set on a
+new view for every call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, compiler
 
 from hf_rocm.errors import OptionError
 from hf_rocm.ops.aiter import linear as aiter
 from hf_rocm.ops.aiter.detect import checked
-from hf_rocm.ops.linear import LinearSpec, aiter_refuses, specification
-from hf_rocm.ops.registry import Implementation, Operation, refuses_nothing, route
+from hf_rocm.ops.aiter.layout import COLUMNS, ROWS, shuffle_tiles, unshuffle_tiles
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.linear import LinearSpec, aiter_refuses, cases, kind, specification
+from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
 
-# Tiles of 16 rows by 32 columns, each stored as runs of 8 columns (16 bytes): run by run, all 16 rows of it.
-ROWS, COLUMNS, RUN = 16, 32, 8
+RUN = 8  # columns of 16 bits that are stored together
 
 
 @dataclass(frozen=True, eq=False)
 class Shuffled:
-    """A weight [N, K] in aiter's order. data has the same shape and dtype; only `plain` gives its rows a meaning."""
+    """A weight [N, K] in aiter's order. data: the same shape and dtype, in another order of elements; see `plain`."""
 
     data: Tensor
 
     def plain(self) -> Tensor:
-        """The weight itself, as a new tensor."""
+        """The weight in its plain order, as a new tensor."""
         return unshuffle(self.data)
 
 
 def shuffle(weight: Tensor) -> Shuffled:
-    """Bring a weight [N, K] of a 16-bit dtype into aiter's order, as a copy.
+    """Copy a weight [N, K] of a 16-bit dtype into aiter's order.
 
-    Raises `OptionError` unless N is a multiple of 16 and K of 32.
+    Raises `OptionError` unless N is a multiple of 16 and K is a multiple of 32.
     """
     n, k = weight.shape
     if weight.element_size() != 2 or n % ROWS or k % COLUMNS:
         raise OptionError(
             "this weight can't be shuffled",
-            facts={"expected": "16-bit, N a multiple of 16, K of 32", "found": f"{weight.dtype}, {n} × {k}"},
+            facts={"expected": "16-bit, N a multiple of 16, K a multiple of 32", "found": f"{weight.dtype}, {n} × {k}"},
         )
-    tiles = weight.reshape(n // ROWS, ROWS, k // COLUMNS, COLUMNS // RUN, RUN)
-    return Shuffled(tiles.permute(0, 2, 3, 1, 4).reshape(n, k))
+    return Shuffled(shuffle_tiles(weight, RUN))
 
 
 def unshuffle(data: Tensor) -> Tensor:
-    """The inverse of `shuffle`, on the bare tensor."""
-    n, k = data.shape
-    tiles = data.reshape(n // ROWS, k // COLUMNS, COLUMNS // RUN, ROWS, RUN)
-    return tiles.permute(0, 3, 1, 2, 4).reshape(n, k)
+    """The inverse of `shuffle`, for the tensor in `Shuffled.data`."""
+    return unshuffle_tiles(data, RUN)
 
 
 def shuffled_linear(x: Tensor, weight: Shuffled, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b for a shuffled W. x: [..., K] bf16 or fp16; bias: [N] or None. Returns [..., N]."""
     data = weight.data
-    result: Tensor = route(_operation, specification(x, data, bias), x, data)(x, data, bias)
+    spec = specification(x, data, bias)
+    serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
+    result: Tensor = serve(x, data, bias)
     return result
 
 
 def shuffled_refuses(weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why no kernel would read a shuffled copy of this weight [N, K] here, in a sentence, or None. Copies nothing."""
+    """Why no kernel uses a shuffled copy of this weight [N, K] on its device, in a sentence, or None. Makes no copy."""
     n, k = weight.shape
     if weight.element_size() != 2 or not weight.is_floating_point():
-        return f"only fp16 and bf16 are shuffled, not {weight.dtype}"
+        return f"only fp16 and bf16 weights can be shuffled, not {weight.dtype}"
     if n % ROWS or k % COLUMNS:
         return f"N must be a multiple of {ROWS} and K of {COLUMNS}, got {n} × {k}"
     if bias is not None and bias.dtype != weight.dtype:
         return f"the weight is {weight.dtype} and the bias {bias.dtype}"
     with torch.no_grad():
-        key = specification(weight, weight, bias)
-    return aiter_refuses(_operation.choose(key))
+        spec = specification(weight, weight, bias)
+    return aiter_refuses(_operation.choose(spec))
 
 
 def torch_shuffled_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
-    """Right, not fast: the weight is put in order at every call."""
+    """Correct but slow: unshuffles the weight at every call."""
     return F.linear(x, unshuffle(data), bias)
 
 
@@ -87,7 +89,14 @@ def eager_shuffled_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Tenso
     return product if bias is None else product + bias
 
 
-_operation = Operation("shuffled_linear", LinearSpec, family="linear")
+def _cases(spec: LinearSpec) -> Iterator[Case]:
+    for case in cases(spec.dtype, spec.device, spec.n, spec.k, bias=spec.bias_dtype is not None):
+        x, weight, bias = case.tensors
+        assert weight is not None
+        yield Case((x, shuffle(weight).data, bias))
+
+
+_operation = Operation("shuffled_linear", LinearSpec, _cases, kind, family="linear")
 _operation.register(
     Implementation(
         "aiter",

@@ -1,18 +1,28 @@
-"""varlen_attention: attention over sequences of different lengths laid end to end, without padding."""
+"""varlen_attention: attention over packed sequences of different lengths, without padding."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 
 from hf_rocm.device import Device
-from hf_rocm.ops import attention_eager, attention_torch
+from hf_rocm.ops import attention_eager, registry
 from hf_rocm.ops.aiter import varlen as aiter
 from hf_rocm.ops.aiter.detect import checked
-from hf_rocm.ops.registry import Implementation, Operation, refuses_nothing, route
+from hf_rocm.ops.attention import torch_attention
+from hf_rocm.ops.attention_terms import AttentionTerms, VarlenTerms
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.probe_cases import LENGTH, LONG, Draw, small_window
+from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.triton import flash
+from hf_rocm.ops.triton.detect import checked as checked_triton
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class VarlenSpec(NamedTuple):
@@ -44,19 +54,22 @@ def varlen_attention(
     causal: bool = False,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attention` for each sequence by itself.
+    """`attention` within each of several packed sequences.
 
     query: [T_q, H, D]; key: [T_k, Hkv, D]; value: [T_k, Hkv, D_v]. query_ends, key_ends: [B + 1] int32 on the same
-    device, where sequence i lies between its entries i and i + 1 (the first is 0). longest_…: the greatest length.
-    A causal or windowed sequence must have at least as many keys as queries. Returns [T_q, H, D_v].
+    device; sequence i is between entries i and i + 1, and the first entry is 0. longest_query, longest_key: the largest
+    length. Sequences may be empty; queries after the last one get zeros. The other arguments are those of `attention`.
+    Returns [T_q, H, D_v].
     """
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    dtype, device = query.dtype, query.device
     _, heads, head_dim = query.shape
     _, kv_heads, value_dim = value.shape
-    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     spec = (
-        query.dtype,
-        query.device,
+        dtype,
+        device,
         heads,
         kv_heads,
         head_dim,
@@ -64,10 +77,11 @@ def varlen_attention(
         causal,
         window,
         softcap is not None,
-        False,
+        sinks is not None,
         grad,
     )
-    result: Tensor = route(_operation, spec, query, key, value)(
+    serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
+    result: Tensor = serve(
         query,
         key,
         value,
@@ -79,47 +93,80 @@ def varlen_attention(
         causal=causal,
         window=window,
         softcap=softcap,
+        sinks=sinks,
     )
     return result
 
 
-def torch_varlen(
-    query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, **how: object
-) -> Tensor:
-    """SDPA for one sequence after the other; reads the lengths on the host."""
-    return _one_by_one(attention_torch.attention, query, key, value, query_ends, key_ends, how)
+def kernel_serves(spec: VarlenSpec) -> bool:
+    """Whether a kernel serves packed sequences of this specification."""
+    return registry.kernel_serves(_operation, spec)
 
 
-def eager_varlen(
-    query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, **how: object
-) -> Tensor:
-    """The oracle: plain attention for one sequence after the other."""
-    return _one_by_one(attention_eager.attention, query, key, value, query_ends, key_ends, how)
+def _one_by_one(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Tensor]:
+    """Call this attention for one sequence after the other, which reads the lengths on the host."""
+
+    def varlen(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_ends: Tensor,
+        key_ends: Tensor,
+        **terms: Unpack[VarlenTerms],
+    ) -> Tensor:
+        dense = AttentionTerms(
+            scale=terms["scale"],
+            causal=terms["causal"],
+            mask=None,
+            window=terms["window"],
+            softcap=terms["softcap"],
+            sinks=terms.get("sinks"),
+        )
+        queries, keys = pairwise(query_ends.tolist()), pairwise(key_ends.tolist())
+        outputs, covered = [], 0
+        for (a, b), (c, d) in zip(queries, keys, strict=True):
+            if a < b and c < d:
+                one = (part.transpose(0, 1).unsqueeze(0) for part in (query[a:b], key[c:d], value[c:d]))
+                outputs.append(attention(*one, **dense)[0][0])
+            else:
+                outputs.append(query.new_zeros(b - a, query.shape[1], value.shape[2]))
+            covered = b
+        outputs.append(query.new_zeros(len(query) - covered, query.shape[1], value.shape[2]))
+        return torch.cat(outputs)
+
+    return varlen
 
 
-def _one_by_one(
-    attend: object,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    how: dict[str, object],
-) -> Tensor:
-    kept = {name: how[name] for name in ("scale", "causal", "window", "softcap")}
-    queries, keys = pairwise(query_ends.tolist()), pairwise(key_ends.tolist())
-    outputs = [query.new_empty(0, query.shape[1], value.shape[2])]
-    for (a, b), (c, d) in zip(queries, keys, strict=True):
-        one = (each.transpose(0, 1).unsqueeze(0) for each in (query[a:b], key[c:d], value[c:d]))
-        outputs.append(attend(*one, mask=None, sinks=None, **kept)[0][0])  # type: ignore[operator]
-    return torch.cat(outputs)
+eager_varlen = _one_by_one(attention_eager.attention)  # the oracle
 
 
 def _torch_refuses(spec: VarlenSpec, device: Device) -> str | None:
-    return "SDPA has no softcap" if spec.softcap else None
+    if spec.softcap:
+        return "SDPA has no softcap"
+    return "SDPA has no sinks" if spec.sinks else None
 
 
-_operation = Operation("varlen_attention", VarlenSpec, family="attention")
+def _cases(spec: VarlenSpec) -> Iterator[Case]:
+    """Sequences of several lengths, one of them with a single query."""
+    queries, keys = (LENGTH, 1, LONG), (LENGTH, LENGTH - 2, LONG + 3)
+    draw = Draw(spec.dtype, spec.device)
+    ends = [
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=spec.device) for lengths in (queries, keys)
+    ]
+    terms = VarlenTerms(
+        longest_query=max(queries),
+        longest_key=max(keys),
+        scale=spec.head_dim**-0.5,
+        causal=spec.causal,
+        window=spec.window,
+        softcap=2.0 if spec.softcap else None,
+        sinks=draw(spec.heads) if spec.sinks else None,
+    )
+    query, key = draw(sum(queries), spec.heads, spec.head_dim), draw(sum(keys), spec.kv_heads, spec.head_dim)
+    yield Case((query, key, draw(sum(keys), spec.kv_heads, spec.value_dim), *ends), keywords=terms)
+
+
+_operation = Operation("varlen_attention", VarlenSpec, _cases, small_window, family="attention", recorded=(0, 1, 2))
 _operation.register(
     Implementation(
         "aiter",
@@ -129,5 +176,14 @@ _operation.register(
         checked("varlen_attention", "flash_attn_varlen_func"),
     )
 )
-_operation.register(Implementation("torch", "SDPA, one by one", _torch_refuses, torch_varlen))
+_operation.register(
+    Implementation(
+        "triton",
+        "flash_kernel",
+        flash.refuses,
+        flash.varlen_attention,
+        checked_triton("varlen_attention", "flash_kernel"),
+    )
+)
+_operation.register(Implementation("torch", "SDPA, one by one", _torch_refuses, _one_by_one(torch_attention)))
 _operation.register(Implementation("eager", "softmax, one by one", refuses_nothing, eager_varlen))

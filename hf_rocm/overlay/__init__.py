@@ -1,9 +1,21 @@
-"""Overlays: what binds our forwards to stock classes, and what puts overlay files on disk.
+"""Overlays: binding forwards to stock classes in memory, and installing overlay files on disk.
 
-This package is imported by every installed block, so it imports the dispatcher alone; the catalogue, the
-planner and the installer are imported by those who need them.
+Every installed block imports this package, so it imports only the dispatcher and the declarations. The catalogue, the
+planner and the installer are imported where they are needed.
 """
 
 from hf_rocm.overlay.bind import Binding, binding_of, bindings, mode_of, replaces, set_mode, unbind, wanted
+from hf_rocm.overlay.declare import binds, binds_first
 
-__all__ = ["Binding", "binding_of", "bindings", "mode_of", "replaces", "set_mode", "unbind", "wanted"]
+__all__ = [
+    "Binding",
+    "binding_of",
+    "bindings",
+    "binds",
+    "binds_first",
+    "mode_of",
+    "replaces",
+    "set_mode",
+    "unbind",
+    "wanted",
+]

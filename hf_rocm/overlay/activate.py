@@ -1,7 +1,7 @@
-"""Overlays in memory: the same text that the installer appends, executed as a module of its own.
+"""Overlays in memory: the text that the installer would append, executed as a separate module.
 
-This is what `from_pretrained` does where nothing is installed: read-only site-packages, notebooks. The installed
-stock text is checked against the same digests first.
+`from_pretrained` does this where nothing is installed, as in notebooks or with read-only site-packages. The stock
+files are checked against the same digests first.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ import sys
 import threading
 from types import ModuleType
 
-from hf_rocm import options
+from hf_rocm import options, patches
 from hf_rocm.errors import OverlayError
 from hf_rocm.overlay import bind
 from hf_rocm.overlay import catalog as catalogs
 from hf_rocm.overlay.catalog import Catalog, Overlay
 from hf_rocm.overlay.facts import torch_facts
 from hf_rocm.overlay.locate import locate
+from hf_rocm.overlay.scan import survey
 from hf_rocm.overlay.state import FileState, Installed
-from hf_rocm.overlay.survey import survey
 
 _PACKAGE = "hf_rocm._active"
 _lock = threading.RLock()
 
 
 def activate(*models: str, everywhere: bool = True, catalog: Catalog | None = None) -> list[str]:
-    """Bind the overlays of these models (none named: all that this release has) in this process.
+    """Bind the overlays of these models in this process.
 
-    everywhere: every instance of the stock classes runs ours, as with an installed overlay; without ROCm and
-    without `HF_ROCM_FORCE=1` nothing is done then. False: only instances that the loader marks do, on any machine.
-    Returns the models that are bound, sorted. Binds all or none. Raises `DigestMismatch` or `OverlayError`.
+    models: names of model folders such as `llama`; without any, all models with an overlay for this release.
+    everywhere: True serves every instance of the stock classes, as an installed overlay does, and does nothing without
+    ROCm unless `HF_ROCM_FORCE=1` is set. False serves only prepared models, on any machine.
+    Binds all or none. Returns the bound models, sorted. Raises `DigestMismatch` or `OverlayError`.
     """
     if everywhere and not (options.force_requested() or _rocm()):
         return []
@@ -46,18 +47,19 @@ def activate(*models: str, everywhere: bool = True, catalog: Catalog | None = No
 
 
 def deactivate(*models: str) -> list[str]:
-    """Give the stock classes of these models (none named: all) their forwards back. Returns the models unbound."""
+    """Restore the forwards of the stock classes of these models (without any: of all). Returns the unbound models."""
     with _lock:
-        found = [binding for binding in bind.bindings() if not models or binding.model in models]
-        for binding in found:
+        bound = [binding for binding in bind.bindings() if not models or binding.model in models]
+        for binding in bound:
             bind.unbind(binding.cls)
-        return sorted({binding.model for binding in found})
+        patches.sweep()
+        return sorted({binding.model for binding in bound})
 
 
 def is_active(model: str) -> bool:
-    """Whether an overlay of this model was activated in this process and is in force."""
+    """Whether an overlay of this model was activated in this process and is still bound."""
     ours = (binding for binding in bind.bindings() if binding.model == model)
-    return any("__hf_rocm_activation__" in binding.replacement.__globals__ for binding in ours)
+    return any("__hf_rocm_activation__" in binding.home for binding in ours)
 
 
 def _rocm() -> bool:
@@ -80,7 +82,7 @@ def _usable(state: FileState) -> Overlay:
 
 
 def _execute(overlay: Overlay) -> ModuleType:
-    """The overlay's module, executed unless it is there and everything that it binds is still in force."""
+    """Return the overlay's module. It is executed unless it was before and its classes are still bound."""
     name = f"{_PACKAGE}.{overlay.directory.replace('-', '_').replace('.', '_')}.{overlay.model}"
     module = sys.modules.get(name)
     if module is not None and _bound_by(module):
@@ -101,4 +103,4 @@ def _execute(overlay: Overlay) -> ModuleType:
 
 
 def _bound_by(module: ModuleType) -> list[bind.Binding]:
-    return [binding for binding in bind.bindings() if binding.replacement.__globals__ is module.__dict__]
+    return [binding for binding in bind.bindings() if binding.home is module.__dict__]

@@ -1,7 +1,7 @@
-"""The whole transformers package against the record of its package manager: what else is not stock here?
+"""Compare the whole transformers package with the record of its package manager, to find files that are not stock.
 
-pip and uv check nothing after installing. A file that differs and is hard-linked was written in place (`cp -r` does
-that): the same bytes are in the package manager's cache and in every environment that was made from it.
+pip and uv check nothing after installing. A changed file that is hard-linked was written in place (as `cp -r` does):
+the same bytes are in the package manager's cache and in every environment that shares it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from pathlib import Path
 
 from hf_rocm.errors import OverlayError
 from hf_rocm.overlay import block
+from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.locate import Installation, recorded_hex
-from hf_rocm.overlay.survey import read_file
+from hf_rocm.overlay.scan import read_file
+from hf_rocm.overlay.state import Installed, of_block
 
 Progress = Callable[[int, int], None]
 
 
 class Finding(str, Enum):
-    """What is the matter with one file."""
+    """How a file differs from the record."""
 
-    OVERLAY = "overlay"  # the recorded bytes, and our block below them: what installing leaves
-    CHANGED = "changed"  # other bytes than the record says
+    OVERLAY = "overlay"  # the recorded bytes followed by our block, as installed
+    OLD = "old"  # the recorded bytes followed by an intact block that this hf-rocm would not install
+    CHANGED = "changed"  # bytes other than the recorded ones
     MISSING = "missing"
     ADDED = "added"  # not in the record
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One file that is not as recorded. shared: it has other names, so its bytes are in other places as well."""
+    """One file that is not as recorded. shared: it is a symbolic link or has other hard links, as in a cache."""
 
     path: Path
     finding: Finding
@@ -44,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Audit:
-    """The outcome: how many files were compared, and those that are not stock."""
+    """The result: the number of compared files, and the files that are not stock."""
 
     installation: Installation
     compared: int
@@ -52,23 +55,23 @@ class Audit:
 
     @property
     def foreign(self) -> tuple[Entry, ...]:
-        """What is neither stock nor ours."""
+        """Return the entries that are neither stock nor written by this hf-rocm."""
         return tuple(entry for entry in self.entries if entry.finding is not Finding.OVERLAY)
 
     @property
     def warning(self) -> OverlayError | None:
-        """What to do about files that were changed in place and are shared, if there are any."""
+        """Return an error about shared files that were changed in place, with the remedy, or None."""
         poisoned = [entry.path for entry in self.entries if entry.finding is Finding.CHANGED and entry.shared]
         if not poisoned:
             return None
         release = self.installation.version
         rest = f" (and {len(poisoned) - 1} more)" if len(poisoned) > 1 else ""
         return OverlayError(
-            "files of transformers were changed in place while they are shared with a cache and other environments",
+            "files of transformers that are shared with a cache or other environments were changed in place",
             facts={
                 "file": f"{poisoned[0]}{rest}",
                 "expected": "the bytes that the package manager recorded",
-                "found": "others, in every place that shares the file: someone copied onto it",
+                "found": "other bytes, wherever the file is shared: it was overwritten in place",
                 "places": f"find / -xdev -samefile '{poisoned[0]}'",
             },
             hint="clean the cache (uv cache clean transformers; conda clean --packages), then, in every environment "
@@ -83,26 +86,27 @@ class Audit:
         }
 
 
-def audit(installation: Installation, *, progress: Progress | None = None) -> Audit:
-    """Compare every file of the package with RECORD; progress is told how many of how many are done.
+def audit(installation: Installation, catalog: Catalog, *, progress: Progress | None = None) -> Audit:
+    """Compare every file of the package with RECORD.
 
-    Raises `OverlayError` if the package manager left no record.
+    progress: called with the number of files done and the total. A block counts as hf-rocm's only if its code is what
+    `status` accepts. Raises `OverlayError` if the package manager left no record.
     """
     base, package = installation.root.parent, installation.root.name
     recorded = {path: value for path, value in installation.record.items() if path.startswith(f"{package}/")}
     if not recorded:
         raise OverlayError(
-            "there is no record of what transformers was delivered with",
+            "the package manager left no record of transformers' files",
             facts={
                 "path": installation.root,
                 "expected": f"{base}/transformers-{installation.version}.dist-info/RECORD",
                 "found": installation.metadata or "nothing",
             },
-            hint="install transformers with pip or uv; `hf-rocm status` does without a record",
+            hint="install transformers with pip or uv; `hf-rocm status` needs no record",
         )
     entries = []
     for number, (path, encoded) in enumerate(sorted(recorded.items()), 1):
-        entry = _compare(base / path, recorded_hex(encoded))
+        entry = _compare(installation, catalog, base / path, recorded_hex(encoded))
         if entry is not None:
             entries.append(entry)
         if progress is not None:
@@ -111,7 +115,7 @@ def audit(installation: Installation, *, progress: Progress | None = None) -> Au
     return Audit(installation, len(recorded), tuple(entries))
 
 
-def _compare(file: Path, expected: str) -> Entry | None:
+def _compare(installation: Installation, catalog: Catalog, file: Path, expected: str) -> Entry | None:
     data = read_file(file)
     if data is None:
         return Entry(file, Finding.MISSING)
@@ -119,24 +123,27 @@ def _compare(file: Path, expected: str) -> Entry | None:
         return None
     status = file.lstat()
     shared = status.st_nlink > 1 or stat.S_ISLNK(status.st_mode)
-    return Entry(file, Finding.OVERLAY if _ours(data, expected) else Finding.CHANGED, shared)
+    return Entry(file, _finding(installation, catalog, file, data, expected), shared)
 
 
-def _ours(data: bytes, expected: str) -> bool:
-    try:
-        parts = block.split(data)
-    except OverlayError:
-        return False
-    return parts is not None and block.sha256(parts.stock) == expected
+def _finding(installation: Installation, catalog: Catalog, file: Path, data: bytes, expected: str) -> Finding:
+    model = file.parent.name
+    overlay = catalog.find(model, installation.version)
+    if file != installation.root / "models" / model / f"modeling_{model}.py":
+        overlay = None
+    installed, parts, _ = of_block(data, overlay, catalog.by_id)
+    if parts is None or block.sha256(parts.stock) != expected:
+        return Finding.CHANGED
+    return {Installed.YES: Finding.OVERLAY, Installed.OLD: Finding.OLD}.get(installed, Finding.CHANGED)
 
 
 def _files(root: Path) -> list[Path]:
-    """Every file of the package but what Python compiled."""
-    found = []
+    """Every file of the package except compiled bytecode."""
+    files = []
     for place, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
-        found += [Path(place) / name for name in sorted(names) if not name.endswith(".pyc")]
-    return found
+        files += [Path(place) / name for name in sorted(names) if not name.endswith(".pyc")]
+    return files
 
 
 def _key(file: Path, base: Path) -> str:

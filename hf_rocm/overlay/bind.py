@@ -1,4 +1,4 @@
-"""The dispatcher: a `forward` set on a stock class that chooses, for each instance, ours or the stock one.
+"""The dispatcher: a `forward` set on a stock class that runs the overlay's forward or the stock one, per instance.
 
 No class is replaced, subclassed or rebound, so class tables, `isinstance`, pickles and remote code that
 subclasses a stock class keep working, and a model that is already loaded can be switched on and off.
@@ -11,38 +11,48 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import hf_rocm
+from hf_rocm import patches
 from hf_rocm.errors import OptionError
+from hf_rocm.patches import Change
 
 Forward = Callable[..., Any]
 
-# How far a binding reaches. A module's own mode, if it has one, wins over its class's.
+# The mode of a binding. A module's own mode overrides its class's.
 OFF = "off"  # stock
-GPU = "gpu"  # ours for inputs on a GPU, stock for inputs on the CPU: what ROCm gets
-ON = "on"  # ours wherever the input is: what force gives
+GPU = "gpu"  # the overlay for inputs on a GPU, stock for inputs on the CPU: the mode under ROCm
+ON = "on"  # the overlay for inputs on any device: the mode with force
 
-# A plain string in the module's __dict__: copies and pickles carry it, state dicts don't see it.
+# A plain string in the module's __dict__: it is copied and pickled, but is not part of a state dict.
 MODE = "_hf_rocm_mode"
 
-# Where overlay text runs: in its stock module, or in memory.
+# Modules in which overlay text runs: its stock module, or a module of its own after `activate`.
 _OVERLAYS = ("transformers.models.", "hf_rocm._active.")
 
-# Whose decorators stock forwards wear.
+# Packages whose decorators stock forwards have.
 _DECORATED_BY = ("transformers", "torch", "kernels")
 
-_bindings: dict[type, Binding] = {}
+# The argument that lets a function fuse the preceding norm and the following residual sum (hf_rocm.layers).
+FUSED = "fused"
+
+# Including those that are unbound now.
+bindings_by_class: dict[type, Binding] = {}
+_bindings = bindings_by_class
+
+# Classes that had another library's forward when their overlay ran: they are bound once the stock forward is back.
+waiting: dict[type, tuple[dict[str, Any], Callable[[], None]]] = {}
 
 
 class Binding:
     """One stock class and the forward that serves it.
 
-    No dataclass: every process that imports a block pays for what this file costs.
+    Not a dataclass, because every process that imports a block pays for the import time of this file.
     """
 
     mode = OFF
-    bound = True
-    dispatcher: Forward | None = None
 
     def __init__(
         self,
@@ -54,10 +64,31 @@ class Binding:
         experts: tuple[str, ...] = (),
         old_name: bool = False,
     ) -> None:
-        """old_name: its forward calls the cache past_key_value, as transformers did before 4.56, and ours doesn't."""
+        """old_name: stock names the cache `past_key_value`, as before transformers 4.56; the replacement does not."""
         self.cls, self.stock, self.replacement = cls, stock, replacement
         self.fuses, self.experts, self.first, self.old_name = fuses, experts, first, old_name
-        self.attached: dict[str, object] = {}
+        self.layer: object = None  # the declared layer, if the replacement is its forward
+        self.home: dict[str, Any] = {}  # the namespace of the overlay's text
+        self.places: tuple[str, ...] = ()  # the stock names of arguments that a declared layer takes by position
+        self.takes_fused = False  # whether the replacement has the argument `fused`
+        from hf_rocm.overlay.dependencies import of_function  # imported here: a block that binds nothing needs none
+        from hf_rocm.overlay.replacements import Watch
+
+        dependencies = of_function(stock, cls)
+        self.registries = dependencies.registries
+        self.methods = dependencies.methods  # methods that stock calls, and that an instance may override
+        self.watch = Watch(dependencies.references) if dependencies.references else None
+        self.change = Change(cls, "forward", partial(_dispatcher, self))
+        self.dispatcher: Forward = self.change.replacement
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        """Return itself: accelerate's wrapper has it as an attribute and is copied with its module."""
+        return self
+
+    @property
+    def bound(self) -> bool:
+        """Whether it is bound: until `unbind`, even below another library's wrapper."""
+        return self.change.live
 
     @property
     def model(self) -> str:
@@ -66,18 +97,18 @@ class Binding:
 
 
 def wanted(module_name: str) -> bool:
-    """Whether the overlay text that is being imported under `module_name` should bind anything here.
+    """Whether the overlay text that is being imported as `module_name` should bind its classes.
 
-    Yes in an in-memory activation; in an installed block under ROCm or with `HF_ROCM_FORCE=1`, if the block was
-    written by this release of hf-rocm. It reads `torch.version.hip` and the environment, touches no device, and
-    never raises: an installed block must not make a stock module unimportable.
+    True when activated in memory. An installed block binds under ROCm or with `HF_ROCM_FORCE=1`, if this release of
+    hf-rocm wrote it. Reads `torch.version.hip` and the environment, touches no device, and never raises: an installed
+    block must not break the import of a stock module.
     """
     from hf_rocm import options
 
     if module_name.startswith("hf_rocm."):
         return True
     if not module_name.startswith("transformers.models."):
-        return False  # a copy of the file under another name: its classes are not the ones we were made for
+        return False  # a copy of the file under another name: its classes are not the overlay's
     try:
         forced, automatic = options.force_requested(), options.auto_requested()
     except OptionError as error:
@@ -88,9 +119,7 @@ def wanted(module_name: str) -> bool:
         return False
     current = _block_is_current(module_name)
     if current and automatic:
-        from hf_rocm import auto
-
-        auto.switch_on_from_block()
+        hf_rocm._prepare_from_block()
     return current
 
 
@@ -112,43 +141,66 @@ def _block_is_current(module_name: str) -> bool:
 def replaces(cls: type, *, fuses: tuple[str, ...] = (), experts: tuple[str, ...] = ()) -> Callable[[Forward], Forward]:
     """Bind the decorated `function(self, stock, *args, **kwargs)` to a stock class.
 
-    stock is the class's own forward with all of its decorators: call it as `stock(self, …)` for whatever ours
-    doesn't serve. fuses names the linear layers, in order, whose weights the loader may fuse into one. experts, for a
-    class with a list of them, names an expert's gate, up and down layers and its activation: the loader may stack them.
-    A cache that older releases pass as `past_key_value` reaches a function that takes `past_key_values` under that
-    name, so one text serves both; hand it to stock by position.
+    stock is the class's own forward with all of its decorators: call `stock(self, …)` for every call that the function
+    does not serve. fuses: the linear layers, in order, whose weights the loader may fuse into one. experts, for a class
+    with a list of experts: the names of an expert's gate, up and down layers and of its activation, which the loader
+    may stack. If the function takes `past_key_values` and stock takes `past_key_value`, as in older releases, the
+    cache is passed under the function's name; pass it to stock by position.
     """
 
+    home = sys._getframe(1).f_globals  # the text's namespace, even if its function is wrapped
+
     def bind(function: Forward) -> Forward:
-        if function.__module__.startswith(_OVERLAYS) and not _stock(cls):
-            return function  # what another library or the user put there wins
-        binding = _bindings.get(cls)
-        if binding is None:
-            stock = cls.__dict__["forward"]
-            names = list(inspect.signature(stock).parameters)
-            code = function.__code__
-            renamed = "past_key_values" in code.co_varnames[: code.co_argcount]
-            first, old_name = names[1] if len(names) > 1 else "", renamed and "past_key_value" in names
-            binding = Binding(cls, stock, function, fuses, first, experts, old_name)
-            binding.dispatcher = _dispatcher(binding)
-            _bindings[cls] = binding
-        # An overlay that is activated again revives its dispatcher: instances may still hold it as an attribute.
-        binding.replacement, binding.fuses, binding.experts = function, fuses, experts
-        if not isinstance(function.__globals__.get("__hf_rocm_activation__"), str):
-            binding.mode = installed_mode()
-        if cls.__dict__["forward"] is binding.stock:
-            cls.forward = binding.dispatcher  # type: ignore[attr-defined]
-        binding.bound = True
+        bind_to(cls, function, home=home, fuses=fuses, experts=experts)
         return function
 
     return bind
 
 
-def _stock(cls: type) -> bool:
-    """Whether a class, and the forward that it has now, are transformers' own.
+def bind_to(
+    cls: type,
+    function: Forward,
+    *,
+    home: dict[str, Any],
+    fuses: tuple[str, ...] = (),
+    experts: tuple[str, ...] = (),
+    layer: object = None,
+) -> None:
+    """Bind a function of a text whose namespace is `home`; see `replaces`. layer: the declared layer that it is of."""
+    if home["__name__"].startswith(_OVERLAYS) and not _stock(cls):
+        # a forward that another library or the user set takes precedence
+        waiting[cls] = home, partial(bind_to, cls, function, home=home, fuses=fuses, experts=experts, layer=layer)
+        return
+    waiting.pop(cls, None)
+    binding = _bindings.get(cls)
+    if binding is None:
+        stock = cls.__dict__["forward"]
+        names = list(inspect.signature(stock).parameters)
+        renamed = "past_key_values" in _parameters(function)
+        first, old_name = names[1] if len(names) > 1 else "", renamed and "past_key_value" in names
+        binding = _bindings[cls] = Binding(cls, stock, function, fuses, first, experts, old_name)
+    # An overlay that is activated again reuses its dispatcher: instances may still have it as an attribute.
+    binding.replacement, binding.fuses, binding.experts = function, fuses, experts
+    binding.layer, binding.home, binding.places = layer, home, ()
+    binding.takes_fused = FUSED in _parameters(function)
+    if layer is not None:
+        taken = [name for name in _parameters(function)[3:] if name != FUSED]  # after self, module and stock
+        binding.places = tuple(inspect.signature(binding.stock).parameters)[1 : 1 + len(taken)]
+    if not isinstance(home.get("__hf_rocm_activation__"), str):
+        binding.mode = installed_mode()
+    patches.apply(binding.change, user=binding)
 
-    Another library's class may have taken the name, as apex's norm does in some files, and others set a forward of
-    theirs on the stock class. A wrapper is known by where it was written: functools.wraps hides its module.
+
+def _parameters(function: Forward) -> tuple[str, ...]:
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _stock(cls: type) -> bool:
+    """Whether a class and its current forward are transformers' own.
+
+    The name may refer to another library's class, as with apex's norm in some files, and libraries set their own
+    forward on a stock class. `__globals__` identifies a wrapper: functools.wraps hides its `__module__`.
     """
     forward = cls.__dict__.get("forward")
     written = getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0]
@@ -157,25 +209,35 @@ def _stock(cls: type) -> bool:
 
 
 def installed_mode() -> str:
-    """How far an installed block reaches on this machine: everywhere if forced, else inputs on a GPU."""
+    """The mode of installed blocks on this machine: `ON` if forced, else `GPU`."""
     from hf_rocm import options
 
     return ON if options.force_requested() else GPU
 
 
-def _dispatcher(binding: Binding) -> Forward:
+def _dispatcher(binding: Binding, change: Change) -> Forward:
+    tracing = vars(sys.modules["torch._C"])["_get_tracing_state"]  # torch is imported: the stock class needs it
     cls, stock, first, old_name = binding.cls, binding.stock, binding.first, binding.old_name
 
     # wraps keeps the signature: kernels, generate and Trainer read it
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mode = self.__dict__.get(MODE, binding.mode)
-        if mode == OFF or type(self) is not cls or not binding.bound:
+        if mode == OFF or type(self) is not cls or not change.live:
+            return stock(self, *args, **kwargs)
+        if tracing() is not None:  # torch.jit.trace turns sizes into tensors and branches into constants
             return stock(self, *args, **kwargs)
         if mode == GPU and not getattr(args[0] if args else kwargs.get(first), "is_cuda", False):
             return stock(self, *args, **kwargs)
+        watch = binding.watch
+        if watch is not None and not watch.unchanged() and not watch.holds():
+            return stock(self, *args, **kwargs)
+        if binding.methods and not binding.methods.isdisjoint(self.__dict__):
+            return stock(self, *args, **kwargs)
         if old_name and "past_key_value" in kwargs:
             kwargs["past_key_values"] = kwargs.pop("past_key_value")
+        if len(args) < len(binding.places):
+            args += tuple([kwargs.pop(name) for name in binding.places[len(args) :] if name in kwargs])
         return binding.replacement(self, stock, *args, **kwargs)
 
     forward.__hf_rocm_binding__ = binding  # type: ignore[attr-defined]
@@ -183,65 +245,79 @@ def _dispatcher(binding: Binding) -> Forward:
 
 
 def _checkpointed(cls: Any, stock: Forward, forward: Forward) -> Forward:
-    """The dispatcher, checkpointed as transformers does it where it wraps the forward itself, from 5.21 on.
+    """Wrap the dispatcher for gradient checkpointing, as transformers wraps forwards from 5.21 on.
 
-    Its wrapper checkpoints only as the class's own attribute, so it has to be put around the dispatcher anew.
+    Its wrapper checkpoints only as the class's own attribute, so the dispatcher has to be wrapped again.
     """
     if getattr(getattr(stock, "__code__", None), "co_name", "") != "forward_with_checkpointing":
         return forward
-    base = next(each for each in cls.__mro__[1:] if "__init_subclass__" in each.__dict__)
-    cls.forward = forward
-    try:
-        base.__init_subclass__.__func__(cls)
-        wrapped: Forward = cls.__dict__["forward"]
-    finally:
-        cls.forward = stock
+    base = next(parent for parent in cls.__mro__[1:] if "__init_subclass__" in parent.__dict__)
+    wrapped: Forward = type(cls.__name__, (base,), {"forward": forward}).__dict__["forward"]
     return wrapped
 
 
+def bind_waiting() -> None:
+    """Bind the classes that had another library's forward when their overlay ran and have the stock forward now."""
+    homes = {id(binding.home) for binding in bindings()}  # of bound overlays
+    for cls, (home, bind) in list(waiting.items()):
+        if id(home) in homes and _stock(cls):
+            bind()
+
+
+def refused(cls: type) -> str | None:
+    """Return why every instance of a class with an overlay is stock now: a sentence, or None."""
+    if cls in waiting:
+        from hf_rocm.overlay.replacements import origin
+
+        return f"{cls.__name__}.forward was replaced by {origin(vars(cls)['forward'])}"
+    binding = _bindings.get(cls)
+    return None if binding is None or binding.watch is None or not binding.change.live else binding.watch.difference()
+
+
 def unbind(cls: type) -> str | None:
-    """Give a class its stock forward back. Returns why the class attribute was left, or None."""
+    """Restore a class's stock forward. Returns why the class attribute was left unchanged, or None."""
     binding = _bindings.get(cls)
     if binding is None or not binding.bound:
         return None
-    # An instance may hold the dispatcher as an attribute of its own: unbound, it only ever calls stock.
-    binding.bound, binding.mode = False, OFF
-    for name, function in binding.attached.items():
-        if cls.__dict__.get(name) is function:
-            delattr(cls, name)
-    binding.attached.clear()
-    if cls.__dict__["forward"] is not binding.dispatcher:
-        return f"{cls.__name__}.forward was replaced by someone else after the overlay; it still calls stock through us"
-    cls.forward = binding.stock  # type: ignore[attr-defined]
+    # An instance may have the dispatcher as an attribute: unbound, it only calls stock.
+    binding.mode = OFF
+    if binding.change in patches.release(binding):
+        return f"{cls.__name__}.forward was replaced by other code after the overlay; our part now only calls stock"
     return None
 
 
 def attach(cls: type, name: str, function: Forward) -> None:
-    """Set a method that the stock class only inherits, to be taken away again by `unbind`."""
-    binding = _bindings[cls]
+    """Set a method that the stock class only inherits, while the class is bound."""
+
+    def make(change: Change) -> Forward:
+        @functools.wraps(function)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(self, *args, **kwargs) if change.live else change.call_of(self)(*args, **kwargs)
+
+        return method
+
     if name not in cls.__dict__:
-        setattr(cls, name, function)
-        binding.attached[name] = function
+        patches.apply(Change(cls, name, make, key="attached"), user=_bindings[cls])
 
 
 def bindings() -> Iterator[Binding]:
-    """Every binding that is in force."""
-    return (binding for binding in _bindings.values() if binding.bound)
+    """Every binding that is bound now."""
+    return (binding for binding in _bindings.values() if binding.change.live)
 
 
 def binding_of(module: object) -> Binding | None:
     """The binding that could serve this instance, whatever its mode."""
     binding = _bindings.get(type(module))
-    return binding if binding is not None and binding.bound else None
+    return binding if binding is not None and binding.change.live else None
 
 
 def last_binding_of(module: object) -> Binding | None:
-    """The same, also after it was taken out of force."""
+    """The binding of this instance's class, even if it is unbound now."""
     return _bindings.get(type(module))
 
 
 def set_mode(module: Any, mode: str | None) -> None:
-    """Set one instance's mode; None gives it back to its class's."""
+    """Set one instance's mode; None removes it, so that the mode of its class applies."""
     if mode is None:
         module.__dict__.pop(MODE, None)
     else:
@@ -249,7 +325,7 @@ def set_mode(module: Any, mode: str | None) -> None:
 
 
 def mode_of(module: Any) -> str:
-    """The mode that this instance runs in: its own, else its class's; `off` if nothing is bound."""
+    """The mode of this instance: its own, else its class's; `off` if nothing is bound."""
     binding = binding_of(module)
     if binding is None:
         return OFF

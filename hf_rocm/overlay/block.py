@@ -1,4 +1,4 @@
-"""The block that an installed overlay adds at the end of a stock file: rendering it, and taking it off again.
+"""Render the block that an installed overlay adds at the end of a stock file, and remove it again.
 
 Pure functions on bytes. The block describes itself, so no state file is needed: its header records which overlay
 it is, who wrote it, the sha256 of the stock bytes above it and the sha256 of itself.
@@ -6,7 +6,7 @@ it is, who wrote it, the sha256 of the stock bytes above it and the sha256 of it
     # >>> hf-rocm overlay >>>
     # overlay       transformers-5.4/llama
     # …
-    __hf_rocm_block__ = "0.1.0"
+    __hf_rocm_block__ = "0.2.0"
     … the overlay's text …
     # <<< hf-rocm overlay <<<
 """
@@ -49,7 +49,7 @@ _LEADING = re.compile(
 
 @dataclass(frozen=True)
 class Split:
-    """An installed file taken apart: the stock bytes, the block, and what the block says of its origin."""
+    """The parts of an installed file: the stock bytes, the block, and the overlay and version in the block's header."""
 
     stock: bytes
     block: bytes
@@ -62,12 +62,12 @@ def sha256(data: bytes) -> str:
 
 
 def has_block(data: bytes) -> bool:
-    """Whether either marker stands in the file."""
+    """Whether the file contains either marker."""
     return START.rstrip() in data or END.rstrip() in data
 
 
 def render(stock: bytes, *, overlay: str, version: str, text: str) -> bytes:
-    """The stock bytes followed by the block. Raises `OverlayError` where the text could not be taken off again."""
+    """Return the stock bytes followed by the block. Raises `OverlayError` if the text could not be removed again."""
     reason = refuses(stock, text)
     if reason:
         raise OverlayError(f"overlay {overlay} can't be appended: {reason}")
@@ -79,27 +79,27 @@ def render(stock: bytes, *, overlay: str, version: str, text: str) -> bytes:
 
 
 def refuses(stock: bytes, text: str) -> str | None:
-    """Why this text can't be appended to this file, or None."""
+    """Return why this text can't be appended to this file, or None."""
     if has_block(stock):
-        return "the file has a block already"
+        return "the file already has a block"
     if has_block(text.encode()):
         return "its text contains a marker"
     if "\r" in text or not text.endswith("\n"):
         return "its text must have plain newlines, and one at the end"
     if re.search(r"^\s*(__all__\b|from __future__\b)", text, re.MULTILINE):
-        return "transformers reads `__all__` off the text, and `from __future__` is only valid at a file's start"
+        return "transformers parses `__all__`, and `from __future__` is only valid at the start of a file"
     return None
 
 
 def split(data: bytes) -> Split | None:
-    """Take an installed file apart; None if it has no block.
+    """Split an installed file into its parts; None if it has no block.
 
-    Raises `OverlayError`, with the reason as its message, if a block is there but it or the stock part was edited.
+    Raises `OverlayError`, with the reason as its message, if the block or the stock part was edited.
     """
     if not has_block(data):
         return None
     if data.count(START) != 1 or data.count(END) != 1:
-        raise OverlayError("a marker line of the block is missing, changed or doubled")
+        raise OverlayError("a marker line of the block is missing, changed or duplicated")
     if not data.endswith(END):
         raise OverlayError("something was added below the block")
     above, block = _cut(data)
@@ -117,7 +117,7 @@ def split(data: bytes) -> Split | None:
 
 
 def stock_part(data: bytes) -> bytes:
-    """What stands above the block, as far as that can be told: right unless the file was edited."""
+    """Return the bytes above the block; exact unless the file was edited."""
     if not has_block(data):
         return data
     above, block = _cut(data)

@@ -1,4 +1,4 @@
-"""Every compiled form that Python might run in place of a source file."""
+"""Find every compiled file that Python might run instead of a source file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hf_rocm.overlay.disk import Disk
 
 
 def compiled_forms(source: Path, disk: Disk) -> list[Path]:
-    """The `.pyc` files of one source file that exist: all interpreters, all optimisation levels, legacy places.
+    """Return the existing `.pyc` files of a source file, of all interpreters, optimisation levels and legacy locations.
 
-    Timestamps would not do: a pyc with an unchecked hash is run whatever its source says, and one whose source has
-    the same size and second is taken for fresh.
+    Timestamps are not enough: Python runs a pyc with an unchecked hash whatever its source is, and takes a pyc for
+    fresh if its source has the same size and mtime in seconds.
     """
-    # under PYTHONPYCACHEPREFIX the folder lies elsewhere, and another process may run without it
+    # PYTHONPYCACHEPREFIX moves the folder, and another process may run without it
     folders = {source.parent / "__pycache__", Path(importlib.util.cache_from_source(str(source))).parent}
     cached = re.compile(re.escape(source.stem) + r"\.[^.]+(\.opt-[^.]+)?\.pyc")
-    found = [folder / name for folder in sorted(folders) for name in disk.list(folder) if cached.fullmatch(name)]
+    current = [folder / name for folder in sorted(folders) for name in disk.list(folder) if cached.fullmatch(name)]
     legacy = (f"{source.stem}.pyc", f"{source.stem}.pyo")
-    return found + [source.parent / name for name in disk.list(source.parent) if name in legacy]
+    return current + [source.parent / name for name in disk.list(source.parent) if name in legacy]

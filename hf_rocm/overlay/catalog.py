@@ -1,4 +1,4 @@
-"""The overlays that this release of hf-rocm carries, and which of them serves a model in a release of transformers."""
+"""The overlays of this release of hf-rocm, and which one serves a model in a release of transformers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hf_rocm.overlay.integrity import check_delivered
 from hf_rocm.overlay.manifest import Manifest, Record
 
 _PREFIX = "transformers-"
-MODEL = re.compile(r"[a-z0-9_]+")  # what a model folder may be called; nothing that could leave its place
+MODEL = re.compile(r"[a-z0-9_]+")  # valid names of model folders; no path separators
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """One overlay: the text for one stock modeling file, in one range of releases."""
+    """One overlay: the text for one stock modeling file in a range of releases."""
 
     model: str
     directory: str
@@ -42,13 +42,13 @@ class Overlay:
 
     @cached_property
     def text(self) -> str:
-        """What is appended. Raises `OverlayError` if it is no Python."""
+        """The text that is appended. Raises `OverlayError` if it is not valid Python."""
         try:
             text = self.path.read_bytes().decode()
             compile(text, str(self.path), "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise OverlayError(
-                f"overlay {self.id} is no valid Python",
+                f"overlay {self.id} is not valid Python",
                 facts={"file": self.path, "found": error},
                 hint="reinstall hf-rocm",
             ) from error
@@ -69,16 +69,16 @@ class Directory:
     @cached_property
     def files(self) -> dict[str, Path]:
         """Every overlay file of this directory, by model."""
-        found = {}
+        files = {}
         for path in sorted(self.path.glob("models/*/modeling_*.py")):
             model = path.parent.name
             ordinary = stat.S_ISREG(path.lstat().st_mode) and not path.parent.is_symlink()
             if MODEL.fullmatch(model) and path.name == f"modeling_{model}.py" and ordinary:
-                found[model] = path
-        return found
+                files[model] = path
+        return files
 
     def overlay(self, model: str) -> Overlay | None:
-        """The overlay of a model, unless its digests are not recorded: then nothing could be checked."""
+        """The overlay of a model; None if its digests are not recorded, because nothing could be checked."""
         record = self.manifest.records.get(model)
         if record is None:
             return None
@@ -102,7 +102,7 @@ class Catalog:
         self.directories = sorted(_directories(root), key=lambda directory: _first_release(directory.path))
 
     def models(self) -> list[str]:
-        """Every model that some directory has an overlay for."""
+        """Every model for which a directory has an overlay."""
         return sorted({model for directory in self.directories for model in directory.files})
 
     def serving(self, model: str, release: str) -> Directory | None:
@@ -113,7 +113,7 @@ class Catalog:
         return None
 
     def leaves_out(self, model: str, release: str) -> str | None:
-        """The reason by which the newest directory with the model leaves out a release in its range, if it does."""
+        """Why the newest directory with the model excludes a release within its range, or None."""
         for directory in reversed(self.directories):
             if model in directory.files and directory.covers(release):
                 limit = directory.manifest.limits.get(model)
@@ -121,7 +121,7 @@ class Catalog:
         return None
 
     def releases(self, model: str) -> list[str]:
-        """Every release in which the model was seen, the oldest first."""
+        """Every release whose digests of the model are recorded, the oldest first."""
         records = (directory.manifest.records.get(model) for directory in self.directories)
         return sorted({release for record in records if record for release in record.releases()}, key=Version)
 
@@ -130,25 +130,31 @@ class Catalog:
         directory = self.serving(model, release)
         return directory.overlay(model) if directory else None
 
+    def by_id(self, identity: str) -> Overlay | None:
+        """The overlay of this id, such as `transformers-5.4/llama`."""
+        name, _, model = identity.partition("/")
+        directory = next((d for d in self.directories if d.name == name and model in d.files), None)
+        return directory.overlay(model) if directory else None
+
     def for_release(self, release: str) -> list[Overlay]:
         """Every overlay that serves this release, by model."""
-        found = (self.find(model, release) for model in self.models())
-        return [overlay for overlay in found if overlay is not None]
+        overlays = (self.find(model, release) for model in self.models())
+        return [overlay for overlay in overlays if overlay is not None]
 
     def newest(self, model: str) -> Overlay | None:
-        """The overlay of a model for the newest releases that have one, whatever is installed."""
+        """The overlay of a model for the newest releases that have one, whichever release is installed."""
         return next((d.overlay(model) for d in reversed(self.directories) if model in d.files), None)
 
     def ranges(self, model: str | None = None) -> list[str]:
-        """The ranges of releases that are covered, of one model or of any."""
+        """The covered ranges of releases, of one model or of all."""
         covered = [d for d in self.directories if model is None or model in d.files]
         return list(dict.fromkeys(d.requires(model) if model else d.manifest.transformers for d in covered))
 
 
 def load(root: Path | None = None, *, checked: bool = True) -> Catalog:
-    """The overlays that travel with the imported hf_rocm: package data, or a checkout's `overlays/`.
+    """Load the overlays of the imported hf_rocm: its package data, or a checkout's `overlays/`.
 
-    Raises `OverlayError` if they are not what hf-rocm's package delivered; not checked: for those who only take off.
+    checked: raise `OverlayError` if they are not what hf-rocm's package delivered. Uninstalling does not check.
     """
     if root is not None:
         return Catalog(root)
@@ -166,7 +172,7 @@ def load(root: Path | None = None, *, checked: bool = True) -> Catalog:
 
 
 def release_span(releases: Iterable[str]) -> str:
-    """Releases in words: `5.4.0–5.23.0`, or the one."""
+    """Format releases: `5.4.0–5.23.0`, or a single release."""
     ordered = sorted(releases, key=Version)
     if not ordered:
         return "no release"
@@ -195,7 +201,7 @@ def _directories(root: Path) -> Iterator[Directory]:
 @cache
 def _within(release: str, requires: str) -> bool:
     try:
-        # nightlies and local builds count: the content decides, not the version's spelling
+        # nightlies and local builds are allowed: the content decides, not the version string
         return Version(release) in SpecifierSet(requires, prereleases=True)
     except InvalidVersion:
         return False

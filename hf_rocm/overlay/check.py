@@ -1,7 +1,7 @@
-"""`hf_rocm.check()`: is what every rank would run the same, and is it what was verified?
+"""`hf_rocm.check()`: check that every rank would run the same files, and that they are verified.
 
-Tens of milliseconds, and it imports neither torch nor transformers: call it at the start of each rank, before a
-model is built. A node with another content then stops the job with the fix, not with numbers that are a little off.
+It takes tens of milliseconds and imports neither torch nor transformers. Call it at the start of each rank, before a
+model is built: a node with different files then stops the job with an error, instead of slightly different numbers.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ def check(
     across_ranks: bool | None = None,
     transformers_path: Path | str | None = None,
 ) -> str:
-    """Raise `OverlayError` unless the overlays of these models (none named: all) are installed and match.
+    """Raise `OverlayError` unless the overlays of these models are installed and match their files.
 
-    strict: only files that were verified whole will do. expected: the fingerprint that another process got from
-    `check`. across_ranks: compare with the other ranks of torch.distributed, in one collective that every rank must
-    call; by default where a process group is initialised. The error says which rank, on which host, differs.
-    Returns the fingerprint of what is installed: equal only for the same hf-rocm, transformers and files.
+    models: names of model folders such as `llama`; without any, all. strict: accept only files that were verified as a
+    whole. expected: the fingerprint that `check` returned in another process. across_ranks: compare with the other
+    ranks of torch.distributed, in a collective that every rank must call; default: if a process group is initialised.
+    The error names the rank and the host that differ.
+    Returns the fingerprint of the installation: equal only for the same hf-rocm, transformers and files.
     """
     error: HfRocmError | None = None
     fingerprint = ""
     try:
         fingerprint = _fingerprint(models, strict=strict, transformers_path=transformers_path)
         if expected is not None and fingerprint != expected:
-            raise _other("the process that was asked before", expected, f"here, on {socket.gethostname()}", fingerprint)
-    except HfRocmError as found:
-        error = found  # the others wait in the collective: tell them, then raise
+            here = f"this process on {socket.gethostname()}"
+            raise _other("the process that `expected` is from", expected, here, fingerprint)
+    except HfRocmError as caught:
+        error = caught  # the other ranks wait in the collective: send them the error, then raise it
     distributed = _process_group(across_ranks)
     if distributed is not None:
         _compare(distributed, fingerprint, error)
@@ -69,28 +71,29 @@ def _require(state: FileState, *, strict: bool) -> None:
         raise mismatch
     facts = {"file": state.file, "host": socket.gethostname()}
     if state.installed is not Installed.YES:
-        found = {
+        actual = {
             Installed.NO: "the stock file",
             Installed.OLD: f"a block of hf-rocm {state.written.version if state.written else '(unknown)'}",
+            Installed.FOREIGN: state.detail,
             Installed.EDITED: state.detail,
         }[state.installed]
         edited = state.installed is Installed.EDITED
         raise OverlayError(
-            f"the overlay of {state.model} is not installed as hf-rocm {__version__} has it",
-            facts={**facts, "expected": "the stock file and this release's block", "found": found},
+            f"the overlay of {state.model} is not installed as in hf-rocm {__version__}",
+            facts={**facts, "expected": "the stock file and this release's block", "found": actual},
             hint=state.reinstall() if edited else "run `hf-rocm install-overlays` on this node",
         )
     if strict and state.match is not Match.VERIFIED:
         assert state.match in GOOD
         raise OverlayError(
-            f"{state.file.name} was not verified whole",
-            facts={**facts, "expected": "a file of a release that was checked", "found": state.detail},
-            hint="leave strict out, or upgrade hf-rocm",
+            f"{state.file.name} was not verified as a whole",
+            facts={**facts, "expected": "a file of a verified release", "found": state.detail},
+            hint="omit strict, or upgrade hf-rocm",
         )
 
 
 def _process_group(across_ranks: bool | None) -> object | None:
-    """torch.distributed if the ranks should be compared; looked up, never imported."""
+    """Return torch.distributed if the ranks should be compared. It is looked up, never imported."""
     if across_ranks is False:
         return None
     distributed = sys.modules.get("torch.distributed")
@@ -99,7 +102,7 @@ def _process_group(across_ranks: bool | None) -> object | None:
         raise OverlayError(
             "there are no ranks to compare with",
             facts={"expected": "an initialised torch.distributed process group", "found": "none in this process"},
-            hint="call torch.distributed.init_process_group first, or leave across_ranks out",
+            hint="call torch.distributed.init_process_group first, or omit across_ranks",
         )
     return distributed if running else None
 
@@ -109,7 +112,7 @@ def _compare(distributed: object, fingerprint: str, error: HfRocmError | None) -
     everyone: list[tuple[str, str, HfRocmError | None]] = [mine] * distributed.get_world_size()  # type: ignore[attr-defined]
     distributed.all_gather_object(everyone, mine)  # type: ignore[attr-defined]
     if error is not None:
-        return  # our own error says more
+        return  # this rank raises its own error
     for rank, (host, _, failed) in enumerate(everyone):
         if failed is not None:
             raise OverlayError(
@@ -123,7 +126,7 @@ def _compare(distributed: object, fingerprint: str, error: HfRocmError | None) -
 
 def _other(one: str, expected: str, other: str, found: str) -> OverlayError:
     return OverlayError(
-        "the processes of this job don't run the same files",
+        "the processes of this job do not run the same files",
         facts={"expected": f"{expected}, as in {one}", "found": f"{found}, in {other}"},
         hint="install the same transformers and hf-rocm on every node, run `hf-rocm install-overlays` there, and "
         "compare `python -m hf_rocm.check_version --json`",

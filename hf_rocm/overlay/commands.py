@@ -1,4 +1,4 @@
-"""What the commands do, as functions: locate, look, plan, write."""
+"""The commands as functions: locate transformers, examine its files, plan and write."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hf_rocm.overlay.install import execute
 from hf_rocm.overlay.locate import Installation, check_writable, locate
 from hf_rocm.overlay.lock import exclusive
 from hf_rocm.overlay.plan import Plan, plan_install, plan_uninstall
+from hf_rocm.overlay.scan import left_out, no_overlay, survey
 from hf_rocm.overlay.state import FileState, LeftOut
-from hf_rocm.overlay.survey import left_out, no_overlay, survey
 
 
 @contextmanager
 def system_errors() -> Iterator[None]:
-    """Turn what the system refused while we were looking into an `OverlayError`; writing has words of its own."""
+    """Turn an `OSError` while reading into an `OverlayError`; errors while writing have their own messages."""
     try:
         yield
     except OSError as error:
@@ -30,7 +30,7 @@ def system_errors() -> Iterator[None]:
             raise
         raise OverlayError(
             "the system refused to read transformers or hf-rocm; nothing was written",
-            facts={"file": error.filename or "(not said)", "found": error.strerror or error},
+            facts={"file": error.filename or "(unknown)", "found": error.strerror or error},
             hint="fix the permissions or the file system, then run it again",
         ) from error
 
@@ -44,13 +44,13 @@ def install(
     skip_changed: bool = False,
     catalog: Catalog | None = None,
 ) -> tuple[Plan, list[str]]:
-    """Append the overlays of these models (none named: all that this release has).
+    """Append the overlays of these models (without any: all that this release has).
 
-    skip_changed: leave out the models of which upstream changed a definition, in place of refusing; an edited file is
-    refused all the same.
+    skip_changed: skip models whose file upstream changed, or somebody edited, instead of refusing. A file whose block
+    was edited is refused anyway.
 
-    Returns the plan, and notices for the user. A plan with refusals was not executed, nor was a dry run's.
-    Raises `OverlayError` where no plan can be made, or where writing it failed.
+    Returns the plan, and notices for the user. A dry run's plan, and a plan with refusals, are not executed.
+    Raises `OverlayError` if no plan can be made, or if writing failed.
     """
     catalog = catalog or catalogs.load()
     installation = locate(transformers_path)
@@ -60,7 +60,7 @@ def install(
     with _lock(installation, dry_run) as notices:
         plan = plan_install(installation, survey(installation, catalog, models))
         if not models:
-            # a block that is left of a model which this release no longer serves is nothing to install
+            # a leftover block of a model that this release no longer serves is not installed again
             plan = plan_install(installation, [state for state in plan.states if state.overlay is not None])
             plan = replace(plan, left_out=left_out(installation, catalog))
         if skip_changed:
@@ -71,9 +71,13 @@ def install(
 
 
 def _without_changed(plan: Plan) -> Plan:
-    kept = plan_install(plan.installation, [state for state in plan.states if not state.outgrown])
-    changed = {state.model: f"upstream changed it: {state.detail}" for state in plan.states if state.outgrown}
-    return replace(kept, left_out=LeftOut(plan.left_out.absent, {**plan.left_out.stock, **changed}))
+    reduced = plan_install(plan.installation, [state for state in plan.states if not state.skippable])
+    changed = {state.model: _why_skipped(state) for state in plan.states if state.skippable}
+    return replace(reduced, left_out=LeftOut(plan.left_out.absent, {**plan.left_out.stock, **changed}))
+
+
+def _why_skipped(state: FileState) -> str:
+    return f"{'upstream changed it' if state.outgrown else 'its file was edited'}: {state.detail}"
 
 
 @system_errors()
@@ -84,8 +88,8 @@ def uninstall(
     dry_run: bool = False,
     catalog: Catalog | None = None,
 ) -> tuple[Plan, list[str]]:
-    """Take the overlays of these models off again (none named: every block that is there). As `install`."""
-    catalog = catalog or catalogs.load(checked=False)  # whatever was done to hf-rocm, the way back is open
+    """Remove the overlays of these models (without any: every block). Returns and raises as `install` does."""
+    catalog = catalog or catalogs.load(checked=False)  # uninstalling works even if hf-rocm's files were changed
     installation = locate(transformers_path)
     check_writable(installation)
     with _lock(installation, dry_run) as notices:
@@ -96,7 +100,7 @@ def uninstall(
 
 
 class Status(NamedTuple):
-    """Where transformers is, the state of each file, and the models without one."""
+    """The transformers installation, the state of its files, and the models without one."""
 
     installation: Installation
     states: list[FileState]
@@ -107,7 +111,7 @@ class Status(NamedTuple):
 def status(
     models: Iterable[str] = (), *, transformers_path: Path | str | None = None, catalog: Catalog | None = None
 ) -> Status:
-    """Look at the files of these models (none named: all that this release has). Writes nothing."""
+    """Examine the files of these models (without any: all that this release has). Writes nothing."""
     catalog = catalog or catalogs.load()
     installation = locate(transformers_path)
     states = survey(installation, catalog, models)
@@ -115,9 +119,14 @@ def status(
 
 
 @system_errors()
-def record(*, transformers_path: Path | str | None = None, progress: Progress | None = None) -> Audit:
-    """The whole transformers package against what its package manager recorded. Writes nothing."""
-    return audit(locate(transformers_path), progress=progress)
+def record(
+    *,
+    transformers_path: Path | str | None = None,
+    progress: Progress | None = None,
+    catalog: Catalog | None = None,
+) -> Audit:
+    """Compare the whole transformers package with its package manager's record. Writes nothing."""
+    return audit(locate(transformers_path), catalog or catalogs.load(), progress=progress)
 
 
 def _lock(installation: Installation, dry_run: bool) -> AbstractContextManager[list[str]]:

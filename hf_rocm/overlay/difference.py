@@ -1,4 +1,4 @@
-"""What differs between a file and what its overlay expects, as text that a person can read."""
+"""Describe the differences between a file and what its overlay expects, as readable text."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hf_rocm.overlay.state import FileState, Installed, Match, render
 
 
 def explain_difference(state: FileState) -> str:
-    """The block as a diff (what is installed, what would be, or what was edited), and each changed definition.
+    """Return the block as a diff (installed or edited), and a description of every changed definition.
 
-    hf-rocm holds no stock sources, so a changed definition is told by its digest and the releases that have others.
+    hf-rocm has no stock sources, so a changed definition is described by its digest and the recorded digests.
     """
     parts = [part for part in (_block_diff(state), _definitions(state)) if part]
     return "\n\n".join(parts) or f"{state.file}: {state.detail}"
 
 
 def explain_change(state: FileState, reference: Path) -> str:
-    """Each changed definition as a diff against another release's text.
+    """Return every changed definition as a diff against another release's text.
 
     reference: a wheel of transformers, or the folder of one. Raises `OverlayError` if it is neither.
     """
@@ -33,12 +33,12 @@ def explain_change(state: FileState, reference: Path) -> str:
     for difference in state.differences:
         path = Path("transformers", difference.file.relative_to(state.root)).as_posix()
         known = block.stock_part(_member(reference, path))
-        found = block.stock_part(difference.file.read_bytes()) if difference.file.is_file() else b""
-        old, new = _definition(known, difference.name), _definition(found, difference.name)
+        actual = block.stock_part(difference.file.read_bytes()) if difference.file.is_file() else b""
+        old, new = _definition(known, difference.name), _definition(actual, difference.name)
         lines = difflib.unified_diff(
             old, new, f"{reference.name}: {difference.name}", f"{difference.file}: {difference.name}", lineterm=""
         )
-        parts.append("\n".join(lines) or f"{difference.name} is in {reference.name} as it is here")
+        parts.append("\n".join(lines) or f"{difference.name} is the same in {reference.name}")
     return "\n\n".join(parts)
 
 
@@ -51,7 +51,7 @@ def _member(reference: Path, path: str) -> bytes:
             return archive.read(path)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise OverlayError(
-            "there is no such file of transformers to compare with",
+            "the reference has no such file of transformers",
             facts={
                 "path": reference,
                 "expected": f"a wheel of transformers, or its folder, with {path}",
@@ -68,18 +68,18 @@ def _definition(source: bytes, name: str) -> list[str]:
     except (SyntaxError, ValueError):
         return []
     lines = source.decode("utf-8", errors="replace").splitlines()
-    found: list[str] = []
+    bound: list[str] = []
     for statement in body:
         if digests(ast.unparse(statement), [name])[name] is not None:
             decorators = getattr(statement, "decorator_list", [])
             first = min(node.lineno for node in (statement, *decorators))
-            found += lines[first - 1 : statement.end_lineno]
-    return found
+            bound += lines[first - 1 : statement.end_lineno]
+    return bound
 
 
 def _block_diff(state: FileState) -> str:
     data = state.data or b""
-    if state.installed is Installed.EDITED:
+    if state.installed in (Installed.EDITED, Installed.FOREIGN):
         return _against_ours(state)
     if state.installed is Installed.NO:
         return ""
@@ -92,7 +92,7 @@ def _against_ours(state: FileState) -> str:
         return state.detail
     try:
         ours = render(block.stock_part(data), state.overlay)
-    except OverlayError:  # the markers themselves are in disorder
+    except OverlayError:  # the markers themselves are broken
         return state.detail
     return f"{state.detail}\n" + _diff(ours, data, f"{state.file} (as hf-rocm writes it)", f"{state.file} (found)")
 
@@ -103,17 +103,17 @@ def _definitions(state: FileState) -> str:
 
 def _sentences(state: FileState) -> Iterator[str]:
     for difference in state.differences:
-        found = f"digest {difference.found}" if difference.found else "not defined"
-        yield f"{difference.name} in {difference.file}: {found} in transformers {state.release}"
+        actual = f"digest {difference.found}" if difference.found else "not defined"
+        yield f"{difference.name} in {difference.file}: {actual} in transformers {state.release}"
         for digest, releases in difference.expected.items():
             yield f"  expected digest {digest}, as in transformers {release_span(releases)}"
     if state.outgrown:
         known = release_span(next(iter(state.differences[0].expected.values())))
-        yield f"to see the change itself, fetch a release that is known ({known}) and compare with it:"
+        yield f"to see the change itself, download a known release ({known}) and compare with it:"
         yield "  pip download --no-deps transformers==<release>"
         yield f"  hf-rocm status --diff {state.model} --against transformers-<release>-py3-none-any.whl"
     if state.delivered is not None:
-        yield f"{state.file} is not the file that transformers {state.release} was delivered with"
+        yield f"{state.file} differs from the file in transformers {state.release}"
         yield f"  expected sha256 {state.delivered}"
         yield f"  found    sha256 {block.sha256(state.stock)}"
 

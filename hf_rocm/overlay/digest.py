@@ -1,7 +1,7 @@
-"""The canonical digest of one definition in a Python source text: at its top level, or a class's method.
+"""The canonical digest of a definition in a Python source text: at top level, or a method of a class.
 
-Releases of transformers are compared by what their definitions do, not by their version numbers. A digest ignores
-layout, comments, docstrings and annotations, and is the same on every Python from 3.10 on (`ast.dump` is not).
+Releases of transformers are compared by the code of their definitions, not by their version numbers. A digest ignores
+layout, comments, docstrings and annotations, and is the same on every Python from 3.10 on (unlike `ast.dump`).
 """
 
 from __future__ import annotations
@@ -12,25 +12,29 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
+EITHER = "|"  # between the names that releases gave one definition
 _LENGTH = 16  # hex characters
 _IGNORED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_ignores", "type_params"})
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def digests(source: bytes | str, names: Iterable[str]) -> dict[str, str | None]:
-    """The digest of each name that the module binds at its top level, None for those that it doesn't.
+    """Return the digest of every name, None for names that the module does not bind.
 
-    A name may be a function, a class, an assignment or an import, or what a class binds (`GenerationMixin._sample`);
-    one that is bound more than once, or under an `if` or `try`, is digested with all of its bindings and their
-    conditions. Raises `SyntaxError`.
+    A name may be a function, a class, an assignment or an import at top level, or an attribute of a class
+    (`GenerationMixin._sample`). A name that is bound more than once, or under `if` or `try`, is digested with all of
+    its bindings and their conditions. `A|B` has the digest of the first name that is bound. Raises `SyntaxError`.
     """
-    return dict(_digests(source, tuple(names)))
+    names = tuple(names)
+    single = _digests(source, tuple(dict.fromkeys(one for name in names for one in name.split(EITHER))))
+    bound = {name: [one for one in name.split(EITHER) if single[one] is not None] for name in names}
+    return {name: single[bound[name][0]] if bound[name] else None for name in names}
 
 
-@lru_cache(maxsize=256)  # a command may look at a file twice, and several overlays lean on the same one
+@lru_cache(maxsize=256)  # a command may read a file twice, and several overlays depend on the same file
 def _digests(source: bytes | str, names: tuple[str, ...]) -> Mapping[str, str | None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # another project's invalid escapes are not ours to report
+        warnings.simplefilter("ignore")  # do not report another project's invalid escapes
         tree = ast.parse(source)
     bound: dict[str, list[str]] = {name: [] for name in names}
     for name, canonical in _bindings(tree.body, wanted=bound.keys(), condition=""):
@@ -95,7 +99,7 @@ def _names_bound_by(statement: ast.stmt) -> Iterator[str]:
 
 
 def _canonical(value: object) -> Iterator[str]:
-    """Pieces of a text that is equal for equal trees: fields by name, empty ones and `_IGNORED` left out."""
+    """Yield the pieces of a text that is equal for equal trees: fields by name, without empty and ignored ones."""
     if isinstance(value, ast.AST):
         yield f"({type(value).__name__}"
         for name, child in ast.iter_fields(value):
@@ -120,7 +124,7 @@ def _canonical(value: object) -> Iterator[str]:
 
 
 def _joined(values: list[ast.expr]) -> list[ast.expr]:
-    """An f-string's parts, neighbouring literals as one: some releases of Python split them."""
+    """The parts of an f-string with adjacent literals joined: some releases of Python split them."""
     parts: list[ast.expr] = []
     for value in values:
         last = parts[-1] if parts else None

@@ -1,15 +1,15 @@
-"""The system calls that writing needs, one method each, so that a test can make any one of them fail."""
+"""The system calls of the installer, one method per call, so that a test can make any of them fail."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from hf_rocm.overlay.survey import read_file
+from hf_rocm.overlay.scan import read_file
 
 
 class Disk:
-    """The real thing. Every method is one call and hides nothing."""
+    """The real file system. Every method is one system call."""
 
     def read(self, path: Path) -> bytes | None:
         return read_file(path)
@@ -24,7 +24,7 @@ class Disk:
             return []
 
     def create(self, path: Path) -> int:
-        """A new file of ours, that nobody else can open yet."""
+        """Create a new file that only this user can open."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def write(self, descriptor: int, data: bytes) -> int:
@@ -37,7 +37,7 @@ class Disk:
         os.fchmod(descriptor, mode)
 
     def touch(self, descriptor: int, seconds: int) -> None:
-        """Set the times of an open file of ours."""
+        """Set the timestamps of an open file."""
         os.utime(descriptor, (seconds, seconds))
 
     def sync(self, descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""What else lies in this environment: torch, ROCm and aiter, read from files without importing any of them."""
+"""The torch, ROCm and aiter of this environment, read from files without importing them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ ROCM_DEVICE = Path("/dev/kfd")
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """torch as it is installed; hip: the ROCm version that it was built for, None for other builds."""
+    """The installed torch. hip: the HIP version that it was built for, None for other builds. rocm: the ROCm version,
+    which builds since 2.10 state as well."""
 
     path: str | None = None
     version: str | None = None
     hip: str | None = None
     cuda: str | None = None
+    rocm: str | None = None
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -27,7 +29,7 @@ class TorchFacts:
 
 @dataclass(frozen=True)
 class RocmFacts:
-    """The ROCm user space of this machine, and whether the kernel driver offers a device."""
+    """The ROCm user space of this machine, and whether the kernel driver provides a device."""
 
     version: str | None
     device: bool
@@ -38,7 +40,7 @@ class RocmFacts:
 
 @dataclass(frozen=True)
 class AiterFacts:
-    """What `import aiter` would find: AMD's kernels (`amd-aiter` on PyPI), or the unrelated package of that name."""
+    """The package that `import aiter` would import: AMD's (`amd-aiter` on PyPI), or the unrelated one of that name."""
 
     path: str | None = None
     amd: bool = False
@@ -64,7 +66,7 @@ def torch_facts() -> TorchFacts:
     if folder is None:
         return TorchFacts()
     values = _string_constants(folder / "version.py")
-    return TorchFacts(str(folder), values.get("__version__"), values.get("hip"), values.get("cuda"))
+    return TorchFacts(str(folder), *(values.get(name) for name in ("__version__", "hip", "cuda", "rocm")))
 
 
 def rocm_facts() -> RocmFacts:
@@ -84,7 +86,7 @@ def _package(name: str) -> Path | None:
     """The folder of a top-level package, found without importing it."""
     try:
         spec = importlib.util.find_spec(name)
-    except ValueError:  # a stand-in without a spec lies in sys.modules
+    except ValueError:  # sys.modules contains a stand-in without a spec
         file = getattr(sys.modules.get(name), "__file__", None)
         return Path(file).parent if file else None
     if spec is None or not spec.submodule_search_locations:
@@ -95,7 +97,7 @@ def _package(name: str) -> Path | None:
 def _string_constants(file: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
-    found = {}
+    constants = {}
     for statement in ast.parse(file.read_bytes()).body:
         if isinstance(statement, ast.Assign):
             targets, value = statement.targets, statement.value
@@ -104,8 +106,8 @@ def _string_constants(file: Path) -> dict[str, str]:
         else:
             continue
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            found.update({target.id: value.value for target in targets if isinstance(target, ast.Name)})
-    return found
+            constants.update({target.id: value.value for target in targets if isinstance(target, ast.Name)})
+    return constants
 
 
 def _distribution_version(name: str) -> str | None:

@@ -1,8 +1,8 @@
-"""Executes a plan: the only code that writes to an installed transformers.
+"""Execute a plan: the only code that writes to an installed transformers.
 
-Every file is replaced by a finished new one, never opened for writing: package managers hard-link site-packages into
-a cache that other environments share. All new files are on disk before the first one takes its place; if anything
-fails after that, or a signal arrives, what this run did is undone. Each file is valid at every moment.
+Every file is replaced by a complete new file and never opened for writing: package managers hard-link site-packages
+into a cache that other environments share. All new files are on disk before the first replacement. If anything fails
+after that, or a signal arrives, this run's changes are undone. Every file is valid at all times.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Interrupted(BaseException):
 
 
 def execute(plan: Plan, *, disk: Disk | None = None) -> None:
-    """Write what the plan says, all or nothing. The caller holds the lock and has made the plan under it.
+    """Execute the plan, all or nothing. The caller must hold the lock and have made the plan under it.
 
-    Raises `OverlayError` for refusals, for what the file system refused and for files that changed meanwhile.
+    Raises `OverlayError` for refusals, for file system errors and for files that changed in the meantime.
     """
     plan.check()
     disk = disk or Disk()
@@ -49,7 +49,7 @@ def execute(plan: Plan, *, disk: Disk | None = None) -> None:
             _run(plan, disk, check_signals)
         except OSError as error:
             raise OverlayError(
-                f"{plan.command} could not write, and everything was undone",
+                f"{plan.command} could not write; everything was undone",
                 facts={"file": error.filename or plan.installation.root, "found": error.strerror or error},
                 hint="free space or fix the permissions, then run it again",
             ) from error
@@ -72,19 +72,40 @@ def _run(plan: Plan, disk: Disk, check_signals: Callable[[], None]) -> None:
             _verify(action, disk)
         check_signals()
     except BaseException as error:
-        for _, temporary in staged:
-            with suppress(OSError):  # the cause is what the user must see; the next run sweeps
-                disk.remove(temporary)
+        left = [temporary for _, temporary in staged if not _removed(temporary, disk)]
         _undo(begun, disk, cause=error)
-        raise
+        if left and isinstance(error, OSError):
+            raise _left_behind(left, plan, error) from error
+        raise  # show the user the cause; the next run removes leftovers
+
+
+def _removed(temporary: Path, disk: Disk) -> bool:
+    with suppress(OSError):
+        disk.remove(temporary)
+        return True
+    return False
+
+
+def _left_behind(left: list[Path], plan: Plan, error: OSError) -> OverlayError:
+    """No stock file was changed, but temporary files can't be removed, as in an append-only folder."""
+    return OverlayError(
+        f"{plan.command} could not write, and could not remove its temporary files; every stock file is as it was",
+        facts={
+            "file": error.filename or plan.installation.root,
+            "found": error.strerror or error,
+            **{f"left {number}": path for number, path in enumerate(left, 1)},
+        },
+        hint="let this user remove files there (lsattr -d shows a folder's attributes; chattr -a FOLDER), then run it "
+        "again: it removes them",
+    )
 
 
 def _stage(action: Action, disk: Disk) -> Path:
-    """The new content in a finished file beside the old one, with its owner and mode."""
+    """Write the new content to a complete file next to the old one, with its owner and mode."""
     if disk.read(action.file) != action.before:
         raise OverlayError(
-            f"{action.file.name} was changed by someone else just now",
-            facts={"file": action.file, "expected": "the content that the plan was made for", "found": "other content"},
+            f"{action.file.name} was changed by another process while the command ran",
+            facts={"file": action.file, "expected": "the content that the plan is based on", "found": "other content"},
             hint="run the command again",
         )
     old = disk.stat(action.file)
@@ -100,7 +121,7 @@ def _stage(action: Action, disk: Disk) -> Path:
                 disk.own(descriptor, old.st_uid, old.st_gid)
             disk.mode(descriptor, stat.S_IMODE(old.st_mode))
             if (new.st_size, int(new.st_mtime)) == (old.st_size, int(old.st_mtime)):
-                # what Python tells sources apart by; a pyc of the old one may lie where we can't see it
+                # Python identifies a source by size and mtime; a pyc of the old one may be out of our sight
                 disk.touch(descriptor, int(new.st_mtime) + 1)
             disk.sync(descriptor)
         finally:
@@ -115,7 +136,7 @@ def _stage(action: Action, disk: Disk) -> Path:
 def _put(action: Action, temporary: Path, disk: Disk) -> None:
     _drop_compiled(action.file, disk)
     disk.replace(temporary, action.file)
-    # once more: an importer may have compiled the old text in between
+    # again: another process may have compiled the old text in between
     _drop_compiled(action.file, disk)
 
 
@@ -125,21 +146,21 @@ def _drop_compiled(source: Path, disk: Disk) -> None:
 
 
 def _verify(action: Action, disk: Disk) -> None:
-    found = disk.read(action.file)
-    if found != action.after:
+    actual = disk.read(action.file)
+    if actual != action.after:
         raise OverlayError(
-            f"{action.file.name} does not hold what was written",
+            f"{action.file.name} does not contain what was written",
             facts={
                 "file": action.file,
                 "expected": f"sha256 {sha256(action.after)}",
-                "found": f"sha256 {sha256(found)}" if found is not None else "no file",
+                "found": f"sha256 {sha256(actual)}" if actual is not None else "no file",
             },
             hint="check the file system, then run the command again",
         )
 
 
 def _undo(begun: list[Action], disk: Disk, *, cause: BaseException) -> None:
-    """Put back the files of this run that hold the new content. What a third party wrote is left alone."""
+    """Restore the files of this run that have the new content. Changes by other processes are kept."""
     failed = []
     for action in reversed(begun):
         try:
@@ -150,7 +171,7 @@ def _undo(begun: list[Action], disk: Disk, *, cause: BaseException) -> None:
             failed.append(f"{action.file}: {error}")
     if failed:
         raise OverlayError(
-            "writing failed, and so did undoing it for some files (each is valid, stock or patched)",
+            "writing failed, and some files could not be restored (every file is valid, either stock or patched)",
             facts={"cause": cause, **{f"file {n}": text for n, text in enumerate(failed, 1)}},
             hint="run `hf-rocm status`, then `hf-rocm uninstall-overlays` once the cause is gone",
         ) from cause
@@ -165,16 +186,17 @@ def _sync_directory(directory: Path, disk: Disk) -> None:
 
 
 def _sweep(root: Path, disk: Disk) -> None:
-    """Remove what killed runs left. Safe under the lock: nobody else is writing."""
+    """Remove the temporary files of killed runs. Safe under the lock: no other installer is writing."""
     for left in root.glob(f"models/*/.modeling_*{LEFTOVER}"):
-        disk.remove(left)
+        if not left.parent.is_symlink():  # the target of a link does not belong to this package
+            disk.remove(left)
 
 
 def _check_directories(plan: Plan) -> None:
     for action in plan.writes:
         if not os.access(action.file.parent, os.W_OK | os.X_OK):
             raise OverlayError(
-                "the folder of a stock file can't be written to",
+                "the folder of a stock file is not writable",
                 facts={"file": action.file, "expected": "a writable folder", "found": "read-only, or another owner"},
                 hint="run as the owner of this environment, or patch in memory: hf_rocm.activate()",
             )
@@ -182,10 +204,10 @@ def _check_directories(plan: Plan) -> None:
 
 @contextmanager
 def _deferred_signals() -> Iterator[Callable[[], None]]:
-    """Hold signals back while files are being put in place; the function given raises `Interrupted` if one came."""
+    """Defer signals while files are replaced. Yields a function that raises `Interrupted` if a signal has arrived."""
     arrived: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
 
     def check() -> None:
@@ -195,11 +217,11 @@ def _deferred_signals() -> Iterator[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread():
         yield check  # Python delivers signals to the main thread only
         return
-    previous = {number: signal.signal(number, note) for number in _SIGNALS}
+    previous = {number: signal.signal(number, record) for number in _SIGNALS}
     try:
         yield check
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if arrived:  # after the last file was done: nothing to undo, but the signal still counts
+    if arrived:  # after the last file: there is nothing to undo, but deliver the signal
         signal.raise_signal(arrived[0])

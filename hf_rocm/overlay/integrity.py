@@ -1,8 +1,7 @@
-"""Are hf-rocm's own overlays what its wheel delivered?
+"""Check that hf-rocm's own overlays are those of its wheel.
 
-What the package manager recorded of hf-rocm is the index: a file that it does not list, that differs or that is gone
-means that someone else wrote there, and nothing from there is put into transformers. A checkout has no such record;
-its overlays belong to whoever works on them.
+They are compared with the package manager's record of hf-rocm. If a file is not listed, differs or is missing, other
+software changed the folder, and no overlay from it is installed. A checkout has no such record and is not checked.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hf_rocm.overlay.locate import read_record, recorded_hex
 
 
 def check_delivered(overlays: Path) -> None:
-    """Raise `OverlayError` for the first file below `overlays` that is not as recorded, or for one that is missing."""
+    """Raise `OverlayError` for the first file below `overlays` that is missing, added or not as recorded."""
     site = overlays.parent.parent
     records = [file for file in site.glob("hf_rocm-*.dist-info/RECORD") if read_record(file)]
     if not records:
@@ -33,7 +32,7 @@ def check_delivered(overlays: Path) -> None:
         _check(site / path, recorded_hex(expected))
     for extra in _files(overlays):
         if extra.relative_to(site).as_posix() not in recorded:
-            raise _tampered(extra, "no such file", "a file that hf-rocm did not deliver")
+            raise _tampered(extra, "no such file", "a file that is not part of hf-rocm")
 
 
 def _check(file: Path, expected: str) -> None:
@@ -43,13 +42,13 @@ def _check(file: Path, expected: str) -> None:
         raise _tampered(file, f"sha256 {expected}", "no file") from None
     if not stat.S_ISREG(status.st_mode):
         raise _tampered(file, f"sha256 {expected}", "a link, a pipe or a device")
-    found = sha256(file.read_bytes())
-    if found != expected:
-        raise _tampered(file, f"sha256 {expected}", f"sha256 {found}")
+    actual = sha256(file.read_bytes())
+    if actual != expected:
+        raise _tampered(file, f"sha256 {expected}", f"sha256 {actual}")
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Everything that is no folder; what Python compiles on its own is left out."""
+    """Yield every file and every link, except compiled bytecode."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         linked = [name for name in folders if (Path(place) / name).is_symlink()]
@@ -58,7 +57,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _tampered(file: Path, expected: str, found: str) -> OverlayError:
     return OverlayError(
-        "hf-rocm's own overlays are not what its package delivered, so nothing is taken from them",
+        "hf-rocm's own overlays are not what its package delivered, so none of them is used",
         facts={"file": file, "expected": expected, "found": found},
         hint="reinstall hf-rocm: pip install --force-reinstall --no-deps hf-rocm",
     )

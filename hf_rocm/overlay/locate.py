@@ -1,7 +1,7 @@
-"""Which transformers is meant, found without importing it, and whether it may be written to.
+"""Locate transformers without importing it, and check whether it may be patched.
 
-Looking is always allowed; `check_writable` refuses whatever a package manager did not put there for this
-environment alone: checkouts, zips, symlinks, another environment's packages, one of several on the path.
+Any installation may be read. `check_writable` refuses everything that a package manager did not install for this
+environment only: checkouts, zips, symlinks, another environment's packages, one of several on the path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PACKAGE_DIRECTORIES = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class Installation:
-    """One transformers package on disk. `named`: the user pointed at it with a path."""
+    """One transformers package on disk. named: the user gave its path."""
 
     root: Path
     version: str
@@ -35,26 +35,26 @@ class Installation:
     named: bool = False
 
     def file(self, module: str) -> Path:
-        """Where `transformers.x.y` lies, as a module or, if that is there, a package."""
+        """The file of `transformers.x.y`: the package's `__init__.py` if there is one, else the module."""
         stem = self.root.joinpath(*module.split(".")[1:])
         package = stem / "__init__.py"
         return package if package.is_file() else stem.with_name(f"{stem.name}.py")
 
     def recorded_sha256(self, file: Path) -> str | None:
-        """The hash that the package manager wrote into RECORD for this file, if it did."""
+        """The hash of this file in the package manager's RECORD, or None."""
         recorded = self.record.get(file.relative_to(self.root.parent).as_posix())
         return recorded_hex(recorded) if recorded else None
 
     @cached_property
     def record(self) -> dict[str, str]:
-        """RECORD's hashes as they stand there, by path relative to the folder that holds the package."""
+        """The hashes in RECORD, as encoded there, by path relative to the folder that contains the package."""
         return read_record(self.metadata / "RECORD") if self.metadata else {}
 
 
 def locate(path: Path | str | None = None) -> Installation:
-    """The transformers that `import transformers` would find here, or the one at `path`.
+    """Return the transformers that `import transformers` would import, or the one at `path`.
 
-    path: the package's directory, or the directory that holds it. Raises `OverlayError`.
+    path: the package's directory, or the directory that contains it. Raises `OverlayError`.
     """
     root = _find() if path is None else _named(Path(path))
     metadata = _metadata(root)
@@ -63,7 +63,7 @@ def locate(path: Path | str | None = None) -> Installation:
 
 
 def read_record(file: Path) -> dict[str, str]:
-    """The sha256 entries of a package manager's RECORD, encoded as they are there; none if there is no such file."""
+    """The sha256 entries of a package manager's RECORD, as encoded there; empty if there is no such file."""
     if not file.is_file():
         return {}
     with file.open(encoding="utf-8", newline="") as lines:
@@ -72,25 +72,25 @@ def read_record(file: Path) -> dict[str, str]:
 
 
 def recorded_hex(encoded: str) -> str:
-    """A hash of RECORD (urlsafe base64 without padding) in hexadecimal."""
+    """Convert a hash of RECORD (urlsafe base64 without padding) to hexadecimal."""
     return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).hex()
 
 
 def check_writable(installation: Installation) -> None:
-    """Raise `OverlayError` if this installation must not be patched, with what to do about it."""
+    """Raise `OverlayError` if this installation must not be patched, with the remedy."""
     root = installation.root
     facts = {"path": root}
     if (checkout := _checkout(installation)) is not None:
         raise OverlayError(
-            "transformers is an editable or source checkout, and its files belong to whoever edits it",
+            "transformers is an editable or source checkout, which is never patched",
             facts={**facts, "found": checkout, "expected": "a copy that pip or uv installed"},
             hint="pip install transformers without -e, or patch in memory: hf_rocm.activate()",
         )
     if (link := _symlink(root)) is not None:
         raise OverlayError(
-            "the transformers package is a symbolic link, so its files belong to something else as well",
+            "the transformers package is a symbolic link, so its files may be shared",
             facts={**facts, "found": f"{link} → {link.readlink()}", "expected": "an ordinary directory"},
-            hint=f"install transformers here, or name the real one: --transformers-path {root.resolve()}",
+            hint=f"install transformers here, or name the target: --transformers-path {root.resolve()}",
         )
     if installation.named:
         return
@@ -99,20 +99,20 @@ def check_writable(installation: Installation) -> None:
         raise OverlayError(
             "more than one transformers is on the path",
             facts={"found": root, **{f"and {n}": other for n, other in enumerate(others, 1)}, "expected": "one"},
-            hint=f"uninstall all but one, or say which: --transformers-path {root}",
+            hint=f"uninstall all but one, or name one: --transformers-path {root}",
         )
     if sys.prefix != sys.base_prefix and not _belongs_to(root, Path(sys.prefix)):
         raise OverlayError(
-            "this transformers does not belong to the environment that is running",
+            "this transformers does not belong to the active environment",
             facts={**facts, "expected": f"a directory under {sys.prefix}"},
-            hint=f"install transformers into this environment, or say that you mean it: --transformers-path {root}",
+            hint=f"install transformers into this environment, or name this one: --transformers-path {root}",
         )
 
 
 def _find() -> Path:
     try:
         spec = importlib.util.find_spec("transformers")
-    except ValueError:  # something put a module without a spec into sys.modules
+    except ValueError:  # sys.modules contains a module without a spec
         spec = None
     if spec is None:
         raise OverlayError(
@@ -122,7 +122,7 @@ def _find() -> Path:
         )
     if spec.origin is None:
         raise OverlayError(
-            "transformers is not installed in this environment: only a folder without it is left",
+            "transformers is not installed in this environment: only a leftover folder is there",
             facts={"found": ", ".join(spec.submodule_search_locations or ()), "expected": "transformers/__init__.py"},
             hint="remove that folder, then pip install transformers",
         )
@@ -142,20 +142,20 @@ def _named(path: Path) -> Path:
             return Path(os.path.abspath(candidate))  # noqa: PTH100 (Path.resolve would hide a symbolic link)
     raise OverlayError(
         "there is no transformers at this path",
-        facts={"path": path, "expected": "the package's directory, or the one that holds it"},
+        facts={"path": path, "expected": "the package's directory, or the one that contains it"},
         hint="python -c 'import importlib.util as u; print(u.find_spec(\"transformers\").origin)' shows yours",
     )
 
 
 def _metadata(root: Path) -> Path | None:
-    beside = sorted(root.parent.glob("transformers-*.dist-info"))
-    if len(beside) > 1:
+    records = sorted(root.parent.glob("transformers-*.dist-info"))
+    if len(records) > 1:
         raise OverlayError(
             "the package manager left two records of transformers, so its version is unclear",
-            facts={"found": " and ".join(path.name for path in beside), "path": root.parent},
+            facts={"found": " and ".join(path.name for path in records), "path": root.parent},
             hint="remove both folders, then reinstall transformers",
         )
-    return beside[0] if beside else None
+    return records[0] if records else None
 
 
 def _version(root: Path, metadata: Path | None) -> str:
@@ -163,11 +163,11 @@ def _version(root: Path, metadata: Path | None) -> str:
     recorded = metadata.name.removeprefix("transformers-").removesuffix(".dist-info") if metadata else None
     if match is None:
         raise OverlayError(
-            "this transformers does not say its version",
+            "this transformers has no version",
             facts={"file": root / "__init__.py", "expected": '__version__ = "…"', "found": "no such line"},
             hint="reinstall transformers",
         )
-    # A local build may tag one of the two: 5.4.0 beside 5.4.0+rocm1
+    # A local build may tag one of the two: 5.4.0 and 5.4.0+rocm1
     if recorded is not None and recorded.split("+")[0] != match[1].split("+")[0]:
         raise OverlayError(
             "transformers' files and its package record are of different releases",
@@ -187,7 +187,7 @@ def _checkout(installation: Installation) -> str | None:
                 return f"{parent / '.git'}"
         if root.parent.name == "src" and (root.parent.parent / "setup.py").is_file():
             return f"{root.parent.parent / 'setup.py'}"
-        # an editable install keeps its record in site-packages, away from the files
+        # an editable install has its record in site-packages, separate from the files
         metadata = installation.metadata
         if metadata is None and not installation.named:
             metadata = next(_metadata_on_path(), None)

@@ -1,4 +1,4 @@
-"""An overlay directory's `manifest.toml`: which releases it covers, and the digests that were seen in them.
+"""An overlay directory's `manifest.toml`: the releases that it covers, and the digests recorded in them.
 
     transformers = ">=5.4,<6"
     releases = ["5.4.0", "5.5.0", …]
@@ -11,10 +11,11 @@
 
     [gemma2]
     transformers = ">=5.5"
-    reason = "what is said of the releases that this leaves out of the directory's range"
+    reason = "why this model excludes releases of the directory's range"
 
-The names are what the overlay's text imports from transformers: its import list is its dependency list. A span counts
-the releases of the list at the top. A person writes the ranges and the reasons, scripts/refresh-digests all else.
+The names are what the overlay's text imports from transformers: its import list is its dependency list. `A|B` is the
+first name that a release has, of those passed to `overlay.binds_first`. A span refers to the list of releases at the
+top. Ranges and reasons are written by hand, everything else by scripts/refresh-digests.
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ from dataclasses import dataclass, field
 from packaging.version import Version
 
 from hf_rocm.errors import OverlayError
+from hf_rocm.overlay.digest import EITHER
 
-_NAME = re.compile(r"transformers(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+_WORD = r"[A-Za-z_][A-Za-z0-9_]*"
+_PATH = rf"{_WORD}(\.{_WORD})*"
+_NAME = re.compile(rf"transformers(\.{_WORD})*:{_PATH}(\|{_PATH})*")
 _SPAN = " to "
-_LIMIT = {"transformers", "reason"}  # what a person writes into a model's table
-Seen = Mapping[str, tuple[str, ...]]  # a hash or digest → the releases where it was seen
+_LIMIT = {"transformers", "reason"}  # the keys of a model's table that are written by hand
+Seen = Mapping[str, tuple[str, ...]]  # a hash or digest → the releases that have it
 
 
 @dataclass(frozen=True)
 class Record:
-    """What was seen of one model: hashes of its whole file, and digests of each name that its overlay needs."""
+    """The record of one model: hashes of its whole file, and digests of every name that its overlay needs."""
 
     files: Seen = field(default_factory=dict)
     names: Mapping[str, Seen] = field(default_factory=dict)
@@ -51,7 +55,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Limit:
-    """A model's own range within its directory's, and why the other releases are left out."""
+    """A model's own range within its directory's, and why the other releases are excluded."""
 
     transformers: str
     reason: str
@@ -59,7 +63,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One directory's range of releases (PEP 440), its record of each model, and which have a range of their own."""
+    """A directory's range of releases (PEP 440), the records of its models, and the models' own ranges."""
 
     transformers: str
     records: Mapping[str, Record] = field(default_factory=dict)
@@ -67,7 +71,7 @@ class Manifest:
 
 
 def parse(text: str, *, source: object) -> Manifest:
-    """Read a manifest. Raises `OverlayError` naming the file and what is wrong with it."""
+    """Parse a manifest. Raises `OverlayError` with the file and the cause."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -88,7 +92,7 @@ def parse(text: str, *, source: object) -> Manifest:
 
 
 def render(manifest: Manifest) -> str:
-    """The manifest as text, equal for equal manifests."""
+    """Format a manifest; the text is equal for equal manifests."""
     known = sorted({release for record in manifest.records.values() for release in record.releases()}, key=Version)
     lines = [f"transformers = {_quoted(manifest.transformers)}", *(_listed("releases", known) if known else ())]
     for model in sorted({*manifest.records, *manifest.limits}):
@@ -103,19 +107,22 @@ def render(manifest: Manifest) -> str:
 
 
 def dependencies(overlay_text: str) -> list[str]:
-    """What an overlay imports from transformers, as `module:name`, sorted. Raises `SyntaxError`."""
-    found: set[str] = set()
+    """Return the names that an overlay imports from transformers, as `module:name`, sorted. Raises `SyntaxError`."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(overlay_text)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "transformers":
-            found.update(f"{node.module}:{alias.name}" for alias in node.names)
-    return sorted(found)
+            names.update(f"{node.module}:{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "overlay.binds_first":
+            module = ast.literal_eval(node.args[0])
+            names.add(f"{module}:{EITHER.join(str(keyword.arg) for keyword in node.keywords)}")
+    return sorted(names)
 
 
 def _record(table: Mapping[str, Mapping[str, object]], known: list[str]) -> Record:
-    names = table.get("names", {})  # an overlay that imports nothing leans on nothing
+    names = table.get("names", {})  # an overlay that imports nothing depends on nothing
     for name in names:
         if not _NAME.fullmatch(name):  # it becomes a path below transformers
-            raise TypeError(f"{name!r} is no name of a definition in transformers")
+            raise TypeError(f"{name!r} is not the name of a definition in transformers")
     return Record(_seen(table["files"], known), {name: _seen(names[name], known) for name in names})
 
 
@@ -125,7 +132,7 @@ def _limit(table: Mapping[str, object]) -> Limit:
 
 def _string(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"expected a text, found {value!r:.60}")
+        raise TypeError(f"expected a string, found {value!r:.60}")
     return value
 
 
@@ -150,9 +157,9 @@ def _entries(seen: Seen, known: list[str]) -> Iterator[str]:
 
 
 def _spans(releases: Iterable[str], known: list[str]) -> Iterator[str]:
-    """Runs of three and more neighbours as one item."""
+    """Join runs of three or more consecutive releases into one item."""
     places = sorted(known.index(release) for release in releases)
-    # neighbours keep the difference between their place and their rank
+    # in a run of consecutive releases, index minus rank is constant
     for _, run in itertools.groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
         names = [known[place] for _, place in run]
         yield from [f"{names[0]}{_SPAN}{names[-1]}"] if len(names) > 2 else names
@@ -165,7 +172,7 @@ def _listed(key: str, items: Iterable[str]) -> Iterator[str]:
         yield whole
     else:
         yield f"{key} = ["
-        # a span is one word to the wrapping
+        # protect the spaces of a span from wrapping
         wrapped = textwrap.wrap(
             f"{quoted},".replace(_SPAN, _SPAN.replace(" ", "\0")),
             width=116,

@@ -1,10 +1,11 @@
-"""What a command will do to which file, as data: the dry run, the JSON and the real run share it.
+"""The plan of a command as data, which the dry run, the JSON output and the real run share.
 
-Pure. Installing and removing are each other's inverse by construction: one's `before` is the other's `after`.
+Pure functions. Installing and removing are inverse by construction: the `before` of one is the `after` of the other.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,7 +25,7 @@ class Verb(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One file and the bytes that it gets."""
+    """One file, with its content before and after."""
 
     verb: Verb
     model: str
@@ -49,7 +50,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that one command does. Nothing is written while `refusals` is not empty."""
+    """Everything that a command does. Nothing is written unless `refusals` is empty."""
 
     command: str
     installation: Installation
@@ -63,7 +64,7 @@ class Plan:
         return tuple(action for action in self.actions if action.verb is not Verb.KEEP)
 
     def check(self) -> None:
-        """Raise the first refusal, if there is one."""
+        """Raise the first refusal, if any."""
         if self.refusals:
             raise self.refusals[0]
 
@@ -78,12 +79,12 @@ class Plan:
 
 
 def plan_install(installation: Installation, states: Iterable[FileState]) -> Plan:
-    """Add or renew the block of every file, or say why not."""
+    """Plan to add or update the block of every file, or the reason for a refusal."""
     return _plan("install-overlays", installation, states, _refuse_install, _install)
 
 
 def plan_uninstall(installation: Installation, states: Iterable[FileState]) -> Plan:
-    """Take the block off every file that has one, or say why not."""
+    """Plan to remove the block from every file that has one, or the reason for a refusal."""
     return _plan("uninstall-overlays", installation, states, _refuse_writing, _remove)
 
 
@@ -106,12 +107,7 @@ def _refuse_install(state: FileState) -> OverlayError | None:
 
 def _refuse_writing(state: FileState) -> OverlayError | None:
     if state.link is not None:
-        return OverlayError(
-            f"{state.file.name} is a symbolic link, and what it points to may belong to others",
-            facts={"file": state.file, "expected": "an ordinary file", "found": f"a link to {state.link}"},
-            hint="let uv copy instead of link: "
-            f"UV_LINK_MODE=copy uv pip install --reinstall --no-deps transformers=={state.release}",
-        )
+        return _refuse_link(state, state.link)
     if state.installed is Installed.EDITED:
         return OverlayError(
             f"{state.file.name} was edited since its overlay was installed",
@@ -123,6 +119,22 @@ def _refuse_writing(state: FileState) -> OverlayError | None:
             hint=f"run `hf-rocm status --diff {state.model}` to see it, or {state.reinstall()}",
         )
     return None
+
+
+def _refuse_link(state: FileState, link: Path) -> OverlayError:
+    ordinary, label = ("an ordinary file", "file") if link == state.file else ("an ordinary folder", "folder")
+    if link.name == "__pycache__":
+        hint = f"remove the link (rm '{link}'); Python creates the folder again"
+    else:
+        hint = (
+            "let uv copy instead of link: "
+            f"UV_LINK_MODE=copy uv pip install --reinstall --no-deps transformers=={state.release}"
+        )
+    return OverlayError(
+        f"{link.name} is a symbolic link, whose target may be shared",
+        facts={label: link, "expected": ordinary, "found": f"a link to {os.readlink(link)}"},  # noqa: PTH115 (as is)
+        hint=hint,
+    )
 
 
 def _install(state: FileState) -> Action:

@@ -1,6 +1,6 @@
-"""What one stock file is like, on two axes: is our block in it, and does the overlay match it?
+"""The state of a stock file on two axes: whether the block is installed, and whether the overlay matches the file.
 
-Pure: the bytes come from the caller. `survey` reads them from disk.
+Pure functions: the caller passes the bytes. `survey` reads them from disk.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from hf_rocm.overlay.manifest import Seen
 
 
 class Installed(str, Enum):
-    """Is the block in the file?"""
+    """Whether the block is in the file."""
 
     NO = "no"
     YES = "yes"
-    OLD = "old"  # ours and intact, but not what this release of hf-rocm would write
+    OLD = "old"  # intact, but not what this release of hf-rocm would write
+    FOREIGN = "foreign"  # intact and labelled as this release of hf-rocm, but with other code than its overlay
     EDITED = "edited"  # the block, or the stock part above it, is not what was written
 
 
 class Match(str, Enum):
-    """Is the stock part a file that the overlay was made for?"""
+    """Whether the overlay supports the stock part of the file."""
 
-    VERIFIED = "verified"  # the very file of a release that was checked
-    COMPATIBLE = "compatible"  # every definition that the overlay leans on is a known one
+    VERIFIED = "verified"  # the same file as in a verified release
+    COMPATIBLE = "compatible"  # every definition that the overlay depends on is known
     CHANGED = "changed"  # a definition differs, or the file is not as its package delivered it
     UNSUPPORTED = "unsupported"  # no overlay for this release
 
@@ -41,7 +42,7 @@ GOOD = (Match.VERIFIED, Match.COMPATIBLE)
 
 @dataclass(frozen=True)
 class Difference:
-    """One definition that is not what the overlay expects. found: its digest, or None if it is not there."""
+    """One definition that is not what the overlay expects. found: its digest, or None if it does not exist."""
 
     name: str
     file: Path
@@ -55,10 +56,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class FileState:
-    """One stock file.
+    """The state of one stock file.
 
-    data: its bytes, None if it is not there; stock: those bytes without our block; delivered: the hash that the
-    stock part would have if it were as its release delivered it, where it is not; link: what it points to.
+    data: its bytes, None if it does not exist. stock: those bytes without the block. delivered: the hash of the file
+    as its release delivered it, if the stock part differs from that. link: the path that is a symbolic link, if any:
+    the file, its folder, or the folder of its compiled files.
     """
 
     model: str
@@ -73,22 +75,28 @@ class FileState:
     differences: tuple[Difference, ...] = ()
     written: block.Split | None = None
     delivered: str | None = None
-    link: str | None = None
+    link: Path | None = None
 
     @property
     def good(self) -> bool:
-        """Whether what is installed is in order: nothing of ours, or our block on a file that it matches."""
+        """Whether the file is in order: no block, or the current block on a file that it matches."""
         return self.installed is Installed.NO or (self.installed is Installed.YES and self.match in GOOD)
 
     @property
     def root(self) -> Path:
-        """The transformers package that the file is in."""
+        """The transformers package that contains the file."""
         return self.file.parents[2]
 
     @property
     def outgrown(self) -> bool:
-        """Whether upstream changed a definition that the overlay needs, and nobody edited the file."""
+        """Whether upstream changed a definition that the overlay needs, and the file was not edited."""
         return self.match is Match.CHANGED and bool(self.differences) and self.delivered is None
+
+    @property
+    def skippable(self) -> bool:
+        """Whether the file exists, does not match its overlay, and has no block that is edited or does not match."""
+        unpatched = self.installed is Installed.NO and self.data is not None
+        return self.outgrown or (self.match is Match.CHANGED and unpatched)
 
     def rendered(self) -> bytes:
         """The file with this release's block."""
@@ -96,7 +104,7 @@ class FileState:
         return render(self.stock, self.overlay)
 
     def mismatch(self) -> OverlayError | None:
-        """Why the overlay must not be used with this file, in memory or on disk; None if it may."""
+        """Return why the overlay must not be used with this file, in memory or on disk; None if it may."""
         if self.match in GOOD:
             return None
         if self.data is None:
@@ -120,7 +128,7 @@ class FileState:
         cause = "edited" if self.delivered else "edited, or a newer release"
         if not self.differences:
             return DigestMismatch(
-                f"{self.file.name} is not the file that transformers {self.release} was delivered with",
+                f"{self.file.name} differs from the file in transformers {self.release}",
                 facts={
                     "file": self.file,
                     "expected": f"sha256 {self.delivered}",
@@ -155,23 +163,23 @@ class FileState:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Models that hf-rocm has an overlay of, and this transformers no use for it.
+    """Models with an overlay that this transformers can't use.
 
-    absent: it has no such model; stock: it has one that no overlay here is made for, with the reason.
+    absent: models that it lacks. stock: models that no overlay supports in this release, with the reason.
     """
 
     absent: tuple[str, ...] = ()
     stock: Mapping[str, str] = field(default_factory=dict)
 
     def sentences(self, release: str) -> list[str]:
-        """A line for people on each kind, and a line on each reason."""
+        """Return one line about the absent models, and one line per reason."""
         count = len(self.absent)
         what = "1 model with an overlay is" if count == 1 else f"{count} models with an overlay are"
-        found = [f"{what} not in transformers {release}"] if count else []
+        absent = [f"{what} not in transformers {release}"] if count else []
         by_reason: dict[str, list[str]] = {}
         for model, reason in self.stock.items():
             by_reason.setdefault(reason, []).append(model)
-        return found + [f"{', '.join(models)} stay stock: {reason}" for reason, models in by_reason.items()]
+        return absent + [f"{', '.join(models)} stay stock: {reason}" for reason, models in by_reason.items()]
 
     def to_dict(self) -> dict[str, object]:
         return {"absent": list(self.absent), "stock": dict(self.stock)}
@@ -182,7 +190,7 @@ def render(stock: bytes, overlay: Overlay) -> bytes:
 
 
 def describe(seen: Seen) -> str:
-    """Digests in words: `5.4.0–5.23.0 (digest 3f9a…)`."""
+    """Format digests: `5.4.0–5.23.0 (digest 3f9a…)`."""
     return (
         ", or ".join(f"{release_span(releases)} (digest {digest})" for digest, releases in seen.items()) or "no release"
     )
@@ -195,17 +203,19 @@ def examine(
     release: str,
     overlay: Overlay | None,
     data: bytes | None,
-    link: str | None = None,
+    link: Path | None = None,
     recorded_sha256: str | None = None,
     ranges: str = "a supported release",
     find: Callable[[str], Path],
     read: Callable[[Path], bytes | None],
+    overlay_of: Callable[[str], Overlay | None] = lambda identity: None,
 ) -> FileState:
-    """Place one file on the two axes.
+    """Determine the state of one file.
 
-    recorded_sha256: what the package manager recorded for it. find: a module's file; read: a file's bytes.
+    recorded_sha256: the hash that the package manager recorded. find: returns a module's file. read: returns a file's
+    bytes. overlay_of: returns this release's overlay with an id.
     """
-    installed, written, edited = _installed(data, overlay)
+    installed, written, edited = of_block(data, overlay, overlay_of)
     stock = written.stock if written else block.stock_part(data or b"")
     state = FileState(
         model, file, release, overlay, data, stock, installed, Match.UNSUPPORTED, written=written, link=link
@@ -221,7 +231,7 @@ def examine(
     if differences:
         match, detail = Match.CHANGED, f"{', '.join(difference.name for difference in differences)} differs"
     elif delivered not in (None, actual):
-        match, detail = Match.CHANGED, f"not as transformers {release} was delivered"
+        match, detail = Match.CHANGED, f"differs from the file in transformers {release}"
     elif known:
         match, detail = Match.VERIFIED, f"as in {release_span(known)}"
     else:
@@ -230,7 +240,14 @@ def examine(
     return replace(state, match=match, detail=edited or detail, differences=differences, delivered=delivered)
 
 
-def _installed(data: bytes | None, overlay: Overlay | None) -> tuple[Installed, block.Split | None, str]:
+def of_block(
+    data: bytes | None, overlay: Overlay | None, overlay_of: Callable[[str], Overlay | None]
+) -> tuple[Installed, block.Split | None, str]:
+    """Return whether a block is installed and whose it is, the parts of the file, and a reason.
+
+    overlay: the expected overlay. overlay_of: returns this release's overlay with an id. A block that names this
+    release must have exactly the code of that overlay, because anyone can write a block with a valid hash.
+    """
     try:
         parts = block.split(data or b"")
     except OverlayError as error:
@@ -239,11 +256,15 @@ def _installed(data: bytes | None, overlay: Overlay | None) -> tuple[Installed, 
         return Installed.NO, None, ""
     if overlay is not None and render(parts.stock, overlay) == data:
         return Installed.YES, parts, ""
+    if parts.version == __version__:
+        named = overlay_of(parts.overlay)
+        if named is None or render(parts.stock, named) != data:
+            return Installed.FOREIGN, parts, f"its code is not that of hf-rocm {__version__}'s {parts.overlay}"
     return Installed.OLD, parts, ""
 
 
 def _as_delivered(overlay: Overlay, release: str, recorded_sha256: str | None) -> str | None:
-    """The hash that the stock part must have if nobody edited it; None if that is not known."""
+    """The hash that the stock part has unless it was edited; None if it is unknown."""
     if recorded_sha256 is not None:
         return recorded_sha256
     return next((sha256 for sha256, releases in overlay.record.files.items() if release in releases), None)
@@ -257,17 +278,17 @@ def _differences(
     find: Callable[[str], Path],
     read: Callable[[Path], bytes | None],
 ) -> tuple[Difference, ...]:
-    found = []
+    differing = []
     for module, names in _by_module(overlay.record.names).items():
         own = module == overlay.module
         if own and known:
-            continue  # the whole file is a known one
+            continue  # the whole file is known
         file = state.file if own else find(module)
         actual = _digests(state.stock if own else block.stock_part(read(file) or b""), names)
         for name, expected in names.items():
             if actual[name] not in expected:
-                found.append(Difference(name, file, actual[name], expected))
-    return tuple(found)
+                differing.append(Difference(name, file, actual[name], expected))
+    return tuple(differing)
 
 
 def _by_module(names: Mapping[str, Seen]) -> dict[str, dict[str, Seen]]:
@@ -281,5 +302,5 @@ def _by_module(names: Mapping[str, Seen]) -> dict[str, dict[str, Seen]]:
 def _digests(source: bytes, names: Mapping[str, Seen]) -> dict[str, str | None]:
     try:
         return digests(source, names)
-    except (SyntaxError, ValueError):  # not Python (any more): no definition is there
+    except (SyntaxError, ValueError):  # not valid Python: it has no definitions
         return dict.fromkeys(names)

@@ -1,4 +1,4 @@
-"""What is done to a model's weights after loading, and how it is undone.
+"""Changes to a model's weights after loading, and their inverses.
 
-`fuse` joins the linear layers of one module, `prepare` does everything to a whole model and takes it back.
+`fuse` joins the linear layers of one module; `hf_rocm.prepare` prepares a whole model and `restore` undoes it.
 """

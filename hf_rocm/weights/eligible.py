@@ -1,4 +1,4 @@
-"""Why a group of linear layers can't be fused, in a sentence, or None. Cheap, no side effects, no copies."""
+"""Check whether linear layers can be fused; a refusal is a sentence. Cheap, no side effects, no copies."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_rocm.weights.routed import is_ours
+from hf_rocm.layers.weight_group import WeightGroup, lock
+from hf_rocm.weights.instance_forward import is_class_forward, is_ours
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# Compiled kernels are specialised on the addresses of weights being multiples of this.
+# Compiled kernels assume that the addresses of weights are multiples of this.
 ALIGNMENT = 16  # bytes
 
-NO_PARAMETER = "has a weight that is no parameter of its own, as in FSDP with use_orig_params=False"
+NO_PARAMETER = "has a weight that is not a separate parameter, as in FSDP with use_orig_params=False"
 
 
 def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
-    """Why these children of module can't be fused into one matrix."""
+    """Return why these children of a module can't be fused into one matrix, or None."""
     linears: list[Any] = []
     for name in names:
         linear = module._modules.get(name)
@@ -35,23 +36,23 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
     return group_refusal(names, linears)
 
 
-def accepted_forward(linear: nn.Module) -> bool:
-    """Whether the instance has no forward of its own, or only what accelerate leaves where it moves nothing.
+def accepted_forward(module: nn.Module) -> bool:
+    """Whether the instance has no forward, or only a harmless one of accelerate that moves nothing.
 
-    `device_map="auto"` over several devices puts a hook on every layer, also where nothing is offloaded; a hook that
-    was taken off leaves the class's forward as an attribute.
+    `device_map="auto"` over several devices adds a hook to every layer, even if nothing is offloaded; a removed hook
+    leaves the class's forward as an attribute.
     """
-    forward = linear.__dict__.get("forward")
-    if forward is None or is_stock(forward, linear):
+    forward = module.__dict__.get("forward")
+    if forward is None or is_stock(forward, module):
         return True
-    hook = linear.__dict__.get("_hf_hook")
-    weight = linear._parameters.get("weight")
+    hook = module.__dict__.get("_hf_hook")
+    weight = module._parameters.get("weight")
     return (
         isinstance(forward, functools.partial)
         and getattr(forward.func, "__module__", None) == "accelerate.hooks"
         and bool(forward.args)
-        and forward.args[0] is linear
-        and is_stock(linear.__dict__.get("_old_forward"), linear)
+        and forward.args[0] is module
+        and is_stock(module.__dict__.get("_old_forward"), module)
         and (type(hook).__module__, type(hook).__qualname__) == ("accelerate.hooks", "AlignDevicesHook")
         and not getattr(hook, "offload", True)
         and weight is not None
@@ -59,11 +60,19 @@ def accepted_forward(linear: nn.Module) -> bool:
     )
 
 
-def is_stock(forward: object, linear: nn.Module) -> bool:
-    """Whether it is nn.Linear's own forward of this very instance, or ours, which computes the same."""
-    if getattr(forward, "__func__", None) is nn.Linear.forward and getattr(forward, "__self__", None) is linear:
-        return True
-    return is_ours(forward, linear)
+def accept_forward(group: WeightGroup, linear: nn.Module, name: str) -> bool:
+    """Whether an instance forward that was added or removed is harmless; if so, expect it from now on."""
+    if not accepted_forward(linear):
+        return False
+    with lock:
+        forward = linear.__dict__.get("forward")
+        group.parts = tuple(part._replace(forward=forward) if part.name == name else part for part in group.parts)
+    return True
+
+
+def is_stock(forward: object, module: nn.Module) -> bool:
+    """Whether it is the class's forward bound to this instance, or hf_rocm's, which computes the same."""
+    return is_class_forward(forward, module) or is_ours(forward, module)
 
 
 def _same_device(wanted: object, device: torch.device) -> bool:
@@ -76,7 +85,7 @@ def _same_device(wanted: object, device: torch.device) -> bool:
 
 
 def linear_refusal(linear: nn.Module) -> str | None:
-    """The same for one layer, as the rest of a sentence about it."""
+    """Return why one layer can't be fused, as a sentence without its subject, or None."""
     if type(linear) is not nn.Linear:
         return f"is a {type(linear).__module__}.{type(linear).__qualname__}, not a plain nn.Linear"
     if linear._forward_hooks or linear._forward_pre_hooks:
@@ -103,9 +112,9 @@ def _parameter_refusal(parameter: Tensor | None) -> str | None:
 
 
 def tensor_refusal(parameter: Tensor, *, alone: bool = False) -> str | None:
-    """Why this memory can't become part of a block, as the rest of a sentence about it.
+    """Return why this tensor can't become part of a block, as a sentence without its subject, or None.
 
-    alone: nothing else lies in its storage, however large that is.
+    alone: no other tensor uses its storage, so its size does not matter.
     """
     if parameter.is_meta:
         return "is on the meta device"
@@ -123,7 +132,7 @@ def tensor_refusal(parameter: Tensor, *, alone: bool = False) -> str | None:
 
 
 def group_refusal(names: Sequence[str], linears: Sequence[Any]) -> str | None:
-    """Why these can't be one matrix, in a sentence. linears: with a plain weight and bias, each eligible by itself."""
+    """Return why these layers can't be one matrix, or None. linears: individually eligible layers."""
     first = linears[0]
     biased = [name for name, linear in zip(names, linears, strict=True) if linear.bias is not None]
     if biased and len(biased) != len(names):

@@ -1,7 +1,7 @@
-"""Shuffled copies of a mixture's experts, for aiter's `fused_moe`, which reads no other order.
+"""Shuffled copies of a mixture's experts, for aiter's `fused_moe`, which requires that layout.
 
-They double the memory of the experts, so there are none unless the user grants it. What `kept.py` says of going stale
-holds for them as well: they are compared with the weights at every use.
+They double the memory of the experts, so they are made only within the user's budget. As in `shuffled_copy.py`, they
+are compared with the weights in every use, because they can become stale.
 """
 
 from __future__ import annotations
@@ -11,81 +11,91 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_rocm import ops
+from hf_rocm.layers.grouped_linear import live
+from hf_rocm.layers.weight_group import SLOT, WeightGroup, register
 from hf_rocm.ops.moe_shuffled import aiter_refuses
-from hf_rocm.ops.shuffled import Shuffled
 from hf_rocm.overlay import bind
-from hf_rocm.weights.experts import Stacked, stacked
-from hf_rocm.weights.kept import Kept
-
-# In the module's __dict__: two `Kept`, of gate_up and of down; of a copy or an unpickled module two booleans.
-KEPT = "_hf_rocm_experts_kept"
+from hf_rocm.weights.experts import Stacked
+from hf_rocm.weights.shuffled_copy import ExpertCopies
 
 _NAMES = ("gate_up_proj", "down_proj")
 
 
+@register
+class CopiedExperts(WeightGroup):
+    """Copies of the stacked parameters of transformers 5. The copies of a stacked list are in its own group."""
+
+    order = 40
+
+    def __init__(self, copies: ExpertCopies) -> None:
+        self.copies = copies
+
+    @classmethod
+    def form(cls, module: nn.Module, names: tuple[str, ...]) -> str | None:
+        """Form the group of a module with stacked parameters; names is empty."""
+        reason, _ = shuffle(module, left=None)
+        return reason
+
+    @classmethod
+    def restore(cls, module: nn.Module) -> None:
+        group = module.__dict__.get(SLOT)
+        if isinstance(group, CopiedExperts):
+            group.unshuffle(module)
+
+    def shuffled_experts(self, module: nn.Module, x: Tensor) -> tuple[ops.Shuffled, ops.Shuffled] | None:
+        parameters = _parameters(module)
+        return None if parameters is None else self.copies.serve(x, *([parameter] for parameter in parameters))
+
+    def unshuffle(self, module: nn.Module) -> None:
+        self.copies.drop()
+        if module.__dict__.get(SLOT) is self:
+            del module.__dict__[SLOT]
+
+    def nbytes(self, module: nn.Module) -> int:
+        return self.copies.nbytes
+
+    def extra_bytes(self, module: nn.Module) -> int:
+        return self.copies.nbytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (bool, ())  # a copied module has no shuffled copies until it is prepared
+
+
 def is_mixture(module: nn.Module) -> bool:
-    """Whether this module's experts run through ours as one block, a list that was stacked or stacked parameters."""
+    """Whether hf_rocm runs this module's experts as one block: a stacked list, or stacked parameters."""
     binding = bind.binding_of(module)
     return binding is not None and (bool(binding.experts) or _parameters(module) is not None)
 
 
-def shuffle(module: nn.Module, left: int) -> tuple[str | None, int]:
-    """Keep shuffled copies of the experts of a module without any: (why not, bytes). left: how many bytes are free."""
+def shuffle(module: nn.Module, left: int | None) -> tuple[str | None, int]:
+    """Make shuffled copies of a module's experts. Returns (refusal or None, bytes used).
+
+    left: the rest of the budget in bytes; None: no limit.
+    """
     with torch.no_grad():
-        found = _blocks(module)
-    if found is None:
-        return "its experts are not stacked, or not as [gate | up] without biases", 0
-    (gate_up, down), parameters = found
-    if any(parameter.is_inference() for group in parameters for parameter in group):
-        return "it was made under inference_mode, so writes to it aren't counted", 0
-    reason = aiter_refuses(gate_up, down, _top(module))
+        group = live(module)
+    if isinstance(group, Stacked) and group.gate_up_bias is None:
+        blocks, weights = (group.gate_up, group.down), group.weights()
+    else:
+        parameters = None if isinstance(group, Stacked) else _parameters(module)
+        if parameters is None:
+            return "its experts are not stacked, or not as [gate | up] without biases", 0
+        blocks, weights = parameters, ([parameters[0]], [parameters[1]])
+    if any(parameter.is_inference() for part in weights for parameter in part):
+        return "its weights were created under inference_mode, which does not count writes to them", 0
+    reason = aiter_refuses(*blocks, _top(module))
     if reason is not None:
         return reason, 0
-    nbytes = gate_up.nbytes + down.nbytes
-    if nbytes > left:
-        return f"a copy takes {nbytes} bytes, and {left} of the budget are left", 0
-    copies = (Kept(block.flatten(0, 1), group, 0) for block, group in zip((gate_up, down), parameters, strict=True))
-    module.__dict__[KEPT] = tuple(copies)
+    nbytes = sum(block.nbytes for block in blocks)
+    if left is not None and nbytes > left:
+        return f"a copy takes {nbytes} bytes, and {left} bytes of the budget are left", 0
+    copies = ExpertCopies(blocks, weights)
+    if isinstance(group, Stacked):
+        group.copies = copies
+    else:
+        module.__dict__[SLOT] = CopiedExperts(copies)
     return None, nbytes
-
-
-def unshuffle(module: nn.Module) -> None:
-    """Give the memory of the copies back."""
-    for kept in module.__dict__.pop(KEPT, ()):
-        if isinstance(kept, Kept):
-            kept.drop()
-
-
-def shuffled(module: nn.Module, x: Tensor) -> tuple[Shuffled, Shuffled] | None:
-    """The copies as the weights are now, [E, 2I, H] and [E, H, I], or None. x: [T, H], what they are for."""
-    if KEPT not in module.__dict__:
-        return None
-    found = _blocks(module)
-    if found is None:
-        return None
-    pair = []
-    for kept, block, group in zip(module.__dict__[KEPT], *found, strict=True):
-        copy = kept.serves(x, group) if isinstance(kept, Kept) else None
-        if copy is None:
-            return None
-        pair.append(Shuffled(copy.data.view(block.shape)))
-    return pair[0], pair[1]
-
-
-def _blocks(module: nn.Module) -> tuple[tuple[Tensor, Tensor], tuple[list[Tensor], list[Tensor]]] | None:
-    """gate_up [E, 2I, H] and down [E, H, I], and the parameters that they consist of."""
-    held = stacked(module)
-    if isinstance(held, Stacked):
-        if held.gate_up_bias is not None:
-            return None
-        of_expert = [held.parameters[place : place + 3] for place in range(0, len(held.parameters), 3)]
-        pairs = [each for gate, up, _ in of_expert for each in (gate, up)]
-        return (held.gate_up, held.down), (pairs, [each for _, _, each in of_expert])
-    parameters = _parameters(module)
-    if parameters is None:
-        return None
-    gate_up, down = parameters
-    return (gate_up, down), ([gate_up], [down])
 
 
 def _parameters(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:

@@ -1,7 +1,7 @@
-"""Preshuffling a whole model: which weights get aiter's order, as a copy or in place, and the way back.
+"""Shuffle the weights of a whole model for aiter, as copies or in place, and undo it.
 
-A copy costs memory, so there is none unless the user grants a budget, and it serves products of many rows. With a
-threshold of 0 rows the shuffled weight replaces the original and costs nothing. Memory peaks at one layer's weights.
+A copy costs memory, so copies are made only within the user's budget; they serve GEMMs with many rows. With a threshold
+of 0 rows the shuffled weight replaces the original and costs nothing. The peak memory is one layer's weights more.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_rocm import budget as budgets
 from hf_rocm import options
+from hf_rocm.layers.grouped_linear import live
+from hf_rocm.layers.weight_group import SLOT, WeightGroup, kind_in
 from hf_rocm.ops import registry
 from hf_rocm.ops.shuffled import shuffled_refuses
-from hf_rocm.weights import budget as budgets
-from hf_rocm.weights import experts, experts_shuffled, gain, routed
+from hf_rocm.weights import experts_shuffled, preshuffle_heuristics
 from hf_rocm.weights.eligible import linear_refusal
-from hf_rocm.weights.fuse import STATE, fused
-from hf_rocm.weights.kept import SHUFFLED, Kept, unwatch
-from hf_rocm.weights.replaced import GROUP, Group, Replaced, break_up, is_group, replace, replace_group
-from hf_rocm.weights.sharing import first_shared, shared
+from hf_rocm.weights.fuse import Fused
+from hf_rocm.weights.fused_storage import is_aliased
+from hf_rocm.weights.shuffled_copy import ShuffledCopy, clear_copied, unwatch
+from hf_rocm.weights.shuffled_parameter import ShuffledGroup, ShuffledLinear
+from hf_rocm.weights.tied_weights import first_shared, shared
 
 
 class Settings(NamedTuple):
-    """What was asked for. budget: bytes; threshold: rows, 0 replaces, -1 shuffles nothing."""
+    """Validated settings. budget: bytes. threshold: rows; 0: replace the original, -1: shuffle nothing."""
 
     mode: str
     budget: int
@@ -32,9 +35,9 @@ class Settings(NamedTuple):
 
 
 def settings(model: nn.Module, mode: Any = None, budget: Any = None, before: Any = None) -> Settings:
-    """The arguments, checked; without any what the model was prepared with before; else the options.
+    """Validate the arguments. Defaults: the settings with which the model was prepared before, else the options.
 
-    before: the account of last time, if there was one. Raises `OptionError`.
+    before: the report of the earlier `preshuffle`, or None. Raises `OptionError`.
     """
     if mode is None and budget is None and before is not None:
         return Settings(*(before[name] for name in Settings._fields))
@@ -48,14 +51,14 @@ def settings(model: nn.Module, mode: Any = None, budget: Any = None, before: Any
     )
 
 
-def preshuffle(model: nn.Module, asked: Settings) -> dict[str, Any]:
-    """Shuffle what is eligible, in place. Returns the account of it in plain builtins.
+def preshuffle(model: nn.Module, wanted: Settings) -> dict[str, Any]:
+    """Shuffle the eligible weights of a model in place. Returns a report in plain builtins.
 
-    Shuffled before with other settings: that is undone first. With the same: what is still in force stays.
+    Weights that were shuffled with other settings are restored first; those with the same settings are kept.
     """
-    if asked.mode == "off" or asked.threshold < 0 or not (asked.budget or asked.threshold == 0):
+    if wanted.mode == "off" or wanted.threshold < 0 or not (wanted.budget or wanted.threshold == 0):
         unshuffle(model)
-        return _account(asked, {}, {}, 0)
+        return _report(wanted, {}, {}, 0)
     done: dict[str, str] = {}
     skipped: dict[str, str] = {}
     used = 0
@@ -65,183 +68,163 @@ def preshuffle(model: nn.Module, asked: Settings) -> dict[str, Any]:
         if id(module) in grouped:
             continue
         if experts_shuffled.is_mixture(module):
-            reason, cost = _shuffle_experts(module, asked, asked.budget - used, others)
+            reason, cost = _shuffle_experts(module, wanted, wanted.budget - used, others)
             if reason is None:
                 done[f"{path} (experts)"] = "a copy"
                 used += cost
             else:
                 skipped[f"{path} (experts)"] = reason
-        names = _group(module)
+        names = _names(module)
         if names:
             grouped.update(id(module._modules[name]) for name in names)
         elif type(module) is not nn.Linear:
             continue
         label = f"{path} ({' + '.join(names)})" if names else path
-        reason, cost = _shuffle(module, names, asked, asked.budget - used, others, path)
+        reason, cost = _shuffle(module, names, wanted, wanted.budget - used, others, path)
         if reason is None:
-            done[label] = "in place of the original" if asked.threshold == 0 else "a copy"
+            done[label] = "in place of the original" if wanted.threshold == 0 else "a copy"
             used += cost
         else:
             skipped[label] = reason
-    return _account(asked, done, skipped, used)
+    return _report(wanted, done, skipped, used)
 
 
 def unshuffle(model: nn.Module) -> None:
-    """Take every shuffled weight back: the same parameters, the same bytes."""
+    """Restore every shuffled weight: the same parameters with the same bytes."""
     for module in model.modules():
-        experts_shuffled.unshuffle(module)
-        break_up(module)
-        kept = getattr(module.__dict__.get(STATE), "kept", None)
-        if kept is not None:
-            kept.drop()
-            module.__dict__[STATE].kept = None
-        if SHUFFLED in module.__dict__:
-            _unshuffle_linear(module)
+        group = _group_in(module)
+        if group is not None:
+            group.unshuffle(module)
+        clear_copied(module)
     unwatch()
 
 
-def _unshuffle_linear(linear: nn.Module) -> None:
-    held = linear.__dict__.get(SHUFFLED)
-    if isinstance(held, Kept):
-        held.drop()
-    elif isinstance(held, Replaced):
-        held.weight.stock()
-    linear.__dict__.pop(SHUFFLED, None)
-    routed.release(linear)
-
-
 def in_force(model: nn.Module) -> int:
-    """How many products of the model run on shuffled weights at this moment. For `explain`."""
-    groups = [module.__dict__[GROUP] for module in model.modules() if GROUP in module.__dict__]
-    members = {id(weight) for group in groups if isinstance(group, Group) for weight in group.weights}
-    return sum(
-        shuffled_weight(module) is not None
-        for module in model.modules()
-        if id(module._parameters.get("weight")) not in members
-    )
+    """Count the GEMMs of the model that use shuffled weights now. For `explain`."""
+    groups = [(module, _group_in(module)) for module in model.modules()]
+    members = {
+        id(part.layer(module))
+        for module, group in groups
+        if group is not None and _runs_shuffled(module, group)
+        for part in group.parts
+    }
+    return sum(shuffled_weight(module) is not None for module in model.modules() if id(module) not in members)
 
 
 def shuffled_weight(module: nn.Module) -> tuple[Tensor, Tensor | None, str] | None:
-    """(shuffled [N, K], bias, the names of a group or nothing) of a module that runs on one now. For `explain`."""
-    group = module.__dict__.get(GROUP)
-    if isinstance(group, Group) and group.intact(module):
-        return group.whole.data, group.bias, f"{' + '.join(group.names)}, "
-    held: Any = module.__dict__.get(STATE)
-    kept = getattr(held, "kept", None)
-    if kept is not None and kept.shuffled is not None:
-        return kept.shuffled.data, held.bias, f"{' + '.join(held.names)}, "
-    alone: Any = module.__dict__.get(SHUFFLED)
-    if isinstance(alone, Replaced) and module._parameters.get("weight") is not alone.weight:
+    """Return (shuffled weight [N, K], bias, the names of its group) if the module uses one now. For `explain`."""
+    group = _group_in(module)
+    data = None if group is None else group.shuffled_data(module)
+    if group is None or data is None:
         return None
-    if isinstance(alone, (Kept, Replaced)) and alone.shuffled is not None:
-        return alone.shuffled.data, module._parameters["bias"], ""
-    return None
+    if group.names:
+        return data, group.bias, f"{' + '.join(group.names)}, "
+    return data, module._parameters["bias"], ""
+
+
+def _runs_shuffled(module: nn.Module, group: WeightGroup) -> bool:
+    return bool(group.names) and group.shuffled_data(module) is not None
+
+
+def _group_in(module: nn.Module) -> WeightGroup | None:
+    group = module.__dict__.get(SLOT)
+    return group if isinstance(group, WeightGroup) else None
 
 
 def _inside_experts(model: nn.Module) -> set[int]:
-    """Experts that are stacked are read as one block, by kernels with an order of their own."""
-    mixtures = [module for module in model.modules() if experts.STATE in module.__dict__]
-    members = [member for mixture in mixtures for member in experts.members(mixture)]
-    return {id(each) for member in members for each in member.modules()}
+    """The ids of modules of stacked experts: kernels with their own layout read these as one block."""
+    kinds = ((module, kind_in(module)) for module in model.modules())
+    return {id(member) for module, kind in kinds if kind is not None for member in kind.covers(module)}
 
 
-def _group(module: nn.Module) -> tuple[str, ...]:
-    """The names of the layers that this module runs as one product, if it does."""
-    group = module.__dict__.get(GROUP)
-    if isinstance(group, Group) and group.intact(module):
-        return group.names
+def _names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the layers that this module runs as one GEMM of plain or shuffled weights; empty if none."""
     with torch.no_grad():
-        held = fused(module)
-    return () if held is None else held.names
+        group = live(module)
+    return group.names if isinstance(group, (Fused, ShuffledGroup)) else ()
 
 
 def _shuffle(
-    module: nn.Module, names: tuple[str, ...], asked: Settings, left: int, others: dict[int, str], path: str
+    module: nn.Module, names: tuple[str, ...], wanted: Settings, left: int, others: dict[int, str], path: str
 ) -> tuple[str | None, int]:
-    """(why not, bytes): shuffles one group (names) or one linear layer."""
-    in_place = asked.threshold == 0
-    if _is_so(module, names, asked):
-        return None, 0 if in_place else _kept(module).nbytes
+    """Shuffle one fused group or one linear layer. Returns (refusal or None, bytes of the copy)."""
+    in_place = wanted.threshold == 0
+    if _is_shuffled(module, names, wanted):
+        copy = _copy_of(module)
+        return None, 0 if in_place or copy is None else copy.extra_bytes(module)
     _clear(module, names)
     with torch.no_grad():
-        held = fused(module) if names else None
-    if names and held is None:
-        return "its layers don't run as one product", 0
-    if held is None:
+        group = live(module) if names else None
+    if names and not isinstance(group, Fused):
+        return "its layers don't run as one GEMM", 0
+    if group is None:
         reason = _linear_refuses(module, others, path)
         if reason is not None:
             return reason, 0
-    weight: Any = module._parameters["weight"] if held is None else held.weight
-    bias: Any = module._parameters["bias"] if held is None else held.bias
-    parameters = [weight] if held is None else [module._modules[name].weight for name in names]  # type: ignore[union-attr]
-    reason = _refuses(parameters, weight, bias, asked, held)
+    weight: Any = module._parameters["weight"] if group is None else group.weight
+    bias: Any = module._parameters["bias"] if group is None else group.bias
+    parameters = [weight] if group is None else [module._modules[name].weight for name in names]  # type: ignore[union-attr]
+    reason = _refuses(parameters, weight, bias, wanted, group)
     if reason is not None:
         return reason, 0
+    if any(is_aliased(parameter) for parameter in parameters):
+        return "other tensors share the memory of its weights (another model, or a state dict in use?)", 0
     if in_place:
-        if held is None:
-            linear: Any = module
-            replace(linear)
-            routed.attach(linear)
-        else:
-            _replace_group(module, names, held)
-        return None, 0
+        del group, weight
+        return (ShuffledGroup if names else ShuffledLinear).form(module, names), 0
     if weight.nbytes > left:
-        return f"a copy takes {weight.nbytes} bytes, and {left} of the budget are left", 0
-    kept = Kept(weight, parameters, asked.threshold)
-    if held is None:
-        module.__dict__[SHUFFLED] = kept
-        routed.attach(module)
+        return f"a copy takes {weight.nbytes} bytes, and {left} bytes of the budget are left", 0
+    if isinstance(group, Fused):
+        group.copy = ShuffledCopy(weight, parameters, wanted.threshold)
     else:
-        held.kept = kept
+        ShuffledCopy.form(module, (), wanted.threshold)
     return None, weight.nbytes
 
 
-def _shuffle_experts(module: nn.Module, asked: Settings, left: int, others: dict[int, str]) -> tuple[str | None, int]:
-    """(why not, bytes): copies only, whatever the threshold, and for any number of tokens."""
-    experts_shuffled.unshuffle(module)  # of other settings, or of weights that were written to since
-    parameters = [parameter for each in module.modules() for parameter in each.parameters(recurse=False)]
+def _shuffle_experts(module: nn.Module, wanted: Settings, left: int, others: dict[int, str]) -> tuple[str | None, int]:
+    """Make shuffled copies of experts, which serve any number of tokens. Returns (refusal or None, bytes)."""
+    group = _group_in(module)
+    if group is not None:
+        group.unshuffle(module)  # it has other settings, or its weights were written to
+    parameters = [parameter for member in module.modules() for parameter in member.parameters(recurse=False)]
     reason = first_shared(parameters, others)
-    if reason is None and asked.mode == "auto":
+    if reason is None and wanted.mode == "auto":
         reason = "no gain is known for experts: preshuffle='all' shuffles them"
     return (reason, 0) if reason is not None else experts_shuffled.shuffle(module, left)
 
 
-def _is_so(module: nn.Module, names: tuple[str, ...], asked: Settings) -> bool:
-    """Whether it is shuffled as asked for already. A copy's contents are compared: `.data` may have been written."""
-    if asked.threshold == 0:
-        if names:
-            return is_group(module, names)
-        held = module.__dict__.get(SHUFFLED)
-        return isinstance(held, Replaced) and module._parameters.get("weight") is held.weight
-    kept = _kept(module)
-    if not isinstance(kept, Kept) or kept.threshold != asked.threshold:
+def _is_shuffled(module: nn.Module, names: tuple[str, ...], wanted: Settings) -> bool:
+    """Whether it is already shuffled with these settings. A copy's values are compared: `.data` may have changed."""
+    group = _group_in(module)
+    if wanted.threshold == 0:
+        kind = ShuffledGroup if names else ShuffledLinear
+        return group is not None and type(group) is kind and group.shuffled_data(module) is not None
+    copy = _copy_of(module)
+    if copy is None or copy.threshold != wanted.threshold:
         return False
     linears: list[Any] = [module._modules[name] for name in names] if names else [module]
     weights = [linear._parameters["weight"] for linear in linears]
-    if not all(type(weight) is nn.Parameter for weight in weights) or not kept.follows(weights):
+    if not all(type(weight) is nn.Parameter for weight in weights) or not copy.follows(weights):
         return False
-    if kept.shuffled is not None and not torch.equal(kept.shuffled.plain(), kept.source):
-        kept.renew()
+    if copy.shuffled is not None and not torch.equal(copy.shuffled.plain(), copy.source):
+        copy.renew()
     return True
 
 
-def _kept(module: nn.Module) -> Any:
-    return getattr(module.__dict__.get(STATE), "kept", None) or module.__dict__.get(SHUFFLED)
+def _copy_of(module: nn.Module) -> ShuffledCopy | None:
+    group = module.__dict__.get(SLOT)
+    copy = group.copy if isinstance(group, Fused) else group
+    return copy if isinstance(copy, ShuffledCopy) else None
 
 
 def _clear(module: nn.Module, names: tuple[str, ...]) -> None:
-    """Undo what other settings did to this one, or what was done to its layers before they formed a group."""
-    break_up(module)
-    for name in names:
-        child: Any = module._modules[name]
-        if SHUFFLED in child.__dict__:
-            _unshuffle_linear(child)
-    held: Any = module.__dict__.get(STATE)
-    if getattr(held, "kept", None) is not None:
-        held.kept.drop()
-        held.kept = None
-    if SHUFFLED in module.__dict__:
-        _unshuffle_linear(module)
+    """Restore what was shuffled with other settings, and layers that were shuffled before they formed a group."""
+    for member in (*(module._modules[name] for name in names), module):
+        group = None if member is None else _group_in(member)
+        if member is not None and group is not None:
+            group.unshuffle(member)
+        elif member is not None:
+            clear_copied(member)
 
 
 def _linear_refuses(linear: nn.Module, others: dict[int, str], path: str) -> str | None:
@@ -253,24 +236,17 @@ def _linear_refuses(linear: nn.Module, others: dict[int, str], path: str) -> str
     return first_shared(linear._parameters.values(), others)
 
 
-def _refuses(parameters: list[Any], weight: Any, bias: Any, asked: Settings, held: Any) -> str | None:
-    """Why this weight isn't shuffled, whatever the budget."""
+def _refuses(parameters: list[Any], weight: Any, bias: Any, wanted: Settings, group: WeightGroup | None) -> str | None:
+    """Return why this weight is not shuffled, apart from the budget, or None."""
     if any(parameter.is_inference() for parameter in parameters):
-        return "it was made under inference_mode, so writes to it aren't counted"
-    if held is not None and any(size % 16 for size in held.sizes):
-        return "its layers don't have multiples of 16 outputs"
+        return "its weights were created under inference_mode, which does not count writes to them"
+    if group is not None and any(size % 16 for size in group.sizes):
+        return "the output sizes of its layers are not multiples of 16"
     reason = shuffled_refuses(weight, bias)
-    if reason is None and asked.mode == "auto":
-        reason = gain.unknown(weight, registry.device_of(weight))
+    if reason is None and wanted.mode == "auto":
+        reason = preshuffle_heuristics.unknown(weight, registry.device_of(weight))
     return reason
 
 
-def _replace_group(module: nn.Module, names: tuple[str, ...], held: Any) -> None:
-    module.__dict__.pop(STATE, None)
-    replace_group(module, names, held)
-    for name in names:
-        routed.attach(module._modules[name])
-
-
-def _account(asked: Settings, done: dict[str, str], skipped: dict[str, str], used: int) -> dict[str, Any]:
-    return {**asked._asdict(), "shuffled": done, "skipped": skipped, "bytes": used}
+def _report(wanted: Settings, done: dict[str, str], skipped: dict[str, str], used: int) -> dict[str, Any]:
+    return {**wanted._asdict(), "shuffled": done, "skipped": skipped, "bytes": used}

@@ -1,52 +1,57 @@
-"""Which linear layers of a model go to 8 bits, and which together: a plan, and a reason for each that is left."""
+"""Plan which linear layers of a model are quantised, and which together, with a reason for every other layer."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_rocm.overlay import bind
 from hf_rocm.weights.eligible import linear_refusal
-from hf_rocm.weights.sharing import first_shared, shared
+from hf_rocm.weights.tied_weights import first_shared, shared
 
-# Parts of a name that stand for what decides or is rarely run: a router's rounding sends tokens elsewhere.
+# Parts of the names of layers that are not quantised. Rounding a router would send tokens to other experts.
 _STAYS = {
     "gate": "it is a router",
     "router": "it is a router",
     "shared_expert_gate": "it is a router",
-    "experts": "experts stay as they are",
+    "experts": "experts are not quantised",
 }
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MULTIPLE = 16  # of N and K: what every 8-bit product needs
+_MULTIPLE = 16  # of N and K: the requirement of every GEMM
 
 
 class Group(NamedTuple):
-    """Layers of one module that will lie in one weight."""
+    """Layers of one module that are quantised into one weight."""
 
     module: nn.Module
     path: str
     names: tuple[str, ...]
 
 
-def plan(model: nn.Module, exclude: Sequence[str]) -> tuple[list[Group], dict[str, str]]:
-    """What will be quantised together, and every other linear layer with the reason why it isn't."""
-    others, left, found = shared(model), dict[str, str](), list[Group]()
+def plan(
+    model: nn.Module, exclude: Sequence[str], refuses: Callable[[Tensor], str | None]
+) -> tuple[list[Group], dict[str, str]]:
+    """Return the groups to quantise, and the reason for every other linear layer.
+
+    refuses: why the encoding can't be used for a weight, or None.
+    """
+    others, left, groups = shared(model), dict[str, str](), list[Group]()
     repeated = tuple(path + "." for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
     wide = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     wide += tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for path, module in model.named_modules():
-        if any(name.endswith("proj") and each.dim() == 3 for name, each in module.named_parameters(recurse=False)):
-            left[path] = _STAYS["experts"]  # all of them in one tensor
+        if any(name.endswith("proj") and weight.dim() == 3 for name, weight in module.named_parameters(recurse=False)):
+            left[path] = _STAYS["experts"]  # stacked in one tensor
         eligible = []
         for name, child in module._modules.items():
             if not isinstance(child, nn.Linear):
                 continue
             full = f"{path}.{name}" if path else name
-            reason = _stays(full, child, repeated, wide, exclude, others)
+            reason = _stays(full, child, repeated, wide, exclude, others) or refuses(child.weight)
             if reason is None:
                 eligible.append(name)
             else:
@@ -54,10 +59,10 @@ def plan(model: nn.Module, exclude: Sequence[str]) -> tuple[list[Group], dict[st
         binding = bind.binding_of(module)
         together = tuple(binding.fuses) if binding is not None else ()
         if together and set(together) <= set(eligible) and _alike(module, together):
-            found.append(Group(module, path, together))
+            groups.append(Group(module, path, together))
             eligible = [name for name in eligible if name not in together]
-        found += [Group(module, path, (name,)) for name in eligible]
-    return found, left
+        groups += [Group(module, path, (name,)) for name in eligible]
+    return groups, left
 
 
 def _stays(
@@ -68,18 +73,18 @@ def _stays(
     exclude: Sequence[str],
     others: dict[int, str],
 ) -> str | None:
-    """Why this layer keeps its dtype, or None."""
+    """Return why this layer keeps its dtype, or None."""
     parts = path.split(".")
-    for each in exclude:
-        if each in parts or fnmatch.fnmatchcase(path, each):
-            return f"excluded by {each!r}"
+    for pattern in exclude:
+        if pattern in parts or fnmatch.fnmatchcase(path, pattern):
+            return f"excluded by {pattern!r}"
     if not path.startswith(repeated):
-        return "it is no part of a repeated block"
+        return "it is not part of a repeated block"
     for part in parts:
         if part in _STAYS:
             return _STAYS[part]
         if part in wide:
-            return "its model keeps it in fp32"
+            return "the model keeps it in fp32"
     if parts[-1] == "base_layer":
         return "it is the base of an adapter, which may be merged into it"
     reason = linear_refusal(linear)
@@ -89,12 +94,12 @@ def _stays(
     if weight.dtype not in _DTYPES:
         return f"its weight is {weight.dtype}"
     if weight.shape[0] % _MULTIPLE or weight.shape[1] % _MULTIPLE:
-        return f"{weight.shape[0]} × {weight.shape[1]} are no multiples of {_MULTIPLE}"
+        return f"its sizes {weight.shape[0]} × {weight.shape[1]} are not multiples of {_MULTIPLE}"
     return first_shared(linear.parameters(), others)
 
 
 def _alike(module: nn.Module, names: Sequence[str]) -> bool:
-    """Whether these layers can lie in one weight."""
+    """Whether these layers can be quantised into one weight."""
     linears: list[Any] = [module._modules[name] for name in names]
-    kinds = {(each.in_features, each.weight.dtype, each.weight.device, each.bias is None) for each in linears}
+    kinds = {(item.in_features, item.weight.dtype, item.weight.device, item.bias is None) for item in linears}
     return len(kinds) == 1

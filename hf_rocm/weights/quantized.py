@@ -1,102 +1,44 @@
-"""Linear layers in 8 bits: the modules that take the places of `nn.Linear`, and the product of a whole group.
+"""Linear layers in 8 or 4 bits: the modules that replace `nn.Linear`, and the GEMM of a whole group.
 
-The 8-bit rows of layers that read the same input lie in one `QuantizedWeight`, which all of them hold: called one by
-one they multiply their own rows, and `product` multiplies all at once.
+Layers with the same input share one `QuantizedWeight`. Called one by one, they multiply their own rows; the group
+multiplies all rows at once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from hf_rocm import ops
-from hf_rocm.ops.eight_bit import dequantize_rows, quantize_rows, shuffle_rows, unshuffle_rows
-from hf_rocm.ops.quantized import QuantizedSpec
+from hf_rocm.arguments import require_module
+from hf_rocm.errors import OptionError
+from hf_rocm.layers.grouped_linear import hooks_on_all
+from hf_rocm.layers.weight_group import SLOT, PackedLinear, WeightGroup, names_in, register
+from hf_rocm.ops.four_bit import INT4
+from hf_rocm.ops.quantized import ROUNDED_FROM, keeps_rows
+from hf_rocm.ops.quantized_torch import QuantizedSpec
+from hf_rocm.overlay import bind
+from hf_rocm.weights.eligible import refusal
+from hf_rocm.weights.encoding import QuantizedWeight
+from hf_rocm.weights.fuse import fuse
 
-# In the __dict__ of a module: the names of its children that lie in one `QuantizedWeight`.
-GROUP = "_hf_rocm_quantized"
+# The key of a report, as plain builtins, in the model's __dict__; `explain` reads it.
+REPORT = "_hf_rocm_quantization"
 
-CHUNK = 2**22  # elements that are rounded at once: in fp32 they take 16 MiB
-
-_hooks_on_all = torch_module._global_forward_hooks
-_pre_hooks_on_all = torch_module._global_forward_pre_hooks
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _log = logging.getLogger("hf_rocm")
 
 
-class QuantizedWeight(nn.Module):
-    """data: [N, K] int8 or fp8, perhaps in aiter's order; scale: [N] fp32; bias: [N] or None.
+class QuantizedLinear(PackedLinear):
+    """Replaces an `nn.Linear`: some rows of a `QuantizedWeight`.
 
-    Its buffers are no part of a state dict: the layers put the weights there in their own dtype.
-    """
-
-    data: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None, *, shuffled: bool) -> None:
-        super().__init__()
-        self.register_buffer("data", data, persistent=False)
-        self.register_buffer("scale", scale, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
-        self.shuffled = shuffled
-
-    def forward(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """The outputs of the rows from start to stop: [..., stop - start] for x: [..., K]."""
-        held: Any = self._buffers  # an attribute of a module takes longer to find
-        data, scale, bias = held["data"], held["scale"], held["bias"]
-        if start or stop is not None:
-            data, scale = data[start:stop], scale[start:stop]
-            bias = None if bias is None else bias[start:stop]
-        if torch.is_autocast_enabled(x.device.type):  # as F.linear does
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return ops.quantized_linear(x, data, scale, bias, shuffled=self.shuffled)
-
-    def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """These rows as what they stand for, a new tensor [stop - start, K]."""
-        rows = self.data[start:stop]
-        return dequantize_rows(unshuffle_rows(rows) if self.shuffled else rows, self.scale[start:stop], dtype)
-
-    def write(self, start: int, weight: Tensor) -> None:
-        """Round a weight [N_i, K] into the rows from start on, a few at a time."""
-        step = max(16, CHUNK // weight.shape[1] // 16 * 16)  # a shuffled tile has 16 rows
-        for first in range(0, len(weight), step):
-            part = weight[first : first + step].to(self.scale.device)
-            rows, scale = quantize_rows(part, self.data.dtype)
-            place = slice(start + first, start + first + len(part))
-            self.data[place] = shuffle_rows(rows) if self.shuffled else rows
-            self.scale[place] = scale.flatten()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # plain pickle knows no fp8
-        buffers = {**self._buffers, "data": self.data.view(torch.int8)}
-        return {**self.__dict__, "_buffers": buffers, "format": self.data.dtype}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        format = state.pop("format")
-        super().__setstate__(state)
-        self._buffers["data"] = self.data.view(format)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
-        """`.to()` and the like move the 8 bits and their scales, but never change their dtypes."""
-        device = fn(self.scale.new_empty(0)).device
-        for name in ("data", "scale"):
-            self._buffers[name] = getattr(self, name).to(device)
-        if self.bias is not None:
-            self._buffers["bias"] = fn(self.bias)
-        return self
-
-
-class QuantizedLinear(nn.Module):
-    """In the place of an `nn.Linear`: some rows of a `QuantizedWeight`.
-
-    state dicts hold the weight in its own dtype, on the CPU: what the 8 bits stand for, or the original if it was kept.
-    A weight that is loaded is rounded again.
+    State dicts contain the weight in its own dtype on the CPU: the original if it was kept, else the dequantised
+    weight. A loaded weight is quantised again.
     """
 
     quantized: QuantizedWeight
@@ -107,22 +49,30 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.start = start
         self.dtype = linear.weight.dtype
-        self.replaced = (linear,)  # in a tuple: it is no child; its parameters are empty, or on the CPU if kept
-        self.follows = "_hf_hook" in linear.__dict__  # accelerate brought the input to this layer's device
+        self.replaced = (linear,)  # a tuple, so that it is not a child; its parameters are empty, or on the CPU if kept
+        self.follows = "_hf_hook" in linear.__dict__  # accelerate moved the input to this layer's device
         self.warns = warns
         self.training = linear.training
 
     def forward(self, x: Tensor) -> Tensor:
         if self.follows:
             x = x.to(self.quantized.scale.device)
-        alone = self.out_features == len(self.quantized.scale)
-        rows = () if alone else (self.start, self.start + self.out_features)
-        result: Tensor = self.quantized(x, *rows)
+        result: Tensor = self.quantized(x, *self._rows())
         return result
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        if self.follows:
+            return residual + self.forward(x)
+        result: Tensor = self.quantized(x, *self._rows(), residual=residual)
+        return result
+
+    def _rows(self) -> tuple[int, ...]:
+        alone = self.out_features == len(self.quantized.scale)
+        return () if alone else (self.start, self.start + self.out_features)
 
     @property
     def weight(self) -> Tensor:
-        """What the 8 bits stand for, a new tensor at each access: [N, K] in the dtype that the layer had."""
+        """The dequantised weight [N, K] in the layer's original dtype; a new tensor in every access."""
         return self.quantized.read(self.start, self.start + self.out_features, self.dtype)
 
     @property
@@ -132,11 +82,11 @@ class QuantizedLinear(nn.Module):
 
     @property
     def kept(self) -> bool:
-        """Whether the original is still there, on the CPU."""
+        """Whether the original weight is kept on the CPU."""
         return self.replaced[0].weight.numel() > 0
 
     def original(self) -> nn.Linear:
-        """The layer that this one replaced, with the original parameters, or with what the 8 bits stand for."""
+        """Return the layer that this one replaced, with its original parameters or with dequantised ones."""
         linear = self.replaced[0]
         device = self.quantized.scale.device
         with torch.no_grad(), torch.inference_mode(linear.weight.is_inference()):
@@ -147,7 +97,8 @@ class QuantizedLinear(nn.Module):
         return linear
 
     def extra_repr(self) -> str:
-        kind = str(self.quantized.data.dtype).removeprefix("torch.")
+        data = self.quantized.data
+        kind = "4 bits" if data.dtype == INT4 else str(data.dtype).removeprefix("torch.")
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
@@ -157,7 +108,7 @@ class QuantizedLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.warns and not self.kept:
-            _log.warning("the state dict of an 8-bit model holds its rounded weights in %s", self.dtype)
+            _log.warning("the state dict of a quantised model contains its rounded weights in %s", self.dtype)
         weight = self.replaced[0].weight.detach() if self.kept else self.weight.cpu()
         destination[prefix + "weight"] = weight.to(self.dtype)
         if self.bias is not None:
@@ -203,55 +154,159 @@ class QuantizedLinear(nn.Module):
             self.bias.copy_(value)
 
 
+@register
+class Quantized(WeightGroup):
+    """The layers of a module that share one `QuantizedWeight`. It has no addresses: the layers reference the weight."""
+
+    order = 10
+
+    def __init__(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+        self.names, self.sizes = names, sizes
+
+    @classmethod
+    def names_for(cls, module: nn.Module, binding: Any) -> tuple[str, ...]:
+        return tuple(binding.fuses) if binding.fuses and group_of(module) is not None else ()
+
+    @classmethod
+    def form(cls, module: nn.Module, names: tuple[str, ...]) -> str | None:
+        return refusal(module, names)  # `quantize` forms it; there is nothing to fuse in it
+
+    @classmethod
+    def restore(cls, module: nn.Module) -> None:
+        for name in names_in(module):
+            child = module._modules.get(name)
+            if isinstance(child, QuantizedLinear):
+                module._modules[name] = child.original()
+        module.__dict__.pop(SLOT, None)
+
+    @classmethod
+    def restore_model(cls, model: nn.Module) -> None:
+        """Raise `OptionError`, without changing anything, if the original weights were not kept."""
+        gone = [path for path, layer in layers(model) if not layer.kept]
+        if gone:
+            raise OptionError(
+                "this model was quantised, and its original weights were not kept",
+                facts={"layers": f"{len(gone)}, first {gone[0]}"},
+                hint='load it again, or quantise with keep="cpu"; hf_rocm.dequantize(model) makes ordinary layers of '
+                "the rounded weights, after which restore works",
+            )
+        dequantize(model)
+
+    def shared_weight(self, module: nn.Module) -> QuantizedWeight | None:
+        """Return the weight that the layers share, or None if a layer was changed."""
+        children = module.__dict__["_modules"]
+        shared = None
+        for name in self.names:
+            child = children.get(name)
+            if child.__class__ is not QuantizedLinear:
+                return None
+            its = child.__dict__
+            if its["_forward_hooks"] or its["_forward_pre_hooks"] or "forward" in its:
+                return None
+            weight: QuantizedWeight = its["_modules"]["quantized"]
+            if shared is not None and weight is not shared:
+                return None
+            shared = weight
+        return shared
+
+    def multiply(self, module: nn.Module, x: Tensor, norm: ops.Norm | None, activation: str | None) -> Tensor | None:
+        weight = None if hooks_on_all() else self.shared_weight(module)
+        if weight is None:
+            return None
+        children: Any = module._modules
+        if children[self.names[0]].follows:
+            return super().multiply(module, x, norm, activation)
+        joined: Tensor = weight(x, norm=norm, activation=activation)
+        return joined
+
+    def linear(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        weight = None if hooks_on_all() else self.shared_weight(module)
+        if weight is None:
+            return None
+        children: Any = module._modules
+        joined: Tensor = weight(x.to(weight.scale.device) if children[self.names[0]].follows else x)
+        return joined
+
+    def traced(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        return self.linear(module, x)
+
+    def nbytes(self, module: nn.Module) -> int:
+        weight = self.shared_weight(module)
+        tensors = () if weight is None else (weight.data, weight.scale, weight.bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Quantized, (self.names, self.sizes)  # its layers can't be unpickled without hf_rocm either
+
+
 def group_of(module: nn.Module) -> QuantizedWeight | None:
-    """The weight in which the module's group lies, if all of it would run as one at this moment."""
-    own = module.__dict__
-    names = own.get(GROUP)
-    if names is None or _hooks_on_all or _pre_hooks_on_all:
-        return None
-    children = own["_modules"]
-    held = None
-    for name in names:
-        child = children.get(name)
-        if child.__class__ is not QuantizedLinear:
-            return None
-        its = child.__dict__
-        if its["_forward_hooks"] or its["_forward_pre_hooks"] or "forward" in its:
-            return None
-        weight: QuantizedWeight = its["_modules"]["quantized"]
-        if held is not None and weight is not held:
-            return None
-        held = weight
-    return held
+    """Return the weight of the module's group if the whole group would run as one GEMM now, else None."""
+    group = module.__dict__.get(SLOT)
+    return group.shared_weight(module) if isinstance(group, Quantized) and not hooks_on_all() else None
 
 
-def product(module: nn.Module, x: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-    """The outputs of a quantised group side by side, and their sizes; None when its layers must be called."""
-    held = group_of(module)
-    if held is None:
-        return None
+def group_layers(module: nn.Module, names: tuple[str, ...]) -> None:
+    """Make these quantised layers of a module, which share one weight, a group."""
     children: Any = module._modules
-    first = children[module.__dict__[GROUP][0]]
-    joined = held(x.to(held.scale.device) if first.follows else x)
-    return joined, tuple(children[name].out_features for name in module.__dict__[GROUP])
+    module.__dict__[SLOT] = Quantized(names, tuple(children[name].out_features for name in names))
+
+
+def dequantize(model: ModelT) -> ModelT:
+    """Replace the quantised layers of a model with ordinary `nn.Linear` layers in place.
+
+    After `keep="cpu"` they have the original weights; otherwise the dequantised weights in the original dtype.
+    Returns the same model. Raises `OptionError` if model is not a `torch.nn.Module`.
+    """
+    require_module(model, "dequantize")
+    report = model.__dict__.pop(REPORT, None) or {}
+    for module in model.modules():
+        for name, child in list(module._modules.items()):
+            if isinstance(child, QuantizedLinear):
+                module._modules[name] = child.original()
+        if isinstance(module.__dict__.get(SLOT), Quantized):
+            names = names_in(module)
+            del module.__dict__[SLOT]
+            if bind.mode_of(module) != bind.OFF:
+                fuse(module, names)
+    parameters = dict(model.named_parameters())
+    for name in report.get("froze", ()):
+        if name in parameters:
+            parameters[name].requires_grad_()
+    return model
+
+
+def layers(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
+    """The quantised layers with their names."""
+    return [(path, module) for path, module in model.named_modules() if isinstance(module, QuantizedLinear)]
 
 
 def specifications(model: nn.Module) -> Iterator[tuple[str, QuantizedSpec]]:
-    """(which layers, specification) of every 8-bit product that the model makes as it is now."""
+    """Yield (layers, specification) of every quantised GEMM of the model in its current state."""
     joined: set[int] = set()
     for module in model.modules():
-        held = group_of(module)
-        if held is not None:
-            joined.add(id(held))
+        weight = group_of(module)
+        if weight is not None:
+            joined.add(id(weight))
             children: Any = module._modules
-            names = module.__dict__[GROUP]
-            yield _specification(" + ".join(names), children[names[0]], held, len(held.scale))
+            names = names_in(module)
+            yield _specification(" + ".join(names), children[names[0]], weight, len(weight.scale))
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear) and id(module.quantized) not in joined:
             yield _specification(path.rpartition(".")[2], module, module.quantized, module.out_features)
 
 
-def _specification(name: str, layer: QuantizedLinear, held: QuantizedWeight, n: int) -> tuple[str, QuantizedSpec]:
-    bias = None if held.bias is None else held.bias.dtype
-    spec = QuantizedSpec(layer.dtype, held.data.dtype, held.scale.device, n, layer.in_features, bias, held.shuffled)
-    return f"{name}, {n} × {layer.in_features}", spec
+def _specification(name: str, layer: QuantizedLinear, weight: QuantizedWeight, n: int) -> tuple[str, QuantizedSpec]:
+    packed, k = weight.data.dtype == INT4, layer.in_features
+    spec = QuantizedSpec(
+        dtype=layer.dtype,
+        format=weight.data.dtype,
+        device=weight.scale.device,
+        n=n,
+        k=k,
+        bias_dtype=None if weight.bias is None else weight.bias.dtype,
+        shuffled=weight.shuffled,
+        round_input=False,
+        group=k // weight.scale.shape[1] if packed else 0,
+    )
+    rounds = weight.rounds and not keeps_rows(spec, ROUNDED_FROM)
+    return f"{name}, {n} × {k}", spec._replace(round_input=rounds)

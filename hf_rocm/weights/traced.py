@@ -1,7 +1,7 @@
-"""The fused product inside a compiled graph: an op that finds the block when it runs.
+"""The fused GEMM in a compiled graph: an op that looks up the block when it runs.
 
-A graph can't compare addresses while it is traced, and must not be traced again when weights move: so it holds the
-parameters alone, and the op looks up whether they form a live block at that moment, else multiplies one by one.
+A graph can't compare addresses while it is traced, and must not be retraced when weights move. So it references only
+the parameters, and the op looks up whether they form a live block at run time, else it multiplies one by one.
 """
 
 from __future__ import annotations
@@ -12,49 +12,51 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm import ops
+from hf_rocm.layers.weight_group import WeightGroup
 from hf_rocm.ops.linear import exporting
-from hf_rocm.weights import kept
-from hf_rocm.weights.block import Fused, block_of
+from hf_rocm.weights.fused_storage import block_of
 
 # Library.define costs 3 µs a call where torch.library.custom_op costs 10.
 _library = torch.library.Library("hf_rocm", "FRAGMENT")
 _library.define("linear_group(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
 
 
-def product(module: nn.Module, x: Tensor, held: object) -> tuple[Tensor, tuple[int, ...]] | None:
-    """What `fuse.product` is while torch.compile traces: the op and the sizes of its parts, or None.
+def product(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
+    """Return the output of a fused group while torch.compile traces, through the op, or None.
 
-    None under torch.export too, whose programs must not need hf_rocm.
+    None under torch.export too, whose programs must not depend on hf_rocm.
     """
-    if not isinstance(held, Fused) or exporting() or torch.is_autocast_enabled(x.device.type):
+    if exporting() or torch.is_autocast_enabled(x.device.type):
         return None
     gradients = torch.is_grad_enabled()
     if gradients and x.requires_grad:
         return None
     weights, biases = [], []
-    for part in held.parts:
+    for part in group.parts:
         linear: Any = module._modules.get(part.name)
         if type(linear) is not nn.Linear or len(linear._forward_hooks) or len(linear._forward_pre_hooks):
             return None
-        if "forward" in linear.__dict__:  # accelerate's harmless hook too: objects can't be compared while tracing
+        if "forward" in linear.__dict__:  # even accelerate's harmless hook: objects can't be compared while tracing
             return None
         weight, bias = linear.weight, linear.bias
         if gradients and weight.requires_grad:
             return None
-        if type(weight) is not nn.Parameter or (bias is None) is not (held.bias is None):
+        if type(weight) is not nn.Parameter or (bias is None) is not (group.bias is None):
             return None
         weights.append(weight)
         if bias is not None:
             if gradients and bias.requires_grad:
                 return None
             biases.append(bias)
-    return torch.ops.hf_rocm.linear_group(x, weights, biases), held.sizes
+    joined: Tensor = torch.ops.hf_rocm.linear_group(x, weights, biases)
+    return joined
 
 
 def _linear_group(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    held = block_of(weights, biases)
-    if held is not None:
-        return kept.product(x, held, weights)
+    group = block_of(weights, biases)
+    if group is not None:
+        joined: Tensor = group.product(x, weights)
+        return joined
     outputs = [ops.linear(x, weight, biases[index] if biases else None) for index, weight in enumerate(weights)]
     return torch.cat(outputs, dim=-1)
 

@@ -1,1 +1,1 @@
-"""What scripts/test, scripts/check and scripts/demo share. The standard library only: it runs before any set-up."""
+"""Shared code of the scripts. It uses the standard library only, since it runs before any set-up."""

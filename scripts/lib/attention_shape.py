@@ -1,6 +1,6 @@
-"""Reads a stock attention forward statement by statement; what it doesn't know stops it, so nothing is dropped.
+"""Parse a stock attention forward statement by statement; an unknown statement is an error, so nothing is dropped.
 
-Understood: separate or joined projections, norms over a head or over the whole projection, rotary positions, the cache,
+Supported: separate or joined projections, norms over a head or over the whole projection, rotary positions, the cache,
 the attention interface with its terms, the output projection and its dropout.
 """
 
@@ -9,29 +9,30 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field, replace
 
-TERMS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}  # transformers' word → ours
+TERMS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}  # transformers' name → hf_rocm's
 
 
 class Unknown(Exception):
-    """A statement or expression that no known shape has; its text is the message."""
+    """A statement or expression of no known form; its text is the message."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Query, key or value on its way: which linear it came out of, and what happened since."""
+    """Query, key or value: the linear layer that it comes from, and the operations since."""
 
     linear: str
     flat_norm: str | None = None  # over the whole projection, before it is split into heads
     head_norm: str | None = None
-    head_dim: str | None = None  # set once it is split into heads
+    head_dim: str | None = None  # set after the split into heads
     moved: bool = False  # [B, heads, S, D]
     bounds: tuple[str | None, str | None] | None = None  # its columns in a joined projection
     chunk: int | None = None  # its third of each head in a joined projection
+    scale: str | None = None  # a factor of the queries, which can become attention's scale
 
 
 @dataclass
 class Attention:
-    """All that an overlay has to know of one attention class."""
+    """The facts about an attention class that an overlay needs."""
 
     cls: str
     parameters: list[ast.arg]
@@ -48,7 +49,7 @@ class Attention:
 
 
 def attention_shape(cls: ast.ClassDef, forward: ast.FunctionDef) -> Attention:
-    """What the forward does. Raises `Unknown` with the first line that is of no known shape."""
+    """Parse the forward. Raises `Unknown` with the first line of no known form."""
     return _Reader(cls, forward).read()
 
 
@@ -57,8 +58,9 @@ class _Reader:
         arguments = forward.args
         names = [argument.arg for argument in arguments.args[1:]]
         cache = next((name for name in names if name in ("past_key_values", "past_key_value")), None)
-        # what comes after the cache is passed by keyword, and reaches stock in the keyword arguments
-        kept = arguments.args[1 : names.index(cache) + 2] if cache else arguments.args[1:]
+        # arguments after the cache and the mask are passed by keyword, and reach stock in **kwargs
+        last = max(names.index(name) for name in (cache, "attention_mask") if name in names) if cache else len(names)
+        kept = arguments.args[1 : last + 2]
         required = len(arguments.args) - len(arguments.defaults)
         defaults = arguments.defaults[: max(0, len(kept) + 1 - required)]
         if arguments.kwarg is None or arguments.vararg is not None:
@@ -93,7 +95,7 @@ class _Reader:
             raise Unknown
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        names = [each.id for each in target.elts] if isinstance(target, ast.Tuple) else [target.id]  # type: ignore[attr-defined]
+        names = [element.id for element in target.elts] if isinstance(target, ast.Tuple) else [target.id]  # type: ignore[attr-defined]
         text = ast.unparse(value)
         if names == ["attention_interface"]:
             return
@@ -129,6 +131,8 @@ class _Reader:
             return self.values[node.id]
         if isinstance(node, ast.Subscript):
             return self._columns(node)
+        if isinstance(node, ast.BinOp):
+            return self._scaled(node)
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             raise Unknown
         function, name = node.func, node.func.attr
@@ -151,6 +155,14 @@ class _Reader:
             return replace(inner, head_dim=shape.rsplit(", ", 1)[1])
         raise Unknown
 
+    def _scaled(self, node: ast.BinOp) -> Part:
+        part, factor = self._value(node.left), ast.unparse(node.right)
+        if not isinstance(part, Part) or part.scale or not isinstance(node.op, ast.Mult):
+            raise Unknown
+        if not factor.startswith("self.scal"):
+            raise Unknown
+        return replace(part, scale=factor)
+
     def _child(self, name: str, value: object) -> object:
         if value == "x":
             return Part(name)
@@ -158,6 +170,10 @@ class _Reader:
             self.found.output = name
             return "output"
         if not isinstance(value, Part) or "norm" not in name or value.flat_norm or value.head_norm:
+            raise Unknown
+        if value.scale:  # a norm undoes a factor
+            raise Unknown
+        if self.found.rope:  # `layers.heads` applies norms before the rotation
             raise Unknown
         return replace(value, head_norm=name) if value.head_dim else replace(value, flat_norm=name)
 
@@ -178,19 +194,19 @@ class _Reader:
             call = update.value if isinstance(update, ast.Assign) else None
             if not isinstance(call, ast.Call) or ast.unparse(call.func) != f"{self.found.cache}.update":
                 raise Unknown
-            if any("cache_kwargs" not in ast.unparse(each) for each in before):
+            if any("cache_kwargs" not in ast.unparse(earlier) for earlier in before):
                 raise Unknown
         elif test == "self.config._attn_implementation != 'eager'":
             return
         elif not statement.orelse and "rotary" in ast.unparse(statement.body[-1]):
-            for each in statement.body:
-                self._statement(each)
+            for inner in statement.body:
+                self._statement(inner)
             self.found.rope_if = self._inlined(statement.test)
         elif not statement.orelse and self._made_under(test):
-            for each in statement.body:
-                name = each.targets[0].id  # type: ignore[attr-defined]
+            for inner in statement.body:
+                name = inner.targets[0].id  # type: ignore[attr-defined]
                 before_norm = self.values[name]
-                self._statement(each)
+                self._statement(inner)
                 after = self.values[name]
                 if not (isinstance(before_norm, Part) and isinstance(after, Part) and after.head_norm):
                     raise Unknown
@@ -198,7 +214,7 @@ class _Reader:
             raise Unknown
 
     def _made_under(self, test: str) -> bool:
-        """Whether the constructor makes norms under the same condition: then layers.heads tells by their absence."""
+        """Whether the constructor creates norms under the same condition."""
         return any(
             isinstance(node, ast.If) and ast.unparse(node.test) == test and "norm" in ast.unparse(node)
             for method in self.cls.body
@@ -213,6 +229,9 @@ class _Reader:
         if not all(self._heads(part) for part in parts) or ast.unparse(value.args[4]) != "attention_mask":
             raise Unknown
         self.found.parts = parts  # type: ignore[assignment]
+        query, *others = parts
+        if any(part.scale for part in others):  # type: ignore[attr-defined]
+            raise Unknown
         for keyword in value.keywords:
             text = self._inlined(keyword.value)
             if keyword.arg in TERMS:
@@ -222,10 +241,17 @@ class _Reader:
             elif keyword.arg == "dropout":
                 options = ast.walk(keyword.value)
                 self.found.dropout = next(
-                    ast.unparse(each) for each in options if isinstance(each, ast.Attribute) and "dropout" in each.attr
+                    ast.unparse(option)
+                    for option in options
+                    if isinstance(option, ast.Attribute) and "dropout" in option.attr
                 )
             elif not (keyword.arg is None or (keyword.arg == "is_causal" and text == "self.is_causal")):
                 raise Unknown
+
+        if query.scale is not None:  # type: ignore[attr-defined]
+            if self.found.scale != "1.0":
+                raise Unknown
+            self.found.scale = query.scale  # type: ignore[attr-defined]
 
     def _dropout(self, node: ast.Call) -> object:
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
@@ -237,17 +263,17 @@ class _Reader:
     def _return(self, statement: ast.Return) -> None:
         if not isinstance(statement.value, ast.Tuple):
             raise Unknown
-        if [self._value(each) for each in statement.value.elts] != ["output", "weights"]:
+        if [self._value(element) for element in statement.value.elts] != ["output", "weights"]:
             raise Unknown
 
     def _heads(self, value: object) -> bool:
         return isinstance(value, Part) and value.moved
 
     def _mentions(self, node: ast.expr) -> bool:
-        return any(isinstance(each, ast.Name) and each.id in self.values for each in ast.walk(node))
+        return any(isinstance(inner, ast.Name) and inner.id in self.values for inner in ast.walk(node))
 
     def _inlined(self, node: ast.expr) -> str:
-        """An expression's text with the sizes that it names put in their place."""
+        """An expression's text, with named sizes replaced by their expressions."""
         if isinstance(node, ast.Starred):
             return f"*{self._inlined(node.value)}"
         texts = self.texts

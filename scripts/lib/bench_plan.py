@@ -10,6 +10,7 @@ STOCK, COMPILE, OVERHEAD, LIGER = "stock", "compile", "reduce-overhead", "liger"
 OURS, UNCAPTURED = "hf_rocm", "no-graphs"
 
 EVERYTHING = (STOCK, COMPILE, OVERHEAD, UNCAPTURED, OURS)
+_ENCODERS = (STOCK, COMPILE, OVERHEAD, OURS)
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ SEGMENTS: dict[str, Plan] = {
     "gemma2-9b": Plan("gemma2-9b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
     "mistral-7b": Plan("mistral-7b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
     "qwen3-30b-a3b": Plan("qwen3-30b-a3b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
-    "bert-base": Plan("bert-base", (("encode", 1, 128, 0), ("encode", 32, 128, 0)), (STOCK, COMPILE, OURS)),
-    "siglip": Plan("siglip", (("encode", 1, 0, 0), ("encode", 32, 0, 0)), (STOCK, COMPILE, OURS)),
+    "bert-base": Plan("bert-base", (("encode", 1, 128, 0), ("encode", 32, 128, 0)), _ENCODERS),
+    "siglip": Plan("siglip", (("encode", 1, 0, 0), ("encode", 32, 0, 0)), _ENCODERS),
+    "vit-b": Plan("vit-b", (("encode", 1, 0, 0), ("encode", 64, 0, 0)), _ENCODERS),
     **{
         f"tp-{ranks}": Plan(
             "llama-70b",
@@ -73,12 +75,12 @@ def measure(name: str, plan: Plan, progress: Callable[[str], None], *, device: s
     """The segment, measured."""
     import torch
 
-    from hf_rocm.bench.cases import Case
-    from hf_rocm.bench.ops_cases import OPERATIONS, ROUTING
-    from hf_rocm.bench.ops_run import compare_ops
-    from hf_rocm.bench.run import Subject, bench
-    from hf_rocm.bench.start import starts
-    from hf_rocm.diagnostics.load import device_named
+    from hf_rocm.tools.bench.cases import Case
+    from hf_rocm.tools.bench.cold_start import starts
+    from hf_rocm.tools.bench.ops_cases import OPERATIONS, ROUTING
+    from hf_rocm.tools.bench.ops_run import compare_ops
+    from hf_rocm.tools.bench.run import Subject, bench
+    from hf_rocm.tools.load import device_named
 
     dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
     subject = Subject(None, plan.shape, device_named(device), dtype, plan.layers)
@@ -89,7 +91,7 @@ def measure(name: str, plan: Plan, progress: Callable[[str], None], *, device: s
         sizes: dict[str, Any] = {"rows": (1, 8, 32, 1024), "batches": (1, 8), "keys": (1024, 32768), "prompt": 1024}
         return compare_ops(subject, (*OPERATIONS, ROUTING), **sizes, segment=name, progress=progress)
     if plan.tp > 1:
-        from hf_rocm.bench.ranks import bench_ranks
+        from hf_rocm.tools.bench.ranks import bench_ranks
 
         return bench_ranks(
             subject, cases, plan.sides, ranks=plan.tp, rounds=rounds or plan.rounds, segment=name, progress=progress

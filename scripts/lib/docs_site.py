@@ -1,4 +1,4 @@
-"""Write the generated pages and build the site: what scripts/build-docs runs where mkdocs and hf_rocm are installed."""
+"""Write the generated pages and build the site; run by scripts/build-docs where mkdocs is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts an overlay from a stock file: classes of known shapes get a forward of ours, the others stay with a person."""
+"""Draft an overlay from a stock file: classes of known form get a forward, the others are left to the author."""
 
 from __future__ import annotations
 
@@ -41,37 +41,75 @@ hidden_states = self\.(?P<mlp>\w+)\(hidden_states\)
 )?hidden_states = residual \+ hidden_states
 return hidden_states"""
 )
+_ORDER = ("RMSNorm", "GatedMLP", "JoinedMLP", "StackedExperts", "PreNormLayer")
+_UNGATED = re.compile(
+    r"self\.\w+\((?:self\.\w+\()?(?:self\.act_fn|self\.activation_fn|self\.act)\(self\.\w+\(\w+\)\)\)?\)"
+)
+_STACKED = "use_experts_implementation"  # the decorator of a class that transformers runs through its experts interface
 _NORMS = ("input_layernorm", "post_attention_layernorm")
+_ENCODER_DECODER = """
+    @overlay.replaces({cls}, fuses=("q_proj", "k_proj", "v_proj"))
+    def {name}(
+        self, stock, hidden_states, key_value_states=None, past_key_values=None, attention_mask=None, **kwargs
+    ):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout):
+            return stock(self, hidden_states, key_value_states, past_key_values, attention_mask, **kwargs)
+        query, key, value = layers.encoder_decoder(self, hidden_states, key_value_states, past_key_values, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)  # [B, S, H, D]
+        return layers.pack_outputs(self.out_proj(output.flatten(2)), weights, past_key_values)
+"""
 _ROTATE_HALF = "return torch.cat((-x2, x1), dim=-1)"
 
 
 @dataclass(frozen=True)
 class Draft:
-    """text: the overlay; served: the classes that it binds; left: what a person has to look at, class by class."""
+    """text: the overlay; served: the classes that it binds; left: what the author must write, by class."""
 
     text: str
     served: tuple[str, ...]
     left: dict[str, str]
 
 
-def draft(source: bytes | str, *, module: str, first: str) -> Draft:
-    """The overlay of a stock file as far as its shapes are known."""
+def draft(source: bytes | str, *, module: str, first: str, bart: bytes | str = "") -> Draft:
+    """The overlay of a stock file, with the classes that are recognised.
+
+    bart: the release's modeling_bart.py, whose attention many models have.
+    """
     tree = ast.parse(source)
+    encoder_decoder = {_statements(forward) for cls, forward in _forwards(ast.parse(bart)) if "Attention" in cls.name}
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     bodies: list[str] = []
+    declared: list[tuple[str, str]] = []
     names: list[str] = []
     left = dict(_tables(tree))
     for cls, forward in _forwards(tree):
         try:
-            found = _body(cls, forward, functions, names)
+            layer = _declared(cls, forward)
         except Unknown as unknown:
             left[cls.name] = str(unknown)
             continue
-        if found is not None:
-            bodies.append(found)
+        if layer is not None:
+            declared.append((cls.name, layer))
             names.append(cls.name)
-    bodies.sort(key=lambda body: [word in body for word in ("decoder_layer(", "ops.attention(", "_mlp(")], reverse=True)
-    whole = "".join(bodies)
+    fused = any(layer.startswith("PreNormLayer") for _, layer in declared)
+    for cls, forward in _forwards(tree):
+        try:
+            if cls.name in left or cls.name in names:
+                continue
+            if _statements(forward) in encoder_decoder:
+                body: str | None = _ENCODER_DECODER.format(cls=cls.name, name=_snake(cls.name))
+            else:
+                body = _body(cls, forward, functions, names, fused)
+        except Unknown as unknown:
+            left[cls.name] = str(unknown)
+            continue
+        if body is not None:
+            bodies.append(body)
+            names.append(cls.name)
+    declared.sort(key=lambda bound: _ORDER.index(bound[1].partition("(")[0]))
+    lines = "".join(f"    overlay.binds({name}, layers.{layer})\n" for name, layer in declared)
+    whole = (f"\n{lines}" if lines else "") + "".join(bodies)
     served = tuple(name for name in names if name not in functions)
     line = f"from {module} import {', '.join(sorted(names))}"
     if len(line) > _WIDTH - 4:
@@ -90,50 +128,59 @@ def _forwards(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]
                     yield statement, member
 
 
+def _statements(forward: ast.FunctionDef) -> str:
+    """A forward's parameters, without annotations, and its statements."""
+    names = ", ".join(argument.arg for argument in forward.args.args)
+    statements = [ast.unparse(each) for each in forward.body if not _is_docstring(each)]
+    return "\n".join([names, *map(ast.unparse, forward.args.defaults), *statements])
+
+
 def _tables(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Tables from which a model takes its attention class by the implementation's name, as older releases do."""
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             entries = zip(statement.value.keys, statement.value.values, strict=True)
-            found = {ast.unparse(key).strip("'"): ast.unparse(value) for key, value in entries if key is not None}
-            if "sdpa" in found:
-                yield ast.unparse(statement.targets[0]), f"a table that builds {found['sdpa']}: bind that class"
+            table = {ast.unparse(key).strip("'"): ast.unparse(value) for key, value in entries if key is not None}
+            if "sdpa" in table:
+                yield ast.unparse(statement.targets[0]), f"a table that builds {table['sdpa']}: bind that class"
 
 
-def _body(
-    cls: ast.ClassDef, forward: ast.FunctionDef, functions: dict[str, ast.FunctionDef], names: list[str]
-) -> str | None:
+def _declared(cls: ast.ClassDef, forward: ast.FunctionDef) -> str | None:
+    """The declared layer that a class is bound to, as it is written after `layers.`; None for other classes."""
     if cls.name.endswith("RMSNorm"):
         return _norm(cls, forward)
     if cls.name.endswith(("MLP", "FeedForward")):
-        return _mlp(cls, forward)
-    if cls.name.endswith("DecoderLayer"):
-        return _layer(cls, forward)
+        return _mlp(forward)
+    if cls.name.endswith("Experts"):
+        return _experts(cls)
+    return _layer(forward) if cls.name.endswith("DecoderLayer") else None
+
+
+def _body(
+    cls: ast.ClassDef, forward: ast.FunctionDef, functions: dict[str, ast.FunctionDef], names: list[str], fused: bool
+) -> str | None:
     if "attention_interface" in ast.unparse(forward):
         shape = attention_shape(cls, forward)
-        text = _attention(shape, functions)
+        text = _attention(shape, functions, fused)
         if shape.rope and shape.rope not in names:
             names.append(shape.rope)
         return text
     if re.search(r"(Attention|LayerNorm|Experts|SparseMoeBlock|MoE)$", cls.name):
-        raise Unknown("of no shape that is drafted: read it, or leave it stock")
+        raise Unknown("not drafted: write it, or leave it stock")
     return None
 
 
-def _layer(cls: ast.ClassDef, forward: ast.FunctionDef) -> str:
-    found = _LAYER.fullmatch("\n".join(ast.unparse(each) for each in forward.body if not _is_docstring(each)))
-    if found is None or (found["after_attention"] is None) is not (found["after_mlp"] is None):
-        raise Unknown("a decoder layer of another kind: it stays stock")
-    norms, after = (found["first"], found["second"]), (found["after_attention"], found["after_mlp"])
+def _layer(forward: ast.FunctionDef) -> str:
+    match = _LAYER.fullmatch(
+        "\n".join(ast.unparse(statement) for statement in forward.body if not _is_docstring(statement))
+    )
+    if match is None or (match["after_attention"] is None) is not (match["after_mlp"] is None):
+        raise Unknown("not a pre-norm layer that PreNormLayer covers: it stays stock")
+    norms, after = (match["first"], match["second"]), (match["after_attention"], match["after_mlp"])
     options = [f"norms={norms!r}"] if norms != _NORMS else []
     options += [f"post_norms={after!r}"] if after[0] else []
-    options += [f"mlp={found['mlp']!r}"] if found["mlp"] != "mlp" else []
-    given = "".join(f", {option}" for option in options).replace("'", '"')
-    body = [f"return layers.decoder_layer(self, stock, hidden_states, args, kwargs{given})"]
-    if len(body[0]) > _WIDTH - 8:
-        arguments = ["self", "stock", "hidden_states", "args", "kwargs", *(each.replace("'", '"') for each in options)]
-        body = ["return layers.decoder_layer(", *(f"    {each}," for each in arguments), ")"]
-    return _function(cls, "self, stock, hidden_states, *args, **kwargs", body)
+    options += [f"mlp={match['mlp']!r}"] if match["mlp"] != "mlp" else []
+    return f"PreNormLayer({', '.join(options)})".replace("'", '"')
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
@@ -152,35 +199,42 @@ def _norm(cls: ast.ClassDef, forward: ast.FunctionDef) -> str:
         or "with_scale" in text
         or ".pow(2).mean(-1" not in text
     ):
-        raise Unknown("a norm of another kind")
-    x = forward.args.args[1].arg
-    one_plus = ", one_plus=True" if plus else ""
-    return _function(
-        cls, f"self, stock, {x}", [f"return layers.rms_norm(self, stock, {x}, eps=self.{epsilon}{one_plus})"]
-    )
+        raise Unknown("not an RMS norm that layers.RMSNorm covers")
+    return f'RMSNorm(eps="{epsilon}"{", one_plus=True" if plus else ""})'
 
 
-def _mlp(cls: ast.ClassDef, forward: ast.FunctionDef) -> str:
+def _mlp(forward: ast.FunctionDef) -> str:
     if len(forward.args.args) != 2:
         raise Unknown(f"def forward({ast.unparse(forward.args)})")
     x, result = forward.args.args[1].arg, _result(forward)
     gated = _GATED.fullmatch(result)
     if gated and gated["x"] == x:
-        extra = "" if gated["act"] in ("act_fn", "activation_fn") and gated["down"] == "down_proj" else None
-        options = [f'activation="{gated["act"]}"'] if gated["act"] != "act_fn" else []
-        options += [f'down="{gated["down"]}"'] if extra is None and gated["down"] != "down_proj" else []
-        given = "".join(f", {option}" for option in options)
-        body = [f"return layers.gated_mlp(self, stock, {x}{given})"]
-        return _function(cls, f"self, stock, {x}", body, fuses=(gated["gate"], gated["up"]))
+        fuses = (gated["gate"], gated["up"])
+        options = [f"fuses={fuses!r}"] if fuses != ("gate_proj", "up_proj") else []
+        options += [f"activation={gated['act']!r}"] if gated["act"] != "act_fn" else []
+        options += [f"down={gated['down']!r}"] if gated["down"] != "down_proj" else []
+        return f"GatedMLP({', '.join(options)})".replace("'", '"')
     joined = _JOINED.fullmatch(result.replace(f"self.gate_up_proj({x}).chunk(2, dim=-1)", "J"))
     if joined:
-        given = f', activation="{joined["act"]}"' if joined["act"] != "activation_fn" else ""
-        return _function(cls, f"self, stock, {x}", [f"return layers.joined_mlp(self, {x}{given})"])
+        given = f'activation="{joined["act"]}"' if joined["act"] != "activation_fn" else ""
+        return f"JoinedMLP({given})"
+    if _UNGATED.fullmatch(result):
+        raise Unknown("it has no gate: it stays stock")
     raise Unknown(f"return {result}")
 
 
+def _experts(cls: ast.ClassDef) -> str:
+    decorators = [ast.unparse(decorator) for decorator in cls.decorator_list]
+    if decorators == [_STACKED]:  # gate and up side by side, neither transposed nor with a bias
+        return "StackedExperts()"
+    options = next((decorator for decorator in decorators if decorator.startswith(_STACKED)), None)
+    if options is not None:
+        raise Unknown(f"@{options}: give layers.StackedExperts what differs, or leave it stock")
+    raise Unknown("experts that transformers runs one by one: read them, or leave them stock")
+
+
 def _result(forward: ast.FunctionDef) -> str:
-    """The returned expression of a straight-line function, its local names replaced by what they hold."""
+    """The returned expression of a straight-line function, with local names replaced by their values."""
     values: dict[str, ast.expr] = {}
 
     class Inline(ast.NodeTransformer):
@@ -201,26 +255,29 @@ def _result(forward: ast.FunctionDef) -> str:
     raise Unknown("no return")
 
 
-def _attention(shape: Attention, functions: dict[str, ast.FunctionDef]) -> str:
-    names = ["past_key_values" if each.arg == shape.cache else each.arg for each in shape.parameters]
+def _attention(shape: Attention, functions: dict[str, ast.FunctionDef], fused: bool) -> str:
+    names = ["past_key_values" if parameter.arg == shape.cache else parameter.arg for parameter in shape.parameters]
     required = len(names) - len(shape.defaults)
-    defaults = [ast.unparse(each) for each in shape.defaults]
+    defaults = [ast.unparse(default) for default in shape.defaults]
     parameters = names[:required] + [f"{name}={value}" for name, value in zip(names[required:], defaults, strict=True)]
+    fuses = _fuses(shape)
+    given = ", fused=fused" if fused and fuses else ""
     x, cache = names[0], "past_key_values" if shape.cache else "None"
     positions = ", position_embeddings" if shape.rope else ""
     beyond = ", beyond_sdpa=True" if {"softcap", "sinks"} & set(shape.terms) else ""
     dropout = f", dropout={shape.dropout}" if shape.dropout else ""
     body = [
-        f"if layers.stays_stock(self, attention_mask, kwargs{dropout}{beyond}):",
+        f"if layers.fallback_reason(self, attention_mask, kwargs{dropout}{beyond}):",
         f"    return stock(self, {', '.join(names)}, **kwargs)",
-        *_projections(shape, x),
     ]
     halves = shape.rope is not None and _rotates_halves(shape.rope, functions)
     together = halves and shape.cache and not shape.rope_if
+    norms = _norms(shape) if together else ""
+    body += _projections(shape, x, ("" if together else _norms(shape)), given)
     if together:
         body += [
-            "query, key, value = layers.rotate_and_remember(",
-            f"    self, {shape.rope}, query, key, value{positions}, {cache}, kwargs",
+            "query, key, value = layers.rotate_and_update_cache(",
+            f"    self, {shape.rope}, query, key, value{positions}, {cache}, kwargs{norms}",
             ")",
         ]
     elif shape.rope:
@@ -228,36 +285,46 @@ def _attention(shape: Attention, functions: dict[str, ast.FunctionDef]) -> str:
         rotated = f"query, key = {ours if halves else stock}position_embeddings)"
         body += [f"if {shape.rope_if}:", f"    {rotated}"] if shape.rope_if else [rotated]
     if shape.cache and not together:
-        body.append(f"key, value = layers.remember(self, key, value, {cache}, kwargs{positions})")
+        body.append(f"key, value = layers.update_cache(self, key, value, {cache}, kwargs{positions})")
     window = shape.terms.get("window", "")
     direct = {"window": window} if set(shape.terms) == {"window"} and len(window) <= len("self.sliding_window") else {}
     body += [f"{name} = {text}" for name, text in shape.terms.items() if name not in direct]
     terms = "".join(f", {name}={direct.get(name, name)}" for name in shape.terms)
-    body.append(f"key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs{terms})")
+    body.append(f"key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs{terms})")
     terms = "".join(f", {name}={name}" for name in shape.terms if name != "window")
     body.append(f"output, weights = ops.attention(query, key, value, scale={shape.scale}{terms}, **seen)")
     output = f"self.{shape.output}(output.flatten(2))"
     if shape.output_dropout:
         output = f"dropout({output}, {shape.output_dropout}, self.training)"
     elif shape.output == "o_proj":
-        output = f"layers.project_out(self, {x}, output.flatten(2))"
+        output = f"layers.project_out(self, output.flatten(2){given})"
     body.append(f"return {output}, weights")
-    linears = [part.linear for part in shape.parts]
-    fuses = tuple(linears) if len(set(linears)) == 3 else ()
+    parameters += ["fused=None"] if given else []
     return _function(shape.cls, f"self, stock, {', '.join(parameters)}, **kwargs", body, fuses=fuses)
 
 
-def _projections(shape: Attention, x: str) -> list[str]:
+def _fuses(shape: Attention) -> tuple[str, ...]:
+    linears = tuple(part.linear for part in shape.parts)
+    return linears if len(set(linears)) == 3 else ()
+
+
+def _norms(shape: Attention) -> str:
+    """The argument with the norms over the head dim, if there are some."""
+    query, key, _ = shape.parts
+    names = f'("{query.head_norm}", "{key.head_norm}")'
+    return f", norms={names}" if query.head_norm or key.head_norm else ""
+
+
+def _projections(shape: Attention, x: str, norms: str, fused: str) -> list[str]:
     query, key, value = shape.parts
     head_dim = query.head_dim or "self.head_dim"
     linears = [part.linear for part in shape.parts]
     if len({part.head_dim for part in shape.parts}) != 1 or value.head_norm or value.flat_norm:
         raise Unknown("heads of more than one width, or a norm of the values")
     if len(set(linears)) == 3 and not (query.flat_norm or key.flat_norm):
-        norms = f", norms=({query.head_norm!r}, {key.head_norm!r})" if query.head_norm or key.head_norm else ""
         width = "" if head_dim == "self.head_dim" else f", head_dim={head_dim}"
         quoted = ", ".join(f'"{name}"' for name in linears)
-        call = f"layers.heads(self, {x}, {quoted}{norms}{width})".replace("'", '"')
+        call = f"layers.heads(self, {x}, {quoted}{norms}{width}{fused})".replace("'", '"')
         line = f"query, key, value = {call}"
         return [f"{line}  # [B, H | Hkv, S, D]" if len(line) < _WIDTH - 32 else line]
     if len(set(linears)) == 3:
@@ -267,7 +334,7 @@ def _projections(shape: Attention, x: str) -> list[str]:
             for name, norm in (("query", query.flat_norm), ("key", key.flat_norm))
         ]
         return [
-            f"query, key, value = layers.project(self, {x}, {quoted})  # [B, S, heads · D]",
+            f"query, key, value = layers.project(self, {x}, {quoted}{fused})  # [B, S, heads · D]",
             f"query, key, value = layers.split_heads(({', '.join(normed)}, value), {head_dim})",
         ]
     if len(set(linears)) > 1 or query.head_norm or query.flat_norm:
@@ -298,7 +365,7 @@ def _rotates_halves(name: str, functions: dict[str, ast.FunctionDef]) -> bool:
 
 def _function(cls: ast.ClassDef | str, parameters: str, body: list[str], fuses: tuple[str, ...] = ()) -> str:
     name = cls if isinstance(cls, str) else cls.name
-    function = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    function = _snake(name)
     quoted = ", ".join(f'"{each}"' for each in fuses)
     decorator = f"    @overlay.replaces({name}{f', fuses=({quoted})' if fuses else ''})\n"
     head = f"    def {function}({parameters}):\n"
@@ -306,3 +373,7 @@ def _function(cls: ast.ClassDef | str, parameters: str, body: list[str], fuses: 
         head = f"    def {function}(\n        {parameters}\n    ):\n"
     lines = "".join(f"        {line}\n" for text in body for line in text.splitlines())
     return f"\n{decorator}{head}{lines}"
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

@@ -1,7 +1,7 @@
 """The git-ignored virtual environments: one base with torch and the tools, and one for each transformers release.
 
 A release's environment sees the base's packages through a .pth file, so torch is installed once. An environment is
-complete when its stamp, written last, equals the hash of what it was made from; anything else is made again.
+complete if its stamp, written last, equals the hash of its inputs; otherwise it is created again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ NEEDS_PYTHON = {"5.23.0": (3, 11)}
 RUNNABLE = tuple(version for version in RELEASES if sys.version_info >= NEEDS_PYTHON.get(version, (3, 10)))
 NEWEST = RUNNABLE[-1]
 
-# AMD's package with what its import needs. Newer Tritons fail in its modules, though torch may ask for one.
+# AMD's package with the dependencies of its import. It fails with newer releases of Triton, which torch may require.
 AITER = ("amd-aiter==0.1.7.post2.dev18", "ninja", "setuptools")
 AITER_TRITON = "triton==3.6.0"
+# Decodes machine code, to compare it with the assembly that tests/amdgcn executes.
+DECODER = "tinygrad==0.14.0"
 
 TORCH = ("torch", "numpy")
-# typer and rich are dependencies of hf-rocm that mypy wants to see; the others are for the tests.
+# typer and rich are dependencies of hf-rocm that mypy reads; the others are for the tests.
 TOOLS = (
     "pytest",
     "hypothesis",
@@ -86,12 +88,12 @@ class Environment:
     def create(self, *, with_pip: bool) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         options = [] if with_pip else ["--without-pip"]
-        hint = "on Debian and Ubuntu, venv is a package of its own: apt install python3-venv"
+        hint = "on Debian and Ubuntu, venv is a separate package: apt install python3-venv"
         command = [sys.executable, "-m", "venv", *options, str(self.path)]
-        run(command, failure="venv could not make an environment", hint=hint)
+        run(command, failure="venv failed to create an environment", hint=hint)
 
     def install(self, *requirements: str | Path) -> None:
-        """pip install, held to the constraints. Modules are compiled when they are first imported, not before."""
+        """pip install with the constraints. Modules are compiled at their first import."""
         pip = [str(self.python), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check"]
         command = [*pip, "--constraint", str(CONSTRAINTS), *map(str, requirements)]
         run(command, failure="pip could not install what is needed")
@@ -106,7 +108,7 @@ def base() -> Environment:
             environment.create(with_pip=True)
             environment.install(*TORCH)
             environment.install(*TOOLS)
-            # peft asks for transformers, which each release's environment brings
+            # peft requires transformers, which is in the environment of each release
             environment.install("--no-deps", "peft")
             environment.record(ingredients)
     return environment
@@ -123,11 +125,11 @@ def wheel(builder: Environment, directory: Path) -> Path:
 
 
 def release(version: str, shared: Environment, built: Path, *, aiter: bool = False) -> Environment:
-    """An environment with transformers==version and the wheel, which takes everything else from `shared`.
+    """An environment with transformers==version and the wheel, which uses the other packages of `shared`.
 
-    aiter: with AMD's package too, which the other environments must do without.
+    aiter: also install AMD's package, which the other environments must not have.
     """
-    name, others = (f"{version}-aiter", (*AITER, AITER_TRITON)) if aiter else (version, ())
+    name, others = (f"{version}-aiter", (*AITER, AITER_TRITON, DECODER)) if aiter else (version, ())
     environment = Environment(ENVIRONMENTS / name)
     made = (shared.path / ".made-from").read_text()
     ingredients = digest(made, version, _requirements(built), *others)
@@ -138,7 +140,7 @@ def release(version: str, shared: Environment, built: Path, *, aiter: bool = Fal
             (environment.site_packages / "zz_shared.pth").write_text(f"{shared.site_packages}\n")
             environment.install(f"transformers=={version}", "accelerate", *(AITER if aiter else ()), built)
             if aiter:
-                environment.install("--no-deps", AITER_TRITON)
+                environment.install("--no-deps", AITER_TRITON, DECODER)
             environment.record(contents, stamp="wheel")
             environment.record(ingredients)
     elif not environment.is_made_from(contents, stamp="wheel"):
@@ -156,7 +158,7 @@ _locks: list[int] = []
 def lock() -> Iterator[None]:
     """One set-up or test run in this checkout at a time.
 
-    What `run` starts inherits the lock, so that a killed set-up's last pip ends before the next one begins.
+    Children of `run` inherit the lock, so that the last pip of a killed set-up ends before the next one begins.
     """
     ENVIRONMENTS.mkdir(exist_ok=True)
     with (ENVIRONMENTS / ".lock").open("w") as handle:
@@ -173,9 +175,9 @@ def lock() -> Iterator[None]:
 
 
 def clean_environ(**changes: str) -> dict[str, str]:
-    """The user's environment without what would bring other packages, or our own options, into a child.
+    """The user's environment without variables that would give a child other packages or options of hf_rocm.
 
-    Nor what keeps Python from storing compiled modules: hundreds of the tests' processes import transformers.
+    PYTHONDONTWRITEBYTECODE is removed too, since hundreds of the tests' processes import transformers.
     """
     dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "PYTHONDONTWRITEBYTECODE"}
     options = ("HF_ROCM_", "USE_AITER_", "USE_OPTIMIZED_OPS", "FORCE_EAGER_ATTENTION")

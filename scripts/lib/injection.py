@@ -1,4 +1,4 @@
-"""strace, with which tests make the system fail: found, installed where that is allowed, or asked for."""
+"""Find or install strace, with which tests inject failures of system calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lib.console import ScriptError, step
 
 
 def fault_injection() -> None:
-    """Return if strace can inject faults here. Raises `ScriptError`: without it the promises would go unproven."""
+    """Return if strace can inject faults here. Raises `ScriptError`: without it the promises are not tested."""
     if shutil.which("strace") is None and os.geteuid() == 0 and shutil.which("apt-get"):
         with step("strace"):
             for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "strace"]):

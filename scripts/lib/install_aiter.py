@@ -47,7 +47,7 @@ KEEP = ("torch", "triton", "pytorch-triton-rocm", "torchvision", "torchaudio", "
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides. hip: the ROCm that torch was built for; aiter: the version of AMD's that is installed."""
+    """The facts that decide. hip: the ROCm that torch was built for; aiter: the installed version of AMD's package."""
 
     torch: str | None
     hip: str | None
@@ -59,7 +59,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """Commands for `python -m pip`, the environment they need, and words about them."""
+    """Commands for `python -m pip`, their environment, and notes."""
 
     commands: tuple[tuple[str, ...], ...]
     variables: dict[str, str]
@@ -67,11 +67,11 @@ class Plan:
 
 
 def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Plan:
-    """What to install here. Raises `ScriptError` where aiter can't be used."""
+    """What to install on this machine. Raises `ScriptError` if aiter cannot be used."""
     if machine.torch is None or machine.hip is None:
-        found = "no torch" if machine.torch is None else f"torch {machine.torch}, which is not built for ROCm"
+        actual = "no torch" if machine.torch is None else f"torch {machine.torch}, which is not built for ROCm"
         raise ScriptError(
-            f"aiter needs a ROCm build of PyTorch\n  found  {found}\n\n"
+            f"aiter needs a ROCm build of PyTorch\n  found  {actual}\n\n"
             "hint: install torch for ROCm first, then run this again"
         )
     if machine.arch is None:
@@ -89,7 +89,7 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
         words.append("the unrelated package `aiter` (asyncio) is in the way and goes first")
         commands.append(("uninstall", "--yes", "aiter"))
     if pypi:
-        words += [f"amd-aiter {PYPI} is what PyPI has; against {RELEASE}:", *(f"  {each}" for each in PYPI_LACKS)]
+        words += [f"amd-aiter {PYPI} is what PyPI has; against {RELEASE}:", *(f"  {release}" for release in PYPI_LACKS)]
         commands.append(("install", *PYPI_NEEDS))
         commands.append(("install", "--no-deps", f"amd-aiter=={PYPI}"))
         return Plan(tuple(commands), {}, tuple(words))
@@ -99,13 +99,26 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
             "hint: install ROCm's compiler (hip-dev or rocm-hip-sdk), or add /opt/rocm/bin to PATH"
         )
     if machine.aiter == PYPI:
-        words += [f"replaces amd-aiter {PYPI} from PyPI:", *(f"  {each}" for each in PYPI_LACKS)]
+        words += [f"replaces amd-aiter {PYPI} from PyPI:", *(f"  {release}" for release in PYPI_LACKS)]
     if machine.arch == "gfx90a":
         words.append("AMD doesn't list gfx90a for aiter: every kernel is checked before its first use")
+    words += _unchecked(release)
     words.append("kernels are compiled at their first use, minutes each: `hf-rocm warmup MODEL` does it ahead")
     commands.append(("install", *BUILD_NEEDS))
     commands.append(("install", "--no-build-isolation", "--no-deps", f"{SOURCE}@v{release}"))
     return Plan(tuple(commands), {"GPU_ARCHS": machine.arch}, tuple(words))
+
+
+def _unchecked(release: str) -> list[str]:
+    """A note on a release whose declarations are not in the tests."""
+    sys.path.append(str(ROOT))
+    from packaging.version import Version
+
+    from hf_rocm.architectures import NEWEST_AITER
+
+    if Version(release) <= Version(NEWEST_AITER):
+        return []
+    return [f"{release} is newer than {NEWEST_AITER}, the last one checked: used only with HF_ROCM_TIER=aiter"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -113,10 +126,10 @@ def main(arguments: Sequence[str]) -> int:
         prog="scripts/install-aiter",
         description="Install AMD's aiter beside the ROCm PyTorch of the Python that runs this; torch and triton stay.",
     )
-    parser.add_argument("--dry-run", action="store_true", help="show the commands and run none")
+    parser.add_argument("--dry-run", action="store_true", help="show the commands without running them")
     parser.add_argument("--release", default=RELEASE, help=f"a release of github.com/ROCm/aiter (default {RELEASE})")
-    parser.add_argument("--pypi", action="store_true", help=f"the old build on PyPI ({PYPI}); says what it lacks")
-    parser.add_argument("--arch", help="the GPU that it is built for (default: the one in this machine)")
+    parser.add_argument("--pypi", action="store_true", help=f"the old build on PyPI ({PYPI}); prints what it lacks")
+    parser.add_argument("--arch", help="the target GPU (default: the one in this machine)")
     options = parser.parse_args(arguments)
     machine = look(options.arch)
     chosen = plan(machine, release=options.release, pypi=options.pypi)
@@ -125,14 +138,14 @@ def main(arguments: Sequence[str]) -> int:
         say(f"  {line}")
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
-        constraints.write_text("".join(f"{each}\n" for each in pins()), encoding="utf-8")
+        constraints.write_text("".join(f"{pin}\n" for pin in pins()), encoding="utf-8")
         for command in chosen.commands:
-            held = ("--constraint", str(constraints)) if command[0] == "install" else ()
-            shown = ["python", "-m", "pip", *command, *(("--constraint", "<what is installed>") if held else ())]
+            constrained = ("--constraint", str(constraints)) if command[0] == "install" else ()
+            shown = ["python", "-m", "pip", *command, *(("--constraint", "<what is installed>") if constrained else ())]
             prefix = [f"{name}={value}" for name, value in chosen.variables.items()]
             say(styled(" ".join([*prefix, *shown]), "bold"))
             if not options.dry_run:
-                _pip([*command, *held], chosen.variables)
+                _pip([*command, *constrained], chosen.variables)
     return 0
 
 
@@ -154,14 +167,14 @@ def look(arch: str | None = None) -> Machine:
 
 
 def pins() -> list[str]:
-    """What must stay as it is: torch, its Triton, and what was built against them."""
-    found = []
+    """Pins for the packages that must not change: torch, its Triton, and packages built against them."""
+    pins_read = []
     for name in KEEP:
         try:
-            found.append(f"{name}=={version(name)}")
+            pins_read.append(f"{name}=={version(name)}")
         except PackageNotFoundError:
             continue
-    return found
+    return pins_read
 
 
 def _arch() -> str | None:
@@ -180,4 +193,4 @@ def _pip(command: Sequence[str], variables: dict[str, str]) -> None:
         [sys.executable, "-m", "pip", *command], env={**os.environ, **variables}, stdin=subprocess.DEVNULL, check=False
     )
     if done.returncode:
-        raise ScriptError(f"pip could not do it\n  command  pip {' '.join(command)}\n  exit     {done.returncode}")
+        raise ScriptError(f"pip failed\n  command  pip {' '.join(command)}\n  exit     {done.returncode}")

@@ -1,4 +1,4 @@
-"""The pages of the documentation that are written from the sources: commands, Python, environment variables."""
+"""The pages of the documentation that are generated from the sources: commands, Python, environment variables."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def _commands() -> Iterator[str]:
     from hf_rocm.cli.app import build
 
     yield "Results go to stdout, everything else to stderr. Exit codes: 0 done or nothing to do, 1 refused (the"
-    yield "message says what to do), 2 usage, 3 a bug of ours. `python -m hf_rocm` is the same as `hf-rocm`.\n"
+    yield "message says what to do), 2 usage, 3 a bug in hf-rocm. `python -m hf_rocm` is the same as `hf-rocm`.\n"
     yield from _command("hf-rocm", typer.main.get_command(build()))
 
 
 def _command(name: str, command: Any) -> Iterator[str]:
     inner = getattr(command, "commands", None)
     if inner:
-        for word, each in sorted(inner.items()):
-            yield from _command(f"{name} {word}", each)
+        for word, item in sorted(inner.items()):
+            yield from _command(f"{name} {word}", item)
         return
-    arguments = [each for each in command.params if each.param_type_name == "argument"]
-    options = [each for each in command.params if each.param_type_name == "option"]
-    usage = " ".join([name, *(_argument(each) for each in arguments), *(["[OPTIONS]"] if options else [])])
+    arguments = [param for param in command.params if param.param_type_name == "argument"]
+    options = [param for param in command.params if param.param_type_name == "option"]
+    usage = " ".join([name, *(_argument(argument) for argument in arguments), *(["[OPTIONS]"] if options else [])])
     yield f"## {name}\n\n```text\n{usage}\n```\n"
     yield _paragraphs(inspect.cleandoc(command.help or "")) + "\n"
-    rows = [(f"`{each.metavar or each.name.upper()}`", each.help or "") for each in arguments]
-    rows += [(_spelling(each), each.help or "") for each in options if not each.hidden]
+    rows = [(f"`{argument.metavar or argument.name.upper()}`", argument.help or "") for argument in arguments]
+    rows += [(_spelling(option), option.help or "") for option in options if not option.hidden]
     if rows:
         yield "| | |\n| --- | --- |"
         yield "\n".join(f"| {left} | {right.replace('|', chr(92) + '|')} |" for left, right in rows) + "\n"
@@ -100,7 +100,7 @@ def _signature(value: Any) -> str:
 def _environment() -> str:
     from hf_rocm.options import VARIABLES
 
-    rows = "".join(f"| `{each.name}` | {each.values} | {each.meaning} |\n" for each in VARIABLES)
+    rows = "".join(f"| `{variable.name}` | {variable.values} | {variable.meaning} |\n" for variable in VARIABLES)
     return f"""# Environment variables
 
 Where the overlay is inert (no ROCm, nothing forced), all are ignored. Arguments of `from_pretrained` and `prepare` win

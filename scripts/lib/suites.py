@@ -1,4 +1,4 @@
-"""Run pytest suites, each in its release's environment, and read what happened from their reports."""
+"""Run pytest suites in the environments of their releases, and read their reports."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lib.environments import ENVIRONMENTS, ROOT, Environment, clean_environ
 
 REPORTS = ENVIRONMENTS / "reports"
 HEARTBEAT = 30.0  # seconds between signs of life where no line can be redrawn
+TEST_TIMEOUT = 900.0  # seconds; a test that takes longer hangs: its stacks are printed, and its suite ends
 
 # pytest's exit codes: everything passed, some failed. Any other means that the suite itself broke or was empty.
 PASSED, FAILED, EMPTY = 0, 1, 5
@@ -58,15 +59,15 @@ def run_all(suites: Sequence[Suite]) -> list[Outcome]:
             while waiting and len(running) < max(1, os.cpu_count() or 1):
                 running.append(_Running(waiting.pop(0)))
             time.sleep(0.2)
-            for each in [each for each in running if each.process.poll() is not None]:
-                running.remove(each)
-                done.append(each.finish())
+            for child in [child for child in running if child.process.poll() is not None]:
+                running.remove(child)
+                done.append(child.finish())
             if running and (live() or time.monotonic() - heard > HEARTBEAT):
                 heard = time.monotonic()
                 _heartbeat(running)
     finally:
-        for each in running:
-            each.process.terminate()
+        for child in running:
+            child.process.terminate()
     order = [suite.name for suite in suites]
     return sorted(done, key=lambda outcome: order.index(outcome.name))
 
@@ -98,8 +99,8 @@ class _Running:
     def _show(self) -> None:
         """The failures in the log; all of it if pytest did not get that far."""
         text = self.log.read_text(errors="replace")
-        found = re.search(r"^=+ (ERRORS|FAILURES) =+$", text, re.MULTILINE)
-        say(text[found.start() :] if found else text)
+        match = re.search(r"^=+ (ERRORS|FAILURES) =+$", text, re.MULTILINE)
+        say(text[match.start() :] if match else text)
         say(f"  the whole log: {self.log.relative_to(ROOT)}")
 
 
@@ -122,6 +123,7 @@ def _start(suite: Suite, output: object) -> subprocess.Popen[bytes]:
     command = [suite.environment.python, "-I", "-m", "pytest", "--import-mode", "append"]
     command += ["--junit-xml", _report_file(suite), "-o", "junit_family=xunit2"]
     command += ["-o", f"cache_dir={suite.environment.path / 'pytest-cache'}"]
+    command += ["-o", f"faulthandler_timeout={TEST_TIMEOUT}", "-o", "faulthandler_exit_on_timeout=true"]
     if output is None and live():
         command.append("--color=yes")
     return subprocess.Popen(
@@ -143,7 +145,10 @@ def _outcome(suite: Suite, code: int, seconds: float) -> Outcome:
         outcome.failed += 1
         outcome.note = "no tests were found" if code == EMPTY else f"pytest ended with exit code {code}"
     elif code == FAILED and not outcome.failed:
-        outcome.failed, outcome.note = 1, "pytest reported a failure that its report lacks"
+        outcome.failed = 1
+        outcome.note = (
+            "a failure that the report lacks" if report.exists() else "ended without a report: did a test hang?"
+        )
     return outcome
 
 
@@ -170,8 +175,8 @@ def _report(outcome: Outcome) -> None:
 
 
 def _heartbeat(running: Sequence[_Running]) -> None:
-    longest = max(time.monotonic() - each.began for each in running)
-    text = f"  {' · '.join(each.progress() for each in running)} · {duration(longest)}"
+    longest = max(time.monotonic() - child.began for child in running)
+    text = f"  {' · '.join(child.progress() for child in running)} · {duration(longest)}"
     if live():
         print(f"\r\x1b[2K{styled(text, 'dim')}", end="\r", flush=True)
     else:

@@ -1,4 +1,4 @@
-"""scripts/test: set up what the tests need, run the checks and the tests, and add everything up."""
+"""scripts/test: set up the environments, run the checks and the tests, and summarise the results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from lib import checks
+from lib import checks, machine_code
 from lib.console import ScriptError, duration, heading, say, styled, table
 from lib.environments import (
     ENVIRONMENTS,
@@ -34,25 +34,63 @@ RELEASE_DEPENDENT = (
     "overlay",
     "weights",
     "layers",
-    "diagnostics",
+    "tools/test_explain.py",
+    "tools/verify",
     "generation",
-    "test_loader.py",
-    "test_auto.py",
-    "tuning/test_record.py",
+    "forwards",
+    "loading",
+    "tools/tuning/test_record.py",
 )
 
 # Every model that has an overlay, in every release: a suite beside the others, so that two cores share the work.
 MODELS = "tests/coverage"
 
-# What releases between the oldest and the newest do without: those have never made the folders here different, and to
-# compile every model takes minutes in each.
+# Of the patcher: what reads and writes files of a release as bytes, whatever they say, or no release at all.
 PROMISES = "tests/overlay/promises"
-BETWEEN = (PROMISES, "tests/weights", f"{MODELS}/test_compile.py")
-LEFT_OUT = {"4.57.6": (PROMISES,), "5.0.0": BETWEEN, "5.19.0": BETWEEN}
+BYTES = (
+    PROMISES,
+    *(
+        f"tests/overlay/test_{name}.py"
+        for name in ("block", "drafts", "install", "locate", "lock", "newer_release", "scripts")
+    ),
+)
+
+# What releases before the newest do without; docs/testing.md gives the reasons.
+BETWEEN = (*BYTES, "tests/tools/verify/test_faults.py", "tests/generation/test_trained.py")
+LEFT_OUT = {
+    "4.53.3": (
+        *(f"{PROMISES}/test_{name}.py" for name in ("any_order", "at_once", "packages")),
+        *(f"tests/overlay/test_{name}.py" for name in ("drafts", "lock", "scripts")),
+    ),
+    "4.57.6": (*BETWEEN, "tests/weights/test_large.py", "tests/weights/test_parallel.py"),
+    "5.0.0": (*BETWEEN, "tests/weights", "tests/forwards"),
+    "5.19.0": (*BETWEEN, "tests/weights", "tests/forwards"),
+}
 
 # Several processes: ranks, servers. In the last 4.x and the newest release, a suite of its own as well.
 PROCESSES = ("tests/distributed", "tests/serving")
 WITH_PROCESSES = ("4.57.6", NEWEST)
+
+# Of those, what does not depend on transformers: how ranks start, agree and end together, and the benchmark.
+WITHOUT_TRANSFORMERS = tuple(
+    f"tests/distributed/test_{name}.py"
+    for name in (
+        "bench_tp",
+        "failures",
+        "launch",
+        "rank_logging",
+        "ranks_agree",
+        "ranks_environment",
+        "ranks_probe",
+        "ranks_workers",
+    )
+)
+
+# The newest release's tests, in suites of a similar length beside the one with all the rest.
+PARTS = {
+    "the patcher": ("tests/overlay",),
+    "tools": ("tests/tools", "tests/cli", "tests/scripts", "tests/docs", "tests/packaging"),
+}
 
 # AMD's own package, with stand-ins for its compiled kernels, in an environment of its own.
 AITER_TESTS = "tests/aiter"
@@ -67,8 +105,38 @@ UPSTREAM = f"{NEWEST}, its own tests"
 TRITON_TESTS = "tests/triton"
 INTERPRETED = f"{NEWEST}, Triton interpreted"
 
+# The interpreter of AMD's instructions, beside the same Triton; `machine_code` runs the kernels on it.
+INSTRUCTION_TESTS = "tests/amdgcn"
+INSTRUCTIONS = f"{NEWEST}, AMD's instructions"
+
 # Suites of their own: in which environment which folder is run.
-APART = {BESIDE_AITER: AITER_TESTS, INTERPRETED: TRITON_TESTS, UPSTREAM: UPSTREAM_TESTS}
+APART = {
+    BESIDE_AITER: AITER_TESTS,
+    INTERPRETED: TRITON_TESTS,
+    INSTRUCTIONS: INSTRUCTION_TESTS,
+    UPSTREAM: UPSTREAM_TESTS,
+}
+
+# Suites by their length, longest first, by the end of their names; any other comes after them.
+LONGEST = (
+    f" {NEWEST}",
+    f"{NEWEST}, every model",
+    " 4.53.3",
+    f"{NEWEST}, several processes",
+    f"{NEWEST}, the patcher",
+    INTERPRETED,
+    f"{NEWEST}, tools",
+    UPSTREAM,
+    "4.57.6, several processes",
+    " 4.57.6",
+    "4.53.3, every model",
+    "4.57.6, every model",
+    "5.0.0, every model",
+    " 5.0.0",
+    " 5.19.0",
+    "5.19.0, every model",
+    BESIDE_AITER,
+)
 
 # Suites that need hardware; conftest.py skips them with these words where it is missing.
 HARDWARE = {"needs an AMD GPU": "pytest -m rocm", "needs an NVIDIA or AMD GPU": "pytest -m gpu"}
@@ -80,7 +148,11 @@ DESCRIPTION = f"""\
 Set up what the tests need in .envs/ and run them; nothing has to be installed before.
 
 Without options: scripts/check and the quick tests with transformers {NEWEST}.
-With --all: the slow tests too, and those that depend on transformers with {", ".join(RUNNABLE[:-1])} as well."""
+With --all: the slow tests too, and those that depend on transformers with {", ".join(RUNNABLE[:-1])} as well.
+The Triton kernels are executed as the machine code of AMD GPUs: a sample of the cases, with --all a larger one,
+and a few cases for three more.
+With --machine-code: all of those cases, and nothing else.
+With --release X -- tests/coverage -k mistral: these tests, with transformers X alone."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,6 +160,14 @@ def main(arguments: Sequence[str]) -> int:
         prog="scripts/test", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--all", action="store_true", help="every test, in every supported release that is tested")
+    parser.add_argument("--release", choices=RUNNABLE, help="the tests that depend on transformers, with this release")
+    parser.add_argument(
+        "--machine-code",
+        nargs="*",
+        metavar="ARCH",
+        choices=(*machine_code.ARCHITECTURES, *machine_code.RELATIVES),
+        help="every case of the kernels' machine code, for some architectures or all",
+    )
     parser.add_argument("pytest", nargs="*", help="after --, arguments for pytest (then the checks are left out)")
     options = parser.parse_args(arguments)
     began = time.monotonic()
@@ -97,8 +177,20 @@ def main(arguments: Sequence[str]) -> int:
         heading("set-up")
         shared = base()
         built = wheel(shared, ENVIRONMENTS / "wheel")
+        if options.machine_code is not None:
+            environment = release(NEWEST, shared, built, aiter=True)
+            heading("tests")
+            architectures = options.machine_code or (*machine_code.ARCHITECTURES, *machine_code.RELATIVES)
+            outcomes = run_all(machine_code.suites(environment, share="all", architectures=architectures))
+            return summarise(outcomes, began, everything=True)
+        if options.release:
+            heading("tests")
+            chosen = {options.release: release(options.release, shared, built)}
+            outcomes = run_all(plan(chosen, options.pytest, quick=not options.all))
+            return summarise(outcomes, began, everything=True)
         environments = {NEWEST: release(NEWEST, shared, built)}
-        environments[BESIDE_AITER] = environments[INTERPRETED] = release(NEWEST, shared, built, aiter=True)
+        beside = release(NEWEST, shared, built, aiter=True)
+        environments |= dict.fromkeys((BESIDE_AITER, INTERPRETED, INSTRUCTIONS), beside)
         if options.all or any(word.startswith(UPSTREAM_TESTS) for word in options.pytest):
             environments[UPSTREAM] = environments[NEWEST]
             fetch_upstream(shared)
@@ -111,17 +203,23 @@ def main(arguments: Sequence[str]) -> int:
             heading("checks")
             outcomes += checks.run(shared)
         heading("tests")
-        outcomes += run_all(plan(environments, options.pytest, quick=not options.all))
+        suites = plan(environments, options.pytest, quick=not options.all)
+        if not options.pytest:
+            suites += machine_code.suites(beside, share="large" if options.all else "sample")
+            if options.all:
+                suites += machine_code.suites(beside, share="few", architectures=machine_code.RELATIVES)
+        outcomes += run_all(suites)
     return summarise(outcomes, began, everything=options.all)
 
 
 def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: bool) -> list[Suite]:
     """Everything in the newest release, what depends on the release in the others, what stands apart by itself."""
     selection = ["-m", "not slow"] if quick else []
+    parts = [folder for folders in PARTS.values() for folder in folders]
     paths = [word for word in extra if (ROOT / word.split("::")[0]).exists()]
     flags = [word for word in extra if word not in paths]
     # the import rules are a check of their own
-    apart = _ignoring((*APART.values(), MODELS, *PROCESSES))
+    apart = _ignoring((*APART.values(), MODELS, *PROCESSES, *parts))
     everything = ["tests", *apart, *([] if extra else ["--ignore", "tests/test_imports.py"])]
     dependent = [f"tests/{name}" for name in RELEASE_DEPENDENT if (ROOT / "tests" / name).exists()]
     dependent += ["--ignore", FAULTS]
@@ -129,7 +227,7 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
     for name, environment in environments.items():
         targets = everything if name == NEWEST else [APART[name]] if name in APART else dependent
         left_out = LEFT_OUT.get(name, ())
-        targets = [*(each for each in targets if each not in left_out), *_ignoring(left_out)]
+        targets = [*(target for target in targets if target not in left_out), *_ignoring(left_out)]
         if paths:
             targets = [path for path in paths if _place(path) == (name if name in APART else None)]
         if targets:
@@ -139,15 +237,23 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
             arguments = (*selection, *flags, MODELS, *_ignoring(left_out))
             suites.append(Suite(f"transformers {name}, every model", environment, arguments, may_be_empty=bool(extra)))
         if name in WITH_PROCESSES and not paths:
+            proven = () if name == NEWEST else WITHOUT_TRANSFORMERS
+            arguments = (*selection, *flags, *PROCESSES, *_ignoring(proven))
             suites.append(
                 Suite(
-                    f"transformers {name}, several processes",
-                    environment,
-                    (*selection, *flags, *PROCESSES),
-                    may_be_empty=quick or bool(extra),
+                    f"transformers {name}, several processes", environment, arguments, may_be_empty=quick or bool(extra)
                 )
             )
-    return suites
+        if name == NEWEST and not paths:
+            for part, folders in PARTS.items():
+                arguments = (*selection, *flags, *folders)
+                suites.append(Suite(f"transformers {name}, {part}", environment, arguments, may_be_empty=bool(extra)))
+    return sorted(suites, key=_rank)
+
+
+def _rank(suite: Suite) -> int:
+    """The place of a suite in the order of `LONGEST`: the longest starts first, so that the cores end together."""
+    return next((place for place, name in enumerate(LONGEST) if suite.name.endswith(name)), len(LONGEST))
 
 
 def fetch_upstream(builder: Environment) -> None:
@@ -171,13 +277,14 @@ def summarise(outcomes: Sequence[Outcome], began: float, *, everything: bool) ->
     """The table, what did not run, and the total as the last line."""
     heading("summary")
     rows = [
-        (each.name, str(each.passed), str(each.failed), str(each.skipped), duration(each.seconds)) for each in outcomes
+        (outcome.name, str(outcome.passed), str(outcome.failed), str(outcome.skipped), duration(outcome.seconds))
+        for outcome in outcomes
     ]
     table(("", "passed", "failed", "skipped", "time"), rows)
-    not_run: Counter[str] = sum((each.not_run for each in outcomes), Counter())
+    not_run: Counter[str] = sum((outcome.not_run for outcome in outcomes), Counter())
     say()
     for reason, command in HARDWARE.items():
-        if not_run[reason] or not any(each.not_run for each in outcomes):
+        if not_run[reason] or not any(outcome.not_run for outcome in outcomes):
             say(f"  {styled('not run', 'yellow')}  {command}: {reason} ({not_run[reason]} tests)")
     for reason in sorted(set(not_run) - set(HARDWARE)):
         say(f"  {styled('not run', 'yellow')}  {reason} ({not_run[reason]} tests)")
@@ -186,8 +293,8 @@ def summarise(outcomes: Sequence[Outcome], began: float, *, everything: bool) ->
         say(f"  {styled('not run', 'yellow')}  transformers {version}: needs Python {needed}")
     if not everything:
         say(f"  {styled('not run', 'yellow')}  slow tests and the other releases: scripts/test --all")
-    passed, failed = sum(each.passed for each in outcomes), sum(each.failed for each in outcomes)
-    skipped = sum(each.skipped for each in outcomes)
+    passed, failed = sum(outcome.passed for outcome in outcomes), sum(outcome.failed for outcome in outcomes)
+    skipped = sum(outcome.skipped for outcome in outcomes)
     say(f"\n  {duration(time.monotonic() - began)} in all\n")
     say(f"{passed} passed, {failed} failed, {skipped} skipped")
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""The files of an installed package as they are on disk: what "every byte is back" is measured with."""
+"""The files of an installed package on disk, to check that every byte was restored."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def differing_from_record(site_packages: Path, package: str) -> tuple[int, list[
                 continue
             listed += 1
             path = site_packages / name
-            found = hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b""
-            if base64.urlsafe_b64encode(found).rstrip(b"=").decode() != expected.removeprefix("sha256="):
+            digest = hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b""
+            if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != expected.removeprefix("sha256="):
                 wrong.append(name)
     return listed, wrong

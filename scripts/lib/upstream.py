@@ -1,4 +1,4 @@
-"""scripts/run-upstream-tests: transformers' own tests of a model, stock and overlaid, and what differs."""
+"""scripts/run-upstream-tests: transformers' own tests of a model, stock and overlaid, and the differences."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lib.console import duration, heading, line, say, step, styled, table
 from lib.environments import ENVIRONMENTS, RUNNABLE, Environment, base, lock, release, wheel
+from lib.upstream_detected import detect, parity, print_detected
 from lib.upstream_differences import Comparison, as_json, compare, listed
 from lib.upstream_passes import Interpreter, Pass, Result, overlaid_site, run
 from lib.upstream_tree import from_checkout, from_mixins, model_of, source_distribution
@@ -53,15 +55,19 @@ def main(arguments: Sequence[str]) -> int:
         for name, where in (("stock", None), ("overlaid", site)):
             log = Path(scratch) / f"{name}.jsonl"
             with step(f"transformers {options.release}, {name}"):
-                passes[name] = run(
-                    Pass(interpreter, tree, tuple(files), log, where, options.timeout, tuple(options.pytest))
-                )
+                settings = Pass(interpreter, tree, tuple(files), log, where, options.timeout, tuple(options.pytest))
+                settings = replace(settings, spread=options.spread)
+                passes[name] = run(settings)
+        detected = detect(settings, passes["stock"], passes["overlaid"]) if options.faults else []
+        detected += parity(interpreter, Path(scratch), models) if options.faults else []
     comparison = compare(options.release, passes["stock"], passes["overlaid"], listed())
     show(comparison)
+    print_detected(detected)
     if options.json:
         sources = {"tests": options.source_name or str(options.source or "thin classes of hf_rocm")}
         sources["mixins"] = f"source distribution of transformers {options.release}" if mixins else sources["tests"]
-        options.json.write_text(as_json(comparison, sources), encoding="utf-8")
+        sources["weights"] = f"{options.spread:g} times the deviation that transformers gives them"
+        options.json.write_text(as_json(comparison, sources, detected), encoding="utf-8")
     say(f"\n  {duration(time.monotonic() - began)} in all")
     return 1 if comparison.failed else 0
 
@@ -122,6 +128,20 @@ def _parser() -> argparse.ArgumentParser:
         help="with --source: the shared mixins as RELEASE's distribution has them",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each test's outcome in both passes")
+    parser.add_argument(
+        "--faults",
+        action="store_true",
+        help="afterwards plant faults in the overlaid forwards, one by one, and count the tests that notice: of those "
+        "that ran a forward of ours, and of hf_rocm's own parity tests",
+    )
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="give weights this many times the deviation that transformers gives them (5.x; attention over its default "
+        "weights is nearly uniform)",
+    )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for one test (default 120)")
     parser.add_argument("--environment", type=_folder, metavar="PATH", help="a virtual environment of your own")
     parser.add_argument("--pytest", action="append", default=[], metavar="ARG", help="for pytest, as --pytest=-kname")

@@ -1,4 +1,4 @@
-"""What passes stock and doesn't with overlays, held against the list of what can't be helped."""
+"""Compare the tests that pass only without overlays with the list of unavoidable differences."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lib.console import ScriptError
+from lib.upstream_detected import Detected
 from lib.upstream_passes import Result
 from lib.upstream_tree import OURS, model_of
 
@@ -35,8 +36,8 @@ class Unavoidable:
 
     def _is_about(self, test: str, release: str) -> bool:
         model = model_of(test)
-        return any(fnmatchcase(release, each) for each in self.releases) and any(
-            fnmatchcase(model, each) for each in self.models
+        return any(fnmatchcase(release, entry) for entry in self.releases) and any(
+            fnmatchcase(model, entry) for entry in self.models
         )
 
 
@@ -77,15 +78,15 @@ def compare(
         before, after = stock.get(test, ABSENT).outcome, overlaid.get(test, ABSENT).outcome
         if before == after or "passed" not in (before, after):
             continue
-        entry = next((each for each in listed if each.covers(test, release)), None)
+        entry = next((difference for difference in listed if difference.covers(test, release)), None)
         if after == "passed":
             repaired.append(test)
         elif entry is None:
             regressions.append(test)
         else:
             unavoidable[test] = entry
-    seen = [each for each in listed if any(each.covers(test, release) for test in stock)]
-    stale = [each for each in seen if each not in unavoidable.values()]
+    seen = [difference for difference in listed if any(difference.covers(test, release) for test in stock)]
+    stale = [difference for difference in seen if difference not in unavoidable.values()]
     comparison = Comparison(
         release, stock, overlaid, tuple(regressions), unavoidable, tuple(repaired), tuple(stale), ()
     )
@@ -105,11 +106,12 @@ def listed(file: Path = LISTED) -> list[Unavoidable]:
         if set(entry) != {"models", "releases", "test", "reason"} or not entry["reason"].strip():
             raise ScriptError(f"an entry of {file.name} needs models, releases, test and reason\n  found  {entry}")
     return [
-        Unavoidable(tuple(each["models"]), tuple(each["releases"]), each["test"], each["reason"]) for each in entries
+        Unavoidable(tuple(entry["models"]), tuple(entry["releases"]), entry["test"], entry["reason"])
+        for entry in entries
     ]
 
 
-def as_json(comparison: Comparison, sources: Mapping[str, str]) -> str:
+def as_json(comparison: Comparison, sources: Mapping[str, str], detected: Sequence[Detected] = ()) -> str:
     """Everything, by test class and then test by test, one on a line. sources: where the tests were taken from."""
     models = sorted({model_of(test) for test in comparison.stock})
     summary: dict[str, object] = {
@@ -122,6 +124,8 @@ def as_json(comparison: Comparison, sources: Mapping[str, str]) -> str:
         "idle": list(comparison.idle),
         "hits": {model: dict(sorted(comparison.hits(model).items())) for model in models},
     }
+    if detected:
+        summary["faults"] = [fault._asdict() for fault in detected]
     lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in summary.items()]
     classes: dict[str, list[str]] = {}
     for test in sorted(comparison.stock.keys() | comparison.overlaid.keys()):
@@ -136,6 +140,6 @@ def _entry(comparison: Comparison, test: str) -> dict[str, object]:
     entry: dict[str, object] = {"stock": before.outcome, "overlaid": after.outcome}
     if hits := sum(after.hits.values()):
         entry["hits"] = hits
-    if reasons := list(dict.fromkeys(each.reason[:100] for each in (before, after) if each.reason)):
+    if reasons := list(dict.fromkeys(result.reason[:100] for result in (before, after) if result.reason)):
         entry["reason"] = " | ".join(reasons)
     return entry

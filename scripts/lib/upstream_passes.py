@@ -1,4 +1,4 @@
-"""One pass over transformers' own tests: pytest in a process of its own, begun anew after a crash or a hang."""
+"""One pass over transformers' own tests: pytest in its own process, restarted after a crash or a hang."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lib.console import ScriptError
 from lib.environments import clean_environ
 
 PLUGIN = Path(__file__).resolve().with_name("upstream_plugin.py")
+FAULTS = PLUGIN.with_name("upstream_faults.py")
 
 # beyond a test's own limit, until a process that doesn't hear its alarm is ended from outside
 GRACE = 30.0
@@ -29,13 +30,14 @@ class Result:
     """What became of one test in one pass.
 
     outcome: `passed`, `failed`, `skipped`, `network` (it wanted the hub), `timeout` or `crashed`.
-    hits: calls of overlaid forwards, by class.
+    hits: calls of overlaid forwards, by class. reached: calls that a planted fault changed.
     """
 
     outcome: str
     seconds: float = 0.0
     reason: str = ""
     hits: Counter[str] = field(default_factory=Counter)
+    reached: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,10 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class Pass:
-    """How the tests of a tree are run: by which Python, over which transformers (None: the one that it finds)."""
+    """How the tests of a tree are run: by which Python, over which transformers (None: the one that it finds).
+
+    fault: one of `upstream_faults.FAULTS`. spread: a factor on the deviation of initial weights. left_out: tests.
+    """
 
     interpreter: Interpreter
     tree: Path
@@ -61,6 +66,9 @@ class Pass:
     site: Path | None = None
     timeout: float = 120.0
     pytest: tuple[str, ...] = ()
+    fault: str = ""
+    spread: float = 1.0
+    left_out: tuple[str, ...] = ()
 
 
 def run(settings: Pass) -> dict[str, Result]:
@@ -70,7 +78,7 @@ def run(settings: Pass) -> dict[str, Result]:
     with tempfile.TemporaryDirectory(prefix="upstream-tests-") as scratch:
         while True:
             settings.log.unlink(missing_ok=True)
-            code, output = _run_pytest(settings, list(results), Path(scratch))
+            code, output = _run_pytest(settings, [*settings.left_out, *results], Path(scratch))
             running = _read(settings.log, results)
             if running is None:
                 break
@@ -112,7 +120,8 @@ def _show_sources(settings: Pass) -> None:
 
 def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, str]:
     (scratch / "plugin").mkdir(exist_ok=True)
-    shutil.copy2(PLUGIN, scratch / "plugin")  # alone, since its neighbours' names are too common to be importable
+    for file in (PLUGIN, FAULTS):  # alone, since their neighbours' names are too common to be importable
+        shutil.copy2(file, scratch / "plugin")
     command = [
         settings.interpreter.python,
         "-m",
@@ -120,16 +129,25 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
         "-p",
         PLUGIN.stem,
         "-p",
+        FAULTS.stem,
+        "-p",
         "no:cacheprovider",
         "-q",
         "--tb=short",
     ]
     command += ["-c", settings.tree / "pytest.ini", "--rootdir", settings.tree, *settings.pytest, *settings.files]
-    told = {"log": str(settings.log), "done": done, "timeout": settings.timeout, "overlaid": settings.site is not None}
+    question = {
+        "log": str(settings.log),
+        "done": done,
+        "timeout": settings.timeout,
+        "overlaid": settings.site is not None,
+    }
     environ = settings.interpreter.environ(
         *([] if settings.site is None else [settings.site]),
         scratch / "plugin",
-        UPSTREAM_TESTS=json.dumps(told),
+        UPSTREAM_TESTS=json.dumps(question),
+        UPSTREAM_FAULT=settings.fault,
+        UPSTREAM_SPREAD=str(settings.spread),
         HF_HOME=str(scratch / "hub"),
         HF_HUB_OFFLINE="1",
         DISABLE_SAFETENSORS_CONVERSION="1",  # it asks the hub for a converted checkpoint, in a thread
@@ -186,7 +204,9 @@ def _read(log: Path, results: dict[str, Result]) -> str | None:
         running = entry.get("began")
         if running is None:
             hits = Counter(entry["hits"])
-            results[entry["ended"]] = Result(entry["outcome"], entry["seconds"], entry["reason"], hits)
+            results[entry["ended"]] = Result(
+                entry["outcome"], entry["seconds"], entry["reason"], hits, entry["reached"]
+            )
     return running
 
 

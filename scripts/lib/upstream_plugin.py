@@ -1,8 +1,8 @@
-"""Inside the pytest that runs transformers' own tests: what became of each test, and whether our forwards ran in it.
+"""The pytest plugin for transformers' own tests: the outcome of each test, and whether forwards of hf_rocm ran in it.
 
-Loaded with `-p upstream_plugin` and told what to do by the variable UPSTREAM_TESTS (JSON): `log`, a file that gets one
-JSON line when a test begins and one when it ends, so that a crash names its test; `done`, tests to leave out;
-`timeout`, seconds a test may take; `overlaid`, whether overlays must, or must not, be in force.
+Loaded with `-p upstream_plugin`. The variable UPSTREAM_TESTS (JSON) has the settings: `log`, a file with a JSON line
+at the begin and at the end of each test, so that the test of a crash is known; `done`, tests to leave out; `timeout`,
+seconds for a test; `overlaid`, whether overlays must, or must not, be active.
 """
 
 from __future__ import annotations
@@ -48,10 +48,16 @@ class _Progress:
         self.outcome, self.reason = PASSED, ""
         self.began = time.monotonic()
         self.hits: Counter[str] = Counter()
+        self.changed = _changed_calls()
 
     def worsen(self, outcome: str, reason: str) -> None:
         if _WORSE.index(outcome) > _WORSE.index(self.outcome):
             self.outcome, self.reason = outcome, reason
+
+
+def _changed_calls() -> int:
+    """How many calls a planted fault has changed so far (see `upstream_faults`)."""
+    return getattr(sys.modules.get("upstream_faults"), "reached", 0)
 
 
 _current = _Progress()
@@ -92,6 +98,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         seconds = round(time.monotonic() - _current.began, 3)
         ended = {"outcome": _current.outcome, "seconds": seconds, "reason": _current.reason}
+        ended["reached"] = _changed_calls() - _current.changed
         _write({"ended": item.nodeid, **ended, "hits": dict(_current.hits)})
 
 

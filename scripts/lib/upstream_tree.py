@@ -1,8 +1,8 @@
-"""Where transformers' own tests come from, and the folder that they are run in.
+"""The source of transformers' own tests, and the folder in which they run.
 
-A release's source distribution carries the shared mixins alone. The tests of each model and of `generation/` stand in
-the public repository only: who has a checkout names it, and for everybody else the mixins are applied to thin classes
-of ours (tests/upstream). None of transformers' files is kept in this repository.
+A release's source distribution contains only the shared mixins. The tests of the models and of `generation/` are only
+in the public repository: pass a checkout to run them. Otherwise the mixins are applied to the thin classes in
+tests/upstream. This repository contains no file of transformers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def source_distribution(release: str, builder: Environment) -> Path:
         unpacked = Path(scratch) / "unpacked"
         with tarfile.open(archive) as content:
             root = f"transformers-{release}/tests/"
-            members = [each for each in content if each.isfile() and each.name.startswith(root)]
+            members = [member for member in content if member.isfile() and member.name.startswith(root)]
             for member in members:
                 target = unpacked / "tests" / Path(member.name.removeprefix(root)).name
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -97,16 +97,11 @@ def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins
 
 
 def from_mixins(target: Path, mixins: Path, models: Sequence[str]) -> list[str]:
-    """Lay the release's mixins, stand-ins for what they import beside themselves, and our thin classes out in `target`.
+    """Lay the release's mixins, stand-ins for what they import beside themselves, and thin classes out in `target`.
 
-    Returns the thin test files, relative to `target`. Raises `ScriptError` for a model that has none.
+    Returns the thin test files, relative to `target`. Raises `ScriptError` for a model without an overlay.
     """
-    missing = sorted(set(models) - set(thin_models()))
-    if missing:
-        raise ScriptError(
-            f"there is no thin test class of {', '.join(missing)}\n  there is  {', '.join(thin_models())}\n\n"
-            "hint: name a checkout of transformers with --source, or write one in tests/upstream/thin"
-        )
+    thin = {model: _thin(model) for model in models}
     _begin(target)
     shutil.copytree(OURS / "standins", target / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(mixins, target / "tests", dirs_exist_ok=True)
@@ -114,15 +109,27 @@ def from_mixins(target: Path, mixins: Path, models: Sequence[str]) -> list[str]:
     for model in models:
         file = target / _file(model)
         file.parent.mkdir(parents=True)
-        shutil.copy2(OURS / "thin" / f"{model}.py", file)
+        file.write_text(thin[model], encoding="utf-8")
     for folder in {path.parent for path in (target / "tests").rglob("*.py")} | {target / "tests" / "models"}:
         (folder / "__init__.py").touch()
     return [_file(model) for model in models]
 
 
-def thin_models() -> list[str]:
-    """The models that have a thin test class."""
-    return sorted(path.stem for path in (OURS / "thin").glob("*.py") if path.stem not in ("__init__", "common"))
+def _thin(model: str) -> str:
+    """The thin test class of a model: from tests/upstream/thin, or that of a causal model with the usual sizes."""
+    file = OURS / "thin" / f"{model}.py"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    if not any((ROOT / "overlays").glob(f"*/models/{model}")):
+        raise ScriptError(
+            f"there is no overlay of {model}, and no thin test class\n  path  {file}\n\n"
+            "hint: the name is that of the folder below transformers/models"
+        )
+    name = model.title().replace("_", "")
+    return (
+        "import unittest\n\nfrom ...thin import CausalTest\n\n\n"
+        f"class {name}ModelTest(CausalTest, unittest.TestCase):\n    model_type = {model!r}\n"
+    )
 
 
 def model_of(test: str) -> str:
@@ -147,6 +154,6 @@ def _download(release: str, builder: Environment, folder: Path) -> Path:
     done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=False)
     archive = folder / f"transformers-{release}.tar.gz"
     if done.returncode or not archive.is_file():
-        said = done.stderr.strip()[-1000:]
-        raise ScriptError(f"the source distribution of transformers {release} could not be downloaded\n\n{said}")
+        stderr = done.stderr.strip()[-1000:]
+        raise ScriptError(f"the source distribution of transformers {release} could not be downloaded\n\n{stderr}")
     return archive

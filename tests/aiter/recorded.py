@@ -91,6 +91,8 @@ def _flash_attn_func(version: Version, a: dict[str, Any]) -> Any:
 def _triton_flash_attn_func(version: Version, a: dict[str, Any]) -> Tensor:
     left, right = a["window_size"]
     assert right == -1  # refused by the real one
+    tile = a["config"]  # the real one has no table for most Radeons, and 64 KiB of LDS for Q, K and V
+    assert (tile["BLOCK_M"] + 2 * tile["BLOCK_N"] * tile["num_stages"]) * a["q"].shape[-1] * 2 <= 2**16
     how = (a["softmax_scale"], a["causal"], left, 0 if a["causal"] else -1)
     output, lse = kernels.attend(a["q"], a["k"], a["v"], *how, name="triton")
     if a.get("sink") is not None:

@@ -9,7 +9,7 @@ import hf_rocm
 from hf_rocm import ops, options
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops.moe_shuffled import PLAIN
-from hf_rocm.ops.moe_torch import eager
+from hf_rocm.ops.moe_torch import ExpertsCall, eager
 from tests.tolerance import assert_as_good_as_eager
 
 E, H, I = 6, 64, 128  # noqa: E741 - the alphabet of shapes
@@ -35,9 +35,9 @@ def test_fused_moe(kernels, tokens, dtype):
         output = ops.shuffled_experts(x, *shuffled, ids, weights)
     assert [(each.operation, each.tier, each.name) for each in routes] == [("shuffled_experts", "aiter", "fused_moe")]
     assert [each.kernel for each in kernels.CALLS] == ["moe_sorting_fwd", "ck_moe_stage1", "ck_moe_stage2"]
-    measure = eager(x, gate_up, down, ids, weights, None, None, PLAIN)
+    measure = eager(ExpertsCall(x, gate_up, down, ids, weights, None, None, PLAIN))
     wide = [each.double() for each in (x, gate_up, down)]
-    expected = eager(*wide, ids, weights.double(), None, None, PLAIN)
+    expected = eager(ExpertsCall(*wide, ids, weights.double(), None, None, PLAIN))
     assert_as_good_as_eager(output, measure, expected)
 
 
@@ -106,4 +106,4 @@ def test_a_model_whose_experts_may_be_copied_runs_fused_moe(kernels):
             model(**given)
         assert "shuffled_experts" not in [each.operation for each in routes]
     hf_rocm.restore(model)
-    assert not [name for module in model.modules() for name in module.__dict__ if name.startswith("_hf_rocm_experts")]
+    assert not [name for module in model.modules() for name in module.__dict__ if name.startswith("_hf_rocm_group")]

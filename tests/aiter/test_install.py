@@ -48,6 +48,12 @@ def test_the_old_build_and_what_it_lacks(installer, machine):
     assert "ignores that a weight is shuffled" in "\n".join(replaced.words)
 
 
+def test_a_release_that_was_not_checked_is_announced(installer, machine):
+    words = "0.1.22 is newer than 0.1.21.dev46, the last one checked: used only with HF_ROCM_TIER=aiter"
+    assert words in installer.plan(machine, release="0.1.22").words
+    assert not any("newer" in each for each in installer.plan(machine).words)
+
+
 def test_the_unrelated_package_goes_first(installer, machine):
     plan = installer.plan(dataclasses.replace(machine, other_aiter=True))
     assert plan.commands[0] == ("uninstall", "--yes", "aiter")

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from hf_rocm import ops, options
-from hf_rocm.ops.activation import eager_act_and_mul
-from hf_rocm.ops.add_norm import eager_add_rms_norm
 from hf_rocm.ops.attention_eager import attention as eager_attention
 from hf_rocm.ops.linear import eager_linear
-from hf_rocm.ops.norm import eager_rms_norm
-from hf_rocm.ops.rope import eager_rope
+from hf_rocm.ops.pointwise import eager_act_and_mul, eager_add_rms_norm, eager_rms_norm, eager_rope
 from hf_rocm.ops.varlen import eager_varlen
 from tests.tolerance import assert_as_good_as_eager
 

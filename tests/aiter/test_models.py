@@ -95,7 +95,7 @@ def test_overlaid_models(kernels, name):
         assert called["rmsnorm2d_fwd_with_add"] == 2 * NEW_TOKENS
         grouped = [each.arguments for each in kernels.CALLS if each.kernel == "mha_fwd"]
         assert all(each["q"][1][2] == 4 and each["k"][1][2] == 2 for each in grouped)  # keys are not expanded
-        assert "aiter, mha_fwd" in str(hf_rocm.explain(model))
+        assert "aiter, mha_fwd" in hf_rocm.explain(model).details()
     finally:
         hf_rocm.restore(model)
 
@@ -189,5 +189,5 @@ def test_warmup_builds_and_checks_ahead(kernels, tmp_path, capsys, monkeypatch):
     probe.forget()
     registry.forget_choices()
     monkeypatch.setattr(probe_worker, "ask", lambda *_: pytest.fail("checked again"))
-    assert main(["explain", str(tmp_path / "llama"), "--force", "--device", "cpu"]) == 0
+    assert main(["explain", str(tmp_path / "llama"), "--force", "--device", "cpu", "--all"]) == 0
     assert "attention (prefill, 4 heads on 2, dim 16): aiter, mha_fwd" in capsys.readouterr().out

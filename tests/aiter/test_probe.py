@@ -138,7 +138,7 @@ def test_a_build_that_never_ends_is_killed(monkeypatch, break_kernel):
     assert attend(window=3).name == "mha_fwd"  # the child is up
     break_kernel("mha_fwd:hang")
     heard = []
-    monkeypatch.setattr(probe_worker, "FIRST_WORD", 0.5)
+    monkeypatch.setattr(probe_worker, "FIRST_MESSAGE", 0.5)
     with (
         options.override(probe_timeout=3.0),
         probe_worker.progress(heard.append),
@@ -227,8 +227,25 @@ def test_the_random_state_is_left_alone():
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    spec = AttentionSpec(BF16, CPU, 4, 2, 16, 16, False, True, False, True, None, False, False, None, False, False)
-    assert probe_cases.check("attention", "aiter", "mha_fwd", tuple(spec)) is None
+    spec = AttentionSpec(
+        dtype=BF16,
+        device=CPU,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        value_dim=16,
+        one_query=False,
+        square=True,
+        more_queries=False,
+        causal=True,
+        window=None,
+        softcap=False,
+        sinks=False,
+        mask=None,
+        grad=False,
+        weights=False,
+    )
+    assert probe_cases.check("attention", "aiter", "mha_fwd", spec) is None
     assert torch.equal(torch.rand(3), expected)
 
 

@@ -11,13 +11,14 @@ from hf_rocm.device import Device
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops.aiter import quantized
 from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ, INT8, quantize_rows, shuffle_rows, unshuffle_rows
-from hf_rocm.ops.quantized import QuantizedSpec, eager_linear
+from hf_rocm.ops.quantized_torch import QuantizedCall, QuantizedSpec, eager_linear
+from tests import eight_bit
 from tests.aiter import recorded
 from tests.tolerance import assert_as_good_as_eager
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
-NEWEST, FIRST_SERVED = "0.1.20.post1", Version("0.1.6.post2")
+NEWEST, FIRST_SERVED = "0.1.21.dev46", Version("0.1.6.post2")
 PLAIN, WHOLE_TILES = (40, 48), (256, 512)
 
 
@@ -46,8 +47,8 @@ def run(kernels, x, weight, scale, bias, shuffled):
 def is_right(output, x, weight, scale, bias):
     format = weight.dtype
     doubled = (x.double(), weight.double(), scale.double(), None if bias is None else bias.double())
-    expected = eager_linear(*doubled, format, False)
-    assert_as_good_as_eager(output, eager_linear(x, weight, scale, bias, format, False), expected)
+    expected = eager_linear(QuantizedCall(*doubled, format, False))
+    assert_as_good_as_eager(output, eager_linear(QuantizedCall(x, weight, scale, bias, format, False)), expected)
 
 
 @pytest.mark.usefixtures("kernels", "mi300x")
@@ -107,14 +108,14 @@ class TestRealPackage:
             ops.recording() as routes,
         ):
             output = ops.quantized_linear(x, weight, scale)
-        assert [each.name for each in routes] == ["_int_mm"]
+        assert [each.name for each in routes] == [eight_bit.served_by(INT8, BF16)]
         is_right(output, x, weight, scale, bias)
 
     def test_a_model_is_shuffled_in_place_and_runs_on_it(self, kernels):
         """The kernel is checked in a child first: its stand-in is as right there."""
         import hf_rocm
         from hf_rocm.ops import registry
-        from hf_rocm.weights import quantize as quantizing
+        from hf_rocm.weights import eight_bit as quantizing
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(quantizing, "describe", registry.describe)
@@ -147,12 +148,22 @@ def test_every_release(recorded_as, version, format, shuffled):
     is_right(output, *given)
 
 
-SPEC = QuantizedSpec(BF16, FP8_FNUZ, CPU, 256, 512, None, False)
+SPEC = QuantizedSpec(dtype=BF16, format=FP8_FNUZ, device=CPU, n=256, k=512, bias_dtype=None, shuffled=False)
 SHUFFLED = SPEC._replace(shuffled=True)
 
 REFUSALS = [
-    (quantized.refuses, SPEC, {"dtype": torch.float32}, "gemm_a8w8 gives fp16 and bf16 with a bias of the same, got "),
-    (quantized.refuses, SPEC, {"bias_dtype": FP16}, "gemm_a8w8 gives fp16 and bf16 with a bias of the same, got "),
+    (
+        quantized.refuses,
+        SPEC,
+        {"dtype": torch.float32},
+        "gemm_a8w8 returns fp16 or bf16 and needs a bias of its dtype, got ",
+    ),
+    (
+        quantized.refuses,
+        SPEC,
+        {"bias_dtype": FP16},
+        "gemm_a8w8 returns fp16 or bf16 and needs a bias of its dtype, got ",
+    ),
     (quantized.refuses, SPEC, {"format": FP8}, "gfx942 multiplies torch.float8_e4m3fnuz, not torch.float8_e4m3fn"),
     (quantized.refuses, SPEC, {"shuffled": True}, "gemm_a8w8 reads weights in their plain order"),
     (quantized.refuses, SPEC, {"k": 520}, "gemm_a8w8 needs K to be a multiple of 16 and N of 8, got 256 × 520"),
@@ -163,13 +174,13 @@ REFUSALS = [
         quantized.shuffled_refuses,
         SHUFFLED,
         {"n": 128},
-        "gemm_a8w8_bpreshuffle needs multiples of 256 and K from 512 on",
+        "gemm_a8w8_bpreshuffle needs multiples of 256 and K ≥ 512",
     ),
     (
         quantized.shuffled_refuses,
         SHUFFLED,
         {"k": 256},
-        "gemm_a8w8_bpreshuffle needs multiples of 256 and K from 512 on",
+        "gemm_a8w8_bpreshuffle needs multiples of 256 and K ≥ 512",
     ),
 ]
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from packaging.version import Version
 
 from hf_rocm import options
+from hf_rocm.architectures import NEWEST_AITER
 from hf_rocm.device import Device
-from hf_rocm.ops.activation import ActivationSpec
 from hf_rocm.ops.aiter import activation, attention, contract, decode, detect, linear, norm, rope, triton, varlen
 from hf_rocm.ops.aiter.detect import Argument, Function, Release
 from hf_rocm.ops.attention import AttentionSpec
 from hf_rocm.ops.decode import DecodeSpec
 from hf_rocm.ops.linear import LinearSpec
-from hf_rocm.ops.norm import NormSpec
-from hf_rocm.ops.rope import RopeSpec
+from hf_rocm.ops.pointwise import ActivationSpec, NormSpec, RopeSpec
 from hf_rocm.ops.varlen import VarlenSpec
+from tests.aiter import recorded
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
-NEWEST, WHEEL, OLD = "0.1.20.post1", "0.1.7.post2.dev18", "0.1.6"
+NEWEST, WHEEL, OLD = "0.1.21.dev46", "0.1.7.post2.dev18", "0.1.6"
 
 ATTENTION = AttentionSpec(
     dtype=BF16,
@@ -39,19 +42,31 @@ ATTENTION = AttentionSpec(
     grad=False,
     weights=False,
 )
-VARLEN = VarlenSpec(BF16, CPU, 8, 2, 64, 64, True, None, False, False, False)
-DECODING = DecodeSpec(BF16, CPU, 8, 2, 64, 64, False, False, False)
-LINEAR = LinearSpec(BF16, BF16, CPU, 256, 128, None, True, False)
-ACTIVATION = ActivationSpec(BF16, CPU, 64, "silu", False)
-NORM = NormSpec(BF16, BF16, CPU, 64, False, False)
-ROPE = RopeSpec(BF16, BF16, CPU, 64, 64, False, True, False)
+HEADS = {"dtype": BF16, "device": CPU, "heads": 8, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
+VARLEN = VarlenSpec(**HEADS, causal=True, window=None, softcap=False, sinks=False, grad=False)
+DECODING = DecodeSpec(**HEADS, softcap=False, sinks=False, grad=False)
+LINEAR = LinearSpec(
+    dtype=BF16, weight_dtype=BF16, device=CPU, n=256, k=128, bias_dtype=None, contiguous=True, grad=False
+)
+ACTIVATION = ActivationSpec(dtype=BF16, device=CPU, dim=64, activation="silu", grad=False)
+NORM = NormSpec(dtype=BF16, weight_dtype=BF16, device=CPU, dim=64, one_plus=False, grad=False)
+ROPE = RopeSpec(
+    dtype=BF16,
+    angle_dtype=BF16,
+    device=CPU,
+    head_dim=64,
+    rotated=64,
+    interleaved=False,
+    shared=True,
+    grad=False,
+)
 ASSEMBLY = {"head_dim": 128, "value_dim": 128}
 DECODE = {"one_query": True, "square": False}
 
 MHA, LSE, FLASH = attention.mha_fwd_refuses, attention.mha_fwd_lse_refuses, attention.flash_attn_func_refuses
 DENSE, PACKED = varlen.dense_refuses, varlen.packed_refuses
 
-MASK = "a mask per batch row can't be handed to aiter, whose bias is one [S_q, S_k] matrix"
+MASK = "aiter takes no mask for each batch row, only one [S_q, S_k] bias"
 
 CASES = [
     # what every kernel of attention refuses
@@ -64,12 +79,12 @@ CASES = [
         MASK,
     ),
     (MHA, ATTENTION, {"head_dim": 60}, "head dims must be multiples of 8, got 60 and 64"),
-    (MHA, ATTENTION, {"value_dim": 264}, "head dims may be at most 256, got 64 and 264"),
+    (MHA, ATTENTION, {"value_dim": 264}, "head dims must be at most 256, got 64 and 264"),
     (
         MHA,
         ATTENTION,
         {"more_queries": True, "square": False},
-        "with more queries than keys some rows see nothing, for which aiter's kernels promise no value",
+        "with more queries than keys some rows see no key, for which the result of aiter's kernels is undefined",
     ),
     # mha_fwd
     (MHA, ATTENTION, {"grad": True}, "mha_fwd has no gradient"),
@@ -78,12 +93,12 @@ CASES = [
         MHA,
         ATTENTION,
         {**DECODE, "value_dim": 32},
-        "mha_fwd regroups single queries only for one head dim, got 64 and 32",
+        "mha_fwd regroups single queries only for equal head dims, got 64 and 32",
     ),
     (MHA, ATTENTION, {**DECODE, "sinks": True}, "mha_fwd regroups single queries without regrouping the sinks"),
     (MHA, ATTENTION, {"sinks": True}, f"mha_fwd of amd-aiter {WHEEL} has no argument `sink_ptr`", WHEEL),
     (MHA, ATTENTION, {}, f"amd-aiter {OLD} has no mha_fwd", OLD),
-    (LSE, ATTENTION, {}, "it is for sinks only"),
+    (LSE, ATTENTION, {}, "it serves calls with sinks only"),
     # flash_attn_func
     (FLASH, ATTENTION, {"softcap": True}, "flash_attn_func has no softcap"),
     (
@@ -96,13 +111,13 @@ CASES = [
         FLASH,
         ATTENTION,
         {"window": 1},
-        "flash_attn_func would send a window of one key to an assembly kernel that has no windows",
+        "flash_attn_func would choose an assembly kernel without windows for a window of one key",
     ),
     (
         FLASH,
         ATTENTION,
         {},
-        "without gradients it is worth its detour only for its assembly kernels (bf16, head dim 128, no window)",
+        "without gradients it is faster only with its assembly kernels (bf16, head dim 128, no window)",
     ),
     (
         FLASH,
@@ -113,7 +128,7 @@ CASES = [
         "gfx90a",
     ),
     # flash_attn_varlen_func
-    (DENSE, ATTENTION, {}, "flash_attn_varlen_func is for a softcap; without one its packing is a detour"),
+    (DENSE, ATTENTION, {}, "flash_attn_varlen_func is used for a softcap only: without one, packing takes extra time"),
     (
         DENSE,
         ATTENTION,
@@ -137,7 +152,7 @@ CASES = [
         PACKED,
         VARLEN,
         {"window": 1},
-        "flash_attn_varlen_func would send a window of one key to an assembly kernel that has no windows",
+        "flash_attn_varlen_func would choose an assembly kernel without windows for a window of one key",
     ),
     (
         PACKED,
@@ -155,9 +170,9 @@ CASES = [
         decode.refuses,
         DECODING,
         {"value_dim": 32},
-        "mha_fwd regroups single queries only for one head dim, got 64 and 32",
+        "mha_fwd regroups single queries only for equal head dims, got 64 and 32",
     ),
-    (decode.refuses, DECODING, {"one_query": False}, "mha_fwd takes lengths for single queries"),
+    (decode.refuses, DECODING, {"one_query": False}, "mha_fwd takes lengths for single queries only"),
     (decode.refuses, DECODING, {"starts": True}, "mha_fwd can't skip the first keys of a row"),
     (decode.refuses, DECODING, {"window": 8}, "mha_fwd can't skip the first keys of a row"),
     # Radeon
@@ -167,7 +182,7 @@ CASES = [
         triton.refuses,
         ATTENTION,
         {"value_dim": 32},
-        "aiter's Triton attention has one head dim, got 64 and 32",
+        "aiter's Triton attention needs equal head dims, got 64 and 32",
         NEWEST,
         "gfx1201",
     ),
@@ -183,14 +198,30 @@ CASES = [
         triton.refuses,
         ATTENTION,
         {"sinks": True, "grad": True},
-        "the gradients of sinks are not asked of aiter's Triton attention",
+        "aiter's Triton attention is not used for the gradients of sinks",
+        NEWEST,
+        "gfx1151",
+    ),
+    (
+        triton.refuses,
+        ATTENTION,
+        {"grad": True},
+        "aiter has no tiles for the gradients of attention on gfx1201",
         NEWEST,
         "gfx1201",
+    ),
+    (
+        triton.refuses,
+        ATTENTION,
+        {"head_dim": 192, "value_dim": 192},
+        "on gfx1151 aiter's Triton attention would spill registers for head dims above 128",
+        NEWEST,
+        "gfx1151",
     ),
     (triton.refuses, ATTENTION, {"mask": BF16}, MASK, NEWEST, "gfx1201"),
     # linear
     (linear.refuses, LINEAR, {"grad": True}, "gemm_a16w16 has no gradient"),
-    (linear.refuses, LINEAR, {"dtype": FP32}, "gemm_a16w16 is for fp16 and bf16, not torch.float32"),
+    (linear.refuses, LINEAR, {"dtype": FP32}, "gemm_a16w16 supports fp16 and bf16, not torch.float32"),
     (
         linear.refuses,
         LINEAR,
@@ -218,12 +249,12 @@ CASES = [
     ),
     # activation
     (activation.refuses, ACTIVATION, {"grad": True}, "silu_and_mul has no gradient"),
-    (activation.refuses, ACTIVATION, {"dtype": FP32}, "silu_and_mul is for fp16 and bf16, not torch.float32"),
+    (activation.refuses, ACTIVATION, {"dtype": FP32}, "silu_and_mul supports fp16 and bf16, not torch.float32"),
     (activation.refuses, ACTIVATION, {"dim": 63}, "silu_and_mul needs a dim that is a multiple of 8, got 63"),
     (activation.refuses, ACTIVATION, {}, f"amd-aiter {OLD} has no silu_and_mul", OLD),
     # norms
     (norm.refuses, NORM, {"grad": True}, "rms_norm has no gradient"),
-    (norm.refuses, NORM, {"dtype": FP32}, "rms_norm is for fp16 and bf16, not torch.float32"),
+    (norm.refuses, NORM, {"dtype": FP32}, "rms_norm supports fp16 and bf16, not torch.float32"),
     (norm.refuses, NORM, {"weight_dtype": FP32}, "rms_norm would read a weight of torch.float32 as torch.bfloat16"),
     (norm.refuses, NORM, {"dim": 63}, "rms_norm needs a dim that is a multiple of 8, got 63"),
     (norm.refuses, NORM, {"one_plus": True}, "amd-aiter 0.1.9 has no rmsnorm", "0.1.9"),
@@ -250,9 +281,9 @@ CASES = [
     ),
     # rope
     (rope.refuses, ROPE, {"grad": True}, "aiter's RoPE returns a wrong number of gradients"),
-    (rope.refuses, ROPE, {"dtype": FP32}, "aiter's RoPE is for fp16 and bf16, not torch.float32"),
+    (rope.refuses, ROPE, {"dtype": FP32}, "aiter's RoPE supports fp16 and bf16, not torch.float32"),
     (rope.refuses, ROPE, {"angle_dtype": FP32}, "aiter's RoPE needs angles of torch.bfloat16, got torch.float32"),
-    (rope.refuses, ROPE, {"shared": False}, "aiter's RoPE has one table of angles for the whole batch"),
+    (rope.refuses, ROPE, {"shared": False}, "aiter's RoPE takes only one table of angles for the whole batch"),
     (rope.refuses, ROPE, {"rotated": 20}, "aiter's RoPE needs dims that are multiples of 8, got 20 of 64"),
     (rope.refuses, ROPE, {}, f"amd-aiter {OLD} has no rope_cached_2c_fwd_impl", OLD),
 ]
@@ -315,16 +346,16 @@ def test_devices_that_aiter_is_not_for(recorded_as, refuses, device, sentence):
 @pytest.mark.parametrize("refuses", COMPILED)
 def test_compiled_kernels_are_for_instinct(recorded_as, refuses, arch):
     recorded_as(NEWEST)
-    sentence = f"this kernel of aiter is made for gfx90a, gfx942, gfx950, not for {arch}"
+    sentence = f"this kernel of aiter is for gfx90a, gfx942, gfx950, not for {arch}"
     assert refuses(None, Device("cuda", rocm=True, arch=arch)) == sentence
 
 
 @pytest.mark.parametrize("refuses", PORTABLE)
 def test_portable_kernels_are_for_listed_radeons_too(recorded_as, refuses):
     recorded_as("0.1.18")
-    sentence = "aiter knows gfx1151 from 0.1.19 on, and this is amd-aiter 0.1.18"
+    sentence = "aiter supports gfx1151 from 0.1.19 on, and this is amd-aiter 0.1.18"
     assert refuses(None, Device("cuda", rocm=True, arch="gfx1151")) == sentence
-    sentence = "this kernel of aiter is made for gfx90a, gfx942, gfx950, gfx1100, gfx1151, gfx1201, not for gfx1030"
+    sentence = "this kernel of aiter is for gfx90a, gfx942, gfx950, gfx1100, gfx1151, gfx1201, not for gfx1030"
     assert refuses(None, Device("cuda", rocm=True, arch="gfx1030")) == sentence
 
 
@@ -337,12 +368,42 @@ def test_portable_kernels_are_for_listed_radeons_too(recorded_as, refuses):
         (rope.refuses, ROPE),
         (triton.refuses, ATTENTION),
         (triton.refuses, ATTENTION._replace(window=4, sinks=True)),
-        (triton.refuses, ATTENTION._replace(grad=True)),
+        (triton.refuses, ATTENTION._replace(head_dim=256, value_dim=256)),
     ],
 )
 def test_the_newest_release_serves_radeon(recorded_as, refuses, spec):
     recorded_as(NEWEST, "gfx1201")
     assert refuses(spec, Device("cuda", rocm=True, arch="gfx1201")) is None
+
+
+def test_gradients_of_attention_on_the_radeon_that_has_tiles_for_them(recorded_as):
+    recorded_as(NEWEST, "gfx1151")
+    assert triton.refuses(ATTENTION._replace(grad=True), Device("cuda", rocm=True, arch="gfx1151")) is None
+
+
+@pytest.mark.parametrize(
+    ("release", "newer"),
+    [
+        ("0.1.7.post2.dev18", False),
+        ("0.1.20.post1+rocm7.2", False),
+        (f"{NEWEST}+ge4048607a5", False),
+        ("0.1.21", True),
+        ("0.1.22+rocm7.2", True),
+        (None, False),
+    ],
+)
+def test_a_release_that_was_not_checked_is_used_where_aiter_is_named(recorded_as, monkeypatch, release, newer):
+    assert recorded.RELEASES[-1] == NEWEST_AITER == NEWEST
+    recorded_as(NEWEST)
+    unchecked = dataclasses.replace(recorded.release(NEWEST), version=Version(release) if release else None)
+    monkeypatch.setattr(detect, "load", lambda: unchecked)
+    device = Device("cuda", rocm=True, arch="gfx942")
+    sentence = f"amd-aiter {release} is newer than {NEWEST}, the last release that hf_rocm's calls were checked with "
+    assert (detect.unavailable(device) or "").startswith(sentence) is newer
+    with options.override(tier="aiter"):
+        assert detect.unavailable(device) is None
+    with options.override(aiter={**options.current().aiter, "gemm": options.Switch.REQUIRED}):
+        assert detect.unavailable(device) is None
 
 
 def test_steps_without_running_sums_are_our_decode_kernel_s(recorded_as, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from packaging.version import Version
@@ -110,7 +112,7 @@ def test_attention_on_radeon(recorded_as, version, form):
     how["sinks"] = random(4, seed=2) if form == "sinks" else None
     if Version(version) < Version("0.1.19"):
         words = refusal("attention", query, key, key, **how)
-        assert f"aiter knows gfx1100 from 0.1.19 on, and this is amd-aiter {version}" in words
+        assert f"aiter supports gfx1100 from 0.1.19 on, and this is amd-aiter {version}" in words
         return
     (output, _), name, _ = by("attention", query, key, key, **how)
     assert name == "triton flash_attn_func"
@@ -207,3 +209,17 @@ def test_the_recorded_wheel_is_the_installed_one(kernels):
             if expected is not None:
                 found = getattr(installed, look)(name)
                 assert found is not None and found.arguments == expected.arguments, name
+
+
+def test_the_sources_of_the_wheel_are_as_recorded():
+    """What is compared with a checkout of a newer release reads the wheel's sources as its schemas are."""
+    from importlib.util import find_spec
+
+    from tests.aiter import record
+
+    spec = find_spec("aiter")
+    if spec is None or spec.origin is None:
+        pytest.skip("not run: needs amd-aiter")
+    checkout = Path(spec.origin).parents[1]
+    assert record.differences(checkout, "0.1.7.post2.dev18") == []
+    assert any("mha_fwd" in each for each in record.differences(checkout, recorded.RELEASES[-1]))

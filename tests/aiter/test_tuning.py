@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 
-from hf_rocm.tuning import machine
-from hf_rocm.tuning.columns import layout_of
+from hf_rocm.ops.aiter.tables import machine
+from hf_rocm.ops.aiter.tables.columns import layout_of
 from tests.aiter import standins
 from tests.aiter.conftest import aiter_version
-from tests.tuning.conftest import row, table_text, write
+from tests.tools.tuning.conftest import row, table_text, write
 
 LOOKUP = """
 import sys, torch

@@ -1,4 +1,4 @@
-"""Routed layers and shuffled weights beside the real package: what it runs, and why it gets no shuffled weight."""
+"""Routed layers and shuffled weights with the real package: routes and refusals."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_every_product_of_a_routed_model_is_aiters(backend):
         assert {(each.tier, each.name) for each in products} == {("aiter", "gemm_a16w16")}
         assert len(products) == 4 * LAYERS + 1  # two groups, o_proj and down_proj of each layer, and lm_head
         with options.override(probe=False):
-            assert f"routed × {7 * LAYERS + 1}: {backend}" in str(hf_rocm.explain(model))
+            assert f"routed × {7 * LAYERS + 1}: {backend}" in hf_rocm.explain(model).details()
     finally:
         hf_rocm.restore(model)
 
 
 def test_a_release_that_ignores_the_mark_gets_no_shuffled_weight():
-    """The release on PyPI would read a shuffled weight as if it were plain."""
+    """The release on PyPI would read a shuffled weight as a plain one."""
     import hf_rocm
 
     model = build("Llama")
@@ -55,6 +55,6 @@ def test_a_release_that_ignores_the_mark_gets_no_shuffled_weight():
         account = model.__dict__["_hf_rocm_report"]["preshuffle"]
         assert not account["shuffled"] and account["bytes"] == 0
         assert all("ignores that a weight is shuffled" in reason for reason in account["skipped"].values())
-        assert "not shuffled × 9: amd-aiter" in str(hf_rocm.explain(model))
+        assert "not shuffled × 9: amd-aiter" in hf_rocm.explain(model).details()
     finally:
         hf_rocm.restore(model)

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from hf_rocm.bench import record
 from hf_rocm.cli import main
+from hf_rocm.tools.bench import record
 
 TINY = ["--config", "small", "--layers", "1", "--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4"]
 
@@ -30,7 +30,7 @@ def test_a_run_prints_its_tables_and_writes_its_files(tmp_path, capsys):
     assert "decode, batch 1, prompt 8, 4 new tokens: floor" in told.out and "prefill, 1 × 8 tokens: floor" in told.out
     assert told.out.count("\nstock ") == 2 and told.out.count("\nhf_rocm ") == 2
     assert "uncaptured: its weights are on cpu" in told.out
-    assert "making the model" in told.err and f"drawn: {chart}" in told.err
+    assert "building the model" in told.err and f"chart: {chart}" in told.err
     (segment,) = record.load(runs)
     assert segment.name == "mine" and len(segment.results) == 2 and chart.read_text().startswith("<svg")
 
@@ -38,7 +38,7 @@ def test_a_run_prints_its_tables_and_writes_its_files(tmp_path, capsys):
 def test_json_is_the_segment_and_nothing_else(capsys):
     assert main(["bench", *TINY, "--kinds", "prefill", "--sides", "stock,liger,hf_rocm", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["model"]["name"] == "small, 1 layers" and told["missing"] == {"liger": "liger-kernel is not installed"}
+    assert told["model"]["name"] == "small, 1 layer" and told["missing"] == {"liger": "liger-kernel is not installed"}
     assert [each["side"] for each in told["results"][0]["timings"]] == ["stock", "hf_rocm"]
 
 
@@ -62,7 +62,7 @@ def test_ops_lists_what_was_timed_and_on_request_what_was_not(capsys):
 
 
 def test_a_profile_lists_kernels_and_writes_a_trace(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hf_rocm.bench.profile.STEPS", 2)
+    monkeypatch.setattr("hf_rocm.tools.bench.profile.STEPS", 2)
     trace = tmp_path / "trace.json"
     assert main(["bench", *TINY, "--kinds", "prefill", "--sides", "hf_rocm", "--profile", str(trace)]) == 0
     told = capsys.readouterr()
@@ -82,6 +82,11 @@ def test_a_profile_lists_kernels_and_writes_a_trace(tmp_path, capsys, monkeypatc
         ([*TINY, "--dtype", "int8"], 1, "--dtype int8"),
         (["--config", "small", "--device", "tpu"], 1, "'tpu'"),
         ([*TINY, "--chart", "a.pdf"], 1, "a.pdf"),
+        ([*TINY, "--chart", "{file}/a.svg"], 1, "a.svg can't be written"),
+        ([*TINY, "--save", "{file}/a.json"], 1, "a.json can't be written"),
+        ([*TINY, "--save", ""], 1, "can't be written"),
+        ([*TINY, "--profile", "{file}/a/b.json"], 1, "b.json can't be written"),
+        (["ops", "--config", "small", "--device", "cpu", "--save", "{file}/a.json"], 1, "a.json can't be written"),
         ([*TINY, "--save", "{file}"], 1, "is not a file of measurements"),
         (["ops", "--op", "softmax"], 1, "--op softmax"),
     ],
@@ -89,7 +94,7 @@ def test_a_profile_lists_kernels_and_writes_a_trace(tmp_path, capsys, monkeypatc
 def test_what_can_not_be_done_is_refused_before_anything_is_measured(
     arguments, code, words, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("hf_rocm.bench.rates.measure", lambda *args: pytest.fail("it was measured"))
+    monkeypatch.setattr("hf_rocm.tools.bench.rates.measure", lambda *args: pytest.fail("it was measured"))
     file = tmp_path / "runs.json"
     file.write_text("{}")
     assert main(["bench", *(each.replace("{file}", str(file)) for each in arguments)]) == code

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_rocm import variables
 from hf_rocm.check_version import main
 from hf_rocm.overlay import facts
 from hf_rocm.overlay.commands import install
@@ -63,9 +64,20 @@ def test_it_is_zero_only_when_everything_that_was_asked_for_is_installed(
     install(["llama"], transformers_path=site.path)
     assert check("llama").code == 0
     assert check("llama", "bert").code == 1
-    assert check().code == 1
+    partial = check()
+    assert partial.code == 1 and "`python -m hf_rocm.check_version llama`" in partial.err
+    assert "check_version llama" not in check("llama", "bert").err
     install(transformers_path=site.path)
     assert check().code == check("--strict").code == 0
+
+
+def test_a_misspelt_variable_is_warned_of_on_stderr(
+    check: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_ROCM_FROCE", "1")
+    monkeypatch.setattr(variables, "_warned", set())
+    json.loads(check("--json").out)
+    assert caplog.messages == ["HF_ROCM_FROCE is not an option of hf_rocm; did you mean HF_ROCM_FORCE?"]
 
 
 def test_strict_wants_verified(check: Callable[..., Outcome], site: Site) -> None:
@@ -93,7 +105,7 @@ def test_json_has_the_two_axes_and_the_facts(check: Callable[..., Outcome]) -> N
     found = json.loads(check("--json").out)
     assert found["ok"] is False
     assert {file["installed"] for file in found["files"]} == {"no"}
-    assert found["torch"]["version"] and set(found["torch"]) == {"path", "version", "hip", "cuda"}
+    assert found["torch"]["version"] and set(found["torch"]) == {"path", "version", "hip", "rocm", "cuda"}
     assert set(found["rocm"]) == {"version", "device"}
     assert set(found["aiter"]) == {"path", "amd", "version", "sentence"}
 

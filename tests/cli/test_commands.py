@@ -16,9 +16,10 @@ import pytest
 import typer
 from typer.models import OptionInfo
 
-from hf_rocm import __version__
-from hf_rocm.cli import main
+from hf_rocm import __version__, variables
+from hf_rocm.cli import execution, main
 from hf_rocm.cli.app import build
+from hf_rocm.overlay.facts import TorchFacts
 from tests.cli.conftest import Outcome
 from tests.overlay.conftest import MODELS, Site, fingerprint, hashes, next_release
 
@@ -38,17 +39,65 @@ def grouped(shown: str) -> dict[str, list[str]]:
 
 def test_install_status_uninstall(command: Command, site: Site) -> None:
     before = hashes(site.path)
-    installed = command("install-overlays")
+    installed = command("install-overlays", "--all")
     assert (installed.code, installed.err) == (0, "")
     assert str(site.root) in installed.out, "the path that is meant is shown"
     assert grouped(installed.out) == {model: ["installed"] for model in MODELS}
     assert command("status").code == 0
     again = command("install-overlays")
     assert again.code == 0 and "nothing to do" in again.out
-    removed = command("uninstall-overlays")
+    removed = command("uninstall-overlays", "--all")
     assert removed.code == 0 and grouped(removed.out) == {model: ["removed"] for model in MODELS}
     assert hashes(site.path) == before
-    assert "nothing to do" in command("uninstall-overlays").out
+    again = command("uninstall-overlays").out.splitlines()
+    assert len(again) == 2 and again[1] == "nothing to do"
+
+
+def test_what_was_written_is_named_and_the_rest_is_a_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    installed = command("install-overlays", "llama", "bert").out.splitlines()
+    assert installed[-3:] == [
+        "installed 2 overlays: llama, bert",
+        "inert here: this torch is not a ROCm build, so these models stay stock",
+        "next: hf-rocm status; hf-rocm explain MODEL",
+    ]
+    removed = command("uninstall-overlays").out.splitlines()
+    assert removed[1] == f"{len(MODELS) - 2} were not installed"
+    assert re.fullmatch("removed 2 overlays: (llama, bert|bert, llama)", removed[2]) and len(removed) == 3
+
+
+def test_overlays_that_are_not_inert_here_are_not_called_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "torch_facts", lambda: TorchFacts("", "2.11.0", "7.2", None))
+    assert "inert" not in command("install-overlays", "llama").out
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_ROCM_FORCE", "1")
+    assert "inert" not in command("install-overlays", "bert").out
+
+
+@pytest.mark.parametrize("name", ["status", "install-overlays", "uninstall-overlays"])
+def test_a_misspelt_variable_is_warned_of(
+    name: str, command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_ROCM_FROCE", "1")
+    monkeypatch.setattr(variables, "_warned", set())
+    command(name)
+    assert caplog.messages == ["HF_ROCM_FROCE is not an option of hf_rocm; did you mean HF_ROCM_FORCE?"]
+
+
+@pytest.mark.parametrize("name", ["status", "install-overlays", "uninstall-overlays"])
+def test_the_help_of_a_list_of_models_shows_no_python_type(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "MODEL" in out and "list[" not in out and "<" not in out
+
+
+def test_groups_come_in_the_order_of_releases(capsys: pytest.CaptureFixture[str]) -> None:
+    from hf_rocm.cli.output import print_groups
+
+    releases = ["transformers-5.13", "transformers-5.2", "transformers-4.57", "-"]
+    print_groups(("state", "overlays"), ((("no", release), "llama") for release in releases))
+    rows = [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows == ["-", "transformers-4.57", "transformers-5.2", "transformers-5.13"]
 
 
 def test_a_dry_run_says_would_and_its_plan_is_the_real_one(command: Command, site: Site) -> None:
@@ -126,7 +175,7 @@ def test_a_refusal_as_json_is_data_and_stays_an_error(command: Command, site: Si
     assert refused.code == 1 and "error: " in refused.err
     unknown = command("install-overlays", "mistrall", "--json")
     assert unknown.code == 1
-    assert json.loads(unknown.out)["message"] == "hf-rocm has no overlay of 'mistrall'"
+    assert json.loads(unknown.out)["message"] == "hf-rocm has no overlay for 'mistrall'"
 
 
 @pytest.mark.parametrize("name", ["install-overlays", "uninstall-overlays", "status"])
@@ -138,15 +187,19 @@ def test_a_model_that_is_not_there_is_an_error(command: Command, name: str) -> N
 
 def test_status_shows_both_axes_and_calls_for_attention(command: Command, site: Site) -> None:
     command("install-overlays", "llama")
-    shown = command("status")
-    files, summary = shown.out.splitlines()[1:2], grouped(shown.out)
-    assert files == [f"{len(MODELS)} files; installed: {len(MODELS) - 1} no, 1 yes; match: {len(MODELS)} verified"]
+    verdict = command("status").out.splitlines()[-1]
+    assert verdict == f"1 of {len(MODELS)} overlays is installed; all match this transformers"
+    shown = command("status", "--all")
+    summary = grouped(shown.out)
     assert summary["llama"] == ["yes", "verified"]
     assert summary["bert"] == ["no", "verified"]
     assert "\033" not in shown.out
     (row,) = (line for line in command("status", "llama").out.splitlines() if line.startswith("llama"))
     assert row.split()[2:4] == ["yes", "verified"]
     edited_block(site)
+    shown = command("status")
+    assert "1 needs attention: llama (edited)" in " ".join(shown.out.split())
+    assert shown.out.splitlines()[-1] == "next: hf-rocm status --diff llama"
     shown = command("status", "--json")
     assert shown.code == 1
     (file,) = (file for file in json.loads(shown.out)["files"] if file["model"] == "llama")
@@ -157,7 +210,7 @@ def test_status_diff_of_an_installed_file_shows_the_block_as_added_lines(command
     command("install-overlays")
     shown = command("status", "--diff", "llama").out
     assert "+# >>> hf-rocm overlay >>>" in shown
-    assert "+    def llama_mlp(self, stock, x):" in shown
+    assert "+    overlay.binds(LlamaMLP, layers.GatedMLP())" in shown
     assert [line for line in shown.splitlines() if line.startswith("-") and not line.startswith("---")] == []
 
 
@@ -182,6 +235,54 @@ def test_status_diff_of_a_changed_definition_names_digests_and_releases(command:
 @pytest.mark.parametrize("arguments", [["install-overlays", "--nonsense"], ["nonsense"], []])
 def test_usage_errors_are_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["help"], ["--help"]])
+def test_the_start_page_has_every_command_and_a_next_step(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    main(arguments)
+    lines = capsys.readouterr().out.splitlines()
+    listed = {line.split()[0] for line in lines if line[:2] == "  " and line[2:3].isalpha()}
+    assert listed >= set(typer.main.get_command(build()).commands)
+    assert lines[-1].startswith("next: hf-rocm doctor") and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_help_fits_the_terminal_breaks_no_words_and_has_the_options_of_a_model(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_rocm.tools.bench.known_shapes import SHAPES
+    from hf_rocm.tools.bench.variants import LABELS
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["bench", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= min(columns, 120)
+    assert {"--config", "--prompt", "--chart", *LABELS} <= set(re.findall(r"[\w-]+", shown))
+    assert all(re.search(rf"\b{name}[,.]", shown) for name in SHAPES)
+    assert "<bool>" not in shown and "\n  ops " in shown
+    assert main(["help", "tune"]) == 0 and "--shapes-only" in capsys.readouterr().out
+    assert main(["help", "nonsense"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("bench --config llama-7", ["llama-70b"]),
+        ("install-overlays qwen3_5", ["qwen3_5", "qwen3_5_moe"]),
+        ("uninst", ["uninstall-overlays"]),
+    ],
+)
+def test_shells_complete_commands_models_and_shapes(
+    words: str, completed: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_HF_ROCM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"hf-rocm {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    main([])
+    assert capsys.readouterr().out.split() == completed
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,7 +358,7 @@ def test_a_file_that_the_system_won_t_read_is_a_refusal_and_no_bug(
     def unreadable(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("hf_rocm.overlay.survey.read_file", unreadable)
+    monkeypatch.setattr("hf_rocm.overlay.scan.read_file", unreadable)
     outcome = command(name)
     assert outcome.code == 1
     assert "Permission denied" in outcome.err and "modeling_" in outcome.err and "hint: " in outcome.err
@@ -277,7 +378,7 @@ def test_status_record_shows_a_table_and_its_progress_on_a_terminal_only(
     with monkeypatch.context() as terminal:
         terminal.setattr(sys.stderr, "isatty", lambda: True)
         shown = command("status", "--record")
-    assert f"{len(here)} of {len(here)} files compared" in shown.err and shown.err.endswith("\r\033[K")
+    assert f"{len(here)} of {len(here)} files compared" in shown.err and shown.err.endswith("\033[2K"), "erased"
     one_byte(site)
     shown = command("status", "--record", "--json")
     assert shown.code == 1
@@ -289,7 +390,7 @@ def test_status_record_shows_a_table_and_its_progress_on_a_terminal_only(
     assert json.loads(shown.out)["warning"] is None
     (site.metadata / "RECORD").unlink()
     refused = command("status", "--record")
-    assert refused.code == 1 and "no record of what transformers was delivered with" in refused.err
+    assert refused.code == 1 and "left no record of transformers' files" in refused.err
     assert command("status", "--record", "llama").code == 2
 
 

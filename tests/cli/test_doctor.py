@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from hf_rocm.cli import main
-from hf_rocm.diagnostics.doctor import examine
-from hf_rocm.diagnostics.doctor.machine import Ran, ThisMachine, read_answer
-from hf_rocm.diagnostics.doctor.report import Level
-from tests.diagnostics import recorded
-from tests.diagnostics.recorded import Recorded
+from hf_rocm.tools.doctor import examine
+from hf_rocm.tools.doctor.machine import Ran, ThisMachine, read_answer
+from hf_rocm.tools.doctor.report import Level
+from tests.tools import recorded
+from tests.tools.recorded import Recorded
 
 KINDS = {
     "mi300x",
@@ -90,8 +90,12 @@ def test_what_a_crashed_child_wrote_is_kept_with_how_it_ended() -> None:
     text = json.dumps({"facts": {"version": "2.9"}, "stage": "devices", "error": None})
     assert read_answer(text, Ran(0)).error is None
     crashed = read_answer(text, Ran(-11))
-    assert (crashed.error, crashed.stage, crashed.facts) == ("it was ended by signal 11", "devices", {"version": "2.9"})
-    assert read_answer(text, Ran(None)).error == "it did not end in time"
+    assert (crashed.error, crashed.stage, crashed.facts) == (
+        "it was killed by signal 11",
+        "devices",
+        {"version": "2.9"},
+    )
+    assert read_answer(text, Ran(None)).error == "it timed out"
     assert read_answer('{"facts": {"ver', Ran(-9)).stage == "start"
     assert read_answer(None, Ran(1, err="Traceback\nImportError: no torch\n")).error == "ImportError: no torch"
 
@@ -116,7 +120,7 @@ def test_the_child_names_what_an_aiter_lacks(tmp_path: Path, monkeypatch: pytest
 def test_this_machine_is_examined_without_importing_what_may_crash() -> None:
     """In a child: this process has torch already."""
     program = (
-        "import sys; from hf_rocm.diagnostics.doctor.examine import doctor; report = doctor();"
+        "import sys; from hf_rocm.tools.doctor.examine import doctor; report = doctor();"
         "heavy = {'torch', 'transformers', 'triton', 'aiter'} & set(sys.modules);"
         "print(sorted(heavy), report.findings[0].check, len(report.findings) > 2)"
     )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import platform
+import string
 
 import pytest
+from hypothesis import given, strategies
 
 from hf_rocm.cli import main
-from hf_rocm.diagnostics import redact
-from hf_rocm.diagnostics.doctor import machine
-from tests.diagnostics.recorded import Recorded
+from hf_rocm.tools import redact
+from hf_rocm.tools.doctor import machine
+from tests.tools.recorded import Recorded
 
 SECRETS = {
     "HF_TOKEN": "hf_QdZrUvXwYbAcEfGhIjKlMnOpQrStUvWx",
@@ -59,8 +61,8 @@ def test_what_an_issue_needs_does(block) -> None:
     text = " ".join(printed.split())
     for words in (
         "AMD Instinct MI300X (gfx942, 304 CUs)",
-        "2.11.0+rocm7.2",
-        " ROCm 7.2.0 ",
+        "2.11.0+rocm7.1",
+        " ROCm 7.1.1 ",
         "amd-aiter 0.1.20.post1",
         "75 yes/verified",
         "HSA_OVERRIDE_GFX_VERSION=9.4.2",
@@ -98,10 +100,96 @@ def test_names_of_the_user_and_the_host_go_too() -> None:
         ("yes/verified, and/or", "yes/verified, and/or"),
         ("Bearer abc.def", "***"),
         ("token ghp_abcdefghijklmnopqrstuv", "token ***"),
+        ("-isystem/srv/globex/include -L/srv/globex/lib", "-isystem…/include -L…/lib"),
+        ("file:///srv/globex/torch.whl", "file://…/torch.whl"),
+        ("at /srv/Project Orion/x/cache now", "at …/cache now"),
+        ("it says '/srv/Project Orion'", "it says '…/Project Orion'"),
+        ("https://index.example/simple?token=abc&x=1", "https://index.example/simple?***"),
+        ("https://eve:a/b@c@index.example/simple", "https://***@index.example/simple"),
+        ("eve:a/b@proxy:3128", "***@proxy:3128"),
+        ('{"api-key": "a b", "n": 1}', '{"api-key": ***, "n": 1}'),
+        ("max_split_size_mb:128, keys: 5", "max_split_size_mb:128, keys: 5"),
+        ("AMD Instinct MI300X (gfx942, 304 CUs)", "AMD Instinct MI300X (gfx942, 304 CUs)"),
     ],
 )
 def test_paths_and_keys(text: str, cleaned: str) -> None:
     assert redact.clean(text, home="/home/eve") == cleaned
+
+
+PREFIXES = ("hf_", "ghp_", "npm_", "AIza", "glpat-", "sk-proj-", "xoxb-", "nvapi-", "gsk_", "pypi-", "AKIA", "sk_live_")
+ALPHANUMERIC = string.ascii_letters + string.digits
+NAMES = (
+    "token",
+    "password",
+    "PASSWD",
+    "api-key",
+    "api_key",
+    "apikey",
+    "client_secret",
+    "X-Amz-Signature",
+    "authorization",
+)
+FORMS = (
+    "{name}={secret}", "{name}: {secret}", '"{name}": "{secret}"', "'{name}' : '{secret}'", "--{name} {secret}",
+    "--{name}={secret}", "?a=1&{name}={secret}", "https://h.example/x?{name}={secret}", "x; {name}={secret}; y",
+)  # fmt: skip
+secrets = strategies.text(ALPHANUMERIC, min_size=12, max_size=40).filter(lambda text: not text.isdigit())
+# what a password may hold in an address, where it is not quoted
+passwords = strategies.text(ALPHANUMERIC + "@/!$&*+=.~-", min_size=6, max_size=30).map(lambda text: f"Zq{text}Zq")
+# no word of ours, and nothing that stands in a report anyway
+folders = strategies.text(ALPHANUMERIC + "_ .-", min_size=1, max_size=12).map(lambda text: f"Qx{text.strip()}Qx")
+
+
+@given(
+    strategies.sampled_from(PREFIXES), strategies.text(string.ascii_uppercase + string.digits, min_size=20, max_size=40)
+)
+def test_a_key_goes_wherever_it_stands(prefix: str, rest: str) -> None:
+    for text in ("{}", "x {} y", "NAME={}", '"{}"', "a,{};b", "https://h.example/{}"):
+        assert rest not in redact.clean(text.format(prefix + rest))
+
+
+@given(strategies.sampled_from(FORMS), strategies.sampled_from(NAMES), secrets)
+def test_a_secret_goes_with_its_name(form: str, name: str, secret: str) -> None:
+    assert secret not in redact.clean(form.format(name=name, secret=secret))
+
+
+@given(passwords, strategies.sampled_from(("https", "http", "socks5h", "postgresql+psycopg")))
+def test_a_password_in_an_address_goes_whole(password: str, scheme: str) -> None:
+    for text in (
+        f"{scheme}://eve:{password}@h.example:80/x",
+        f"P={scheme}://{password}@h.example",
+        f"eve:{password}@h:1",
+    ):
+        cleaned = redact.clean(text)
+        assert "Zq" not in cleaned and "***@h" in cleaned
+
+
+@given(
+    strategies.lists(folders, min_size=2, max_size=5),
+    strategies.sampled_from(("/srv/", "~/", "/home/eve/", "", "./", "../")),
+)
+def test_of_a_path_in_a_variable_only_the_last_part_is_kept(parts: list[str], start: str) -> None:
+    path = start + "/".join(parts)
+    for text in ("{}", "/opt/rocm/lib:{}", "-I{}", "-L {}", "a={},b"):
+        shown = redact.variables({"HIP_X": text.format(path), "HOME": "/home/eve"})["HIP_X"]
+        cleaned = redact.clean(f"HIP_X={shown}", home="/home/eve")
+        for part in set(parts) - {parts[-1]}:
+            assert part not in cleaned.replace(parts[-1], ""), cleaned
+
+
+@given(strategies.lists(folders, min_size=2, max_size=5))
+def test_of_a_known_path_in_a_finding_only_the_last_part_is_kept(parts: list[str]) -> None:
+    path = "/srv/" + "/".join(parts)
+    cleaned = redact.clean(f"problem: {path} is not there", paths=[path])
+    assert cleaned == f"problem: …/{parts[-1]} is not there"
+
+
+def test_a_finding_about_a_path_with_spaces(block) -> None:
+    text = block(
+        variables={"HF_ROCM_CACHE": "/srv/Globex Orion/the cache/x", "TRITON_CACHE_DIR": "customers/globex/triton"}
+    )
+    assert "Orion" not in text and "customers" not in text
+    assert "HF_ROCM_CACHE=…/x\n" in text and "TRITON_CACHE_DIR=…/triton\n" in text
 
 
 def test_this_machines_own_block_names_neither_user_nor_host(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,13 +16,22 @@ def checkpoint(tmp_path_factory):
     return str(models.save_checkpoint("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16))
 
 
-def test_explain_says_what_serves_and_why_nothing_faster(checkpoint, capsys):
+def test_explain_is_short_and_names_each_reason_once(checkpoint, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["explain", checkpoint, "--force", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "served by hf_rocm, forced on this machine" in out
+    assert "fused: q_proj + k_proj + v_proj" in out
+    assert out.count("aiter needs an AMD GPU under ROCm, and this is the CPU") == 1
+    assert len(out.splitlines()) <= 25 and max(map(len, out.splitlines())) <= 80
+
+
+def test_explain_all_lists_every_kernel(checkpoint, capsys):
+    assert main(["explain", checkpoint, "--force", "--device", "cpu", "--all"]) == 0
+    out = capsys.readouterr().out
     assert "fused 2 of 2: q_proj + k_proj + v_proj" in out
     assert "linear (q_proj + k_proj + v_proj" in out
-    assert "aiter needs an AMD GPU under ROCm, and this is the CPU" in out
+    assert out.count("aiter needs an AMD GPU under ROCm, and this is the CPU") > 1
 
 
 def test_explain_as_json(checkpoint, capsys):
@@ -48,8 +57,21 @@ def test_warmup_has_nothing_to_do_on_a_stock_model(checkpoint, capsys):
 
 
 @pytest.mark.parametrize("command", ["explain", "warmup"])
+def test_the_reason_for_stock_is_printed_once_and_wrapped(command, checkpoint, capsys, caplog, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main([command, checkpoint, "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    assert " ".join(captured.out.split()).count("this PyTorch is not a ROCm build") == 1
+    assert "ROCm build" not in captured.err and "stays stock" not in caplog.text
+    assert max(map(len, captured.out.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("command", ["explain", "warmup"])
 def test_what_cannot_be_loaded_is_one_error(command, tmp_path, checkpoint, capsys):
     assert main([command, str(tmp_path / "nothing")]) == 1
+    assert "no model could be loaded" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main([command, str(tmp_path / "empty")]) == 1
     assert "no model could be loaded" in capsys.readouterr().err
     assert main([command, checkpoint, "--device", "cuda:99"]) == 1
     assert "there is no device 'cuda:99' here" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from hf_rocm.cli import main
 
@@ -22,7 +23,8 @@ def test_the_loss_is_measured_and_printed(kind, tiny_checkpoint, tmp_path, capsy
     assert loss["ratio"] == pytest.approx(loss["perplexity"][0] / loss["perplexity"][1]) == pytest.approx(1, abs=0.05)
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert f"LlamaForCausalLM in {kind}" in out and "left 1: it is no part of a repeated block" in out
+    assert out.startswith("LlamaForCausalLM in int8\n" if kind == "int8" else "LlamaForCausalLM in fp8 (float8_")
+    assert "left 1: it is not part of a repeated block" in out
     assert f"{loss['perplexity'][1]:.4f} before, {loss['perplexity'][0]:.4f} after" in out
 
 
@@ -30,7 +32,7 @@ def test_the_loss_is_measured_and_printed(kind, tiny_checkpoint, tmp_path, capsy
     ("arguments", "words"),
     [
         (["--kind", "fp4", "--force"], "quantize has no kind 'fp4'"),
-        ([], "quantize belongs to the ROCm path, which is off"),
+        ([], "quantize is part of the ROCm path, which is disabled"),
         (["--force", "--text", "nowhere"], "nowhere can't be read as text"),
         (["--force"], "there is no tokenizer in"),
     ],
@@ -39,3 +41,16 @@ def test_refusals_come_before_loading(arguments, words, tmp_path, capsys):
     assert main(["quantize", str(tmp_path), *arguments]) == 1
     captured = capsys.readouterr()
     assert words in captured.err and captured.out == ""
+
+
+def test_a_command_is_hinted_at_its_own_options(tmp_path, capsys):
+    """Nothing that only a Python program can pass, and the whole error of transformers."""
+    assert main(["quantize", str(tmp_path)]) == 1
+    assert "hint: --force " in capsys.readouterr().err
+    assert main(["quantize", str(tmp_path), "--force", "--json"]) == 1
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    with pytest.raises((OSError, ValueError)) as caught:
+        AutoTokenizer.from_pretrained(str(tmp_path))
+    assert told["facts"]["transformers error"] == " ".join(str(caught.value).split())
+    assert "save the tokenizer in the model's folder" in told["hint"] and "quantization_loss" not in captured.err

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
+import platform
+import re
+import stat
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from hf_rocm.cli import main
-from hf_rocm.diagnostics.verify.golden import FORMAT
-from tests.diagnostics.verify import faults
+from hf_rocm.errors import GoldenError
+from hf_rocm.tools.verify import verify as verify_model
+from hf_rocm.tools.verify.golden import FORMAT
+from hf_rocm.tools.verify.shapes import random_model
+from tests.tools.verify import faults
 
 
 def verify(*arguments):
@@ -36,16 +46,61 @@ def rewritten(golden, file, *, drop="", **changes):
     return file
 
 
+def test_a_shape_of_bench_is_refused_before_the_hub_is_tried(monkeypatch, capsys):
+    tried = []
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **_: tried.append(name))
+    assert verify("--config", "small", "--force") == 1
+    err = capsys.readouterr().err
+    assert "--config small is a shape of `hf-rocm bench` alone" in err and "tiny-llama" in err and tried == []
+
+
 def test_a_checkpoint_is_verified_and_drawn(tiny_checkpoint, golden, tmp_path, capsys):
     picture = tmp_path / "picture.svg"
     capsys.readouterr()
     assert verify(tiny_checkpoint, "--force", "--golden", golden, "--picture", picture, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    told = json.loads(printed)
     checks = {check["name"]: check for check in told["checks"]}
     assert told["passed"] and len(told["layers"]) == 4
+    # docs/amd-owners.md asks people to publish this
+    private = {platform.node(), getpass.getuser(), str(Path.home()), str(tiny_checkpoint.parent), str(tmp_path)}
+    assert not [word for word in private if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", printed)]
+    assert not re.search(r"(?<![\w.])/\w+/\w+", printed), "a path"
     assert checks["golden prompt"]["status"] == checks["golden padded batch"]["status"] == "passed"
     assert "same versions on the same kind of device" in checks["golden prompt"]["note"]
     assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("place", ["{there}/missing/g", "", "{there}", "{there}/file/g"])
+@pytest.mark.parametrize("option", ["--save-golden", "--picture"])
+def test_an_output_that_can_not_be_written_is_refused_before_the_run(tmp_path, option, place, capsys, monkeypatch):
+    monkeypatch.setattr("hf_rocm.cli.verify._loaded", lambda *arguments, **more: pytest.fail("a model was loaded"))
+    (tmp_path / "file").touch()
+    assert verify("--config", "tiny-llama", option, place.format(there=tmp_path)) == 1
+    err = capsys.readouterr().err
+    assert "can't be written" in err and "hint: name a file" in err
+
+
+def test_a_golden_file_goes_into_a_device_and_through_a_link(golden, tiny_checkpoint, tmp_path):
+    (tmp_path / "link").symlink_to("target")
+    assert verify(tiny_checkpoint, "--save-golden", tmp_path / "link") == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").stat().st_size == golden.stat().st_size
+    device = tmp_path / "null"
+    try:
+        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        device.open("wb").close()
+    except PermissionError:
+        device = Path("/dev/null")
+    assert verify(tiny_checkpoint, "--save-golden", device) == 0
+    assert stat.S_ISCHR(device.stat().st_mode)
+
+
+def test_the_programs_interface_refuses_a_place_for_a_golden_file_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_rocm.tools.verify.run.cases", lambda *arguments, **more: pytest.fail("it ran"))
+    model = random_model("tiny-llama", dtype="float32", device=torch.device("cpu"))
+    with pytest.raises(GoldenError, match="can't be written"):
+        verify_model(model, force=True, save_golden=tmp_path / "missing" / "g")
 
 
 def test_a_fault_exits_with_1_and_names_the_layer(tiny_checkpoint, golden, capsys):
@@ -59,7 +114,7 @@ def test_a_fault_exits_with_1_and_names_the_layer(tiny_checkpoint, golden, capsy
 def test_random_weights_of_a_named_shape(capsys):
     assert verify("--config", "tiny-mistral", "--force") == 0
     out = capsys.readouterr().out
-    assert "MistralForCausalLM: all 11 checks passed" in out and "bfloat16" in out and "sliding window    passed" in out
+    assert "MistralForCausalLM: all 12 checks passed" in out and "bfloat16" in out and "sliding window    passed" in out
 
 
 def test_random_weights_of_a_config_file(tiny_checkpoint, tmp_path, capsys):
@@ -100,11 +155,11 @@ def test_golden_files_that_do_not_fit(tiny_checkpoint, golden, tmp_path, capsys)
     output = "prompt/wide/0/final"
     for model, file, words in (
         (tmp_path / "other", golden, "first that differs  model.layers.2.mlp.down_proj.weight (1 in all)"),
-        (tiny_checkpoint, cut, "is damaged or no golden file"),
-        (tiny_checkpoint, plain, "is no golden file of this release"),
+        (tiny_checkpoint, cut, "is damaged or not a golden file"),
+        (tiny_checkpoint, plain, "is not a golden file of this release"),
         (tiny_checkpoint, rewritten(golden, tmp_path / "config", config="0"), "its config differs"),
         (tiny_checkpoint, rewritten(golden, tmp_path / "dtype", dtype="float16"), "its dtype differs"),
-        (tiny_checkpoint, rewritten(golden, tmp_path / "lacks", drop=output), "lacks a part"),
+        (tiny_checkpoint, rewritten(golden, tmp_path / "lacks", drop=output), "is incomplete"),
     ):
         assert verify(model, "--force", "--golden", file) == 1
         assert words in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-RELEASE = Version(transformers.__version__)
+from tests.releases import RELEASE
 
 # Small, but with several heads in a group, two layers, and sizes that no two dims share by accident.
 SMALL: dict[str, Any] = {
@@ -50,6 +50,7 @@ class Case:
     until: str = "99"
     kind: str = "text"
     experts: Mapping[str, str] = field(default_factory=dict)
+    experts_stay_stock: bool = False  # a mixture whose experts the overlay leaves to transformers
     seed: int = 0  # of the weights
     image_tokens: int = 16  # that one image of 16 × 16 pixels becomes, in kind "image and text"
     variant: str = ""  # a second configuration of the same overlay
@@ -63,7 +64,11 @@ class Case:
     @property
     def here(self) -> bool:
         """Whether this release has the model."""
-        return Version(self.since) <= RELEASE < Version(self.until)
+        return self.runs_in(RELEASE)
+
+    def runs_in(self, release: Version) -> bool:
+        """Whether a release has the model."""
+        return Version(self.since) <= release < Version(self.until)
 
     def classes(self) -> tuple[str, ...]:
         """The attention classes whose forward must be hit in this release."""
@@ -76,6 +81,10 @@ class Case:
         """The class whose forward must run the experts through ours in this release."""
         below = [each for each in sorted(self.experts, key=Version) if Version(each) > RELEASE]
         return self.experts[below[0]] if below else None
+
+    def routes(self) -> bool:
+        """Whether the model is a mixture in this release, whoever runs its experts."""
+        return self.experts_stay_stock or self.mixture() is not None
 
     def build(self, dtype: torch.dtype = torch.float32) -> Any:
         """A stock model with weights large enough that every part of it shows in the output."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hf_rocm import ops
-from hf_rocm.layers.notes import noted
+from hf_rocm.layers.fallback_reasons import noted
 from hf_rocm.overlay import bind
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,8 +52,11 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
         ids[0, 1], ids[1, 2] = IMAGE_START, IMAGE_START
         patches = torch.randn(24, 96, generator=torch.Generator().manual_seed(5), dtype=torch.float32).to(dtype)
         given = {**text, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]])}
-        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        known = inspect.signature(model.forward).parameters
+        if "mm_token_type_ids" in known:
             given["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
+        if "moe_mm_token_type_ids" in known:
+            given["moe_mm_token_type_ids"] = ((ids == IMAGE_TOKEN) | (ids == IMAGE_START)).long()
         return given
     if case.kind == "towers":
         return {**text, "pixel_values": pixels(2, 16, dtype)}
@@ -62,6 +66,10 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
         known = inspect.signature(model.forward).parameters
         if case.overlay == "mistral3":
             given["image_sizes"] = torch.tensor([[16, 16], [16, 16]])
+        if "pixel_attention_mask" in known:  # of several images to a text, of different widths
+            given["pixel_values"] = given["pixel_values"][:, None]
+            given["pixel_attention_mask"] = torch.ones(2, 1, 16, 16, dtype=torch.long)
+            given["pixel_attention_mask"][1, 0, :, 12:] = 0
         if "token_type_ids" in known:
             given["token_type_ids"] = (given["input_ids"] == IMAGE_TOKEN).long()
         return given
@@ -73,23 +81,34 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """For runs of float64 models, which stock makes narrower in two places.
+    """For runs of float64 models, which stock makes narrower in four places.
 
     Some masks are made in the default dtype, where float64's least value overflows; so it does in the softmax of
-    eager attention, which asks for float32.
+    eager attention, which asks for float32, and in CodeGen's scores up to 5.1, which are float32: there masks take
+    float32's least value. Tables of positions are interpolated in float32, at points in float64.
     """
-    kept, stock = torch.get_default_dtype(), functional.softmax
+    kept, stock, sample, finfo = torch.get_default_dtype(), functional.softmax, functional.grid_sample, torch.finfo
+    least = {name: getattr(finfo(torch.float64), name) for name in ("bits", "eps", "max", "tiny", "resolution")}
+    double = SimpleNamespace(**least, min=finfo(torch.float32).min)
+
+    def limits(dtype: torch.dtype = kept) -> Any:
+        return double if dtype == torch.float64 else finfo(dtype)
 
     def softmax(x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **more: Any) -> torch.Tensor:
         return stock(x, *args, dtype=None if x.dtype == torch.float64 else dtype, **more)
 
+    def grid_sample(x: torch.Tensor, grid: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        return sample(x.double(), grid.double(), *args, **more)
+
     torch.set_default_dtype(torch.float64)
-    functional.softmax = softmax
+    functional.softmax, functional.grid_sample = softmax, grid_sample
+    torch.finfo = limits  # type: ignore[assignment, misc]
     try:
         yield
     finally:
+        torch.finfo = finfo  # type: ignore[misc]
         torch.set_default_dtype(kept)
-        functional.softmax = stock
+        functional.softmax, functional.grid_sample = stock, sample
 
 
 def outputs(result: Any, keep: torch.Tensor | None = None) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """What hf_rocm was seen to do in each model: the record that the support matrix is made from.
 
-    python -m tests.coverage.observed docs/support     write <release>.json for the installed transformers
+    python -m tests.coverage.observed docs/support              write <release>.json for the installed transformers
+    python -m tests.coverage.observed docs/support mistral …    only these overlays' rows; the others stay as they are
 
 Nothing here is declared: a mark is set because an operation ran inside a forward of ours, in every module of its class.
 """
@@ -22,10 +23,10 @@ from torch import nn
 
 import hf_rocm
 from hf_rocm import ops
-from hf_rocm.layers.notes import noted
+from hf_rocm.layers.fallback_reasons import noted
 from hf_rocm.overlay import bind, catalog
 from hf_rocm.weights import fuse
-from hf_rocm.weights.joined import joined_already
+from hf_rocm.weights.prefused import joined_already
 from tests.coverage import inputs
 from tests.coverage.case import Case
 
@@ -196,16 +197,23 @@ def _ran(operations: set[str], every: set[str], has: bool, why_stock: str) -> st
     return f"stock: {why_stock}" if has else NONE
 
 
-def record() -> dict[str, Row]:
-    """Every overlay of the installed release, from every case that reaches it."""
+def record(models: Iterable[str] = (), known: dict[str, Row] | None = None) -> dict[str, Row]:
+    """Every overlay of the installed release, from every case that reaches it.
+
+    models: the overlays whose rows are made anew, if not all. known: the rows that the others keep.
+    """
     from tests.coverage.cases import CASES
 
+    known = known or {}
+    chosen = {case for name in models for case in known.get(name, {}).get("cases", ())}
     rows: dict[str, list[Row]] = {}
     for case in CASES:
-        if case.here:
+        if case.here and (not models or case.overlay in models or case.id in chosen):
             for name, row in observed(case).items():
-                rows.setdefault(name, []).append({**row, "cases": [case.id]})
-    return {name: _joined(found) for name, found in sorted(rows.items())}
+                if not models or name in models:
+                    rows.setdefault(name, []).append({**row, "cases": [case.id]})
+    made = {name: _joined(found) for name, found in rows.items()}
+    return dict(sorted({**{name: row for name, row in known.items() if models and name not in models}, **made}.items()))
 
 
 def _joined(rows: list[Row]) -> Row:
@@ -213,11 +221,12 @@ def _joined(rows: list[Row]) -> Row:
     return {**merged(rows), "cases": cases}
 
 
-def main(folder: str) -> None:
+def main(folder: str, *models: str) -> None:
     torch.set_num_threads(1)
     target = Path(folder) / f"{transformers.__version__}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(record(), indent=1) + "\n", encoding="utf-8")
+    known = json.loads(target.read_text(encoding="utf-8")) if models and target.is_file() else {}
+    target.write_text(json.dumps(record(models, known), indent=1) + "\n", encoding="utf-8")
     print(target)
 
 

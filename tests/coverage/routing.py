@@ -50,7 +50,7 @@ class Choices(TorchFunctionMode):
 def choosing(case: Case, like: Choices | None = None) -> Iterator[Choices]:
     """Record the choices of a mixture; like: the ones to make, all of which must be asked for."""
     choices = Choices(None if like is None else like.made)
-    if case.mixture() is None:
+    if not case.routes():
         yield choices
         return
     with choices:
@@ -59,14 +59,20 @@ def choosing(case: Case, like: Choices | None = None) -> Iterator[Choices]:
 
 
 def route_in_float64(model: Any) -> None:
-    """Have the routers of a mixture take and give float64: some ask for float32, which meets float64 nowhere."""
+    """Have the routers of a mixture take and give float64: some ask for float32, which meets float64 nowhere.
+
+    The logits that come first of three are only reported, and one model keeps them in a float32 tensor of its own.
+    """
 
     def widen(tensors: Any) -> Any:
         return tuple(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tensors)
 
+    def widen_result(module: Any, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, tuple):
+            return output.double()
+        return (*output[:1], *widen(output[1:])) if len(output) == 3 else widen(output)
+
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("gate", "router", "wg"):
             module.register_forward_pre_hook(lambda _, inputs: widen(inputs))
-            module.register_forward_hook(
-                lambda _, inputs, output: widen(output) if isinstance(output, tuple) else output.double()
-            )
+            module.register_forward_hook(widen_result)

@@ -1,4 +1,8 @@
-"""generate() gives stock's tokens: caches of every kind, padding, beams, an assistant, windows that have passed."""
+"""generate() gives stock's tokens: caches of every kind, padding, beams, an assistant, windows that have passed.
+
+In releases between the oldest and the newest, a model whose overlay a newer one has too is left to that, but for one
+of each kind: its forward, over a cache that it fills as well, is compared with stock's in every release.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ from tests.coverage import inputs
 from tests.coverage.case import params
 from tests.coverage.cases import CASES
 from tests.coverage.hits import assert_served, counted, recording
+from tests.coverage.releases import EVERYWHERE, is_the_first, is_the_last
 
-GENERATING = [case for case in CASES if case.kind in ("text", "seq2seq", "audio", "images in text", "image and text")]
-TEXT = [case for case in CASES if case.kind == "text"]
+HERE = [case for case in CASES if is_the_first() or case.id in EVERYWHERE or is_the_last(case)]
+GENERATING = [case for case in HERE if case.kind in ("text", "seq2seq", "audio", "images in text", "image and text")]
+TEXT = [case for case in HERE if case.kind == "text"]
 
 # Cohere2's own config of 4.53 reads the attribute that it deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:The `sliding_window_pattern` attribute is deprecated:FutureWarning")
@@ -42,7 +48,7 @@ def test_tokens(case, way, trio):
     try:
         expected = generated(case, stock, **WAYS[way])
     except Exception as error:
-        if way != "static" or not case.experts:
+        if way != "static" or not (case.experts or "does not support" in str(error)):
             raise
         # what stock can't do in this release says nothing of ours
         pytest.skip(f"stock can't in this release: {str(error).splitlines()[0]}")

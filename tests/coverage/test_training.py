@@ -6,6 +6,8 @@ import copy
 
 import torch
 
+from hf_rocm.overlay import bind
+from hf_rocm.weights import patch_embeddings
 from tests.coverage import inputs
 from tests.coverage.case import params
 from tests.coverage.cases import CASES
@@ -31,8 +33,14 @@ def gradients(case, model):
 @params(CASES, without="training")
 def test_loss_and_gradients(case, trio):
     ours, stock, exact = trio()
-    with counted() as hits:
-        actual = gradients(case, ours)
+    embedding = patch_embeddings.in_force(ours)
+    patch_embeddings.detach(ours)  # tests/weights compares its gradients: here sums in another order would decide
+    try:
+        with counted() as hits:
+            actual = gradients(case, ours)
+    finally:
+        patch_embeddings.attach(ours, bind.ON)
+    assert patch_embeddings.in_force(ours) == embedding
     assert all(hits[name] for name in case.classes()), f"ours did not run while training: {dict(hits)}"
     same_dtype = gradients(case, stock)
     with inputs.in_float64():

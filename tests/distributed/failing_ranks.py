@@ -24,7 +24,7 @@ import transformers  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 import hf_rocm  # noqa: E402
-from hf_rocm.ranks import facts  # noqa: E402
+from hf_rocm.distributed import facts  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 

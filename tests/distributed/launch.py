@@ -1,6 +1,6 @@
-"""Starts N ranks over gloo on the CPU, as plain processes or under torchrun, and reads what they said.
+"""Start N ranks over gloo on the CPU, as plain processes or under torchrun, and read their output.
 
-Everything that is started here carries a mark in its environment, so that a process that was left behind is found
+Every process is started with a mark in its environment, so that a process that was left behind is found
 whoever its parent became, and ended whatever the test's outcome was.
 """
 
@@ -25,7 +25,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "HF_ROCM_TEST_RUN"
 
-# gloo is for the CPU; where there is a GPU, transformers would shard over it
+# gloo is for the CPU; with a GPU, transformers would shard over it
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 _TORCHRUNS = ("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
 _RANKS = {"RANK", "WORLD_SIZE"}
@@ -33,10 +33,10 @@ _RANKS = {"RANK", "WORLD_SIZE"}
 
 @dataclass(frozen=True)
 class Result:
-    """How one rank ended (or torchrun, with the words of all its ranks), and after how many seconds.
+    """The result of one rank (or of torchrun, with the output of all its ranks), and its seconds.
 
-    code: the exit status; −9 is SIGKILL, and None says that it was still running at the time-out and was killed then.
-    left: what else the run started and left running, by command line; it was ended.
+    code: the exit status; −9 is SIGKILL; None means that it was killed at the time-out.
+    left: command lines of other processes of the run that were still running; they were killed.
     """
 
     code: int | None
@@ -63,7 +63,7 @@ def run_ranks(
 ) -> list[Result]:
     """Start `script` once for each rank, with RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*; returns one result a rank.
 
-    script: a path, or the text of a program. environ: variables on top of ours, or a function of the rank that gives
+    script: a path, or the text of a program. environ: additional variables, or a function from the rank to
     them. ranks: which ranks are started, by default all. timeout: seconds for all of them together.
     """
     ranks = range(world) if ranks is None else ranks
@@ -75,7 +75,7 @@ def run_ranks(
             numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
             started.append(_start([path, *arguments], {**common, **numbers, **own}, mark))
         deadline = time.monotonic() + timeout
-        return [each.result(deadline) for each in started]
+        return [process.result(deadline) for process in started]
 
 
 def torchrun(
@@ -86,7 +86,7 @@ def torchrun(
     timeout: float = 300,
     options: Sequence[str] = (),
 ) -> Result:
-    """Start `script` through `python -m torch.distributed.run` on this machine; all ranks' words are in one log."""
+    """Start `script` through `python -m torch.distributed.run` on this machine; all ranks share one log."""
     start = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={world}"]
     with _program(script) as path, _marked() as mark:
         started = _start([*start, *options, path, *arguments], dict(environ or {}), mark)
@@ -95,14 +95,18 @@ def torchrun(
 
 
 def succeeded(results: Sequence[Result]) -> list[Result]:
-    """The same results, once every rank is known to have ended with 0; else what the failing ranks said."""
-    failed = [f"rank {n}: {each.code}\n{each.log[-3000:]}" for n, each in enumerate(results) if each.code != 0]
+    """Return the results if every rank ended with 0; otherwise fail with the output of the failing ranks."""
+    failed = [
+        f"rank {n}: {failed_rank.code}\n{failed_rank.log[-3000:]}"
+        for n, failed_rank in enumerate(results)
+        if failed_rank.code != 0
+    ]
     assert not failed, "\n".join(failed)
     return list(results)
 
 
 def free_port() -> int:
-    """One that nobody listens on, below those that a system gives to whoever asks for any: those of other tests too."""
+    """An unused port below the ephemeral range, from which other tests get theirs."""
     for port in random.SystemRandom().sample(range(15_000, 30_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -130,7 +134,7 @@ class _Started:
 
 
 def _start(command: Sequence[object], environ: Mapping[str, str], mark: str) -> _Started:
-    # files, not pipes: a rank that says a lot must not wait for us to read another one
+    # files, not pipes: a rank with much output must not block while another one is read
     out, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],
@@ -144,7 +148,7 @@ def _start(command: Sequence[object], environ: Mapping[str, str], mark: str) -> 
 
 
 def _base() -> dict[str, str]:
-    """This process's environment without ranks, and modules found as it finds them: an installed hf_rocm, the tests."""
+    """This process's environment without variables of ranks, and with the same import path."""
     kept = {name: value for name, value in os.environ.items() if name not in _RANKS and not name.startswith(_TORCHRUNS)}
     places = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
     own = {"PYTHONPATH": places, "PYTHONWARNINGS": "ignore", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
@@ -180,18 +184,20 @@ def _marked() -> Iterator[str]:
 
 
 def _left(mark: str, patience: float = 5.0) -> tuple[str, ...]:
-    """The command lines of what still runs with this mark, after what is just ending had time to end."""
+    """The command lines of processes with this mark that still run after a grace period."""
     deadline = time.monotonic() + patience
-    while (found := _marked_processes(mark)) and time.monotonic() < deadline:
+    while (processes := _marked_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return tuple(found.values())
+    return tuple(processes.values())
 
 
 def _marked_processes(mark: str) -> dict[int, str]:
     needle = f"{MARK}={mark}".encode()
-    found = {}
+    processes = {}
     for place in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if needle in (place / "environ").read_bytes().split(b"\0"):
-                found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return found
+                processes[int(place.name)] = (
+                    (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+    return processes

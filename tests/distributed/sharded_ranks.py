@@ -6,6 +6,7 @@ each model: check → what went wrong, or "".
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import traceback
@@ -17,11 +18,15 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_rocm
-from hf_rocm import ops
+from hf_rocm import ops, patches
+from hf_rocm.layers import grouped_linear
+from hf_rocm.layers.grouped_linear import live
+from hf_rocm.layers.weight_group import MOVED, SLOT, is_idle
+from hf_rocm.loading.prepare import REPORT
 from hf_rocm.overlay import bind
-from hf_rocm.weights import fuse, sharded
-from hf_rocm.weights.colwise import local
-from hf_rocm.weights.prepare import REPORT
+from hf_rocm.weights.sharded import Shards
+from hf_rocm.weights.tensor_parallel import local
+from tests import snapshot
 from tests.coverage.inputs import tokens
 
 transformers.logging.set_verbosity_error()
@@ -76,8 +81,8 @@ class Sharded:
     def multiplies_its_shards_at_once(self):
         with torch.no_grad():
             found = groups(self.ours)
-            assert found and all(sharded.live(module) is not None for module, _ in found)
-            rows = {len(sharded.live(module).weight) for module, _ in found}
+            assert found and all(live(module) is not None for module, _ in found)
+            rows = {len(live(module).weight) for module, _ in found}
         whole = {sum(module._modules[name].weight.shape[0] for name in names) for module, names in groups(self.whole)}
         assert sorted(rows) == sorted(each // 2 for each in whole)
         with ops.recording() as routes, torch.no_grad(), counted(found) as hits:
@@ -86,7 +91,7 @@ class Sharded:
         assert "linear" in {each.operation for each in routes}
         assert not self.ours.__dict__[REPORT]["skipped"]
         explanation = hf_rocm.explain(self.ours)
-        assert "DTensor" not in str(explanation)
+        assert "DTensor" not in explanation.details()
         assert not any(part.theirs for part in explanation.parts), "what transformers wraps calls ours"
 
     def can_be_traced(self):
@@ -120,7 +125,7 @@ class Sharded:
         with torch.no_grad():
             for each in (module, twin):
                 each._modules[names[0]].weight.mul_(0.5)
-            assert sharded.live(module) is not None
+            assert live(module) is not None
         same(run(self.ours), run(self.stock))
 
     def lets_go_of_what_is_replaced(self):
@@ -131,21 +136,21 @@ class Sharded:
             linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
         owner = local(module._modules[names[0]].weight).detach()
         with torch.no_grad():
-            assert "replaced or moved" in sharded.why_not(module, names) and sharded.STATE in module.__dict__
-            assert sharded.live(module) is None and sharded.STATE not in module.__dict__
-            assert "replaced or moved" in sharded.why_not(module, names)
+            assert "replaced or moved" in Shards.why_not(module, names) and type(module.__dict__[SLOT]) is Shards
+            assert live(module) is None and is_idle(module.__dict__[SLOT], MOVED)
+            assert "replaced or moved" in Shards.why_not(module, names)
         # a view of someone else's memory, as FSDP2 has its weights in, stays one
         assert local(module._modules[names[0]].weight).data_ptr() == owner.data_ptr()
         same(run(self.ours), run(self.stock))
         hf_rocm.prepare(self.ours, force=True, graphs=False)
         with torch.no_grad():
-            assert sharded.live(module) is not None
+            assert live(module) is not None
         same(run(self.ours), run(self.stock))
 
     def is_fused_again_where_it_is_moved(self):
         model = self.prepared().double()
         with torch.no_grad():
-            held = [sharded.live(module) for module, _ in groups(model)]
+            held = [live(module) for module, _ in groups(model)]
         assert all(each is not None and each.weight.dtype == torch.float64 for each in held)
         if self.checkpoint.name != "mixtral":  # whose experts stock multiplies in fp32 and below
             twin = self.kind.from_pretrained(self.checkpoint, tp_plan="auto", **self.asked).double()
@@ -165,8 +170,20 @@ class Sharded:
         hf_rocm.restore(self.ours)
         for module in self.ours.modules():
             assert not [name for name in module.__dict__ if name.startswith("_hf_rocm") and name != bind.MODE]
-        assert fuse.STATE not in self.ours.model.layers[0].__dict__
+        assert SLOT not in self.ours.model.layers[0].__dict__
         same(run(self.ours), run(self.stock))
+
+    def leaves_nothing(self):
+        """Not in transformers, torch or accelerate, but for what the compiler keeps of a model that it traced."""
+        hf_rocm.deactivate()
+        gc.collect()
+        patches.sweep()
+        left = [
+            place
+            for place in snapshot.ours()
+            if not place.startswith(snapshot.CACHES) and not place.rpartition(".")[2].startswith("__import_")
+        ]
+        assert not left, left
 
 
 def plain(gradient):
@@ -186,18 +203,18 @@ class counted:
         self.found, self.hits = found, 0
 
     def __enter__(self):
-        self.live = sharded.live
+        self.live = grouped_linear.live
 
         def live(module):
-            held = self.live(module)
-            self.hits += held is not None
-            return held
+            group = self.live(module)
+            self.hits += isinstance(group, Shards)
+            return group
 
-        sharded.live = live
+        grouped_linear.live = live
         return self
 
     def __exit__(self, *_):
-        sharded.live = self.live
+        grouped_linear.live = self.live
 
     def __eq__(self, other):
         return self.hits == other
@@ -216,6 +233,7 @@ CHECKS = (
     Sharded.is_fused_again_where_it_is_moved,
     Sharded.saves_what_stock_saves,
     Sharded.is_stock_again,
+    Sharded.leaves_nothing,
 )
 
 

@@ -7,15 +7,15 @@ import json
 import pytest
 import torch
 
-from hf_rocm.bench import ranks, record, report
 from hf_rocm.cli import main
+from hf_rocm.tools.bench import ranks, record, report
 
 TINY = ["--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4", "--tp", "2"]
 
 # a rank that dies while the other one waits for it inside of a sum
 DIES = """
 import os, sys; sys.path[:] = {path!r}
-from hf_rocm.bench import rank
+from hf_rocm.tools.bench import rank
 if sys.argv[2] == "1":
     import signal
     rank.trial = lambda *rest, **named: os.kill(os.getpid(), signal.SIGKILL)
@@ -24,10 +24,10 @@ os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
 # our norms, on both ranks alike, are a little wrong: only the prepared side goes through them
 SPOILS = """
 import os, sys; sys.path[:] = {path!r}
-from hf_rocm.bench import rank
-from hf_rocm.ops import norm
-right = norm.torch_rms_norm
-for each in norm._operation.implementations:
+from hf_rocm.tools.bench import rank
+from hf_rocm.ops import pointwise, registry
+right = pointwise.torch_rms_norm
+for each in registry.operations()["rms_norm"].implementations:
     each.__dict__["call"] = lambda *rest: right(*rest) * 1.001
 os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
 """
@@ -55,7 +55,7 @@ def test_a_named_shape_is_measured_stock_and_prepared(tmp_path, capsys):
         assert result.floor.exchange > 0 and result.floor.milliseconds > result.floor.exchange
         assert report.exchange(segment, result)
     # each rank reads its part: half of the matrices of the layers at least
-    assert "all 4 new tokens are those of stock" in segment.results[0].timings[1].note
+    assert "all 4 new tokens agree with those of stock" in segment.results[0].timings[1].note
     layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704
     head = 2048 * 256 // (2 if decode["gathered"] else 1)
     assert segment.model["matrix_bytes"] == 4 * (2 * layer // 2 + head)
@@ -74,8 +74,8 @@ def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (DIES, "rank 1 was ended by signal 9 (SIGKILL)"),
-        (SPOILS, "hf_rocm gives wrong numbers over 2 ranks, so nothing is timed"),
+        (DIES, "rank 1 was killed by signal 9 (SIGKILL)"),
+        (SPOILS, "hf_rocm returns wrong numbers over 2 ranks, so nothing is timed"),
     ],
     ids=["dies", "spoils"],
 )

@@ -108,7 +108,7 @@ def test_without_torchrun_a_rank_that_never_comes_is_named(checkpoint, absent):
     # nobody is started for the absent one
     (result,) = run_ranks(SCRIPT, "none", checkpoint, "", environ=environ, ranks=[1 - absent], timeout=PATIENCE)
     assert result.code == 1, result.log
-    assert f"RankError: rank {absent} did not come to load the model with the others" in result.log
+    assert f"RankError: rank {absent} did not join to load the model with the other ranks" in result.log
     assert "HF_ROCM_RANKS_TIMEOUT" in result.log
 
 

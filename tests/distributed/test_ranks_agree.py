@@ -8,10 +8,10 @@ import time
 import pytest
 from torch.distributed import HashStore
 
+from hf_rocm.distributed import agree as module
+from hf_rocm.distributed.agree import agree, named
+from hf_rocm.distributed.environment import Place
 from hf_rocm.errors import OverlayError, RankError
-from hf_rocm.ranks import agree as module
-from hf_rocm.ranks.agree import agree, named
-from hf_rocm.ranks.environment import Place
 
 SAME = {"torch": "2.9", "aiter": "not installed"}
 
@@ -90,15 +90,15 @@ def test_where_one_rank_fails_the_others_say_so_at_once(error):
 
 
 def test_who_does_not_come_is_named():
-    ended = ranks_with([lambda: SAME, None, lambda: SAME, None], timeout=0.3)
+    ended = ranks_with([lambda: SAME, None, lambda: SAME, None], timeout=2.0)
     assert sorted(ended) == [0, 2] and str(ended[0]) == str(ended[2])
-    assert ended[0].message == "ranks 1, 3 did not come to load the model with the others"
-    assert ended[0].facts["came"] == "ranks 0, 2" and "HF_ROCM_RANKS_TIMEOUT" in ended[0].hint
+    assert ended[0].message == "ranks 1, 3 did not join to load the model with the other ranks"
+    assert ended[0].facts["joined"] == "ranks 0, 2" and "HF_ROCM_RANKS_TIMEOUT" in ended[0].hint
 
 
 def test_who_comes_too_late_ends_as_the_others_did():
-    ended = ranks_with([lambda: SAME, lambda: SAME], timeout=0.2, delays={1: 1.0})
-    assert str(ended[0]) == str(ended[1]) and "rank 1 did not come" in ended[1].message
+    ended = ranks_with([lambda: SAME, lambda: SAME], timeout=1.0, delays={1: 4.0})
+    assert str(ended[0]) == str(ended[1]) and "rank 1 did not join" in ended[1].message
 
 
 def test_a_store_that_is_gone_is_an_error_of_ours():
@@ -107,7 +107,7 @@ def test_a_store_that_is_gone_is_an_error_of_ours():
             raise RuntimeError("Connection reset by peer")
 
     ended = ranks_with([lambda: SAME, None], store=Gone())
-    assert "lost the store" in ended[0].message and "Connection reset" in ended[0].facts["torch says"]
+    assert "lost the rendezvous store" in ended[0].message and "Connection reset" in ended[0].facts["torch error"]
 
 
 def test_the_rank_with_the_store_stays_until_the_others_have_read_it():

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_rocm import options
+from hf_rocm.distributed.environment import Place, partners, place, tensor_parallel_size
 from hf_rocm.errors import OptionError
-from hf_rocm.ranks.environment import Place, partners, place, tensor_parallel_size
 
 HERE = Place(0, 4, 0)
 

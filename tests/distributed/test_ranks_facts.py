@@ -10,16 +10,16 @@ import torch
 import transformers
 
 from hf_rocm import options
-from hf_rocm.ranks import facts as module
-from hf_rocm.ranks.environment import Place
-from hf_rocm.ranks.facts import LOCAL, architecture, facts
+from hf_rocm.distributed import facts as module
+from hf_rocm.distributed.environment import Place
+from hf_rocm.distributed.facts import LOCAL, architecture, facts
 
 HERE = Place(0, 2, 0)
 
 AGAIN = """
 import json, sys, torch, transformers
-from hf_rocm.ranks.environment import Place
-from hf_rocm.ranks.facts import facts
+from hf_rocm.distributed.environment import Place
+from hf_rocm.distributed.facts import facts
 arguments = {"dtype": torch.bfloat16, "words": {"b", "a"}, "token": 5}
 print(json.dumps(facts(Place(1, 2, 1), arguments, transformers.LlamaConfig())))
 """

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
+from hf_rocm.distributed import heads
 from hf_rocm.errors import RankError
-from hf_rocm.ranks import heads
 
 AUTO = {"tp_plan": "auto"}
 

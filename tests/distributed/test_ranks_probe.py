@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm.ops import probe, probe_turns, probe_worker
+from hf_rocm.ops import probe, probe_lock, probe_worker
 from tests.distributed.launch import run_ranks, succeeded
 
 # Who checks does so until the others have come too.
@@ -75,15 +75,15 @@ def test_a_holder_that_was_killed_holds_nothing(holder):
     lock, process = holder
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    with probe_turns.turn(lock, timeout=0, what="a kernel") as turn:
-        assert turn.lock is not None and turn.found is None
+    with probe_lock.turn(lock, timeout=0, what="a kernel") as turn:
+        assert turn.lock is not None and turn.failure is None
     assert not lock.exists()
 
 
 def test_the_wait_has_an_end_and_is_said(holder, monkeypatch, caplog):
-    monkeypatch.setattr(probe_turns, "FIRST_WORD", 0.05)
-    with probe_turns.turn(holder[0], timeout=0.3, what="aiter's gemm") as turn:
-        assert turn.lock is None and turn.waited and turn.found is None
+    monkeypatch.setattr(probe_lock, "FIRST_MESSAGE", 0.05)
+    with probe_lock.turn(holder[0], timeout=0.3, what="aiter's gemm") as turn:
+        assert turn.lock is None and turn.waited and turn.failure is None
     assert [record.getMessage() for record in caplog.records] == [
         "waiting for another process, which builds and checks aiter's gemm"
     ]
@@ -92,16 +92,16 @@ def test_the_wait_has_an_end_and_is_said(holder, monkeypatch, caplog):
 
 def test_what_failed_before_one_came_is_checked_anew(tmp_path):
     lock = tmp_path / "x.lock"
-    with probe_turns.turn(lock, timeout=0, what="a kernel") as turn:
+    with probe_lock.turn(lock, timeout=0, what="a kernel") as turn:
         turn.fail("wrong by 3")
     assert lock.exists()
-    with probe_turns.turn(lock, timeout=0, what="a kernel") as turn:
-        assert turn.found is None
+    with probe_lock.turn(lock, timeout=0, what="a kernel") as turn:
+        assert turn.failure is None
     assert not lock.exists()
 
 
 def test_a_cache_that_can_not_be_written_is_done_without():
-    with probe_turns.turn(Path("/dev/null/x.lock"), timeout=10, what="a kernel") as turn:
+    with probe_lock.turn(Path("/dev/null/x.lock"), timeout=10, what="a kernel") as turn:
         assert turn.lock is None and not turn.waited
 
 

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import hf_rocm
 from hf_rocm import ops
 from hf_rocm.generation import decide
-from hf_rocm.weights.prepare import REPORT
+from hf_rocm.loading.prepare import REPORT
 from tests.distributed.training_ranks import batch, run
 from tests.tolerance import assert_as_good_as_eager, assert_run_as_good_as_eager
 from tests.weights import models
@@ -82,7 +82,7 @@ def fsdp(folder: Path) -> None:
             with FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, config):
                 return {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
 
-        steps_like_stock(shard, gather, ("no parameter of its own", "view of a larger storage", "is empty"))
+        steps_like_stock(shard, gather, ("not a separate parameter", "view of a larger storage", "is empty"))
 
 
 def gathered(model):

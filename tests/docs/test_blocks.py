@@ -1,4 +1,4 @@
-"""What the documentation tells people to type: Python blocks are run, command lines are parsed by the real parsers."""
+"""The code in the documentation: Python blocks and cheap command lines run, all command lines pass the real parsers."""
 
 from __future__ import annotations
 
@@ -17,36 +17,71 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]*) -->\n+)?```python\n(?P<code>.*?)```", re.DOTALL)
 _COMMAND = re.compile(
-    r"^(?:    |\| *`?)?((?:[A-Z_]+=\S+ )*(?:hf-rocm|python -m hf_rocm(?:\.\w+)?|scripts/[\w-]+)(?: .*)?)$"
+    r"^(?:    |\| *`?)?(?:pip install [^&]*&& )?"
+    r"((?:[A-Z_]+=\S+ )*(?:hf-rocm|python -m hf_rocm(?:\.\w+)?|scripts/[\w-]+)(?: .*)?)$"
 )
+_INLINE = re.compile(r"(?<!`)`((?:[A-Z_]+=\S+ )*(?:hf-rocm|scripts/[\w-]+)(?: [^`]*)?)`(?!`)")
+
+# Command lines that run here as pasted, with their exit codes on a machine without an AMD GPU. PATH is a file with a
+# finding, MODEL a small checkpoint.
+RUN = {
+    "hf-rocm doctor MODEL": 1,
+    "hf-rocm status": 0,
+    "hf-rocm explain MODEL": 0,
+    "hf-rocm port-check PATH": 1,
+    "hf-rocm port-check PATH --all": 1,
+    "hf-rocm port-check PATH --json": 1,
+    "hf-rocm tune list": 0,
+}
+# All others by prefix, with the tests that run them.
+NOT_RUN = {
+    "hf-rocm install-overlays": "it writes to the environment; tests/cli/test_commands.py runs it on copies",
+    "hf-rocm uninstall-overlays": "it writes to the environment; tests/cli/test_commands.py runs it on copies",
+    "hf-rocm status --diff": "it needs the wheel of another release; tests/cli/test_commands.py has one",
+    "python -m hf_rocm": "it reads the environment's overlays; tests/cli/test_check_version.py runs it on copies",
+    "hf-rocm warmup": "it builds kernels; tests/cli/test_model_commands.py",
+    "hf-rocm env": "it examines the machine as doctor does; tests/cli/test_env.py",
+    "hf-rocm doctor": "once is enough here; tests/cli/test_doctor.py",
+    "hf-rocm verify": "up to a minute; tests/cli/test_verify.py",
+    "hf-rocm bench": "minutes; tests/cli/test_bench.py",
+    "hf-rocm tune": "it needs a GPU or tables; tests/tools/tuning",
+    "hf-rocm quantize": "it loads a model twice; tests/cli/test_quantize.py",
+    "hf-rocm port-check": "it stands for the command in general; tests/tools/porting",
+    "hf-rocm explain": "it stands for the command in general; tests/cli/test_model_commands.py",
+    "scripts/": "what prepares, tests or renders this checkout; tests/scripts and tests/overlay/test_scripts.py",
+}
 
 
 def blocks() -> list[object]:
-    found = []
+    blocks_read = []
     for page in PAGES:
         for number, block in enumerate(_BLOCK.finditer(page.read_text(encoding="utf-8")), 1):
             marks = [pytest.mark.skip(reason=f"not run: {block['why']}")] if block["why"] else []
-            found.append(pytest.param(page, block["code"], id=f"{page.stem}-{number}", marks=marks))
-    return found
+            blocks_read.append(pytest.param(page, block["code"], id=f"{page.stem}-{number}", marks=marks))
+    return blocks_read
 
 
 def commands() -> list[object]:
-    found = {}
+    lines = {}
     for page in PAGES:
         inside = False
         for line in page.read_text(encoding="utf-8").splitlines():
             inside = inside != line.startswith("```")
+            for match in _INLINE.finditer(line):
+                lines.setdefault(
+                    match[1].strip(), pytest.param(match[1].strip(), id=f"{page.stem}: {match[1].strip()}")
+                )
             if line.startswith("    ") or inside:
                 match = _COMMAND.match(line if line.startswith("    ") else f"    {line}")
                 if match and not line.startswith("```"):
                     command = re.split(r"\s{2,}#|\s#\s", match[1])[0].strip()
-                    found.setdefault(command, pytest.param(command, id=f"{page.stem}: {command}"))
-    return list(found.values())
+                    lines.setdefault(command, pytest.param(command, id=f"{page.stem}: {command}"))
+    return list(lines.values())
 
 
 @pytest.fixture
 def page_names(tiny_checkpoint, monkeypatch, tmp_path):
-    """What a page's code may take for granted: a loaded model with its tokenizer and inputs, and the forced path."""
+    """The names that a page's code may use: a loaded model with its tokenizer and inputs, with the path forced."""
     import transformers
 
     import hf_rocm
@@ -87,29 +122,55 @@ def test_a_command_line_is_one_that_exists(command):
     _parse(words[1:])
 
 
+def test_every_command_line_runs_here_or_in_a_named_test():
+    written = [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", parameter.values[0]) for parameter in commands()]
+    left = [line for line in written if line not in RUN and not line.startswith(tuple(NOT_RUN))]
+    assert not [line for line in left if line != "hf-rocm"]
+    assert not set(RUN) - set(written), "no page has this line any more"
+    for words, where in NOT_RUN.items():
+        assert any(line.startswith(words) for line in written), words
+        for name in re.findall(r"tests/[\w/.]+\w", where):
+            assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_a_cheap_command_runs_as_pasted(command, tiny_checkpoint, tmp_path, monkeypatch, capsys):
+    from hf_rocm.cli import main
+
+    (tmp_path / "model.py").write_text("import pynvml\n", encoding="utf-8")
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
+    places = {"MODEL": str(tiny_checkpoint), "PATH": str(tmp_path / "model.py")}
+    words = [places.get(word, word) for word in shlex.split(command)]
+    if torch.version.hip is not None and words[1] == "doctor":
+        pytest.skip("not run: here the exit code depends on the machine")
+    assert main(words[1:]) == RUN[command]
+    assert capsys.readouterr().out.strip()
+
+
 def _parse(words: list[str]) -> None:
-    """As far as the option parser goes; nothing runs."""
+    """Parse the options without running the command."""
     from hf_rocm.cli.app import build
 
     command = typer.main.get_command(build())
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     inner = getattr(command, "commands", None)
-    if inner is not None and words and words[0] != "--help":  # whatever is no command is a model or its options
+    if inner is not None and words and words[0] != "--help":  # other words are a model or its options
         assert "model" in inner or words[0].startswith("-"), f"there is no command {words[0]}"
         command = inner.get("model", command)
-    known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)} | {"--help"}
+    known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
     for word in words:
         if word.startswith("--"):
             assert word.split("=")[0] in known, f"{command.name} knows no {word}"
 
 
 def _script_options(script: str) -> set[str]:
-    """The options that a script's own text names."""
+    """The options that occur in a script's text."""
     file = ROOT / script
     assert file.exists() and os.access(file, os.X_OK), script
     texts = [file.read_text(encoding="utf-8")]
-    texts += [each.read_text(encoding="utf-8") for each in (ROOT / "scripts" / "lib").glob("*.py")]
+    texts += [path.read_text(encoding="utf-8") for path in (ROOT / "scripts" / "lib").glob("*.py")]
     return set(re.findall(r"--[a-z][\w-]*", "\n".join(texts))) | {"--help"}
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm.diagnostics.doctor import checks, examine
-from tests.diagnostics import recorded
-from tests.diagnostics.recorded import Recorded
+from hf_rocm.tools.doctor import checks, examine
+from tests.tools import recorded
+from tests.tools.recorded import Recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

@@ -9,7 +9,8 @@ import torch
 import transformers
 
 import hf_rocm
-from hf_rocm.generation import cache, deferral, pool, recorder
+from hf_rocm.device import Device, simulated
+from hf_rocm.generation import cache_layer, continuous_batching, deferred_stop, pool, recorder, suspects
 from hf_rocm.generation.state import known
 from tests.generation.emulator import EmulatedRecorder
 
@@ -35,11 +36,16 @@ KINDS = {
     "gemma3": ("Gemma3", {"sliding_window": 10, "query_pre_attn_scalar": 8, "num_hidden_layers": 3}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+# of single tests
+FURTHER = {
+    "cohere": ("Cohere", {}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 10}),
+}
 
 
 def make(kind, **changes):
     """A model with weights large enough that its tokens differ from one another."""
-    name, arguments = KINDS[kind]
+    name, arguments = {**KINDS, **FURTHER}[kind]
     config_name = "Gemma3TextConfig" if kind == "gemma3" else f"{name}Config"
     config = getattr(transformers, config_name)(**{**COMMON, **arguments, **changes})
     torch.manual_seed(len(kind))
@@ -56,9 +62,19 @@ def make(kind, **changes):
 def recorded_on_cpu(monkeypatch):
     """Steps are recorded on CPUs too; windows move on and buffers grow after a few tokens."""
     monkeypatch.setitem(recorder.factories, "cpu", EmulatedRecorder)
-    monkeypatch.setattr(cache, "SLACK", 5)
-    monkeypatch.setattr(cache, "LEAST", 16)
+    monkeypatch.setattr(cache_layer, "SLACK", 5)
+    monkeypatch.setattr(cache_layer, "LEAST", 16)
     monkeypatch.setattr(pool, "_AHEAD", 32)
+
+
+@pytest.fixture
+def suspect_gpu(recorded_on_cpu, monkeypatch):
+    """The CPU is described as an MI300X under ROCm 7.2.1."""
+    monkeypatch.setattr(torch.version, "rocm", "7.2.1", raising=False)
+    suspects._warn.cache_clear()
+    continuous_batching._warn.cache_clear()
+    with simulated("cpu", Device("cpu", rocm=True, arch="gfx942")):
+        yield
 
 
 @pytest.fixture
@@ -75,7 +91,7 @@ def pair(recorded_on_cpu):
 @pytest.fixture
 def ends_asked_late(recorded_on_cpu, monkeypatch):
     """Calls are asked for their end a step late, as on a GPU."""
-    monkeypatch.setattr(deferral, "devices", {"cpu"})
+    monkeypatch.setattr(deferred_stop, "devices", {"cpu"})
     monkeypatch.setattr(torch, "Event", _NoEvent)
 
 

@@ -85,7 +85,7 @@ def _has_memory(tensor):
 
 def _wait(operator, result):
     """For a functional collective: its result is there when its work is done."""
-    if operator.namespace == "_c10d_functional":
+    if getattr(operator, "namespace", None) == "_c10d_functional":
         for each in _tensors(result):
             torch.ops._c10d_functional.wait_tensor(each)
 

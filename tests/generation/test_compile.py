@@ -151,7 +151,7 @@ def test_both_ways_of_setting_tf32_are_refused_in_our_words(model, monkeypatch):
             raise RuntimeError("PyTorch is checking whether allow_tf32 is enabled, but a mix of APIs was used")
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Mixed())
-    with pytest.raises(OptionError, match="old way and in its new one"):
+    with pytest.raises(OptionError, match="TF32"):
         hf_rocm.compile(model)
 
 

@@ -10,7 +10,7 @@ import transformers
 from transformers import GenerationMixin
 
 import hf_rocm
-from hf_rocm.generation import features
+from hf_rocm import features
 from tests.generation.conftest import generate, make
 
 PART = "transformers.generation.utils:GenerationMixin._update_model_kwargs_for_generation"
@@ -19,9 +19,9 @@ PART = "transformers.generation.utils:GenerationMixin._update_model_kwargs_for_g
 @pytest.fixture(autouse=True)
 def forgotten():
     """What was found out is found out anew."""
-    features.refuses.cache_clear()
+    features._unlike.cache_clear()
     yield
-    features.refuses.cache_clear()
+    features._unlike.cache_clear()
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_changed_function_turns_off_what_leans_on_it_and_nothing_else(text):
     assert reason is not None
     version = re.escape(transformers.__version__)
     part = r"GenerationMixin\._update_model_kwargs_for_generation"
-    assert re.fullmatch(rf"transformers {version} has a {part} that this was not made for \(digest \w{{16}}\)", reason)
+    assert re.fullmatch(rf"{part} of transformers {version} is not supported \(digest \w{{16}}\)", reason)
 
 
 def test_a_function_that_somebody_replaced_turns_it_off(monkeypatch):
@@ -76,8 +76,12 @@ def test_a_function_that_somebody_replaced_turns_it_off(monkeypatch):
 
     monkeypatch.setattr(GenerationMixin, "_update_model_kwargs_for_generation", other)
     name = "GenerationMixin._update_model_kwargs_for_generation"
-    assert features.refuses("decode_inputs") == f"{name} of transformers was replaced in this process by {__name__}"
+    assert features.refuses("decode_inputs") == (
+        f"a part of transformers that it depends on was replaced: {name} was replaced by {__name__}"
+    )
     assert features.refuses("graph_decode") is None
+    monkeypatch.undo()
+    assert features.refuses("decode_inputs") is None
 
 
 def test_the_overlays_go_on_without_it(text):
@@ -89,4 +93,4 @@ def test_the_overlays_go_on_without_it(text):
     assert torch.equal(generate(ours, cache_implementation="static"), wanted)
     said = hf_rocm.explain(ours)
     assert any(part.active for part in said.parts)
-    assert "that this was not made for" in ours.__dict__["_hf_rocm_report"]["inputs"]
+    assert "is not supported (digest" in ours.__dict__["_hf_rocm_report"]["inputs"]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import sys
+import gc
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
 
+from hf_rocm import patches
 from hf_rocm.generation import cache as caches
-from hf_rocm.generation import inputs
-from hf_rocm.generation.methods import take_away
+from hf_rocm.generation import cache_layer, inputs
 from hf_rocm.layers import attention as layers
 from hf_rocm.ops.attention_eager import attention
 from hf_rocm.ops.decode import eager_decode
+from hf_rocm.ops.padded import CacheRows
 from tests.generation.conftest import KINDS, generate, prompt
 
 FIVE = Version(transformers.__version__) >= Version("5")
 SERVED = [kind for kind in KINDS if FIVE or kind != "mixtral"]
-
-
-METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
 @pytest.fixture
@@ -46,14 +44,12 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(inputs.Step, "inputs", checked)
     monkeypatch.setattr(inputs.Step, "stock", lambda step, ids: step._inputs, raising=False)  # the first step's are
-    for cls in (getattr(transformers, f"{name}ForCausalLM") for name, _ in KINDS.values()):
-        for name in METHODS:
-            take_away(cls, name)  # those that are there already call the function itself
+    gc.collect()  # models of earlier tests, whose classes have the function itself
+    patches.sweep()
     monkeypatch.setattr(inputs, "_prepare", remembering)
     yield compared
-    for cls in (getattr(transformers, f"{name}ForCausalLM") for name, _ in KINDS.values()):
-        for name in METHODS:
-            take_away(cls, name)
+    inputs._steps.clear()  # each has its model in `stock`
+    gc.collect()
 
 
 def equal(ours, theirs):
@@ -88,7 +84,7 @@ def test_over_transformers_own_static_cache(kind, pair, steps):
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 def test_while_windows_move(kind, pair, steps, monkeypatch):
-    monkeypatch.setattr(caches, "SLACK", 4)  # rows beyond the window: it moves every few steps
+    monkeypatch.setattr(cache_layer, "SLACK", 4)  # rows beyond the window: it moves every few steps
     ours, stock = pair(kind)
     call = prompt(padded=5)
     assert torch.equal(generate(ours, call, new=40), generate(stock, call, new=40))
@@ -120,14 +116,14 @@ def test_what_a_mask_says_in_numbers_is_what_it_hides(pair, monkeypatch):
         return False
 
     masks = []
-    sees = layers.sees
+    visible_keys = layers.visible_keys
 
     def remembering(module, query, key, value, mask, arguments, **further):
         masks[:] = [mask]
-        return sees(module, query, key, value, mask, arguments, **further)
+        return visible_keys(module, query, key, value, mask, arguments, **further)
 
     monkeypatch.setattr(layers, "_kernel_takes", compare)
-    monkeypatch.setattr("hf_rocm.layers.sees", remembering)
+    monkeypatch.setattr("hf_rocm.layers.visible_keys", remembering)
     ours, _ = pair("gemma2", graphs=False)
     generate(ours, prompt(padded=3), new=16, cache_implementation="static")
     assert len(seen) == 15 * ours.config.num_hidden_layers
@@ -137,7 +133,7 @@ def test_what_a_mask_says_in_numbers_is_what_it_hides(pair, monkeypatch):
 def test_a_kernel_gets_the_numbers_and_not_the_mask(pair, monkeypatch):
     asked = []
 
-    def lengths(query, key, value, padded, **further):
+    def lengths(padded, query, key, value, **further):
         asked.append(padded)
         raise Reached
 
@@ -145,7 +141,7 @@ def test_a_kernel_gets_the_numbers_and_not_the_mask(pair, monkeypatch):
         pass
 
     monkeypatch.setattr(layers, "kernel_serves", lambda operation, spec: True)
-    monkeypatch.setattr(sys.modules["hf_rocm.ops.attention"], "attend", lengths)
+    monkeypatch.setattr(CacheRows, "attend", lengths)
     ours, _ = pair("qwen3", graphs=False)
     with pytest.raises(Reached):
         generate(ours, prompt(padded=3), new=4, cache_implementation="static")

@@ -13,9 +13,10 @@ import transformers
 from torch import nn
 
 import hf_rocm
+from hf_rocm import ops
 from hf_rocm.generation import decide
 from hf_rocm.generation.state import known
-from tests.generation.conftest import counted, generate, prompt
+from tests.generation.conftest import counted, generate, make, prompt
 
 
 def steered(model):
@@ -48,7 +49,7 @@ def replaced(model):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(steered, "the hook of model.layers.0"), (patched, "put on model.layers.0.mlp"), (replaced, "a Counting")],
+    [(steered, "the hook of model.layers.0"), (patched, "set on model.layers.0.mlp"), (replaced, "a Counting")],
 )
 def test_code_of_the_users_own_runs_at_every_step(change, reason, pair):
     ours, stock = pair(graphs=None)
@@ -60,6 +61,41 @@ def test_code_of_the_users_own_runs_at_every_step(change, reason, pair):
     assert torch.equal(generate(ours), generate(stock))
     assert counted(ours)[1] == replayed
     assert any(reason in each for each in known(ours).turned_away)
+
+
+def liger(model):
+    """The forwards that Liger-Kernel puts on a model's norms and MLPs, as to where they come from and what they do."""
+
+    def norm(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+    def mlp(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    for module in model.modules():
+        for ending, forward in (("RMSNorm", norm), ("MLP", mlp)):
+            if type(module).__name__.endswith(ending):
+                forward.__module__ = "liger_kernel.transformers." + ending.lower()
+                module.forward = MethodType(forward, module)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after prepare", "before prepare"])
+def test_what_liger_puts_on_a_model_is_recorded_and_the_rest_stays_ours(before, recorded_on_cpu):
+    stock = make("llama")
+    ours = copy.deepcopy(stock)
+    liger(stock)
+    if before:
+        liger(ours)
+    hf_rocm.prepare(ours, force=True, graphs=True)
+    if not before:
+        liger(ours)
+    assert torch.equal(generate(ours), generate(stock)) and counted(ours)[1] > 0
+    with torch.no_grad(), ops.recording() as routes:
+        ours(**prompt())
+    ran = {route.operation for route in routes}
+    assert {"linear", "attention", "rope"} <= ran and not ran & {"rms_norm", "act_and_mul"}
 
 
 def test_a_setting_of_the_config_counts(pair):
@@ -99,7 +135,7 @@ def test_another_attention_keeps_transformers_cache(name, pair, monkeypatch):
     monkeypatch.setattr(ours.config, "_attn_implementation_internal", name)
     mode = type("Mode", (), {"value": "greedy_search"})
     reason = decide.refuses_call(ours, copy.deepcopy(ours.generation_config), {}, mode)
-    assert reason == f"the attention implementation {name!r} takes no lengths"
+    assert reason == f"the attention implementation {name!r} does not accept sequence lengths"
 
 
 @pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")

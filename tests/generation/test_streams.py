@@ -7,7 +7,7 @@ import torch
 
 from hf_rocm.generation import pool
 from hf_rocm.generation.inputs import residents_of
-from hf_rocm.generation.runner import _Held
+from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.state import known
 from hf_rocm.generation.streams import tensors_in
 from tests.generation.conftest import counted, generate, prompt
@@ -32,7 +32,7 @@ class Event:
 def handed_over(monkeypatch):
     """The tensors whose memory was told of another stream."""
     told = []
-    monkeypatch.setattr(pool, "used_here", lambda tensors: told.append(list(tensors)))
+    monkeypatch.setattr(pool, "record_current_stream", lambda tensors: told.append(list(tensors)))
     other = Stream()  # what this thread uses of other devices, the current one among them
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device=None: Stream.current if device == Stream.device else other
@@ -57,10 +57,10 @@ def test_all_that_belongs_to_a_cache_is_found(kind, padded, pair):
     generate(ours, prompt(padded=padded), new=20)
     cache = known(ours).pool._idle[0].cache
     residents = residents_of(cache)
-    held = [each for each in cache.recordings.values() if isinstance(each, _Held)]
+    held = [each for each in cache.recordings.values() if isinstance(each, RecordedStep)]
     assert held and residents is not None and counted(ours)[1] > 0
     expected = [each for layer in cache.layers for each in (layer.keys, layer.values, layer.place)]
-    expected += [each for one in held for each in (*one._own, *one.tensors)]
+    expected += [each for one in held for each in (*one._inputs, *one.tensors)]
     expected += [residents.input_ids, residents._clock, *residents.clocks.values()]
     for mask in residents.masks:
         expected += [mask.tensor, mask._seen, mask._places, mask.rows.key_lengths, *(mask._values or ())]

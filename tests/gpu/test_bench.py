@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_rocm.bench import profile as profiling
-from hf_rocm.bench import rates, run
-from hf_rocm.bench.cases import Case
-from hf_rocm.bench.clock import device_time
+from hf_rocm.tools.bench import profile as profiling
+from hf_rocm.tools.bench import rates, run
+from hf_rocm.tools.bench.cases import Case
+from hf_rocm.tools.bench.clock import device_time
 
 pytestmark = pytest.mark.gpu
 

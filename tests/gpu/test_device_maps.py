@@ -98,7 +98,7 @@ def test_layers_offloaded_to_the_cpu(kind, checkpoint, tmp_path):
     with torch.no_grad():
         reasons = [why_not(layer.mlp, ("gate_proj", "up_proj")) for layer in ours.model.layers]
     assert [reason is None for reason in reasons] == [True, False, True, False]
-    told = str(hf_rocm.explain(ours))
+    told = hf_rocm.explain(ours).details()
     assert MOVED in told and "steps run uncaptured: some of its weights are offloaded" in told
     assert "meta device" not in told
     for name, each in (("ours", ours), ("stock", stock)):
@@ -142,7 +142,7 @@ def test_layers_on_two_gpus(kind, checkpoint):
     devices = [torch.device("cuda", index) for index in (0, 0, 1, 1)]
     assert cache_places(ours) == cache_places(stock) == [(device, device) for device in devices]
     assert [layer.mlp.up_proj.weight.device for layer in ours.model.layers] == devices
-    assert "steps run uncaptured: its weights are on 2 devices" in str(hf_rocm.explain(ours))
+    assert "steps run uncaptured: its weights are on 2 devices" in hf_rocm.explain(ours).details()
     how = {"do_sample": True, "top_k": 40, "seed": 1}
     assert torch.equal(generate(ours, asked(), **how), generate(stock, asked(), **how))
     assert torch.equal(generate(ours, asked(), num_beams=3), generate(stock, asked(), num_beams=3))

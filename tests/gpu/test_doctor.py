@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_rocm.diagnostics.doctor.machine import ThisMachine
+from hf_rocm.tools.doctor.machine import ThisMachine
 
 pytestmark = pytest.mark.gpu
 

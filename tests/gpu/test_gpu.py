@@ -83,6 +83,7 @@ def memory():
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
+@pytest.mark.first
 def test_memory_of_preparing_and_saving_on_the_gpu(tmp_path):
     """After preparing: stock ± 1 %, allocated and reserved; the peak within one layer's fused weights."""
     model = large_llama("cuda")

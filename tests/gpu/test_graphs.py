@@ -11,7 +11,7 @@ import torch
 
 import hf_rocm
 from hf_rocm import options
-from hf_rocm.generation import cache, pool
+from hf_rocm.generation import cache_layer, pool
 from hf_rocm.generation.state import known
 from tests.generation.conftest import counted, generate, make, outlives_steps_of_others, prompt
 
@@ -24,8 +24,8 @@ FIRST = 3  # steps before the first replay that counts
 @pytest.fixture
 def pair(monkeypatch):
     """(ours, stock) of a kind on the GPU, where windows move on and buffers grow after a few tokens."""
-    monkeypatch.setattr(cache, "SLACK", 5)
-    monkeypatch.setattr(cache, "LEAST", 16)
+    monkeypatch.setattr(cache_layer, "SLACK", 5)
+    monkeypatch.setattr(cache_layer, "LEAST", 16)
     monkeypatch.setattr(pool, "_AHEAD", 32)
     with options.override(probe=False):  # kernels have tests of their own, and checking each takes seconds
         yield build

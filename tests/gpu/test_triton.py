@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hf_rocm import ops, options
-from hf_rocm.ops.activation import ACTIVATIONS, eager_act_and_mul, torch_act_and_mul
-from hf_rocm.ops.norm import eager_rms_norm
+from hf_rocm.ops.pointwise import ACTIVATIONS, eager_act_and_mul, eager_rms_norm, torch_act_and_mul
 from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hf_rocm import ops, options
-from hf_rocm.ops.fused_linear import eager_fused_linear
-from hf_rocm.ops.linear import eager_linear
+from hf_rocm.ops.linear import eager_fused_linear, eager_linear
 from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = pytest.mark.gpu

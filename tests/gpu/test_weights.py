@@ -16,8 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import hf_rocm
 from hf_rocm import ops
+from hf_rocm.loading import prepare as preparing
 from hf_rocm.weights import fuse
-from hf_rocm.weights import prepare as preparing
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights import models
 from tests.weights.models import GROUPS, IDS, Group, blocks, live, one_by_one

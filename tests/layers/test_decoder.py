@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_rocm
 from hf_rocm import ops
-from hf_rocm.layers import branch, decoder
+from hf_rocm.layers import decoder, norm
 
 SMALL: dict[str, Any] = {
     "vocab_size": 131,
@@ -71,7 +71,7 @@ def pair():
 @pytest.fixture
 def few(monkeypatch):
     """As on a GPU whose kernels take norms and sums along; here the parts run one by one."""
-    monkeypatch.setattr(decoder, "rides_along", lambda x: True)
+    monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ def test_few_rows_give_what_many_rows_give_bit_for_bit(each_pair, monkeypatch):
     _, ours = each_pair
     many, routes = run(ours)
     assert FUSED not in routes
-    monkeypatch.setattr(decoder, "rides_along", lambda x: True)
+    monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
     together, routes = run(ours)
     assert FUSED in routes
     assert all(map(torch.equal, together.layers, many.layers))
@@ -236,8 +236,8 @@ def test_a_restored_model_is_stock(pair, few):
     assert torch.equal(output.logits, run(stock)[0].logits)
 
 
-def test_no_row_rides_along_on_a_cpu_or_with_gradients():
+def test_no_row_is_fused_on_a_cpu_or_with_gradients():
     x = torch.randn(1, 1, 64)
-    assert not branch.rides_along(x)  # gradients are on
+    assert not norm.can_fuse(x)  # gradients are on
     with torch.no_grad():
-        assert not branch.rides_along(x)
+        assert not norm.can_fuse(x)

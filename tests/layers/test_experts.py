@@ -19,7 +19,7 @@ def test_what_generate_switches_to_is_ours_for_few_pairs(most, pairs, served, mo
     monkeypatch.setattr(experts, "most_pairs", lambda x: most)
     reason = asked("batched_mm", torch.device("meta"), pairs)
     assert (reason is None) is served
-    assert served or "beyond a few tokens" in str(reason)
+    assert served or "for a few tokens" in str(reason)
 
 
 def test_on_a_cpu_it_is_stocks():
@@ -39,4 +39,4 @@ def asked(implementation: str, device: torch.device, pairs: int) -> str | None:
     module = SimpleNamespace(config=SimpleNamespace(_experts_implementation=implementation))
     tokens = pairs // 2
     x, ids = torch.empty(tokens, 8, device=device), torch.empty(tokens, 2, dtype=torch.int64, device=device)
-    return experts._asked_for(module, x, ids)
+    return experts._interface_reason(module, x, ids)

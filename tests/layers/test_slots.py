@@ -50,13 +50,14 @@ def test_they_are_those_that_update_writes():
         query, key, value, angles = call(seed, length)
         arguments = {"cache_position": torch.arange(first, first + length)}
         with options.override(tier="torch"):
-            expected = layers.rotate_and_remember(
+            expected = layers.rotate_and_update_cache(
                 Module(), apply_rotary_pos_emb, query, key, value, angles, stock, arguments
             )
             found = slot(ours, 0, key, value, arguments)
             if not seed:
                 assert found is None  # nothing is allocated yet
-                layers.rotate_and_remember(Module(), apply_rotary_pos_emb, query, key, value, angles, ours, arguments)
+                rotate = layers.rotate_and_update_cache
+                rotate(Module(), apply_rotary_pos_emb, query, key, value, angles, ours, arguments)
                 continue
             rotated = ops.rope_into_cache(
                 query, key, value, *angles, keys=found.keys, values=found.values, position=found.position
@@ -87,7 +88,7 @@ def test_another_dtype_batch_or_place_is_asked():
 def test_a_cache_without_fixed_rows_is_asked(cache):
     query, key, value, angles = call(0, 3)
     with options.override(tier="torch"), ops.recording() as routes:
-        results = layers.rotate_and_remember(Module(), apply_rotary_pos_emb, query, key, value, angles, cache, {})
+        results = layers.rotate_and_update_cache(Module(), apply_rotary_pos_emb, query, key, value, angles, cache, {})
     assert [each.operation for each in routes] == ["rope"]
     assert torch.equal(results[1], layers.rotate(apply_rotary_pos_emb, query, key, angles)[1])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_rocm import ops, options
 from hf_rocm.errors import TierUnavailable
-from hf_rocm.ops.attention_torch import STACKED_QUERIES
+from hf_rocm.ops.attention import STACKED_QUERIES
 from tests.tolerance import assert_as_good_as_eager
 
 TIERS = ("torch", "eager")

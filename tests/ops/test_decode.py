@@ -9,16 +9,27 @@ import torch
 
 from hf_rocm import ops, options
 from hf_rocm.device import Device
+from hf_rocm.ops import registry
 from hf_rocm.ops.attention import AttentionSpec
 from hf_rocm.ops.decode import DecodeSpec, seen_keys
-from hf_rocm.ops.padded import CacheRows, recognise
-from hf_rocm.ops.triton import decode
+from hf_rocm.ops.mask_patterns import CacheRows, recognise
+from hf_rocm.ops.triton import decode, tiles
 from tests.ops.test_attention import reference, tensors
 from tests.tolerance import assert_as_good_as_eager
 
 MODULE = sys.modules["hf_rocm.ops.attention"]  # the package's attribute of that name is the operation
 CPU = torch.device("cpu")
-DECODING = DecodeSpec(torch.bfloat16, CPU, 8, 2, 64, 64, False, False, False)
+DECODING = DecodeSpec(
+    dtype=torch.bfloat16,
+    device=CPU,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    value_dim=64,
+    softcap=False,
+    sinks=False,
+    grad=False,
+)
 ATTENTION = AttentionSpec(
     torch.bfloat16, CPU, 8, 2, 64, 64, True, False, False, False, None, False, False, None, False, False
 )
@@ -72,14 +83,14 @@ def test_numbers_in_place_of_a_mask():
 
 
 REFUSALS = [
-    (decode.refuses, DECODING, {"few_queries": False, "one_query": False}, "at most 16 queries a row"),
+    (decode.refuses, DECODING, {"few_queries": False, "one_query": False}, "at most 16 queries for each row"),
     (decode.refuses, DECODING, {"grad": True}, "our decode kernel has no gradient"),
-    (decode.refuses, DECODING, {"dtype": torch.float64}, "for fp32, bf16 and fp16, not for torch.float64"),
-    (decode.refuses, DECODING, {"dtype": torch.float32}, "exponentials are not as exact as fp32 asks for"),
-    (decode.refuses, DECODING, {"value_dim": 512}, "head dims may be at most 256, got 64 and 512"),
+    (decode.refuses, DECODING, {"dtype": torch.float64}, "supports fp32, bf16 and fp16, not torch.float64"),
+    (decode.refuses, DECODING, {"dtype": torch.float32}, "less accurate than fp32 requires"),
+    (decode.refuses, DECODING, {"value_dim": 512}, "head dims must be at most 256, got 64 and 512"),
     (decode.attention_refuses, ATTENTION, {"weights": True}, "doesn't return attention weights"),
-    (decode.attention_refuses, ATTENTION, {"one_query": False}, "at most 16 queries on more keys"),
-    (decode.attention_refuses, ATTENTION, {"one_query": False, "square": True}, "at most 16 queries on more keys"),
+    (decode.attention_refuses, ATTENTION, {"one_query": False}, "at most 16 queries, and more keys"),
+    (decode.attention_refuses, ATTENTION, {"one_query": False, "square": True}, "at most 16 queries, and more keys"),
     (decode.attention_refuses, ATTENTION, {"grad": True}, "our decode kernel has no gradient"),
 ]
 
@@ -96,6 +107,7 @@ def test_refusals(case, monkeypatch):
     ("arch", "changes"),
     [
         ("gfx1100", {"head_dim": 256, "value_dim": 256}),
+        ("gfx1150", {"head_dim": 192}),
         ("gfx1151", {"head_dim": 192}),
         ("gfx1151", {"value_dim": 256, "dtype": torch.float16}),
     ],
@@ -112,7 +124,7 @@ def test_what_would_spill_registers_on_radeon(arch, changes, monkeypatch):
 def test_where_pytorch_splits_the_keys_itself(monkeypatch):
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
     nvidia, amd = Device("cuda", rocm=False), Device("cuda", rocm=True, arch="gfx942")
-    assert "PyTorch's own kernel" in decode.attention_refuses(ATTENTION, nvidia)
+    assert "PyTorch's kernel also splits the keys" in decode.attention_refuses(ATTENTION, nvidia)
     assert decode.attention_refuses(ATTENTION, amd) is None
     for restricted in ({"mask": torch.bool}, {"window": 8}, {"softcap": True}, {"sinks": True}):
         assert decode.attention_refuses(ATTENTION._replace(**restricted), nvidia) is None
@@ -125,7 +137,7 @@ def test_prefill_is_not_its_work(monkeypatch):
     """The specifications that `ops.attention` makes, not ones made up here."""
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
     spoken, asked = {}, []
-    monkeypatch.setattr(MODULE, "route", lambda operation, key, *_: asked.append(key) or _answer)
+    monkeypatch.setattr(MODULE._operation, "calls", registry.Table(lambda spec: asked.append(spec) or _answer))
     for s_q, s_k in ((1, 1), (1, 9), (2, 9), (16, 17), (16, 16), (17, 40), (9, 5)):
         query, key, value = tensors((1, 4, 2, s_q, s_k, 8, 8), torch.bfloat16)
         ops.attention(query, key, value, scale=1.0, causal=True)
@@ -153,7 +165,7 @@ def test_every_plan_fits(dim, size, arch):
     for b, keys, rows in ((1, 1, 1), (1, 1024, 4), (8, 32768, 4), (64, 131072, 128), (256, 100, 16)):
         how = decode.plan(b, 8, rows, keys, dim, size, 304, arch)
         assert how.pieces * how.rows >= rows and how.rows >= 16 and how.keys >= 16  # a product's least
-        assert 1 <= how.splits <= decode.MOST_SPLITS and (how.splits - 1) * how.keys < max(1, keys)
+        assert 1 <= how.splits <= tiles.MOST_SPLITS and (how.splits - 1) * how.keys < max(1, keys)
         wide = max(16, 1 << (dim - 1).bit_length())
         assert 2 * how.keys * wide * size <= 64 * 1024  # a block of keys and one of values in local memory
 
@@ -177,5 +189,5 @@ def test_a_mask_that_a_kernel_takes_is_not_read(monkeypatch):
     query, key, value = tensors((2, 4, 2, 1, 9, 16, 16), torch.float32)
     mask = seen_keys(1, 9, torch.tensor([9]), torch.tensor([0, 4]), None)
     monkeypatch.setattr(MODULE, "kernel_serves", lambda *_: True)
-    monkeypatch.setattr("hf_rocm.ops.padded.kernel_serves", lambda *_: pytest.fail("asked on"))
+    monkeypatch.setattr(registry, "kernel_serves", lambda *_: pytest.fail("looked further"))
     assert recognise(mask, query, key, value) is None

@@ -154,3 +154,39 @@ def test_shuffled_linear(tier, bias):
 def test_what_cannot_be_shuffled(shape, dtype):
     with pytest.raises(OptionError, match="can't be shuffled"):
         ops.shuffle(torch.zeros(shape, dtype=dtype))
+
+
+@each_dtype
+def test_sinks_and_empty_packed_sequences(dtype):
+    """Queries without keys, and those after the last sequence, are zero."""
+    query, key = random(9, 4, 8, dtype=dtype), random(7, 2, 8, dtype=dtype, seed=1)
+    ends, key_ends = (torch.tensor(each, dtype=torch.int32) for each in ([0, 3, 3, 5], [0, 3, 7, 7]))
+    sinks = torch.linspace(-1, 1, 4).to(dtype)
+    how = {"longest_query": 3, "longest_key": 4, "scale": 0.3, "causal": True}
+    output = routed("attention", "eager", "varlen_attention", query, key, key, ends, key_ends, sinks=sinks, **how)
+    assert output.shape == (9, 4, 8) and (output[3:] == 0).all()
+    one = (each.transpose(0, 1)[None] for each in (query[:3], key[:3], key[:3]))
+    expected, _ = ops.attention(*one, scale=0.3, causal=True, sinks=sinks)
+    assert torch.equal(output[:3], expected[0])
+    with options.override(tier="torch"), pytest.raises(TierUnavailable, match="SDPA has no sinks"):
+        ops.varlen_attention(query, key, key, ends, key_ends, sinks=sinks, **how)
+
+
+@each_dtype
+@each_tier
+def test_paged_attention_writes_and_reads_through_the_table(tier, dtype):
+    """What nobody wrote is NaN; a row without a request is zero and writes nothing."""
+    query, new = random(3, 4, 1, 8, dtype=dtype), random(3, 2, 1, 8, dtype=dtype, seed=1)
+    pages = torch.full((7, 4, 2, 8), torch.nan, dtype=dtype)
+    table = torch.tensor([[5, 2], [0, -1], [-1, -1]], dtype=torch.int32)
+    lengths = torch.tensor([6, 1, 0], dtype=torch.int32)
+    kept = random(5, 2, 8, dtype=dtype, seed=2)
+    pages[5], pages[2, 0] = kept[:4], kept[4]
+    values = pages.clone()
+    output = routed("attention", tier, "paged_attention", query, pages, values, table, lengths, new, new, scale=0.3)
+    assert torch.equal(pages[2, 1], new[0, :, 0]) and torch.equal(values[0, 0], new[1, :, 0])
+    assert int(pages.isfinite().sum()) == 7 * 2 * 8 and (output[2] == 0).all()
+    keys = torch.cat((kept, new[0, :, 0][None])).transpose(0, 1)[None]
+    expected = reference(query[:1], keys, keys, scale=0.3)[0]
+    eager, _ = ops.attention(query[:1], keys, keys, scale=0.3)
+    assert_as_good_as_eager(output[:1], eager, expected.view_as(eager), summed=keys)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hf_rocm import ops, options
 from hf_rocm.errors import OptionError, TierUnavailable
-from hf_rocm.ops import moe, moe_torch, probe_cases, registry
+from hf_rocm.ops import moe, moe_torch, probe, probe_cases, registry
 from hf_rocm.ops.moe_shuffled import PLAIN
 from tests.tolerance import assert_as_good_as_eager
 
@@ -79,10 +79,10 @@ def reference(tensors, keywords):
 
 
 def arguments_of(tensors, keywords):
-    """The same call as an implementation takes it."""
+    """The same call as an implementation receives it."""
     keywords = dict(keywords)
     biases = keywords.pop("gate_up_bias", None), keywords.pop("down_bias", None)
-    return (*tensors, *biases, PLAIN._replace(**keywords))
+    return moe_torch.ExpertsCall(*tensors, *biases, PLAIN._replace(**keywords))
 
 
 @each_dtype
@@ -103,7 +103,7 @@ def test_each_implementation(name, dtype, layout):
     if name == "grouped_mm" and moe_torch._grouped_mm is None:
         pytest.skip("not run: this PyTorch has no grouped_mm")
     tensors, keywords = drawn(SHAPES["odd"], dtype, layout)
-    output = IMPLEMENTATIONS[name](*arguments_of(tensors, keywords))
+    output = IMPLEMENTATIONS[name](arguments_of(tensors, keywords))
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
 
@@ -132,9 +132,9 @@ def test_grouped_mm_serves_where_it_fits(dtype):
 @pytest.mark.parametrize(
     ("shape", "dtype", "reason"),
     [
-        ((4, 4, 2, 20, 16), torch.bfloat16, "rows of a multiple of 16 bytes, and the hidden size is 20"),
-        ((4, 4, 2, 16, 12), torch.bfloat16, "the intermediate size is 12"),
-        ((4, 4, 2, 16, 16), torch.float64, "is for fp32, bf16 and fp16"),
+        ((4, 4, 2, 20, 16), torch.bfloat16, "got hidden size 20"),
+        ((4, 4, 2, 16, 12), torch.bfloat16, "got intermediate size 12"),
+        ((4, 4, 2, 16, 16), torch.float64, "fp32, bf16 or fp16"),
     ],
     ids=["hidden", "intermediate", "dtype"],
 )
@@ -144,7 +144,7 @@ def test_the_loop_serves_what_grouped_mm_refuses(shape, dtype, reason):
         output = ops.experts(*tensors, **keywords)
     assert routes[0].name == "sorted tokens, loop"
     if moe_torch._grouped_mm is not None:
-        choice = registry.operations()["experts"].choose(moe.specification(*tensors, None, None, PLAIN))
+        choice = registry.operations()["experts"].choose(moe.specification(arguments_of(tensors, {})))
         assert any(reason in each.reason for each in choice.refusals)
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
@@ -161,7 +161,7 @@ def test_gradients(name, layout):
             convert(each).clone().requires_grad_() if each is not None and each.is_floating_point() else each
             for each in arguments_of(tensors, keywords)[:-1]
         ]
-        output = function(*inputs, arguments_of(tensors, keywords)[-1])
+        output = function(moe_torch.ExpertsCall(*inputs, form=arguments_of(tensors, keywords).form))
         ramp = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
         wanted = [each for each in inputs if each is not None and each.requires_grad]
         return torch.autograd.grad((output * ramp).sum(), wanted)
@@ -181,13 +181,13 @@ def test_gradients_take_no_gathered_weights():
 
 def key_of(shape, dtype=torch.bfloat16):
     tensors, _ = drawn(SHAPES[shape], dtype, {})
-    return moe.specification(*tensors, None, None, PLAIN)
+    return moe.specification(arguments_of(tensors, {}))
 
 
 @pytest.mark.parametrize(("tokens", "bound"), [(0, 32), (1, 32), (16, 32), (17, 64), (32, 64), (33, moe.MANY)])
 def test_few_tokens_are_told_apart(tokens, bound):
     tensors, _ = drawn((tokens, 4, 2, 16, 8), torch.bfloat16, {})
-    spec = moe.ExpertsSpec(*moe.specification(*tensors, None, None, PLAIN))
+    spec = moe.ExpertsSpec(*moe.specification(arguments_of(tensors, {})))
     assert spec.pairs == bound
     reason = moe_torch.gathered_refuses(spec, registry.describe(torch.device("meta")))
     assert (reason is None) is (bound == 32)
@@ -210,12 +210,11 @@ def test_a_check_is_small_and_as_divisible_as_the_model(size, smaller):
 def test_nothing_is_read_back_from_the_device():
     """On the meta device a read-back raises: what passes can be recorded in a graph."""
     tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
-    on_meta = [each.to("meta") for each in arguments_of(tensors, {})[:5]]
-    form = arguments_of(tensors, {})[-1]
+    on_meta = arguments_of([each.to("meta") for each in tensors], {})
     for name in ("grouped_mm", "gathered weights, bmm"):
-        assert IMPLEMENTATIONS[name](*on_meta, None, None, form).shape == tensors[0].shape
+        assert IMPLEMENTATIONS[name](on_meta).shape == tensors[0].shape
     with pytest.raises((NotImplementedError, RuntimeError)):
-        moe_torch.sorted_loop(*on_meta, None, None, form)
+        moe_torch.sorted_loop(on_meta)
 
 
 def test_no_tokens():
@@ -235,7 +234,7 @@ def test_experts_that_nobody_chose_are_left_alone():
     for call in IMPLEMENTATIONS.values():
         if call is moe_torch.grouped and moe_torch._grouped_mm is None:
             continue
-        output = call(*arguments_of((x, gate_up, down, ids, weights), {}))
+        output = call(arguments_of((x, gate_up, down, ids, weights), {}))
         torch.testing.assert_close(output, expected)
 
 
@@ -270,9 +269,52 @@ def test_the_probe_finds_a_wrong_implementation(monkeypatch):
     spec = probe_cases.kind("experts", moe.ExpertsSpec(*key_of("odd")))
     assert probe_cases.check("experts", "torch", "sorted tokens, loop", spec) is None
     operation = registry.operations()["experts"]
-    broken = registry.Implementation("torch", "broken", lambda *_: None, lambda *each: moe_torch.eager(*each) * 1.1)
+    broken = registry.Implementation("torch", "broken", lambda *_: None, lambda call: moe_torch.eager(call) * 1.1)
     monkeypatch.setattr(operation, "implementations", [*operation.implementations, broken])
     assert "wrong by" in probe_cases.check("experts", "torch", "broken", spec)
+
+
+@needs_grouped_mm
+@each_dtype
+@pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_grouped_mm_passes_its_check(layout, grad, dtype):
+    """The gradient of a bias sums hundreds of rows; that of the clamp jumps, which rounding must not decide."""
+    spec = moe.ExpertsSpec(*key_of("odd"))._replace(dtype=dtype, weight_dtype=dtype, grad=grad)
+    layout = {name: value for name, value in layout.items() if name not in ("limit", "alpha")}
+    spec = spec._replace(bias=layout.pop("biases", False), **layout)
+    assert probe_cases.check("experts", "torch", "grouped_mm", probe_cases.kind("experts", spec)) is None
+
+
+@needs_grouped_mm
+def test_the_check_of_gradients_clamps_some_values_and_not_others():
+    spec = moe.ExpertsSpec(*key_of("odd"))._replace(activation="clamped_swiglu", bias=True, grad=True)
+    for case in moe.cases(moe.kind(spec)):
+        x, gate_up, _, _, _, bias, _ = (each if each is None else each.double() for each in case.tensors)
+        values = torch.einsum("th,enh->ten", x, gate_up) + bias
+        limit = case.others[0].limit
+        assert (values.abs() - limit).abs().min() > 0.1
+        assert (values > limit).any() and (values < -limit).any() and (values.abs() < limit).any()
+
+
+@needs_grouped_mm
+def test_a_failed_check_is_about_its_own_terms(monkeypatch):
+    """What failed with gradients serves calls without, which nobody had made before."""
+    operation = registry.operations()["experts"]
+    check = probe_cases.check
+    monkeypatch.setattr(
+        probe_cases, "check", lambda *call: "it is wrong" if moe.ExpertsSpec(*call[3]).grad else check(*call)
+    )
+    spec = moe.ExpertsSpec(*key_of("odd"))._replace(dtype=torch.float16, weight_dtype=torch.float16)
+    probe.forget()
+    operation.forget()
+    try:
+        with pytest.warns(RuntimeWarning, match="grouped_mm for float16 with gradients"):
+            assert operation.choose(tuple(spec._replace(grad=True))).implementation.name == "sorted tokens, loop"
+        assert operation.choose(tuple(spec)).implementation.name == "grouped_mm"
+    finally:
+        probe.forget()
+        operation.forget()
 
 
 def test_what_it_refuses():

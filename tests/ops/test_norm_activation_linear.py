@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 from hf_rocm import ops, options
 from hf_rocm.errors import OptionError
-from hf_rocm.ops.activation import eager_act_and_mul
 from hf_rocm.ops.linear import eager_linear
-from hf_rocm.ops.norm import eager_rms_norm
+from hf_rocm.ops.pointwise import eager_act_and_mul, eager_rms_norm
 from tests.tolerance import assert_as_good_as_eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -10,8 +10,8 @@ import torch
 
 import hf_rocm
 from hf_rocm import options
-from hf_rocm.ops import probe, probe_worker, registry
-from hf_rocm.ops.norm import NormSpec
+from hf_rocm.ops import probe, probe_child, probe_worker, registry
+from hf_rocm.ops.pointwise import NormSpec
 from tests.generation.conftest import make
 
 
@@ -67,7 +67,14 @@ def test_starting_twice_is_starting_once(monkeypatch):
 
 
 def question():
-    kind = tuple(NormSpec(torch.float32, torch.float32, torch.device("cpu"), 64, False, False))
+    kind = NormSpec(
+        dtype=torch.float32,
+        weight_dtype=torch.float32,
+        device=torch.device("cpu"),
+        dim=64,
+        one_plus=False,
+        grad=False,
+    )
     return probe_worker.request("rms_norm", "torch", "F.rms_norm", kind)
 
 
@@ -87,16 +94,16 @@ def test_it_wakes_up_once_on_each_device_and_answers_as_ever():
 def test_waking_up_uses_the_device(monkeypatch):
     made = []
     monkeypatch.setattr(torch, "mm", lambda *args: made.append(args[0].device) or args[0])
-    probe_worker._wake_on("cpu")
+    probe_child._wake_on("cpu")
     assert made == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize("ending", ["os.abort", "lambda: time.sleep(60)"])
 def test_a_child_that_dies_or_hangs_while_it_wakes_up_is_no_kernels_fault(ending, monkeypatch):
     """The one that takes its place asks nothing of the compiler before the first question."""
-    code = "from hf_rocm.ops import probe_worker as w; import os, time; w.WAKING = 1; "
+    code = "from hf_rocm.ops import probe_child as w; import os, time; w.WAKING = 1; "
     start = probe_worker._START.replace(
-        "from hf_rocm.ops.probe_worker import serve; serve(", f"{code}w._wake = {ending}; w.serve("
+        "from hf_rocm.ops.probe_child import serve; serve(", f"{code}w._wake = {ending}; w.serve("
     )
     monkeypatch.setattr(probe_worker, "_START", start)
     monkeypatch.setattr(probe_worker, "_worker", None)
@@ -137,4 +144,4 @@ def test_the_mark_of_a_constant_is_still_the_compilers():
         """Nothing."""
 
     assert vars(torch.compiler.assume_constant_result(function)) == {"_dynamo_marked_constant": True}
-    assert registry._place_of_choice._dynamo_marked_constant
+    assert registry._index_of_choice._dynamo_marked_constant

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from hf_rocm import ops, options
 from hf_rocm.device import Device
-from hf_rocm.errors import OptionError
-from hf_rocm.ops import probe, quantized, registry
+from hf_rocm.errors import OptionError, TierUnavailable
+from hf_rocm.ops import probe, quantized_torch, registry
 from hf_rocm.ops.eight_bit import (
-    FORMATS,
     FP8,
     FP8_FNUZ,
     INT8,
@@ -20,11 +19,10 @@ from hf_rocm.ops.eight_bit import (
     fp8_of,
     largest,
     quantize_rows,
-    rounding_error,
     shuffle_rows,
     unshuffle_rows,
 )
-from hf_rocm.ops.quantized import QuantizedSpec, eager_linear
+from hf_rocm.ops.quantized_torch import QuantizedCall, QuantizedSpec, eager_linear
 from tests import eight_bit
 from tests.tolerance import assert_as_good_as_eager
 
@@ -32,7 +30,7 @@ BF16 = torch.bfloat16
 DTYPES = [torch.float32, BF16, torch.float16]
 SHAPES = [((1, 16), 16), ((3, 63), 5), ((2, 5, 64), 48), ((130,), 33), ((17, 24), 1)]
 
-each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
+each_format = pytest.mark.parametrize("format", eight_bit.FORMATS, ids=str)
 each_tier = pytest.mark.parametrize("tier", ["torch", "eager"])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -56,11 +54,20 @@ def checked():
 
 
 def routed(tier, x, data, scale, bias=None, **further):
-    if tier == "torch":
-        eight_bit.needs(data.dtype, x.dtype)
+    """Run it in this tier. Where PyTorch has no such product, the tier must refuse it and the eager one serve."""
+    name = eight_bit.product(data.dtype, x.dtype) if tier == "torch" else eight_bit.EAGER
     with options.override(tiers={"linear": tier}), ops.recording() as routes:
-        output = ops.quantized_linear(x, data, scale, bias, **further)
-    assert [(each.operation, each.tier) for each in routes] == [("quantized_linear", tier)]
+        if name is None:
+            with pytest.raises(TierUnavailable, match="its check failed"):
+                ops.quantized_linear(x, data, scale, bias, **further)
+        else:
+            output = ops.quantized_linear(x, data, scale, bias, **further)
+    if name is None:
+        assert not routes
+        with ops.recording() as routes:
+            output = ops.quantized_linear(x, data, scale, bias, **further)
+        tier, name = "eager", eight_bit.EAGER
+    assert [(each.operation, each.tier, each.name) for each in routes] == [("quantized_linear", tier, name)]
     return output
 
 
@@ -71,7 +78,7 @@ def within_the_bound(output, x, weight, bias, format):
     are rounded to its dtype, once each.
     """
     rows, wide = x.reshape(-1, x.shape[-1]).double(), weight.double()
-    off_x, off_w = rounding_error(rows, format), rounding_error(wide, format)
+    off_x, off_w = eight_bit.rounding_error(rows, format), eight_bit.rounding_error(wide, format)
     bound = rows.abs() @ off_w.t() + off_x @ wide.abs().t() + off_x @ off_w.t()
     exact = rows @ wide.t()
     expected = exact if bias is None else exact + bias.double()
@@ -94,8 +101,73 @@ def test_within_the_bound_of_the_format(format, tier, dtype, bias, shape, n):
     assert output.shape == (*shape[:-1], n) and output.dtype == dtype
     within_the_bound(output, x, weight, offset, format)
     doubled = (x.double(), data.double(), scale.double(), None if offset is None else offset.double())
-    expected = eager_linear(*doubled, format, False)
-    assert_as_good_as_eager(output, eager_linear(x, data, scale, offset, format, False), expected)
+    expected = eager_linear(QuantizedCall(*doubled, format, False))
+    assert_as_good_as_eager(output, eager_linear(QuantizedCall(x, data, scale, offset, format, False)), expected)
+
+
+def refuse(*_, **__):
+    raise RuntimeError("could not create a primitive descriptor for a matmul primitive")
+
+
+def scaled(rows, weight, *, scale_a, scale_b, out_dtype):
+    return (rows.float() @ weight.float() * scale_a * scale_b).to(out_dtype)
+
+
+def whole(rows, weight):
+    return rows.int() @ weight.int()
+
+
+def scaled_inside_alone(rows, weight, *, scale_a, scale_b, out_dtype):
+    """oneDNN on a CPU with AMX: one scale for the whole of a tensor is its case, and of that format it has none."""
+    if scale_a.numel() == scale_b.numel() == 1 and rows.dtype == FP8_FNUZ:
+        refuse()
+    return scaled(rows, weight, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
+
+
+# What PyTorch's two private products may be like on some CPU, and by which name each is served then
+CPUS = {
+    "all": (scaled, whole, lambda format, dtype: True),
+    "none": (refuse, refuse, lambda format, dtype: False),
+    "scaled inside alone": (scaled_inside_alone, whole, lambda format, dtype: format != FP8_FNUZ or dtype == BF16),
+}
+
+
+@pytest.fixture(params=CPUS)
+def has(request, monkeypatch):
+    """Another CPU: whether it multiplies a format for a dtype. The package has checked its products."""
+    fp8, int8, has = CPUS[request.param]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_scaled_mm", fp8)
+        patch.setattr(torch, "_int_mm", int8)
+        probe.forget()
+        registry.forget_choices()
+        eight_bit.check_all()
+        yield has
+    probe.forget()
+    registry.forget_choices()
+
+
+@each_dtype
+@each_format
+def test_the_route_on_other_cpus(format, dtype, has):
+    """What the CPU of this machine has, the other tests show; here is every branch of theirs."""
+    x, weight, bias = tensors((5, 64), 16, dtype, True)
+    assert (eight_bit.product(format, dtype) is not None) == has(format, dtype)
+    within_the_bound(routed("torch", x, *rounded(weight, format), bias), x, weight, bias, format)
+
+
+def test_what_this_cpu_refuses_is_warned_of_once(monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    probe.forget()
+    registry.forget_choices()
+    x, weight, _ = tensors((3, 48), 16, torch.float32, False)
+    data, scale = rounded(weight, FP8_FNUZ)
+    with pytest.warns(RuntimeWarning, match="won't use torch's _scaled_mm.* in this process: .*primitive descriptor"):
+        ops.quantized_linear(x, data, scale)
+    registry.forget_choices()
+    ops.quantized_linear(x, data, scale)  # a second warning were an error
+    probe.forget()
+    registry.forget_choices()
 
 
 def test_fp64_is_served_by_the_eager_tier():
@@ -150,7 +222,7 @@ def test_rows_are_rounded_to_the_nearest_number(format, factor):
     rows, scale = quantize_rows(x, format)
     assert rows.dtype == format and scale.shape == (64, 1)
     back = rows.double() * scale
-    assert ((back - x).abs() <= rounding_error(x, format) * (1 + 1e-6)).all()
+    assert ((back - x).abs() <= eight_bit.rounding_error(x, format) * (1 + 1e-6)).all()
     assert torch.equal(rows.double().abs().amax(-1), torch.full((64,), largest(format), dtype=torch.float64))
     again, _ = quantize_rows(back, format)
     assert torch.equal(again.double(), rows.double())
@@ -189,13 +261,13 @@ def test_it_compiles_into_one_graph(format, rows):
 def test_gradients_are_refused_in_words():
     data, scale = rounded(random(8, 16), INT8)
     x = random(2, 16).requires_grad_()
-    with pytest.raises(OptionError, match="8-bit layers have no gradient"):
+    with pytest.raises(OptionError, match="quantised layers have no gradient"):
         ops.quantized_linear(x, data, scale)
     with torch.no_grad():
         assert ops.quantized_linear(x, data, scale).shape == (2, 8)
 
 
-SPEC = QuantizedSpec(BF16, FP8, torch.device("cpu"), 64, 64, None, False)
+SPEC = QuantizedSpec(dtype=BF16, format=FP8, device=torch.device("cpu"), n=64, k=64, bias_dtype=None, shuffled=False)
 ROCM = Device("cuda", rocm=True, arch="gfx950")
 PLAIN, AFTER, WHOLE = (
     next(each for each in registry.operations()["quantized_linear"].implementations if each.name == name).refuses
@@ -207,10 +279,10 @@ PLAIN, AFTER, WHOLE = (
     ("refuses", "changes", "sentence"),
     [
         (PLAIN, {"format": INT8}, "_scaled_mm is for fp8"),
-        (PLAIN, {"dtype": torch.float16}, "with a scale for each row _scaled_mm gives bf16, not torch.float16"),
+        (PLAIN, {"dtype": torch.float16}, "with a scale for each row, _scaled_mm returns bf16, not torch.float16"),
         (PLAIN, {"n": 40}, "on a GPU _scaled_mm needs N and K to be multiples of 16, got 40 × 64"),
-        (AFTER, {"dtype": torch.float32}, "on a GPU the sums of _scaled_mm have fewer bits than fp32"),
-        (AFTER, {"dtype": torch.float64}, "_scaled_mm gives at most fp32, not torch.float64"),
+        (AFTER, {"dtype": torch.float32}, "on a GPU, _scaled_mm accumulates with fewer bits than fp32"),
+        (AFTER, {"dtype": torch.float64}, "_scaled_mm returns at most fp32, not torch.float64"),
         (WHOLE, {}, "_int_mm is for int8"),
         (WHOLE, {"format": INT8, "k": 60}, "on a GPU _int_mm needs N and K to be multiples of 8, got 64 × 60"),
         (WHOLE, {"format": INT8, "dtype": torch.float64}, "its scales are fp32"),
@@ -223,7 +295,7 @@ def test_refusals_of_the_torch_tier(refuses, changes, sentence):
 def test_an_old_nvidia_gpu_has_no_fp8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     device = Device("cuda", rocm=False)
-    assert PLAIN(SPEC, device) == "fp8 products begin with compute capability 8.9, and this is 8.0"
+    assert PLAIN(SPEC, device) == "fp8 products need compute capability 8.9 or newer, got 8.0"
     assert WHOLE(SPEC._replace(format=INT8), device) is None
 
 
@@ -243,7 +315,6 @@ def test_the_fp8_of_a_device(device, format):
 
 
 def test_a_wrong_product_of_this_pytorch_is_found(monkeypatch):
-    whole = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda one, other: whole(one, other) + 1000)
     probe.forget()
     registry.forget_choices()
@@ -253,7 +324,7 @@ def test_a_wrong_product_of_this_pytorch_is_found(monkeypatch):
         ops.recording() as routes,
     ):
         output = ops.quantized_linear(x, *rounded(weight, INT8))
-    assert [(each.tier, each.name) for each in routes] == [("eager", "dequantize, matmul")]
+    assert [(each.tier, each.name) for each in routes] == [("eager", eight_bit.EAGER)]
     within_the_bound(output, x, weight, None, INT8)
     probe.forget()
     registry.forget_choices()
@@ -262,7 +333,6 @@ def test_a_wrong_product_of_this_pytorch_is_found(monkeypatch):
 def test_few_rows_are_padded_on_a_gpu(monkeypatch):
     """The vendor libraries want more than 16 rows: what they are given, and what comes back."""
     asked = []
-    whole = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda one, other: asked.append(len(one)) or whole(one, other))
 
     class OnGpu(torch.Tensor):
@@ -270,6 +340,6 @@ def test_few_rows_are_padded_on_a_gpu(monkeypatch):
 
     x, weight, _ = tensors((3, 32), 16, BF16, False)
     data, scale = rounded(weight, INT8)
-    output = quantized.int_mm(x.as_subclass(OnGpu), data, scale, None, INT8, False)
+    output = quantized_torch.int_mm(QuantizedCall(x.as_subclass(OnGpu), data, scale, None, INT8, False))
     assert asked == [32] and output.shape == (3, 16)
     within_the_bound(output.as_subclass(torch.Tensor), x, weight, None, INT8)

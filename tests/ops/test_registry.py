@@ -10,7 +10,7 @@ import torch
 from hf_rocm import ops, options
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import registry
-from hf_rocm.ops.registry import Implementation, Operation, Refusal, route
+from hf_rocm.ops.registry import Implementation, Operation, Refusal
 
 
 class Spec(NamedTuple):
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def operation(monkeypatch):
     """An operation of our own, under the name of one whose options exist, with aiter, torch and eager candidates."""
     monkeypatch.setattr(registry, "_operations", dict(registry._operations))
-    made = Operation("linear", Spec)
+    made = Operation("linear", Spec, lambda spec: iter(()))
     made.probes = []
 
     def probe(spec, device):
@@ -43,7 +43,7 @@ def operation(monkeypatch):
 
 def test_tiers_are_tried_in_order_whatever_the_order_of_registration(operation):
     assert [each.tier for each in operation.implementations] == ["aiter", "torch", "eager"]
-    assert route(operation, (CPU, 2))() == "aiter"
+    assert operation.calls[(CPU, 2)]() == "aiter"
 
 
 def test_a_refusal_falls_through_and_is_kept(operation):
@@ -66,30 +66,30 @@ def test_probes_can_be_switched_off(operation):
 
 def test_a_choice_is_made_once(operation):
     for _ in range(3):
-        route(operation, (CPU, 2))
+        operation.calls[(CPU, 2)]
     assert operation.probes == [2]
 
 
 def test_a_named_tier_serves_or_raises_with_every_reason(operation):
     with options.override(tier="torch"):
-        assert route(operation, (CPU, 2))() == "torch"
+        assert operation.calls[(CPU, 2)]() == "torch"
     with options.override(tier="aiter"), pytest.raises(TierUnavailable) as caught:
-        route(operation, (CPU, 3))
+        operation.calls[(CPU, 3)]
     assert "aiter/first" in str(caught.value) and "size 3 is odd" in str(caught.value)
     assert "size=3" in str(caught.value)
 
 
 def test_a_tier_without_an_implementation_says_so(operation):
     with options.override(tier="triton"), pytest.raises(TierUnavailable, match="no triton implementation of linear"):
-        route(operation, (CPU, 2))
+        operation.calls[(CPU, 2)]
 
 
 def test_required_aiter_raises_instead_of_falling_back(operation):
     required = {**options.current().aiter, "linear": options.Switch.REQUIRED}
     with options.override(aiter=required):
-        assert route(operation, (CPU, 2))() == "aiter"
+        assert operation.calls[(CPU, 2)]() == "aiter"
         with pytest.raises(TierUnavailable, match="size 3 is odd"):
-            route(operation, (CPU, 3))
+            operation.calls[(CPU, 3)]
 
 
 def test_switched_off_aiter_is_passed_over(operation):
@@ -101,10 +101,10 @@ def test_switched_off_aiter_is_passed_over(operation):
 
 
 def test_options_changed_mean_choices_made_anew(operation):
-    assert route(operation, (CPU, 2))() == "aiter"
+    assert operation.calls[(CPU, 2)]() == "aiter"
     with options.override(tier="eager"):
-        assert route(operation, (CPU, 2))() == "eager"
-    assert route(operation, (CPU, 2))() == "aiter"
+        assert operation.calls[(CPU, 2)]() == "eager"
+    assert operation.calls[(CPU, 2)]() == "aiter"
 
 
 def test_recording_sees_only_its_own_block():
@@ -117,6 +117,74 @@ def test_recording_sees_only_its_own_block():
     assert [each.operation for each in outer] == ["act_and_mul", "rms_norm"]
     assert [each.operation for each in inner] == ["rms_norm"]
     assert inner[0].shapes == ((2, 4), (4,))
+
+
+CALLS = {  # a call of an operation, and the shapes that are recorded: not always those of its first arguments
+    "linear": (lambda: ops.linear(ONES(2, 4), ONES(3, 4)), ((2, 4), (3, 4))),
+    "add_rms_norm": (lambda: ops.add_rms_norm(ONES(2, 4), ONES(2, 4), ONES(4), eps=0.1), ((2, 4), (4,))),
+    "act_and_mul": (lambda: ops.act_and_mul(ONES(2, 4), activation="silu"), ((2, 4),)),
+    "rope": (lambda: ops.rope(*HEADS[:2], *ANGLES), ((1, 4, 1, 8), (1, 2, 1, 8))),
+    "rope_into_cache": (
+        lambda: ops.rope_into_cache(
+            *HEADS, *ANGLES, keys=ONES(1, 2, 5, 8), values=ONES(1, 2, 5, 6), position=torch.tensor([3])
+        ),
+        ((1, 4, 1, 8), (1, 2, 1, 8), (1, 2, 5, 8)),
+    ),
+    "attention": (lambda: ops.attention(*HEADS, scale=0.3), ((1, 4, 1, 8), (1, 2, 1, 8), (1, 2, 1, 6))),
+    "choose_experts": (lambda: ops.choose_experts(ONES(3, 4), top=2), ((3, 4),)),
+    "experts": (
+        lambda: ops.experts(ONES(3, 4), ONES(5, 12, 4), ONES(5, 4, 6), torch.tensor([[0, 1]] * 3), ONES(3, 2)),
+        ((3, 4), (5, 12, 4), (3, 2)),
+    ),
+    "quantized_linear": (
+        lambda: ops.quantized_linear(ONES(2, 4), ONES(3, 4).to(torch.int8), ONES(3)),
+        ((2, 4), (3, 4)),
+    ),
+}
+ONES = torch.ones
+HEADS = (ONES(1, 4, 1, 8), ONES(1, 2, 1, 8), ONES(1, 2, 1, 6))
+ANGLES = (ONES(1, 1, 8), ONES(1, 1, 8))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_recording_collects_the_shapes_of_every_call(name):
+    call, shapes = CALLS[name]
+    call()  # the choice is made, and the function known, before anything is recorded
+    with torch.no_grad(), ops.recording() as routes:
+        call()
+        call()
+    assert [each.shapes for each in routes if each.operation == name] == [shapes] * 2
+
+
+def test_a_lookup_runs_no_python_and_what_recording_put_there_is_gone_afterwards(operation):
+    plain = operation.calls[CPU, 2]
+    assert plain is operation.implementations[0].call
+    with ops.recording() as outer:
+        assert operation.calls[CPU, 2] is not plain
+        with ops.recording() as inner:
+            pass
+        assert operation.calls[CPU, 2] is not plain and inner == outer == []
+    assert operation.calls[CPU, 2] is plain
+    operation.calls.make = None
+    assert operation.calls[CPU, 2] is plain
+
+
+def test_watchers_get_the_results_of_operations_that_were_called_before():
+    x, results = torch.ones(2, 4), []
+    expected = ops.act_and_mul(x, activation="silu")
+    with registry.watching(lambda name, result: results.append((name, result))) as routes:
+        ops.act_and_mul(x, activation="silu")
+    ops.act_and_mul(x, activation="silu")
+    ((name, result),) = results
+    assert name == "act_and_mul" and torch.equal(result, expected) and len(routes) == 1
+
+
+def test_a_kept_choice_serves_until_choices_are_dropped(operation):
+    assert operation.calls[CPU, 2]() == "aiter"
+    operation.keep(registry.Choice(Spec(CPU, 2), operation.implementations[1], ()))
+    assert operation.calls[CPU, 2]() == "torch"
+    operation.forget()
+    assert operation.calls[CPU, 2]() == "aiter"
 
 
 @pytest.mark.parametrize("tier", ["torch", "eager"])

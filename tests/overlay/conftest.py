@@ -6,8 +6,10 @@ import hashlib
 import importlib.util
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -96,7 +98,15 @@ def make(tmp_path: Path) -> Callable[[str], Site]:
 
 
 def make_site(path: Path) -> Site:
-    source = installed_package()
+    shutil.copytree(Path(_template().name) / "site", path)
+    return Site(path)
+
+
+@cache
+def _template() -> tempfile.TemporaryDirectory[str]:
+    """What every site is a copy of. The files to copy follow from the catalog, so they are looked up once."""
+    folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory(prefix="hf-rocm-site-")
+    path, source = Path(folder.name) / "site", installed_package()  # copies have its mode, and not a private folder's
     (path / "transformers" / "models").mkdir(parents=True)
     shutil.copy2(source / "__init__.py", path / "transformers" / "__init__.py")
     for model in MODELS:
@@ -114,7 +124,7 @@ def make_site(path: Path) -> Site:
     record = site.metadata / "RECORD"
     rows = [row for row in record.read_text().splitlines() if (path / row.split(",")[0]).is_file()]
     record.write_text("\n".join(rows) + "\n")
-    return site
+    return folder
 
 
 def _copy_module(module: str, source: Path, target: Path) -> None:

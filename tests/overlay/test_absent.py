@@ -17,8 +17,8 @@ from hf_rocm.overlay.activate import activate, deactivate
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.commands import install, status, uninstall
 from hf_rocm.overlay.manifest import Limit, Manifest
+from hf_rocm.overlay.scan import left_out, survey
 from hf_rocm.overlay.state import Installed, Match
-from hf_rocm.overlay.survey import left_out, survey
 from tests.overlay.conftest import MODELS, Site, fingerprint
 
 REASON = "its attention has another form there"

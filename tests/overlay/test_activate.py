@@ -9,11 +9,11 @@ import pytest
 
 from hf_rocm.errors import DigestMismatch, OverlayError
 from hf_rocm.overlay import bind
-from hf_rocm.overlay.activate import activate, deactivate
+from hf_rocm.overlay.activate import activate, deactivate, is_active
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.commands import install
 from hf_rocm.overlay.locate import locate
-from hf_rocm.overlay.survey import survey
+from hf_rocm.overlay.scan import survey
 from tests.overlay.conftest import Site
 
 
@@ -121,7 +121,7 @@ def test_the_stock_part_of_an_installed_file_is_what_counts(forced: None, pointe
 
 
 def test_an_unknown_release_and_an_unknown_model_are_refused(forced: None, pointed_at: Site) -> None:
-    with pytest.raises(OverlayError, match="no overlay of 'mistrall'"):
+    with pytest.raises(OverlayError, match="no overlay for 'mistrall'"):
         activate("mistrall")
     pointed_at.release("6.1.0")
     with pytest.raises(OverlayError, match=r"transformers 6\.1\.0"):
@@ -146,3 +146,29 @@ def test_an_overlay_that_fails_leaves_nothing_bound(
     monkeypatch.undo()
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
     assert activate("llama") == ["llama"]
+
+
+def test_a_binding_is_known_by_its_text_whatever_is_wrapped_around_it(forced: None) -> None:
+    """A profiler or a counter puts a function of its own, with other globals, in the place of ours."""
+    activate("llama")
+    binding = llama_bindings()["LlamaMLP"]
+    space: dict[str, object] = {"inner": binding.replacement, "calls": []}
+    exec("def counted(*args, **kwargs):\n    calls.append(1)\n    return inner(*args, **kwargs)", space)
+    binding.replacement = space["counted"]
+    assert is_active("llama")
+    home = binding.home
+    activate("llama")
+    assert llama_bindings()["LlamaMLP"] is binding and binding.home is home
+    assert binding.replacement is space["counted"], "the overlay was executed again"
+
+
+def test_a_function_that_was_wrapped_before_it_was_bound_is_its_texts(forced: None) -> None:
+    from transformers.models.llama import modeling_llama
+
+    elsewhere: dict[str, object] = {"__name__": "somewhere.else"}
+    exec("def wrap(function):\n    return lambda self, stock, *args, **kwargs: function(self, stock)", elsewhere)
+    text = {"__name__": "hf_rocm._active.test", "wrap": elsewhere["wrap"], "replaces": bind.replaces}
+    text |= {"__hf_rocm_activation__": "test/llama", "cls": modeling_llama.LlamaMLP}
+    exec("@replaces(cls)\n@wrap\ndef mlp(self, stock):\n    return None", text)
+    assert llama_bindings()["LlamaMLP"].home is text
+    assert is_active("llama")

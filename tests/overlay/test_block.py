@@ -66,7 +66,7 @@ def test_every_one_byte_edit_is_noticed(data: st.DataObject) -> None:
         (lambda data: b"#" + data, "the stock part"),
         (lambda data: data.replace(block.END, b""), "marker"),
         (lambda data: data.replace(block.START, b""), "marker"),
-        (lambda data: data + data[data.index(block.START) :], "doubled"),
+        (lambda data: data + data[data.index(block.START) :], "duplicated"),
         (lambda data: data.replace(b"# hf-rocm       1.2.3", b"# hf-rocm       1.2.4"), "the block was edited"),
         (lambda data: data.replace(b"\n", b"\r\n"), "marker"),
     ],
@@ -93,7 +93,7 @@ def test_a_text_that_would_do_harm_is_not_appended(text: str) -> None:
 
 
 def test_a_second_block_is_not_appended() -> None:
-    with pytest.raises(OverlayError, match="a block already"):
+    with pytest.raises(OverlayError, match="already has a block"):
         render(render(b"import os\n"))
 
 

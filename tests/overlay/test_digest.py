@@ -124,3 +124,9 @@ def test_a_method_has_a_digest_of_its_own() -> None:
     assert changed["Norm.eps"] == found["Norm.eps"]
     assert changed["Norm.forward"] != found["Norm.forward"]
     assert changed["Norm"] != found["Norm"]
+
+
+def test_of_several_names_the_first_that_is_bound_counts() -> None:
+    source = "class Old: pass\ndef new(): return 1\n"
+    both, second = digests(source, ["new|Old", "absent|Old", "absent|other", "Old"]), one(source, "Old")
+    assert both == {"new|Old": one(source, "new"), "absent|Old": second, "absent|other": None, "Old": second}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -75,7 +76,7 @@ def test_a_draft_works(case, script: ModuleType, overlays: Path, monkeypatch: py
     monkeypatch.setattr(catalogs, "load", lambda *_, **__: made)
     stock = case.build()
     exact, ours = copy.deepcopy(stock).double(), hf_rocm.prepare(copy.deepcopy(stock), force=True)
-    bound = {binding.replacement.__code__.co_filename for binding in hf_rocm.overlay.bind.bindings()}
+    bound = {binding.home["__file__"] for binding in hf_rocm.overlay.bind.bindings()}
     assert bound == {str(file)}, "the draft runs, not what is shipped"
 
     def run(model):
@@ -99,11 +100,14 @@ def test_a_draft_is_what_is_shipped(model: str, script: ModuleType, overlays: Pa
     shipped = catalog.find(model, transformers.__version__)
     assert shipped is not None
 
-    def functions(text: str) -> dict[str, str]:
-        found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-        return {node.name: ast.unparse(node) for node in found}
+    def bound(text: str) -> set[str]:
+        nodes = list(ast.walk(ast.parse(text)))
+        calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "overlay.binds"]
+        return {ast.unparse(node) for node in (*calls, *(each for each in nodes if isinstance(each, ast.FunctionDef)))}
 
-    assert functions(drafted(script, overlays, model).read_text()) == functions(shipped.text)
+    draft_binds = bound(drafted(script, overlays, model).read_text())
+    assert draft_binds == bound(shipped.text)
+    assert len(draft_binds) >= 3
 
 
 STOCK = """
@@ -168,7 +172,51 @@ def test_terms_that_are_known_are_handed_on(script: ModuleType, tmp_path: Path) 
     found = draft(script, demo(tmp_path, "", ", scaling=self.s, softcap=self.cap, s_aux=self.sinks", GATED))
     assert found.left.keys() == {"DemoExperts"}
     assert "scale=self.s, softcap=softcap, sinks=sinks, **seen" in found.text
-    assert "beyond_sdpa=True" in found.text and 'fuses=("gate_proj", "up_proj")' in found.text
+    assert "beyond_sdpa=True" in found.text and "overlay.binds(DemoMLP, layers.GatedMLP())" in found.text
+
+
+def test_a_factor_of_the_queries_becomes_the_scale(script: ModuleType, tmp_path: Path) -> None:
+    found = draft(script, demo(tmp_path, "query = query * self.scaling", ", scaling=1.0", GATED))
+    assert "ops.attention(query, key, value, scale=self.scaling, **seen)" in found.text
+    for number, (line, terms) in enumerate(
+        (
+            ("query = query * self.scaling", ", scaling=self.scaling"),  # both
+            ("key = key * self.scaling", ", scaling=1.0"),
+            ("query = self.q_norm(query * self.scaling)", ", scaling=1.0"),
+            ("query = query + self.scaling", ", scaling=1.0"),
+        )
+    ):
+        assert "DemoAttention" in draft(script, demo(tmp_path / str(number), line, terms, GATED)).left
+
+
+def test_a_norm_after_the_rotation_is_not_drafted_before_it(script: ModuleType, tmp_path: Path) -> None:
+    """A norm without a weight gives the same number on either side, unless the rotation scales."""
+    rotate = "cos, sin = position_embeddings; query, key = apply_rotary_pos_emb(query, key, cos, sin)"
+    norm = "query = self.q_norm(query); key = self.k_norm(key)"
+    before = draft(script, demo(tmp_path / "before", f"{norm}; {rotate}", ", scaling=1.0", GATED))
+    assert 'norms=("q_norm", "k_norm")' in before.text and "DemoAttention" in before.served
+    after = draft(script, demo(tmp_path / "after", f"{rotate}; {norm}", ", scaling=1.0", GATED))
+    assert after.left["DemoAttention"] == "query = self.q_norm(query)"
+
+
+def test_experts_of_transformers_interface_are_declared(script: ModuleType, tmp_path: Path) -> None:
+    stock = demo(tmp_path, "", "", "self.act_fn(self.up_proj(x))")
+    file = stock / "models/demo/modeling_demo.py"
+    plain = file.read_text()
+    assert draft(script, stock).left["DemoMLP"] == "it has no gate: it stays stock"
+    file.write_text(plain.replace("class DemoExperts", "@use_experts_implementation\nclass DemoExperts"))
+    assert "overlay.binds(DemoExperts, layers.StackedExperts())" in draft(script, stock).text
+    file.write_text(plain.replace("class DemoExperts", "@use_experts_implementation(has_bias=True)\nclass DemoExperts"))
+    assert "has_bias=True" in draft(script, stock).left["DemoExperts"]
+
+
+@pytest.mark.skipif(not NEWEST, reason="the shape is that of the newest release")
+def test_a_mask_after_the_cache_is_a_parameter_of_the_draft(script: ModuleType) -> None:
+    text = script.from_stock("opt", DIRECTORY, installed_package()).text
+    head = next(
+        line for line in text.splitlines() if "def optattention" in line or "self, stock, hidden_states" in line
+    )
+    assert "past_key_values=None, attention_mask=None" in head and "scale=self.scaling" in text
 
 
 def test_a_table_of_classes_is_pointed_at(script: ModuleType, tmp_path: Path) -> None:
@@ -176,6 +224,56 @@ def test_a_table_of_classes_is_pointed_at(script: ModuleType, tmp_path: Path) ->
     file = stock / "models/demo/modeling_demo.py"
     file.write_text(file.read_text() + 'DEMO_CLASSES = {"eager": DemoAttention, "sdpa": DemoSdpaAttention}\n')
     assert draft(script, stock).left["DEMO_CLASSES"] == "a table that builds DemoSdpaAttention: bind that class"
+
+
+def test_a_release_is_read_from_the_cached_wheel(
+    script: ModuleType, overlays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = demo(tmp_path, "", "", GATED)
+    monkeypatch.setattr(script, "WHEELS", tmp_path)
+    with zipfile.ZipFile(tmp_path / "transformers-5.2.0-py3-none-any.whl", "w") as archive:
+        archive.write(stock / "models/demo/modeling_demo.py", "transformers/models/demo/modeling_demo.py")
+    assert script.main(["demo", "--directory", DIRECTORY, "--overlays", str(overlays), "--release", "5.2.0"]) == 0
+    assert (overlays / DIRECTORY / "models/demo/modeling_demo.py").is_file()
+
+
+def test_releases_and_directory_are_those_of_the_wheels(
+    script: ModuleType,
+    overlays: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (overlays / "transformers-5.2").mkdir()
+    (overlays / "transformers-5.2/manifest.toml").write_text('transformers = ">=5.2"\n')
+    wheels = {release: tmp_path / f"{release}.whl" for release in ("4.9.0", "5.0.0", "5.1.0", "5.2.0")}
+    for release, wheel in wheels.items():
+        text = STOCK.format("", "", GATED if release == "5.2.0" else "self.up_proj(x)")
+        with zipfile.ZipFile(wheel, "w") as archive:
+            if release != "4.9.0":
+                archive.writestr("transformers/models/demo/modeling_demo.py", text)
+    monkeypatch.setattr(script, "download", lambda *_: wheels)
+    assert script.main(["demo", "--overlays", str(overlays)]) == 0
+    shown = capsys.readouterr()
+    assert f"demo is in transformers 5.0.0–5.2.0: {DIRECTORY}\n" in shown.err
+    assert "another draft in 5.0.0–5.1.0, which serves DemoAttention, DemoRMSNorm\n" in shown.err
+    assert "layers.GatedMLP()" in (overlays / DIRECTORY / "models/demo/modeling_demo.py").read_text()
+    assert script.main(["demo", "--overlays", str(overlays), "--release", "4.9.0"]) == 1
+    assert "transformers 4.9.0 has no model 'demo'" in capsys.readouterr().err
+    assert script.main(["nothing", "--overlays", str(overlays)]) == 1
+    assert "no release has a model 'nothing'" in capsys.readouterr().err
+
+
+def test_an_attention_with_the_forward_of_bart_is_drafted_as_bart_is(script: ModuleType, catalog: Catalog) -> None:
+    draft = script.from_stock("pegasus", "transformers-4.53", installed_package())
+    shipped = catalog.find("pegasus", transformers.__version__)
+    assert shipped is not None and draft.text == shipped.text
+    assert (
+        "PegasusAttention"
+        in script.draft(
+            (installed_package() / "models/pegasus/modeling_pegasus.py").read_text(), module="a", first="5"
+        ).left
+    )
 
 
 def test_refusals(script: ModuleType, overlays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ from hf_rocm.overlay.commands import install, status, uninstall
 from hf_rocm.overlay.disk import Disk
 from hf_rocm.overlay.install import LEFTOVER, Interrupted, execute
 from hf_rocm.overlay.plan import Plan, Verb, plan_install, plan_uninstall
+from hf_rocm.overlay.scan import survey
 from hf_rocm.overlay.state import Installed
-from hf_rocm.overlay.survey import survey
 from tests.overlay.conftest import MODELS, Site, fingerprint, hashes, make_site
 
 CALLS = (
@@ -175,7 +175,7 @@ def test_owner_is_kept(site: Site) -> None:
 def test_a_read_only_folder_is_refused_before_anything_is_written(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "llama")
     before = fingerprint(site.path)
-    with pytest.raises(OverlayError, match="can't be written to") as refused:
+    with pytest.raises(OverlayError, match="is not writable") as refused:
         install(transformers_path=site.path)
     assert refused.value.facts["file"] == str(site.model("llama"))
     assert "activate" in (refused.value.hint or "")
@@ -315,7 +315,7 @@ def test_a_file_that_changes_between_plan_and_write_is_refused(site: Site, catal
     plan = planned(site, catalog, "install")
     site.model("qwen3").write_bytes(site.model("qwen3").read_bytes() + b"# mine\n")
     before = hashes(site.path)
-    with pytest.raises(OverlayError, match="changed by someone else"):
+    with pytest.raises(OverlayError, match="changed by another process"):
         execute(plan)
     assert hashes(site.path) == before
 
@@ -332,7 +332,7 @@ def test_what_someone_else_writes_meanwhile_is_noticed_and_left_alone(site: Site
             if self.replaced == len(MODELS):
                 site.model("bert").write_bytes(b"theirs")
 
-    with pytest.raises(OverlayError, match="does not hold what was written"):
+    with pytest.raises(OverlayError, match="does not contain what was written"):
         execute(planned(site, catalog, "install"), disk=Shared())
     after = hashes(site.path)
     assert [path for path in before if before[path] != after[path]] == ["transformers/models/bert/modeling_bert.py"]
@@ -351,9 +351,32 @@ def test_an_undo_that_fails_says_so(site: Site, catalog: Catalog) -> None:
                 raise OSError(errno.EIO, "Input/output error")
             super().replace(source, target)
 
-    with pytest.raises(OverlayError, match="so did undoing") as failed:
+    with pytest.raises(OverlayError, match="could not be restored") as failed:
         execute(planned(site, catalog, "install"), disk=Broken())
     assert str(site.model("bert")) in "".join(failed.value.facts.values())
     assert set(states(site).values()) <= {Installed.YES.value, Installed.NO.value}
     uninstall(transformers_path=site.path)
     assert set(states(site).values()) == {"no"}
+
+
+def test_a_folder_that_can_only_be_appended_to(site: Site, catalog: Catalog) -> None:
+    """Its files can be made, and neither replaced nor removed: what is left there is named."""
+    import errno
+
+    class AppendOnly(Disk):
+        def replace(self, source: Path, target: Path) -> None:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(target))
+
+        def remove(self, path: Path) -> None:
+            if path.exists():
+                raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    before = hashes(site.root)
+    with pytest.raises(OverlayError, match="could not remove its temporary files") as failed:
+        execute(planned(site, catalog, "install"), disk=AppendOnly())
+    left = sorted(str(path) for path in site.root.rglob("*.hf-rocm-tmp"))
+    assert sorted(value for label, value in failed.value.facts.items() if label.startswith("left")) == left != []
+    assert "chattr -a" in (failed.value.hint or "")
+    install(transformers_path=site.path)
+    uninstall(transformers_path=site.path)
+    assert hashes(site.root) == before, "the next run sweeps"

@@ -70,7 +70,7 @@ def test_none_at_all(tmp_path: Path, path_only: Callable[..., None]) -> None:
 def test_a_folder_that_an_uninstall_left(tmp_path: Path, path_only: Callable[..., None]) -> None:
     (tmp_path / "transformers" / "models").mkdir(parents=True)
     path_only(tmp_path)
-    assert "only a folder" in refusal().message
+    assert "only a leftover folder" in refusal().message
 
 
 def test_a_zip(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

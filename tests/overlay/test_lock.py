@@ -1,4 +1,4 @@
-"""One writer at a time, no lock file inside transformers, and no stale lock ever."""
+"""The installer's lock: one writer at a time, no lock file inside transformers, no stale lock."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def test_many_installers_at_once_end_in_one_of_their_results(site: Site) -> None
     for process in running:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors.decode()
-    found = {state.installed.value for state in status(transformers_path=site.path)[1]}
-    assert found in ({"yes"}, {"no"})
+    states = {state.installed.value for state in status(transformers_path=site.path)[1]}
+    assert states in ({"yes"}, {"no"})
     assert not [path for path in site.path.rglob("*hf-rocm-tmp*")]

@@ -58,6 +58,14 @@ def test_dependencies_are_what_is_imported_from_transformers_anywhere_in_the_tex
     assert manifest.dependencies(IMPORTS) == ["transformers.a.b:X", "transformers.a.b:Y", "transformers:W"]
 
 
+def test_names_that_releases_call_differently_are_one_dependency() -> None:
+    text = 'overlay.binds_first("transformers.models.demo.modeling_demo", NewNorm=norm, OldNorm=norm)'
+    name = "transformers.models.demo.modeling_demo:NewNorm|OldNorm"
+    assert manifest.dependencies(text) == [name]
+    written = manifest.render(Manifest(">=5", {"demo": Record({"0" * 64: ("5.0.0",)}, {name: {"1": ("5.0.0",)}})}))
+    assert set(manifest.parse(written, source="here").records["demo"].names) == {name}
+
+
 def test_every_manifest_covers_exactly_what_its_overlays_import(catalog: Catalog) -> None:
     for directory in catalog.directories:
         assert sorted(directory.files) == sorted(directory.manifest.records), directory.name

@@ -15,8 +15,8 @@ from hf_rocm.overlay.activate import activate, deactivate
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.commands import install
 from hf_rocm.overlay.difference import explain_change
+from hf_rocm.overlay.scan import survey
 from hf_rocm.overlay.state import FileState, Match
-from hf_rocm.overlay.survey import survey
 from tests.overlay.conftest import MODELS, Site, hashes, next_release
 
 # What upstream might do: another default, another step of the computation, another method, another name.
@@ -122,7 +122,28 @@ def test_all_or_none_unless_the_changed_ones_are_left_out(newer: Site, capsys: p
     assert set(json.loads(capsys.readouterr().out)["left_out"]["stock"]) == set(EDITS)
 
 
-def test_an_edited_file_is_not_what_upstream_changed(site: Site) -> None:
+@pytest.mark.parametrize("needed", [True, False])
+def test_an_edited_file_is_skipped_with_another_reason(
+    site: Site, needed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = site.model("llama").read_text()
+    edited = text.replace("class LlamaMLP(", "class LlamaMLQ(") if needed else text + "\n# mine\n"
+    site.model("llama").write_text(edited)
+    before = hashes(site.path)
+    place = ["--transformers-path", str(site.path)]
+    assert main(["install-overlays", *place]) == 1
+    assert "`hf-rocm install-overlays --skip-changed` takes the other " in capsys.readouterr().err
+    assert hashes(site.path) == before
+    assert main(["install-overlays", "--skip-changed", "--json", *place]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["refused"] == [] and "llama" not in {action["model"] for action in shown["actions"]}
+    assert list(shown["left_out"]["stock"]) == ["llama"]
+    assert shown["left_out"]["stock"]["llama"].startswith("its file was edited: ")
+    assert site.model("llama").read_text() == edited and hashes(site.path) != before
+
+
+def test_an_edited_block_is_not_skipped(site: Site) -> None:
+    install(transformers_path=site.path)
     site.model("llama").write_text(site.model("llama").read_text().replace("class LlamaMLP(", "class LlamaMLQ("))
     before = hashes(site.path)
     plan, _ = install(transformers_path=site.path, skip_changed=True)

@@ -15,6 +15,7 @@ import torch
 
 from tests.overlay.conftest import MODELS, Site
 from tests.parity import models
+from tests.releases import at_the_ends
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +94,20 @@ facts["ours"] = sorted(module for module in sys.modules if module.split(".")[0] 
 """
 
 
-def test_without_force_an_installed_overlay_changes_nothing(installed, whole_site, checkpoints):
-    stock = report(whole_site, checkpoints, INERT)
+@pytest.fixture(scope="module")
+def stock(whole_site, checkpoints):
+    """What a transformers without any overlay gives."""
+    return report(whole_site, checkpoints, INERT)
+
+
+def test_without_force_an_installed_overlay_changes_nothing(installed, whole_site, checkpoints, stock):
     inert = report(installed, checkpoints, INERT)
     imported = inert.pop("ours")
     assert not [name for name in imported if name.startswith(("hf_rocm.ops", "hf_rocm.layers", "aiter"))]
     assert "hf_rocm.overlay.bind" in imported  # the block did run
-    assert [name for name in stock.pop("ours") if name.startswith("hf_rocm")] == []
+    assert [name for name in stock["ours"] if name.startswith("hf_rocm")] == []
     text = json.dumps(inert).replace(str(installed.path), str(whole_site.path))
-    assert json.loads(text) == stock
+    assert json.loads(text) == {name: stock[name] for name in checkpoints}
 
 
 FORCED = """
@@ -135,17 +141,17 @@ def test_forced_plain_auto_models_run_our_attention_on_unexpanded_keys_and_value
         assert (found["norms"] > 0) == (name != "bert")
 
 
-def test_without_hf_rocm_an_installed_overlay_is_stock(installed, whole_site, checkpoints):
+def test_without_hf_rocm_an_installed_overlay_is_stock(installed, checkpoints, stock):
     """hf-rocm was uninstalled and its blocks stayed behind."""
     body = INERT.replace('facts["ours"]', "hidden")
     gone = "import sys; sys.modules['hf_rocm'] = None\n"
     without = report(installed, checkpoints, body, gone, HF_ROCM_FORCE="1")
-    stock = report(whole_site, checkpoints, body)
     assert {name: without[name]["outputs"] for name in checkpoints} == {
         name: stock[name]["outputs"] for name in checkpoints
     }
 
 
+@at_the_ends
 def test_a_block_of_another_release_stays_stock_and_says_so_once(installed, checkpoints):
     script = "import hf_rocm\nhf_rocm.__version__ = '99.0'\n"
     done = run(
@@ -161,6 +167,7 @@ def test_a_block_of_another_release_stays_stock_and_says_so_once(installed, chec
     assert done.stderr.count("the model stays stock") == 1 and "hf-rocm install-overlays" in done.stderr
 
 
+@at_the_ends
 def test_a_bad_environment_does_not_make_the_module_unimportable(installed):
     done = run(
         installed, "-W", "always", "-c", "import transformers.models.llama.modeling_llama", HF_ROCM_FORCE="maybe"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -95,11 +96,79 @@ def test_check_writes_nothing_and_fails_on_a_difference(
     text = (overlays / "transformers-5.0/manifest.toml").read_text()
     assert run(refresh, overlays, "--check") == 1
     assert (overlays / "transformers-5.0/manifest.toml").read_text() == text
-    assert "DemoAttention has a new digest" in capsys.readouterr().out
+    assert "DemoAttention has a new form in 5.0.0" in capsys.readouterr().out
     run(refresh, overlays)
     capsys.readouterr()
     assert run(refresh, overlays, "--check") == 0
     assert capsys.readouterr().out == ""
+
+
+def test_a_new_form_is_shown_as_text_and_as_what_differs_from_the_form_before(
+    refresh: ModuleType, overlays: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(refresh, overlays)
+    shown = capsys.readouterr().out.partition("transformers-5.2")[0]
+    first, second = shown.split("transformers-5.0/manifest.toml: demo: ")[2:]
+    assert first.splitlines()[0].endswith(":DemoAttention has a new form in 5.0.0")
+    assert "    class DemoAttention:" in first and "            return 1" in first
+    assert second.splitlines()[0].endswith(":DemoAttention has a new form in 5.1.0")
+    changed = [line.strip() for line in second.splitlines() if line.lstrip()[:1] in ("+", "-")]
+    assert changed == ["-        return 1", "+        return 2"]
+    wheel(overlays.parent / "wheels", "5.12.0", "4")
+    run(refresh, overlays)
+    (form,) = capsys.readouterr().out.split("transformers-5.2/manifest.toml: demo: ")[1:]
+    assert "-        return 3" in form and "+        return 4" in form
+
+
+def test_texts_of_a_release_leave_out_what_digests_ignore(refresh: ModuleType) -> None:
+    one = 'class A:\n    """Doc."""\n    def f(self, x: int = 1) -> int:\n        return x  # why\n'
+    assert refresh.forms.text_of(one, "A") == "class A:\n\n    def f(self, x=1):\n        return x"
+    assert refresh.forms.text_of(one, "B|A.f") == "def f(self, x=1):\n    return x"
+    assert refresh.forms.text_of("try:\n    from a import b\nexcept ImportError:\n    b = None\n", "b").startswith(
+        "try:"
+    )
+    assert refresh.forms.text_of("c, d = 1, 2\n", "d") == "c, d = (1, 2)"
+    assert refresh.forms.text_of(one, "C") == ""
+
+
+def test_only_the_models_that_are_named_are_recorded(
+    refresh: ModuleType, overlays: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(refresh, overlays)
+    before = Catalog(overlays).directories[0].manifest.records["demo"]
+    other = overlays / "transformers-5.0/models/other"
+    other.mkdir()
+    (other / "modeling_other.py").write_text(
+        "if True:\n    from transformers.models.other.modeling_other import Other\n"
+    )
+    for path in (overlays.parent / "wheels").iterdir():
+        wheel(path.parent, path.name.split("-")[1], "9")
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("transformers/models/other/modeling_other.py", "class Other: pass\n")
+    assert run(refresh, overlays, "other") == 0
+    after = Catalog(overlays).directories[0].manifest.records
+    assert after["demo"] == before and len(after["other"].files) == 1
+    assert run(refresh, overlays, "absent") == 1
+    assert "there is no overlay of 'absent'" in capsys.readouterr().err
+
+
+def test_wheels_that_are_missing_are_announced_with_their_size_and_kept(
+    refresh: ModuleType, overlays: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = overlays.parent / "wheels"
+
+    def pip(*arguments: str) -> str:
+        if arguments[0] == "index":
+            return "Available versions: 5.13.0, 5.12.0, 5.0.0\n"
+        wheel(folder, arguments[-1].partition("==")[2], "5")
+        return ""
+
+    monkeypatch.setattr(sys.modules["lib.wheels"], "_pip", pip)
+    found = refresh.download(Catalog(overlays), folder)
+    assert list(found) == ["5.0.0", "5.12.0", "5.13.0"]
+    assert f"fetching 2 wheels, about 22 MB, into {folder}" in capsys.readouterr().err
+    refresh.download(Catalog(overlays), folder)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_second_run_gives_the_same_bytes(refresh: ModuleType, overlays: Path) -> None:

@@ -10,8 +10,8 @@ from hf_rocm.errors import DigestMismatch, OverlayError
 from hf_rocm.overlay import block
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.commands import install
+from hf_rocm.overlay.scan import survey
 from hf_rocm.overlay.state import FileState, Installed, Match
-from hf_rocm.overlay.survey import survey
 from tests.overlay.conftest import MODELS, Site, fingerprint, next_release
 
 
@@ -147,7 +147,7 @@ def test_a_block_in_an_unknown_release_is_unsupported(site: Site, catalog: Catal
 
 
 def test_a_model_that_nobody_knows_is_an_error(site: Site, catalog: Catalog) -> None:
-    with pytest.raises(OverlayError, match="no overlay of 'mistrall'") as refused:
+    with pytest.raises(OverlayError, match="no overlay for 'mistrall'") as refused:
         state(site, catalog, "mistrall")
     assert " models, such as mistral" in refused.value.facts["expected"]
 

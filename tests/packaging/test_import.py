@@ -45,3 +45,10 @@ def test_check_version_brings_neither_torch_nor_transformers(run: Run) -> None:
 def test_every_public_name_is_there(run: Run) -> None:
     done = run("-c", "import hf_rocm; print([name for name in hf_rocm.__all__ if not hasattr(hf_rocm, name)])")
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_dir_has_every_public_name_once_and_nothing_that_was_imported(run: Run) -> None:
+    code = "import hf_rocm, json; hf_rocm.explain; print(json.dumps([dir(hf_rocm), hf_rocm.__all__]))"
+    listed, public = json.loads(run("-c", code).stdout)
+    assert sorted(name for name in listed if not name.startswith("__")) == sorted(set(public) - {"__version__"})
+    assert len(listed) == len(set(listed))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,11 +49,17 @@ def environment(folder: Path, *distributions: tuple[str, str, str]) -> Path:
     return folder / "bin" / "python"
 
 
-def would_install(python: Path, requirement: str, report: Path) -> dict[str, str]:
-    """Name → version of what pip would install; nothing is installed."""
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--dry-run"]
+def would_install(python: Path, requirement: str, report: Path, *options: str) -> dict[str, str]:
+    """Name → version of what pip would install; nothing is installed.
+
+    An empty file takes the place of constraints that this machine's pip is configured with.
+    """
+    unconstrained = report.with_name("no-constraints.txt")
+    unconstrained.touch()
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--dry-run", *options]
     command = [*pip, "--report", str(report), requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environ = {**os.environ, "PIP_CONSTRAINT": str(unconstrained)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = (item["metadata"] for item in json.loads(report.read_text())["install"])
     return {metadata["name"].lower(): metadata["version"] for metadata in found}
@@ -69,6 +77,15 @@ def test_a_rocm_torch_and_its_triton_are_left_alone(naming: str, wheel: Path, tm
 
 
 def test_without_a_torch_one_would_be_installed(wheel: Path, tmp_path: Path) -> None:
-    """The test above can fail: pip's report names a torch when it would install one."""
+    """The test above can fail: pip's report names a torch when it would install one.
+
+    It is a newer one without contents: the index's own would be downloaded, with gigabytes of libraries.
+    """
+    with zipfile.ZipFile(tmp_path / "torch-99.0-py3-none-any.whl", "w") as made:
+        information = "torch-99.0.dist-info"
+        made.writestr(f"{information}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n")
+        made.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        made.writestr(f"{information}/RECORD", "")
     python = environment(tmp_path / "environment")
-    assert "torch" in would_install(python, f"hf-rocm @ {wheel.as_uri()}", tmp_path / "report.json")
+    report, options = tmp_path / "report.json", ("--find-links", str(tmp_path))
+    assert would_install(python, f"hf-rocm @ {wheel.as_uri()}", report, *options)["torch"] == "99.0"

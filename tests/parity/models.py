@@ -12,8 +12,8 @@ import transformers
 
 import hf_rocm
 from hf_rocm import ops
-from hf_rocm.layers.notes import noted
-from hf_rocm.ops.norm import eager_rms_norm
+from hf_rocm.layers.fallback_reasons import noted
+from hf_rocm.ops.pointwise import eager_rms_norm
 from hf_rocm.overlay import bind
 
 SHARED: dict[str, Any] = {

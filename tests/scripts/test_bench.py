@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_rocm.bench import record
-from hf_rocm.bench.cases import KINDS, Case
-from hf_rocm.bench.shapes import SHAPES
-from hf_rocm.bench.sides import LABELS
-from tests.bench.conftest import result, segment, timing
+from hf_rocm.tools.bench import record
+from hf_rocm.tools.bench.cases import KINDS, Case
+from hf_rocm.tools.bench.known_shapes import SHAPES
+from hf_rocm.tools.bench.variants import LABELS
+from tests.tools.bench.conftest import result, segment, timing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -130,4 +130,7 @@ def test_the_computed_table_is_what_the_shapes_give(lib):
         assert cached == 2 * 2 * width * shape["num_hidden_layers"]
     text = sheets.table()
     assert re.search(r"MI300X \(gfx942\) .* 2\.83 ms \(353 tokens/s\)", text)
-    assert "RX 7900 XTX" in text and text.count("does not fit") == 1
+    fits = {line.split("|")[1].strip(): 4 - line.count("does not fit") for line in text.splitlines()[2:]}
+    assert fits["MI300X (gfx942)"] == 4 and fits["RX 7900 XTX (gfx1100)"] == fits["Ryzen AI Max+ 395 (gfx1151)"] == 3
+    assert fits["RX 9060 XT (gfx1200)"] == 0  # 16.06 GB of weights
+    assert "| 59 TFLOP/s (computed) |" in text and "| 1307 TFLOP/s |" in text

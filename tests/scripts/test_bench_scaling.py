@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm.bench import scaling, shapes
-from hf_rocm.bench.cases import Case
-from tests.bench.conftest import result, segment
+from hf_rocm.tools.bench import known_shapes, scaling
+from hf_rocm.tools.bench.cases import Case
+from tests.tools.bench.conftest import result, segment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +29,7 @@ def test_the_page_is_what_the_arithmetic_gives(lib):
 
 def test_the_numbers_of_the_tables_follow_from_the_data_sheet(lib):
     _, _, tables, sheets = lib
-    decoder = scaling.Decoder.of(shapes.SHAPES["llama-70b"].settings)
+    decoder = scaling.Decoder.of(known_shapes.SHAPES["llama-70b"].settings)
     read, cached, whole, flops = sheets.MODELS["llama-70b"]
     assert decoder.item * decoder.matrices == pytest.approx(read, rel=1e-3)
     assert decoder.item * decoder.keys == cached and decoder.weights == pytest.approx(whole, rel=1e-3)
@@ -44,7 +44,7 @@ def test_the_segments_can_be_shared_by_so_many(lib):
     shared = {name: each for name, each in plan.SEGMENTS.items() if each.tp > 1}
     assert set(shared) == {"tp-2", "tp-4", "tp-2-fp32"}
     for each in shared.values():
-        settings = shapes.SHAPES[each.shape].settings
+        settings = known_shapes.SHAPES[each.shape].settings
         assert settings["num_key_value_heads"] % each.tp == 0 and each.layers < settings["num_hidden_layers"]
         assert "hf_rocm" in each.sides and "stock" in each.sides
 
@@ -59,6 +59,6 @@ def test_a_recorded_run_over_several_gpus_says_over_what(lib):
     one = segment("tp-2", result(case, stock=16.0, hf_rocm=8.0), parallel=parallel, machine=machine)
     text = "\n".join(render.times([one]))
     assert "| 2 GPUs: decode, batch 1, prompt 1024, 128 new tokens | 4.00 | 16.00 | **8.00** | 2.00 | 2.00 |" in text
-    assert "tensor parallel over 2 ranks, NCCL 2.27.7; the GPUs reach each other" in text
+    assert "Tensor parallel over 2 ranks, NCCL 2.27.7; the GPUs reach each other" in text
     assert "torch 2.11.0, transformers 5.17.0; commit 0123456789ab." in text
     assert "33 sums of 16.38 kB; each rank sends 541 kB" in text and "12.3 µs" in text

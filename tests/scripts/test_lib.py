@@ -6,6 +6,7 @@ import base64
 import hashlib
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,10 +26,10 @@ JUNIT = """<testsuites><testsuite>
 @pytest.fixture
 def lib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from lib import environments, suites, testing, tree
+    from lib import checks, environments, suites, testing, tree
 
     monkeypatch.setattr(suites, "REPORTS", tmp_path)
-    return SimpleNamespace(environments=environments, suites=suites, testing=testing, tree=tree)
+    return SimpleNamespace(checks=checks, environments=environments, suites=suites, testing=testing, tree=tree)
 
 
 def outcome(lib: SimpleNamespace, code: int, report: str | None, **suite: bool):
@@ -49,6 +50,19 @@ def test_no_exit_code_but_zero_passes(code: int, lib: SimpleNamespace) -> None:
     assert outcome(lib, code, None).failed == (0 if code == 0 else 1)
 
 
+def test_a_test_that_hangs_ends_its_suite_and_is_named(
+    lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "test_hanging.py"
+    file.write_text("import time\n\ndef test_that_hangs():\n    time.sleep(600)\n")
+    monkeypatch.setattr(lib.suites, "TEST_TIMEOUT", 0.5)
+    monkeypatch.setattr(lib.suites, "ROOT", tmp_path)
+    suite = lib.suites.Suite("hanging", lib.environments.Environment(Path(sys.prefix)), (str(file),))
+    (ended, _) = lib.suites.run_all([suite, suite])
+    assert ended.failed == 1 and "did a test hang?" in ended.note
+    assert "in test_that_hangs" in capsys.readouterr().out
+
+
 def test_a_selection_of_the_user_may_be_empty(lib: SimpleNamespace) -> None:
     assert outcome(lib, 5, None, may_be_empty=True).failed == 0
 
@@ -59,6 +73,72 @@ def test_the_total_is_the_last_line_and_decides(lib: SimpleNamespace, capsys: py
     assert capsys.readouterr().out.endswith("\n3 passed, 0 failed, 1 skipped\n")
     assert lib.testing.summarise([good, bad], 0.0, everything=True) == 1
     assert capsys.readouterr().out.endswith("\n4 passed, 1 failed, 1 skipped\n")
+
+
+def planned(lib: SimpleNamespace, *, quick: bool) -> dict[str, set[str]]:
+    """The test files of each suite."""
+    environment = lib.environments.Environment(Path("nowhere"))
+    names = [lib.environments.NEWEST, *lib.testing.APART, *lib.environments.RUNNABLE[-2::-1]]
+    files = {}
+    for suite in lib.testing.plan(dict.fromkeys(names, environment), [], quick=quick):
+        words = [word for word in suite.arguments if word not in ("-m", "not slow")]
+        ignored = {words[place + 1] for place, word in enumerate(words) if word == "--ignore"}
+        places = [ROOT / word for word in words if word != "--ignore" and word not in ignored]
+        assert all((ROOT / word).exists() for word in ignored) and all(place.exists() for place in places), suite.name
+        tests = {str(each.relative_to(ROOT)) for place in places for each in [place, *place.rglob("test_*.py")]}
+        files[suite.name] = {
+            each
+            for each in tests
+            if each.endswith(".py") and not any(Path(each).is_relative_to(word) for word in ignored)
+        }
+    return files
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_test_file_runs_once_with_the_newest_release(quick: bool, lib: SimpleNamespace) -> None:
+    newest = [files for name, files in planned(lib, quick=quick).items() if lib.environments.NEWEST in name]
+    run = [file for files in newest for file in files]
+    every = {str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py")}
+    assert set(run) == every - {"tests/test_imports.py"}  # a check
+    assert len(run) == len(set(run))
+
+
+@pytest.mark.parametrize("version", ["4.53.3", "5.23.0"])
+def test_one_release_runs_the_paths_that_are_given(
+    version: str, lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, dict[str, bool]]] = []
+    suites = []
+    monkeypatch.setattr(lib.testing, "lock", nullcontext)  # whoever runs this test may hold it
+    monkeypatch.setattr(lib.testing, "base", lambda: None)
+    monkeypatch.setattr(lib.testing, "wheel", lambda *_: None)
+    monkeypatch.setattr(lib.testing, "release", lambda name, *_, **more: made.append((name, more)))
+    monkeypatch.setattr(lib.testing, "run_all", lambda planned: suites.extend(planned) or [])
+    assert lib.testing.main(["--release", version, "--", "tests/coverage", "-k", "mistral"]) == 0
+    assert made == [(version, {})]
+    (suite,) = suites
+    assert suite.name == f"transformers {version}" and suite.arguments[-1] == "tests/coverage"
+    assert "mistral" in suite.arguments and "--ignore" not in suite.arguments
+
+
+def test_the_order_names_suites_and_left_out_paths_exist(lib: SimpleNamespace) -> None:
+    suites = planned(lib, quick=False)
+    assert next(iter(suites)).endswith(lib.testing.LONGEST[0])
+    for name in lib.testing.LONGEST:
+        assert any(suite.endswith(name) for suite in suites), f"no suite is called {name}"
+    left_out = {path for paths in lib.testing.LEFT_OUT.values() for path in paths}
+    assert all((ROOT / path).exists() for path in (*left_out, *lib.testing.WITHOUT_TRANSFORMERS))
+
+
+def test_the_types_of_every_script_and_overlay_are_checked(
+    lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(lib.checks, "MYPY_CACHE", tmp_path)
+    roots = [ROOT / argument for argument in lib.checks.typed_sources() if not str(argument).startswith("--")]
+    checked = {file.resolve() for root in roots for file in (root.rglob("*.py") if root.is_dir() else [root])}
+    written = {file for name in ("hf_rocm", "overlays", "scripts/lib") for file in (ROOT / name).rglob("*.py")}
+    assert not written - checked
+    assert {ROOT / "scripts" / name for name in ("check", "demo_worker.py")} <= checked
 
 
 @pytest.mark.parametrize("change", ["content", "mode", "added", "removed"])

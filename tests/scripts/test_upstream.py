@@ -182,8 +182,15 @@ def test_every_outcome_reaches_the_json(lib: SimpleNamespace) -> None:
 def test_a_folder_without_the_tests_is_refused(lib: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(lib.console.ScriptError, match="not a source tree"):
         lib.tree.from_checkout(tmp_path / "tree", tmp_path, ["llama"])
-    with pytest.raises(lib.console.ScriptError, match="no thin test class of nobodys"):
+    with pytest.raises(lib.console.ScriptError, match="no overlay of nobodys"):
         lib.tree.from_mixins(tmp_path / "tree", tmp_path, ["nobodys"])
+
+
+def test_a_model_without_a_thin_class_gets_that_of_a_causal_model(lib: SimpleNamespace, tmp_path: Path) -> None:
+    files = lib.tree.from_mixins(tmp_path / "tree", ROOT / "tests" / "upstream" / "standins", ["qwen2", "mixtral"])
+    plain, own = ((tmp_path / "tree" / file).read_text() for file in files)
+    assert "class Qwen2ModelTest(CausalTest, unittest.TestCase):" in plain and "model_type = 'qwen2'" in plain
+    assert own == (ROOT / "tests" / "upstream" / "thin" / "mixtral.py").read_text()
 
 
 @pytest.mark.parametrize("arguments", [[], ["5.23.0"], ["9.9", "llama"], ["5.23.0", "../llama"], ["--no-such"]])
@@ -202,6 +209,8 @@ def test_wrong_usage_is_told_apart(arguments: list[str]) -> None:
                 "upstream": "tests/upstream",
                 "models": "tests/coverage",
                 "processes": "tests/distributed",
+                "the patcher": "tests/overlay",
+                "tools": "tests/tools",
             },
         ),
         (["tests/ops"], {"newest": "tests/ops"}),
@@ -217,6 +226,7 @@ def test_they_are_a_suite_of_their_own(asked, expected, monkeypatch: pytest.Monk
         testing.UPSTREAM: "upstream",
         f"{testing.NEWEST}, every model": "models",
         f"{testing.NEWEST}, several processes": "processes",
+        **{f"{testing.NEWEST}, {part}": part for part in testing.PARTS},
     }
     nowhere = environments.Environment(Path("nowhere"))
     suites = testing.plan(dict.fromkeys((testing.NEWEST, testing.UPSTREAM), nowhere), asked, quick=False)

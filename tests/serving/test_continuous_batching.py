@@ -12,10 +12,10 @@ import hf_rocm
 from hf_rocm import ops
 from hf_rocm.generation.state import known
 from hf_rocm.layers import decoder
-from hf_rocm.layers.notes import noted
+from hf_rocm.layers.fallback_reasons import noted
 from hf_rocm.overlay import bind
 from tests.coverage.hits import counted
-from tests.generation.conftest import make, recorded_on_cpu  # noqa: F401 - a fixture
+from tests.generation.conftest import make, recorded_on_cpu, suspect_gpu  # noqa: F401 - fixtures
 from tests.serving.batching import (
     EAGER,
     NEW,
@@ -62,7 +62,7 @@ def test_a_prepared_model_gives_stocks_tokens_with_stocks_attention_between_our_
     with paged(ours), ops.recording() as routes, counted() as hits:
         actual = batch(ours, prompts())
         reasons = {noted(module) for module in attention_layers(ours)}
-        told = str(hf_rocm.explain(ours))
+        told = hf_rocm.explain(ours).details()
     assert actual == expected
 
     layers = ours.config.num_hidden_layers
@@ -83,7 +83,7 @@ def test_norms_that_would_ride_along_are_done_before_stocks_attention(kind, monk
     model = make(kind)
     expected = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)
-    monkeypatch.setattr(decoder, "rides_along", lambda x: True)
+    monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
     with paged(model), ops.recording() as routes:
         assert batch(model, prompts()) == expected
     assert any(each.operation == "fused_linear" for each in routes)  # of the MLP
@@ -147,6 +147,14 @@ def test_recorded_steps_are_left_alone_and_replayed_afterwards(recorded_on_cpu):
     assert state.replayed > before[1] and state.recorded == before[0]
 
 
+def test_a_batch_on_a_suspect_stack_gives_the_tokens_of_generate(suspect_gpu, caplog):  # noqa: F811
+    expected = one_by_one(make("llama"), prompts())
+    model = hf_rocm.prepare(make("llama"), force=True)
+    with paged(model):
+        assert batch(model, prompts()) == expected
+    assert "continuous batching records no graphs" in caplog.text
+
+
 def test_generate_over_a_paged_implementation_runs_uncaptured_and_says_so(recorded_on_cpu):  # noqa: F811
     """Whoever leaves it on the model gets from `generate` what stock gives: in new releases an error."""
     stock = make("llama")
@@ -161,7 +169,9 @@ def test_generate_over_a_paged_implementation_runs_uncaptured_and_says_so(record
     assert outcomes[0] == outcomes[1]
     assert isinstance(outcomes[0], str) == gives_back()
     assert known(model).recorded == 0
-    assert f"the attention implementation {EAGER!r} takes no lengths" in str(hf_rocm.explain(model))
+    assert (
+        f"the attention implementation {EAGER!r} does not accept sequence lengths" in hf_rocm.explain(model).details()
+    )
 
 
 def test_on_a_cpu_older_releases_stop_for_want_of_a_figure_for_its_memory(real_memory):

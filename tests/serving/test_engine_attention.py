@@ -12,7 +12,7 @@ from torch import nn
 
 import hf_rocm
 from hf_rocm import ops
-from hf_rocm.layers.notes import noted
+from hf_rocm.layers.fallback_reasons import noted
 from hf_rocm.overlay import bind
 from tests.generation.conftest import make
 from tests.tolerance import assert_as_good_as_eager
@@ -87,7 +87,7 @@ def test_it_is_called_as_stock_calls_it(kind, delivery, engine, monkeypatch):
         assert left_out.keys() <= SAY_NOTHING and not any(left_out.values())
         assert arguments["attention_instances"] is instances
         assert delivery == "overlays" or noted(module) == (
-            "the attention implementation 'engine' was asked for, and only 'sdpa' is served"
+            "the attention implementation 'engine' is selected, and only 'sdpa' is served"
         )
     assert_as_good_as_eager(actual, expected, exact)
     ran = Counter(each.operation for each in routes)

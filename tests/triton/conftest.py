@@ -1,26 +1,37 @@
-"""Our Triton kernels in Triton's interpreter, on the CPU: the real numbers of every kernel, without a GPU.
+"""Our Triton kernels on the CPU, without a GPU: in Triton's interpreter, or as an AMD GPU's machine code.
 
-A suite apart, where Triton is installed. The variable must be set before triton is imported by anybody: a process
-either interprets all kernels or compiles them.
+A suite apart, where Triton is installed. A process either interprets all kernels or compiles them, which must be
+decided before triton is imported. `--machine-code gfx942` compiles: `tests/amdgcn` executes the code.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from tests.amdgcn import suite
+
 HERE = find_spec("triton") is not None
-if HERE and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    suite.configure(config)
+    if suite.gpu() is None and HERE and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without Triton they are reported as not run, by name."""
+    if suite.gpu() is not None:
+        suite.select(config, items)
+        return
     if HERE and os.environ.get("TRITON_INTERPRET") == "1":
         return
     reason = "not run: needs Triton, interpreted from the start (scripts/test makes its environment)"
@@ -29,9 +40,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    count = session.config.getoption("--machine-code-faults")
+    if count is None or suite.gpu() is None or session.config.option.collectonly:
+        return None
+    from tests.amdgcn import faults
+
+    faults.run(session, count, session.config.getoption("--machine-code-report"))
+    return True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    suite.finish(session.config)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def poisoned() -> Iterator[None]:
+    """What nobody wrote to is NaN: torch fills new tensors, so that a kernel that leaves some out is found."""
+    import torch
+
+    if suite.gpu() is None:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def as_on_a_gpu() -> Iterator[None]:
     """As on a GPU: bf16 is rounded to the nearest, which the interpreter cuts off, and infinity is no warning."""
+    if suite.gpu() is not None:
+        yield
+        return
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -53,6 +94,9 @@ def as_on_a_gpu() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def counts() -> Iterator[None]:
     """The interpreter holds numbers as arrays of one element, which NumPy 2.4 no longer takes as bounds of a range."""
+    if suite.gpu() is not None:
+        yield
+        return
     from triton.runtime import interpreter
 
     stock = interpreter._patch_lang_tensor
@@ -67,8 +111,55 @@ def counts() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def patched_once() -> Iterator[None]:
+    """The interpreter patches triton.language at each call of a device function: once for each launch is enough.
+
+    It makes its table of types at each use, too. Both together are half of the time of the suite.
+    """
+    if suite.gpu() is not None:
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    stock_patch, stock_type = interpreter._patch_lang, interpreter._get_np_dtype
+    patched = set[str]()  # modules, in the launch that runs
+
+    @cache
+    def named(function: Any) -> frozenset[str]:
+        modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+        return frozenset(module.__name__ for module in modules if module in (tl, tl.core))
+
+    def patch_lang(function: Any) -> Any:
+        if patched and named(function) <= patched:
+            return interpreter._LangPatchScope()
+        scope = stock_patch(function)
+        if not patched:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        patched.update(named(function))
+        return scope
+
+    types = dict[str, Any]()
+
+    def np_dtype(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in types:
+            types[name] = stock_type(kind)
+        return types[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_lang)
+        patch.setattr(interpreter, "_get_np_dtype", np_dtype)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def products() -> Iterator[None]:
     """The interpreter multiplies the bits of bf16 matrices, as if they were integers."""
+    if suite.gpu() is not None:
+        yield
+        return
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -91,5 +182,7 @@ def unprobed() -> Iterator[None]:
     """Kernels are chosen by their predicates alone: they are what is tested, and a child for each takes seconds."""
     from hf_rocm import options
 
-    with options.override(probe=False):
+    # nor is aiter asked where a GPU of AMD's is presented: its tier would look for ROCm
+    aiter = dict.fromkeys(options.current().aiter, options.Switch.OFF)
+    with options.override(probe=False, **({} if suite.gpu() is None else {"aiter": aiter})):
         yield

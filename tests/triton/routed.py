@@ -9,10 +9,59 @@ import torch
 from torch import Tensor
 
 from hf_rocm import ops, options
+from hf_rocm.device import Device, describe
+from tests.amdgcn import suite
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sizes(m: int, n: int, k: int) -> list[tuple[int, int, int]]:
+    """These sizes of a product, and as machine code others for which the same form of a kernel is compiled.
+
+    Of a block that is not filled, most lanes are idle, and what is wrong in them goes unnoticed: so there are full
+    blocks, and tails of other lengths.
+    """
+    if suite.gpu() is None:
+        return [(m, n, k)]
+    return [(m, n, k), (m + 16 * (m > 1), n + 16, k + 1024), (m, n + 48, k + 112)]
+
+
+def assert_apart(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, *, gated: bool = False) -> None:
+    """As machine code: a NaN in some rows of x [M, K] or W [N, K] is one there in the result, and nowhere else."""
+    if suite.gpu() is None:
+        return
+    whole = call(x, weight)
+    for first in (0, 1):
+        rows, columns = torch.arange(len(x)) % 2 == first, torch.arange(whole.shape[-1]) % 2 == first
+        output = call(x.masked_fill(rows[:, None], torch.nan), weight)
+        assert output[rows].isnan().all() and torch.equal(output[~rows], whole[~rows])
+        filled = columns.repeat(2) if gated else columns
+        output = call(x, weight.masked_fill(filled[:, None], torch.nan))
+        assert output[:, columns].isnan().all() and torch.equal(output[:, ~columns], whole[:, ~columns])
+
+
+def exact(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [rows, k] and W [n, k] of whole numbers, whose product is exact in fp32 in any order, and tells much.
+
+    Large terms cancel, so that a wrong last bit of one shows in the result. Half of the results lie in the middle
+    between two numbers of the dtype, so that another rounding shows.
+    """
+    x = (random(rows, k, dtype=torch.float32) * 40).round().clamp(-127, 127)
+    weight = (random(n, k, dtype=torch.float32, seed=1) * 40).round().clamp(-127, 127)
+    half = (k - 2) // 2
+    x[:, half : 2 * half], weight[:, half : 2 * half] = x[:, :half], -weight[:, :half]
+    middle = 2 / torch.finfo(dtype).eps  # from here on, odd numbers are in the middle
+    x[:, 2 * half :], weight[:, 2 * half :] = 0, 0
+    x[:, -2:] = 1 - 2 * (torch.arange(rows) % 2)[:, None]
+    weight[:, -2], weight[:, -1] = middle, torch.arange(n) % 64
+    return x.to(dtype), weight.to(dtype)
+
+
+def here() -> Device:
+    """The device of the tensors of these tests, as predicates see it: the CPU, or the GPU whose code is executed."""
+    return describe(torch.device("cpu"))
 
 
 def routed(operation: str, *arguments: Any, **keywords: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 
 from hf_rocm import ops
 from hf_rocm.errors import TierUnavailable
-from hf_rocm.ops.activation import ACTIVATIONS, CLAMPED, eager_act_and_mul, torch_act_and_mul
+from hf_rocm.ops.pointwise import ACTIVATIONS, CLAMPED, eager_act_and_mul, torch_act_and_mul
 from hf_rocm.ops.triton import activation as wrapper
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import compiled_once, random, routed
@@ -19,13 +19,21 @@ TERMS = {"limit": 2.0, "alpha": 1.702}
 @each_dtype
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 63), (2, 2, 130), (2, 1500)], ids=str)
+@pytest.mark.parametrize("shape", [(65, 1), (3, 63), (2, 2, 130), (2, 1500)], ids=str)
 def test_act_and_mul(shape, activation, interleaved, dtype):
-    x = random(*shape[:-1], 2 * shape[-1], dtype=dtype) * 3
-    output = routed("act_and_mul", x, activation=activation, interleaved=interleaved, **TERMS)
-    expected = eager_act_and_mul(x.double(), activation, interleaved, **TERMS)
-    # the unfused layers round in between: that run is the measure
-    assert_as_good_as_eager(output, torch_act_and_mul(x, activation, interleaved, **TERMS), expected)
+    for scale in (3, 60):  # with gates beyond any exponential too
+        x = random(*shape[:-1], 2 * shape[-1], dtype=dtype) * scale
+        output = routed("act_and_mul", x, activation=activation, interleaved=interleaved, **TERMS)
+        expected = eager_act_and_mul(x.double(), activation, interleaved, **TERMS)
+        # the unfused layers round in between: that run is the measure
+        assert_as_good_as_eager(output, torch_act_and_mul(x, activation, interleaved, **TERMS), expected)
+    gates = x.unflatten(-1, (-1, 2))[..., 0] if interleaved else x[..., : shape[-1]]
+    for first in (0, 1):  # a NaN stays where it is
+        lost = (torch.arange(output.numel()) % 2 == first).view(output.shape)
+        gates.masked_fill_(lost, torch.nan)
+        apart = routed("act_and_mul", x, activation=activation, interleaved=interleaved, **TERMS)
+        gates.copy_(torch.where(lost, 1.0, gates))
+        assert apart[lost].isnan().all() and (first or torch.equal(apart[~lost], output[~lost]))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -43,8 +51,8 @@ def test_it_rounds_where_unfused_layers_do(activation):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_large_values_saturate_and_nan_stays(activation):
-    gate = torch.tensor([-1e30, -100.0, 100.0, float("nan")])
-    x = torch.cat([gate, torch.ones(4)])[None]
+    gate = torch.cat([torch.tensor([-1e30, -100.0, 100.0, float("nan")]), torch.linspace(-6, 6, 60)])
+    x = torch.cat([gate, torch.ones(64)])[None]
     ours = routed("act_and_mul", x, activation=activation, **TERMS)
     expected = torch_act_and_mul(x, activation, False, **TERMS)
     torch.testing.assert_close(ours, expected, equal_nan=True)
@@ -53,6 +61,7 @@ def test_large_values_saturate_and_nan_stays(activation):
 def test_rows_may_be_apart():
     x = random(4, 40, dtype=torch.float32)
     expected = routed("act_and_mul", x[:, :24].clone(), activation="silu")
+    torch.testing.assert_close(expected, torch_act_and_mul(x[:, :24], "silu", False, **TERMS))
     assert torch.equal(routed("act_and_mul", x[:, :24], activation="silu"), expected)
     assert torch.equal(routed("act_and_mul", x.t().contiguous().t()[:, :24], activation="silu"), expected)
 
@@ -91,10 +100,11 @@ def test_experts_have_it_within(name):
     gate_up = random(experts, 2 * inner, hidden, dtype=torch.bfloat16, seed=1)
     down = random(experts, hidden, inner, dtype=torch.bfloat16, seed=2)
     ids, weights = torch.tensor([[0, 3], [1, 2], [3, 1]]), torch.full((tokens, 2), 0.5, dtype=torch.bfloat16)
-    form = moe_torch.Form(CLAMPED, False, True, False, limit=2.0, alpha=1.702)
+    form = moe_torch.Form(CLAMPED, transposed=False, interleaved=True, weigh_input=False, limit=2.0, alpha=1.702)
+    call = moe_torch.ExpertsCall(x, gate_up, down, ids, weights, None, None, form)
     results = {}
     for tier in ("triton", "torch"):
         with options.override(tiers={"act_and_mul": tier}), ops.recording() as routes, torch.no_grad():
-            results[tier] = getattr(moe_torch, name)(x, gate_up, down, ids, weights, None, None, form)
+            results[tier] = getattr(moe_torch, name)(call)
         assert [each.operation for each in routes] == (["act_and_mul"] if tier == "triton" else [])
     torch.testing.assert_close(results["triton"], results["torch"])

@@ -13,36 +13,45 @@ from hf_rocm.device import Device
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import moe, moe_torch, probe
 from hf_rocm.ops.triton import experts
+from tests.amdgcn import suite
 from tests.ops.test_moe import LAYOUTS, arguments_of, drawn, eager, reference
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import compiled_once, random, routed
+from tests.triton.routed import compiled_once, here, random, routed
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 CPU = Device("cpu", rocm=False)
 BF16 = torch.bfloat16
 ODD = (5, 7, 3, 20, 9)  # T, E, k, H, I
+# added to the sizes: as machine code one that fills several blocks too, for which the same form of a kernel is compiled
+LONGER = (0,) if suite.gpu() is None else (0, 160)
 GATE_UP, DOWN = experts.gate_up_tile, experts.down_tile
 
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
     """Small along K, so that it takes several, and wider, since the interpreter takes its time for each program."""
-    monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.Tile(8, 16, 64, 2))
-    monkeypatch.setattr(experts, "down_tile", lambda tokens, top, transposed: experts.Tile(8, 8, 64, 2, gcd(top, 4)))
+    monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(8, 16, 64, 2))
+    monkeypatch.setattr(
+        experts, "down_tile", lambda tokens, top, transposed: experts.ExpertsTile(8, 8, 64, 2, gcd(top, 4))
+    )
 
 
 @each_dtype
 @each_layout
 def test_experts(layout, dtype):
-    check(*drawn((5 if dtype == BF16 else 2, *ODD[1:]), dtype, layout))
+    tokens, experts_, top, hidden, inner = ODD
+    for further in LONGER:
+        sizes = (hidden + further, inner + further)
+        check(*drawn((tokens if dtype == BF16 else 2, experts_, top, *sizes), dtype, layout))
 
 
 @pytest.mark.parametrize("top", [1, 2, 4, 6, 8])
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_every_number_of_experts(tokens, top):
     for layout in ("plain", "gpt_oss", "llama4"):
-        check(*drawn((tokens, 9, top, 24, 11), BF16, LAYOUTS[layout]))
+        for further in LONGER:
+            check(*drawn((tokens, 9, top, 24 + further, 11 + further), BF16, LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -52,7 +61,8 @@ def test_every_number_of_experts(tokens, top):
 def test_every_order_of_the_weights(sizes, biases, transposed, interleaved):
     """Sizes that the blocks divide and sizes that they don't."""
     form = {"biases": biases, "transposed": transposed, "interleaved": interleaved}
-    check(*drawn((2, 4, 2, *sizes), BF16, form))
+    for further in LONGER:
+        check(*drawn((2, 4, 2, *(size + further for size in sizes)), BF16, form))
 
 
 @pytest.mark.parametrize("layout", ["plain", "gpt_oss", "llama4"])
@@ -76,11 +86,16 @@ def test_blocks_divide_the_sizes_that_are_compiled_ahead():
 def test_types_of_the_routing(layout, ids_dtype, weights_dtype):
     (*tensors, ids, weights), keywords = drawn(ODD, BF16, LAYOUTS[layout], weights_dtype)
     check((*tensors, ids.to(ids_dtype), weights), keywords)
+    if suite.gpu() is not None:
+        sizes = (5, 7, 3, 20 + LONGER[-1], 9 + LONGER[-1])
+        (*tensors, ids, weights), keywords = drawn(sizes, BF16, LAYOUTS[layout], weights_dtype)
+        check((*tensors, ids.to(ids_dtype), weights), keywords)
 
 
 def test_views_are_read_as_they_are():
     """Rows apart, an odd start, and the chosen columns of a longer routing."""
     (x, gate_up, down, ids, weights), _ = drawn(ODD, BF16, {})
+    check((x, gate_up, down, ids, weights), {})
     expected = routed("experts", x, gate_up, down, ids, weights)
     wide = random(5, 23, dtype=BF16)
     wide[:, 3:] = x
@@ -116,6 +131,7 @@ def test_it_rounds_where_separate_layers_do():
 def test_experts_that_nobody_chose_are_left_alone():
     (x, gate_up, down, _, weights), _ = drawn((2, 6, 2, 16, 24), BF16, {})
     ids = torch.tensor([[1, 3], [3, 1]])
+    check((x, gate_up, down, ids, weights), {})
     expected = routed("experts", x, gate_up, down, ids, weights)
     gate_up[[0, 2, 4, 5]] = torch.nan
     down[[0, 2, 4, 5]] = torch.nan
@@ -124,6 +140,7 @@ def test_experts_that_nobody_chose_are_left_alone():
 
 def test_a_token_alone_is_what_it_is_among_others():
     (x, gate_up, down, ids, weights), keywords = drawn((5, 8, 4, 40, 24), BF16, LAYOUTS["gpt_oss"])
+    check((x, gate_up, down, ids, weights), keywords)
     together = routed("experts", x, gate_up, down, ids, weights, **keywords)
     for row in range(5):
         part = slice(row, row + 1)
@@ -158,7 +175,7 @@ def test_few_pairs_alone_are_ours():
             ops.experts(*tensors)
         tiers += [each.tier for each in routes if each.operation == "experts"]
     assert tiers == ["triton", "torch"]
-    assert "more than 64 pairs" in str(experts.refuses(spec(pairs=moe.MANY), CPU))
+    assert "more than 64 pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
 
 
 def test_many_pairs_are_ours_when_the_tier_is_named():
@@ -169,7 +186,7 @@ def test_many_pairs_are_ours_when_the_tier_is_named():
     ("change", "reason"),
     [
         ({"grad": True}, "no gradient"),
-        ({"dtype": torch.float64, "weight_dtype": torch.float64}, "not for torch.float64"),
+        ({"dtype": torch.float64, "weight_dtype": torch.float64}, "not torch.float64"),
         ({"weight_dtype": torch.float16}, "one dtype"),
         ({"contiguous": False}, "aren't contiguous"),
         ({"hidden": 2**16, "intermediate": 2**14}, "2³¹ weights or more"),
@@ -178,8 +195,8 @@ def test_many_pairs_are_ours_when_the_tier_is_named():
     ids=str,
 )
 def test_refusals(change, reason):
-    assert reason in str(experts.refuses(spec(**change), CPU))
-    assert experts.refuses(spec(), CPU) is None
+    assert reason in str(experts.refuses(spec(**change), here()))
+    assert experts.refuses(spec(), here()) is None
 
 
 def test_a_gpu_or_the_interpreter_is_needed(monkeypatch):
@@ -206,10 +223,19 @@ def test_how_many_pairs_are_few(tiers, most, monkeypatch):
 
 
 def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
-    output = routed("experts", *tensors, **keywords)
-    assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+    """As machine code also with gates beyond any exponential."""
+    for scale in (1, 30) if suite.gpu() is not None else (1,):
+        call = (tensors[0] * scale, *tensors[1:])
+        output = routed("experts", *call, **keywords)
+        assert_as_good_as_eager(output, eager(call, keywords), reference(call, keywords))
+    if suite.gpu() is None or len(tensors[0]) < 2:
+        return
+    for first in (0, 1):  # what is NaN in some tokens is NaN there, and nowhere else
+        rows = torch.arange(len(tensors[0])) % 2 == first
+        apart = routed("experts", call[0].masked_fill(rows[:, None], torch.nan), *call[1:], **keywords)
+        assert apart[rows].isnan().all() and torch.equal(apart[~rows], output[~rows])
 
 
 def spec(**change: Any) -> moe.ExpertsSpec:
     tensors, _ = drawn((1, 8, 2, 32, 16), BF16, {})
-    return moe.ExpertsSpec(*moe.specification(*tensors, None, None, arguments_of(tensors, {})[-1]))._replace(**change)
+    return moe.ExpertsSpec(*moe.specification(arguments_of(tensors, {})))._replace(**change)

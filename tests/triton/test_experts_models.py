@@ -30,8 +30,10 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def wide_blocks(monkeypatch):
     """The interpreter takes its time for each program."""
-    monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.Tile(32, 64, 64, 2))
-    monkeypatch.setattr(experts, "down_tile", lambda tokens, top, transposed: experts.Tile(32, 64, 64, 2, gcd(top, 4)))
+    monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(32, 64, 64, 2))
+    monkeypatch.setattr(
+        experts, "down_tile", lambda tokens, top, transposed: experts.ExpertsTile(32, 64, 64, 2, gcd(top, 4))
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -47,5 +49,6 @@ def test_greedy_tokens(name):
     how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     with torch.no_grad(), options.override(tier=KERNELS), ops.recording() as routes:
         assert torch.equal(ours.generate(tokens(2, 5), **how), stock.generate(tokens(2, 5), **how))
-    served = [(each.tier, each.shapes[0][0]) for each in routes if each.operation == "experts"]
-    assert served == [("triton", rows) for rows in (10, 2, 2, 2) for _ in range(2)]
+    for operation in ("choose_experts", "experts"):
+        served = [(each.tier, each.shapes[0][0]) for each in routes if each.operation == operation]
+        assert served == [("triton", rows) for rows in (10, 2, 2, 2) for _ in range(2)]

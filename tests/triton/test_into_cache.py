@@ -6,10 +6,15 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.cache_utils import StaticLayer
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_rocm import layers, ops, options
 from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.overlay import bind
+from hf_rocm.overlay.activate import activate
+from tests.triton.routed import random
 from tests.triton.test_rope import angles, heads
 
 H, KV, D = 4, 2, 8
@@ -27,7 +32,7 @@ def call(cache, length, *, seed, tier, dtype=torch.bfloat16, batch=2):
     """One call of a layer's rope and cache; what it returned, and the operations that ran."""
     query, key, value = (each + seed for each in heads(batch, length, dtype, h=H, kv=KV, d=D))
     with options.override(tier=tier), ops.recording() as routes:
-        results = layers.rotate_and_remember(
+        results = layers.rotate_and_update_cache(
             Module(), apply_rotary_pos_emb, query, key, value, angles(1, length, D, dtype), cache, {}
         )
     return results, [route.operation for route in routes]
@@ -68,6 +73,112 @@ def test_one_token_alone_counts_on_in_the_kernel():
     assert operations == ["rope_into_cache"] and cache.layers[0].cumulative_length.item() == 3
 
 
+class Attention(torch.nn.Module):
+    """With norms of queries and keys that an overlay serves."""
+
+    layer_idx = 0
+
+    def __init__(self):
+        super().__init__()
+        activate("qwen3", everywhere=False)
+        self.q_norm, self.k_norm = (Qwen3RMSNorm(D) for _ in range(2))
+        for seed, norm in enumerate(self.children()):
+            bind.set_mode(norm, bind.ON)
+            norm.weight.data = random(D, dtype=torch.bfloat16, seed=seed)
+
+
+def normalised_call(module, cache, *, tier="triton", **terms):
+    query, key, value = heads(1, 1, torch.bfloat16, h=H, kv=KV, d=D)
+    with torch.no_grad(), options.override(tier=tier), ops.recording() as routes:
+        results = layers.rotate_and_update_cache(
+            module, apply_rotary_pos_emb, query, key, value, angles(1, 1, D, torch.bfloat16), cache, {}, **terms
+        )
+    return results, [route.operation for route in routes]
+
+
+def written_cache():
+    cache = StaticCache(config=config(), max_cache_len=8)
+    call(cache, 2, seed=0, tier="torch", batch=1)
+    return cache
+
+
+NORMS = ("q_norm", "k_norm")
+
+
+def test_norms_are_part_of_the_kernel():
+    module = Attention()
+    ours, operations = normalised_call(module, written_cache(), norms=NORMS)
+    stock, without = normalised_call(module, written_cache(), tier="torch", norms=NORMS)
+    assert operations == ["rope_into_cache"] and without == ["rms_norm", "rms_norm", "rope"]
+    for one, other in zip(ours, stock, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-7)  # F.rms_norm rounds once
+    plain, _ = normalised_call(module, written_cache())
+    assert not torch.equal(plain[0], ours[0])
+
+
+def hooked(module):
+    module.k_norm.register_forward_hook(lambda *_: None)
+
+
+def without_one(module):
+    del module.q_norm
+
+
+def of_another_kind(module):
+    module.k_norm = torch.nn.LayerNorm(D).bfloat16()
+
+
+def off(module):
+    bind.set_mode(module.q_norm, bind.OFF)
+
+
+@pytest.mark.parametrize(
+    ("change", "called"),
+    [(hooked, 2), (without_one, 1), (of_another_kind, 1), (off, 1)],
+    ids=["a hook", "one norm", "another norm", "stock"],
+)
+def test_norms_that_must_be_called_are_called(change, called):
+    module = Attention()
+    change(module)
+    ours, operations = normalised_call(module, written_cache(), norms=NORMS)
+    assert operations == [*["rms_norm"] * called, "rope_into_cache"]
+    stock, _ = normalised_call(module, written_cache(), tier="torch", norms=NORMS)
+    torch.testing.assert_close(ours[0], stock[0], rtol=2**-6, atol=2**-7)
+
+
+def test_norms_of_another_tier_are_called():
+    module = Attention()
+    _, operations = normalised_call(module, written_cache(), tier="rms_norm=torch,rope=triton", norms=NORMS)
+    assert operations == ["rms_norm", "rms_norm", "rope_into_cache"]
+
+
+def test_no_norms_without_the_children():
+    _, operations = normalised_call(Bare(), written_cache(), norms=NORMS)
+    assert operations == ["rope_into_cache"]
+
+
+class Bare(torch.nn.Module):
+    layer_idx = 0
+
+
+@pytest.mark.parametrize("cache", [written_cache, DynamicCache], ids=["static", "dynamic"])
+def test_angles_that_are_there_once(cache):
+    """gpt-oss's function takes cos and sin of half the head dim."""
+    query, key, value = heads(1, 1, torch.bfloat16, h=H, kv=KV, d=D)
+    once = tuple(angle[..., : D // 2] for angle in angles(1, 1, D, torch.bfloat16))
+    results = {}
+    for tier in ("triton", "torch"):
+        own = cache()
+        with torch.no_grad(), options.override(tier=tier), ops.recording() as routes:
+            results[tier] = layers.rotate_and_update_cache(
+                Module(), gpt_oss.apply_rotary_pos_emb, query, key, value, once, own, {}, once=True
+            )
+        operations = [route.operation for route in routes]
+        assert operations == (["rope_into_cache"] if (tier, cache) == ("triton", written_cache) else [])
+    for one, other in zip(results["triton"], results["torch"], strict=True):
+        assert torch.equal(one, other)
+
+
 class Subclassed(StaticLayer):
     pass
 
@@ -100,26 +211,8 @@ def test_a_cache_of_another_dtype_is_asked():
         call(cache, 1, seed=0, tier="triton", dtype=torch.bfloat16)
 
 
-def test_what_the_user_put_in_the_functions_place_runs():
-    cache = StaticCache(config=config(), max_cache_len=8)
-    call(cache, 1, seed=0, tier="triton")
-    query, key, value = heads(2, 1, torch.bfloat16, h=H, kv=KV, d=D)
-    with options.override(tier="triton"), ops.recording() as routes:
-        out, _, _ = layers.rotate_and_remember(
-            Module(),
-            lambda query, key, cos, sin: (query, key),
-            query,
-            key,
-            value,
-            angles(1, 1, D, torch.bfloat16),
-            cache,
-            {},
-        )
-    assert routes == [] and torch.equal(out, query)
-
-
 def test_machinery_that_changed_is_asked(monkeypatch):
-    from hf_rocm.generation import features
+    from hf_rocm import features
 
     monkeypatch.setattr(features, "refuses", lambda feature: "it changed")
     make = lambda: StaticCache(config=config(), max_cache_len=8)  # noqa: E731

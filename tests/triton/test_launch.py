@@ -48,7 +48,8 @@ class Compiled:
 def kernel(monkeypatch):
     monkeypatch.setattr(launching, "_remembers", lambda: True)
     monkeypatch.setattr(launching, "_compiled", {})
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: f"stream of {index}", raising=False)
+    driver = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
+    monkeypatch.setattr(launching, "_driver", lambda: driver)
     return Kernel()
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 
 from hf_rocm import ops, options
-from hf_rocm.device import Device
 from hf_rocm.errors import OptionError, TierUnavailable
-from hf_rocm.ops.fused_linear import composed, eager_fused_linear
-from hf_rocm.ops.linear import LinearSpec, eager_linear
+from hf_rocm.ops.linear import LinearSpec, composed, eager_fused_linear, eager_linear
 from hf_rocm.ops.triton import linear
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import compiled_once, random, routed
+from tests.triton.routed import assert_apart, compiled_once, exact, here, random, routed, sizes
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-CPU = Device("cpu", rocm=False)
 
 
 @each_dtype
@@ -26,19 +24,27 @@ CPU = Device("cpu", rocm=False)
     ("shape", "n"), [((1, 16), 16), ((1, 1, 63), 37), ((2, 131), 20), ((3, 5, 40), 33), ((17, 64), 48)], ids=str
 )
 def test_linear(shape, n, bias, dtype):
-    x, weight = random(*shape, dtype=dtype), random(n, shape[-1], dtype=dtype, seed=1) * shape[-1] ** -0.5
-    added = random(n, dtype=dtype, seed=2) if bias else None
-    output = routed("linear", x, weight, added)
-    expected = eager_linear(x.double(), weight.double(), None if added is None else added.double())
-    assert_as_good_as_eager(output, eager_linear(x, weight, added), expected)
+    for m, columns, k in sizes(prod(shape[:-1]), n, shape[-1]):
+        x, weight = random(m, k, dtype=dtype), random(columns, k, dtype=dtype, seed=1) * k**-0.5
+        x = x.view(shape) if k == shape[-1] else x
+        added = random(columns, dtype=dtype, seed=2) if bias else None
+        expected = eager_linear(x.double(), weight.double(), None if added is None else added.double())
+        assert_as_good_as_eager(routed("linear", x, weight, added), eager_linear(x, weight, added), expected)
+        whole, weight = exact(m, columns, k, dtype)
+        added = torch.arange(columns).remainder(8).mul(2).to(dtype) if bias else None
+        expected = eager_linear(whole.double(), weight.double(), None if added is None else added.double())
+        assert torch.equal(routed("linear", whole, weight, added), expected.to(dtype))
+        assert_apart(lambda x, weight, added=added: routed("linear", x, weight, added), whole, weight)
 
 
-@pytest.mark.parametrize("m", range(1, 17))
-def test_every_number_of_rows(m):
-    x, weight = random(m, 48, dtype=torch.bfloat16), random(21, 48, dtype=torch.bfloat16, seed=1)
-    assert_as_good_as_eager(
-        routed("linear", x, weight), eager_linear(x, weight, None), eager_linear(x.double(), weight.double(), None)
-    )
+@pytest.mark.parametrize("rows", range(1, 17))
+def test_every_number_of_rows(rows):
+    for m, n, k in sizes(rows, 21, 48):
+        x, weight = random(m, k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16, seed=1)
+        expected = eager_linear(x.double(), weight.double(), None)
+        assert_as_good_as_eager(routed("linear", x, weight), eager_linear(x, weight, None), expected)
+        whole, weight = exact(m, n, k, torch.bfloat16)
+        assert torch.equal(routed("linear", whole, weight), (whole.double() @ weight.double().t()).bfloat16())
 
 
 FORMS: list[dict[str, Any]] = [
@@ -56,11 +62,30 @@ FORMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5])
 def test_what_rides_along(form, m, dtype):
-    arguments, keywords = call(m, dtype, **form)
+    for rows, n, k in sizes(m, 38, 67):
+        arguments, keywords = call(rows, dtype, n=n, k=k, **form)
+        output = routed("fused_linear", *arguments, **keywords)
+        flat = flattened(*arguments, **keywords)
+        wide = flattened(*(each.double() for each in arguments), **keywords)
+        assert_as_good_as_eager(output, eager_fused_linear(*flat), eager_fused_linear(*wide))
+        apart(arguments, keywords)
+
+
+@pytest.mark.parametrize("form", [{}, {"residual": True}, {"activation": "silu"}], ids=str)
+@pytest.mark.parametrize("m", [1, 5])
+def test_blocks_that_divide_the_sizes(m, form):
+    """What models have: nothing is masked along K."""
+    arguments, keywords = call(m, torch.bfloat16, k=1024, **form)
+    expected = eager_fused_linear(*flattened(*(each.double() for each in arguments), **keywords))
     output = routed("fused_linear", *arguments, **keywords)
-    flat = flattened(*arguments, **keywords)
-    wide = flattened(*(each.double() for each in arguments), **keywords)
-    assert_as_good_as_eager(output, eager_fused_linear(*flat), eager_fused_linear(*wide))
+    assert_as_good_as_eager(output, eager_fused_linear(*flattened(*arguments, **keywords)), expected)
+    apart(arguments, keywords)
+    if "activation" not in form:
+        x, weight = exact(m, 38, 1024, torch.bfloat16)
+        residual = torch.arange(38).remainder(8).mul(2).expand(m, 38).bfloat16() if form else None
+        product = (x.double() @ weight.double().t()).bfloat16()
+        output = routed("fused_linear", x, weight, residual=residual)
+        assert torch.equal(output, product if residual is None else product + residual)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -117,23 +142,23 @@ def test_few_rows_alone_are_ours():
         ops.linear(x, weight)
         ops.linear(x[:1], weight)
     assert [each.tier for each in routes] == ["torch", "triton"]
-    assert "more than 16 rows" in str(linear.refuses(spec(rows=0), CPU))
+    assert "M > 16" in str(linear.refuses(spec(rows=0), here()))
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"grad": True}, "no gradient"),
-        ({"dtype": torch.float32, "weight_dtype": torch.float32}, "not for torch.float32"),
+        ({"dtype": torch.float32, "weight_dtype": torch.float32}, "not torch.float32"),
         ({"weight_dtype": torch.float16}, "one dtype"),
-        ({"contiguous": False}, "isn't contiguous"),
+        ({"contiguous": False}, "contiguous weight"),
         ({"n": 8}, "at least 16"),
     ],
     ids=str,
 )
 def test_refusals(change, reason):
-    assert reason in str(linear.refuses(spec(**change), CPU))
-    assert linear.refuses(spec(), CPU) is None
+    assert reason in str(linear.refuses(spec(**change), here()))
+    assert linear.refuses(spec(), here()) is None
 
 
 def test_gradients_are_refused_when_the_tier_is_named():
@@ -150,7 +175,18 @@ def test_an_unknown_activation():
 
 def spec(**change: Any) -> LinearSpec:
     bf16 = torch.bfloat16
-    return LinearSpec(bf16, bf16, torch.device("cpu"), 32, 64, None, True, False, 1)._replace(**change)
+    spec = LinearSpec(
+        dtype=bf16,
+        weight_dtype=bf16,
+        device=torch.device("cpu"),
+        n=32,
+        k=64,
+        bias_dtype=None,
+        contiguous=True,
+        grad=False,
+        rows=1,
+    )
+    return spec._replace(**change)
 
 
 def call(
@@ -162,9 +198,10 @@ def call(
     residual: bool = False,
     bias: bool = False,
     whole: bool = False,
+    n: int = 38,
+    k: int = 67,
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
     """Arguments of fused_linear. norm: whether it is (1 + w). whole: weights and inputs whose sums are exact."""
-    n, k = 38, 67
     x, weight = random(1, m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5
     if whole:
         weight = (weight * 16).round() / 16
@@ -177,6 +214,16 @@ def call(
     if residual:
         keywords["residual"] = random(1, m, n if activation is None else n // 2, dtype=dtype, seed=4)
     return arguments, keywords
+
+
+def apart(arguments, keywords):
+    """Rows and columns of a fused product do not touch one another."""
+    (x, weight, *bias), gated = arguments, keywords["activation"] is not None
+
+    def one(x, weight):
+        return routed("fused_linear", x[None], weight, *bias, **keywords)[0]
+
+    assert_apart(one, x[0], weight, gated=gated)
 
 
 def flattened(x, weight, bias=None, *, norm=None, activation=None, residual=None):

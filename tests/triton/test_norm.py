@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_rocm import ops
-from hf_rocm.ops.norm import eager_rms_norm
+from hf_rocm.ops.pointwise import eager_rms_norm
 from hf_rocm.ops.triton import norm
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import compiled_once, random, routed
@@ -17,12 +17,17 @@ each_form = pytest.mark.parametrize("one_plus", [False, True])
 
 @each_dtype
 @each_form
-@pytest.mark.parametrize("shape", [(1, 8), (3, 63), (2, 5, 64), (1, 1), (37, 128), (2, 3000)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (3, 63), (2, 5, 64), (7, 1), (37, 128), (2, 3000)], ids=str)
 def test_rms_norm(shape, one_plus, dtype):
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
+    x *= 4.0 ** -torch.arange(x.numel() // shape[-1]).remainder(5).reshape(*shape[:-1], 1).to(dtype)  # eps is felt
     output = routed("rms_norm", x, weight, eps=1e-6, one_plus=one_plus)
     expected = eager_rms_norm(x.double(), weight.double(), 1e-6, one_plus)
     assert_as_good_as_eager(output, eager_rms_norm(x, weight, 1e-6, one_plus), expected)
+    for first in (0, 1):  # a NaN stays in its row
+        lost = (torch.arange(x.numel() // shape[-1]) % 2 == first).view(shape[:-1])
+        apart = routed("rms_norm", x.masked_fill(lost[..., None], torch.nan), weight, eps=1e-6, one_plus=one_plus)
+        assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
 
 
 @each_dtype
@@ -60,6 +65,8 @@ def test_heads_of_a_fused_projection_are_read_where_they_are(part, monkeypatch):
     assert not view.is_contiguous()
     weight = random(16, dtype=torch.bfloat16, seed=1)
     expected = routed("rms_norm", view.contiguous(), weight, eps=1e-6)
+    wide = eager_rms_norm(view.double(), weight.double(), 1e-6, False)
+    assert_as_good_as_eager(expected, eager_rms_norm(view, weight, 1e-6, False), wide)
     monkeypatch.setattr(torch.Tensor, "contiguous", _only_whole(torch.Tensor.contiguous))
     assert torch.equal(routed("rms_norm", view, weight, eps=1e-6), expected)
 
@@ -76,7 +83,10 @@ def test_rows_that_two_strides_cannot_reach_are_copied():
     x = random(3, 4, 2, 8, dtype=torch.float32).transpose(0, 1)
     weight = random(8, dtype=torch.float32, seed=1)
     assert norm._two_strides(x) is None
-    assert torch.equal(routed("rms_norm", x, weight, eps=1e-6), routed("rms_norm", x.clone(), weight, eps=1e-6))
+    output = routed("rms_norm", x, weight, eps=1e-6)
+    assert torch.equal(output, routed("rms_norm", x.clone(), weight, eps=1e-6))
+    wide = eager_rms_norm(x.double(), weight.double(), 1e-6, False)
+    assert_as_good_as_eager(output, eager_rms_norm(x, weight, 1e-6, False), wide)
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (2, 0, 4)], ids=str)
@@ -91,7 +101,7 @@ def test_nothing_is_launched_for_nothing(shape):
     [
         (torch.ones(2, 4, requires_grad=True), torch.ones(4), "gradient"),
         (torch.ones(2, 4, dtype=torch.float64), torch.ones(4, dtype=torch.float64), "float64"),
-        (torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4), "weight is torch.float32"),
+        (torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4), "weight of torch.float32"),
         (torch.ones(1, 32769), torch.ones(32769), "at most 32768"),
     ],
     ids=["grad", "fp64", "mixed", "wide"],

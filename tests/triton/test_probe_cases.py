@@ -14,13 +14,15 @@ KINDS = {
     "add_rms_norm": (BF16, BF16, CPU, 48, True, False),
     "act_and_mul": (BF16, CPU, 24, "clamped_swiglu", False, True),
     "rope": (BF16, BF16, CPU, 16, 8, True, False, False),
-    "rope_into_cache": (BF16, BF16, CPU, 16, 12, 16, False, True, True, False, False),
+    "rope_into_cache": (BF16, BF16, CPU, 16, 12, 16, False, True, True, False, False, None, False, False),
+    "choose_experts": (BF16, torch.float32, CPU, 16, 3, "sigmoid", True, 4, 2, 2, True, False),
     "experts": (BF16, BF16, CPU, 4, 16, 8, 1, "clamped_swiglu", True, True, True, False, True, 0, False, False),
 }
 NAMES = {
     "act_and_mul": "act_and_mul_kernel",
     "rope": "rope_kernel",
     "rope_into_cache": "rope_kernel",
+    "choose_experts": "routing_kernel",
     "experts": "chosen_experts",
 }
 
@@ -31,8 +33,11 @@ def test_they_pass(operation):
     assert probe_cases.check(operation, "triton", name, KINDS[operation]) is None
 
 
-def test_a_single_token_passes_too():
-    kind = (BF16, BF16, CPU, 16, 16, 16, False, True, True, True, False)
+@pytest.mark.parametrize(
+    "further", [(False, None, False), (False, BF16, False), (False, torch.float32, True), (True, BF16, True)], ids=str
+)
+def test_a_single_token_passes_too(further):
+    kind = (BF16, BF16, CPU, 16, 16, 12, False, True, True, True, *further, False)
     assert probe_cases.check("rope_into_cache", "triton", "rope_kernel", kind) is None
 
 
@@ -50,4 +55,4 @@ def test_a_wrong_kernel_fails(operation, monkeypatch):
     monkeypatch.setattr(
         known, "implementations", [changed if each is right else each for each in known.implementations]
     )
-    assert "wrong by" in probe_cases.check(operation, "triton", right.name, KINDS[operation])
+    assert "wrong" in probe_cases.check(operation, "triton", right.name, KINDS[operation])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_rocm import ops, options
-from hf_rocm.errors import TierUnavailable
-from hf_rocm.ops.rope import eager_rope
+from hf_rocm.errors import OptionError, TierUnavailable
+from hf_rocm.ops.pointwise import eager_rope
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import compiled_once, random, routed
 
@@ -86,6 +86,63 @@ def test_rope_into_cache(b, s, counted, dtype):
     assert not counted or position == 3 + s
 
 
+def eager_tier(query, key, value, cos, sin, cache, **terms):
+    with options.override(tier="eager"):
+        return ops.rope_into_cache(query, key, value, cos, sin, **cache, **terms), *cache.values()
+
+
+@each_dtype
+@pytest.mark.parametrize("one_plus", [False, True])
+@pytest.mark.parametrize(("once", "interleaved"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("b", "s", "d", "rotated"), [(1, 1, 8, 8), (2, 1, 6, 6), (1, 3, 12, 8)])
+def test_norms_come_before_the_rotation(b, s, d, rotated, once, one_plus, interleaved, dtype):
+    query, key, value = heads(b, s, dtype, d=d, d_v=6)
+    query, key = query * 3, key / 7
+    cos, sin = angles(1, s, rotated, dtype, interleaved=interleaved)
+    if once:
+        cos, sin = (angle[..., ::2] if interleaved else angle[..., : rotated // 2] for angle in (cos, sin))
+    weights = [random(d, dtype=dtype, seed=seed) / 4 for seed in (5, 6)]
+    results = {}
+    for tier, convert in (("triton", None), ("eager", None), ("exact", torch.Tensor.double)):
+        convert = convert or torch.Tensor.clone
+        tensors = [convert(each) for each in (query, key, value, cos, sin)]
+        cache = {"keys": random(b, 2, 9, d, dtype=dtype, seed=1), "values": random(b, 2, 9, 6, dtype=dtype, seed=2)}
+        cache = {name: convert(each) for name, each in cache.items()} | {"position": torch.tensor(3)}
+        norms = tuple(ops.Norm(convert(each), eps, one_plus) for each, eps in zip(weights, (1e-6, 1e-2), strict=True))
+        terms = {"interleaved": interleaved, "once": once, "norms": norms}
+        if tier == "triton":
+            results[tier] = routed("rope_into_cache", *tensors, **cache, **terms), *cache.values()
+        else:
+            results[tier] = eager_tier(*tensors, cache, **terms)
+    for ours, eager, exact in zip(*results.values(), strict=True):
+        if ours.is_floating_point():
+            assert_as_good_as_eager(ours, eager, exact)
+        else:
+            assert ours == eager == exact == 3 + s
+
+
+def test_norms_round_like_the_layers():
+    """Queries and keys are what the norm's kernel and the rotation's would make of them, but for the sum's order."""
+    query, key, value = heads(1, 1, torch.bfloat16, h=8, d=64, d_v=64)
+    cos, sin = angles(1, 1, 64, torch.bfloat16)
+    cache = {"keys": torch.zeros(1, 2, 4, 64).bfloat16(), "values": torch.zeros(1, 2, 4, 64).bfloat16()}
+    norms = tuple(ops.Norm(random(64, dtype=torch.bfloat16, seed=seed), 1e-6) for seed in (1, 2))
+    position = torch.tensor(0)
+    out = routed("rope_into_cache", query, key, value, cos, sin, **cache, position=position, norms=norms)
+    normed = [routed("rms_norm", x, norm.weight, eps=norm.eps) for x, norm in zip((query, key), norms, strict=True)]
+    rotated = routed("rope", *normed, cos, sin)
+    assert (out == rotated[0]).float().mean() > 0.99
+    assert (cache["keys"][:, :, :1] == rotated[1]).float().mean() > 0.99
+
+
+def test_norms_of_two_kinds_are_no_call():
+    query, key, value = heads(1, 1, torch.float32)
+    cache = {"keys": torch.zeros(1, 2, 4, 8), "values": torch.zeros(1, 2, 4, 8), "position": torch.tensor(0)}
+    norms = ops.Norm(torch.ones(8), 1e-6), ops.Norm(torch.ones(8), 1e-6, True)
+    with pytest.raises(OptionError, match="one kind"):
+        ops.rope_into_cache(query, key, value, *angles(1, 1, 8, torch.float32), **cache, norms=norms)
+
+
 @pytest.mark.parametrize(("b", "s"), [(1, 1), (2, 3)])
 def test_what_has_no_place_in_the_cache_is_not_written_and_shows(b, s):
     query, key, value = heads(b, s, torch.float32)
@@ -98,7 +155,7 @@ def test_what_has_no_place_in_the_cache_is_not_written_and_shows(b, s):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"angle": torch.float32}, "angles are torch.float32"),
+        ({"angle": torch.float32}, "angles of torch.float32"),
         ({"grad": True}, "no gradient"),
         ({"d": 1026}, "at most 1024"),
         ({"dtype": torch.float64, "angle": torch.float64}, "float64"),

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 import hf_rocm
 from hf_rocm import options
 from hf_rocm.ops.aiter import detect
-from hf_rocm.weights import kept
+from hf_rocm.weights import shuffled_copy
 from tests.aiter import recorded
 from tests.aiter.machine import pretend
 from tests.weights import models, shuffling
@@ -65,7 +65,7 @@ def machine(monkeypatch):
     for each in reversed(entered):
         each.__exit__(None, None, None)
     options._forget_choices()
-    kept.unwatch()
+    shuffled_copy.unwatch()
 
 
 @pytest.fixture(params=[0, shuffling.ROWS], ids=["in place", "a copy"])

@@ -18,8 +18,8 @@ import transformers
 from transformers import LlamaForCausalLM
 
 import hf_rocm
-from hf_rocm.weights.block import Fused
-from hf_rocm.weights.fuse import STATE
+from hf_rocm.layers.weight_group import SLOT
+from hf_rocm.weights.fuse import Fused
 
 TINY = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
@@ -40,7 +40,7 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
         model(ids)
     measured["load peak"] = peak() - start
     measured["after"] = after = settled() - base
-    measured["fused"] = sum(type(module.__dict__.get(STATE)) is Fused for module in model.modules())
+    measured["fused"] = sum(type(module.__dict__.get(SLOT)) is Fused for module in model.modules())
     model.save_pretrained(out)
     measured["save peak"] = peak() - start
     measured["saved"] = settled() - base

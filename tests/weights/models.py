@@ -11,7 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_rocm
 from hf_rocm import ops
-from hf_rocm.weights.fuse import STATE, fused, project, unfuse
+from hf_rocm.layers import grouped_linear
+from hf_rocm.layers.grouped_linear import project
+from hf_rocm.layers.weight_group import SLOT
+from hf_rocm.weights.fuse import Fused, unfuse
 from tests.tolerance import assert_as_good_as_eager
 
 LAYERS = 2
@@ -75,12 +78,12 @@ def assert_same_results(model: nn.Module, stock: nn.Module) -> None:
 def live(model: nn.Module) -> int:
     """How many groups would run fused now. A pending copy is fused by asking."""
     with torch.no_grad():
-        return sum(fused(module) is not None for module in model.modules())
+        return sum(isinstance(grouped_linear.live(module), Fused) for module in model.modules())
 
 
 def blocks(model: nn.Module) -> int:
     """How many groups hold a block, whether or not they would run it now."""
-    return sum(type(module.__dict__.get(STATE)).__name__ == "Fused" for module in model.modules())
+    return sum(type(module.__dict__.get(SLOT)) is Fused for module in model.modules())
 
 
 def follows(model: Any, groups: int, *, twin: Any = None) -> None:

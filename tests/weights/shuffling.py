@@ -12,7 +12,7 @@ import torch
 
 import hf_rocm
 from hf_rocm import ops
-from hf_rocm.weights.prepare import REPORT
+from hf_rocm.loading.prepare import REPORT
 from tests.aiter import recorded
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights import models

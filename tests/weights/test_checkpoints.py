@@ -11,8 +11,8 @@ import transformers
 
 import hf_rocm
 from hf_rocm import layers, ops, overlay
+from hf_rocm.loading import prepare as preparing
 from hf_rocm.overlay import bind
-from hf_rocm.weights import prepare as preparing
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights.models import assert_same_results, logits
 
@@ -108,12 +108,12 @@ def gated():
             module = inspect.getmodule(getattr(transformers, f"{kind}ForCausalLM"))
             cls = getattr(module, MLPS[kind])
             if cls not in {binding.cls for binding in bind.bindings()}:
-                overlay.replaces(cls, fuses=tuple(GATE_UP))(layers.gated_mlp)
+                overlay.binds(cls, layers.GatedMLP())
                 bound.append(cls)
 
     yield serve
     for binding in list(bind.bindings()):
-        if binding.cls in bound and binding.replacement is layers.gated_mlp:
+        if binding.cls in bound and isinstance(binding.layer, layers.GatedMLP):
             bind.unbind(binding.cls)
 
 

@@ -8,8 +8,10 @@ import pickle
 import pytest
 import torch
 
+from hf_rocm.layers.grouped_linear import live
+from hf_rocm.layers.weight_group import PENDING, SLOT, idle
 from hf_rocm.weights import fuse
-from hf_rocm.weights.block import Fused
+from hf_rocm.weights.fuse import Fused
 from tests.weights.test_fuse import X, make, no_grad, same  # noqa: F401  the fixture holds here too
 
 
@@ -19,21 +21,21 @@ def _pickled(group):
 
 def test_an_unpickled_group_fuses_itself_at_its_first_call():
     twin = _pickled(make(bias=True))
-    assert twin.__dict__[fuse.STATE] == ("a", "b", "c")
+    assert twin.__dict__[SLOT] == idle(Fused, PENDING, "abc")
     with torch.enable_grad():
         twin(X)
-        assert "gradients are on" in fuse.why_not(twin, twin.names)
-    assert twin.__dict__[fuse.STATE] == ("a", "b", "c") and fuse.why_not(twin, twin.names) is None
+        assert "gradients are enabled" in fuse.why_not(twin, twin.names)
+    assert twin.__dict__[SLOT] == idle(Fused, PENDING, "abc") and fuse.why_not(twin, twin.names) is None
     same(twin)
-    assert type(twin.__dict__[fuse.STATE]) is Fused
+    assert type(twin.__dict__[SLOT]) is Fused
 
 
 def test_a_deep_copy_is_fused_by_copying():
     twin = copy.deepcopy(make(bias=True))
-    assert type(twin.__dict__[fuse.STATE]) is Fused and fuse.fused(twin) is twin.__dict__[fuse.STATE]
+    assert type(twin.__dict__[SLOT]) is Fused and live(twin) is twin.__dict__[SLOT]
     again = copy.deepcopy(twin)
     del twin
-    assert fuse.fused(again) is again.__dict__[fuse.STATE]
+    assert live(again) is again.__dict__[SLOT]
     same(again)
 
 
@@ -43,9 +45,9 @@ def test_a_deep_copy_of_a_shallow_copy_or_of_a_group_that_went_stale_is_left_to_
     group.b.weight.data = torch.randn(8, 16)
     stale = copy.deepcopy(group)
     for twin in (shallow, stale):
-        assert twin.__dict__[fuse.STATE] == ("a", "b", "c")
+        assert twin.__dict__[SLOT] == idle(Fused, PENDING, "abc")
         same(twin)
-        assert fuse.fused(twin) is not None
+        assert live(twin) is not None
     assert not torch.equal(shallow.b.weight, stale.b.weight)
 
 
@@ -57,11 +59,11 @@ def test_copies_have_blocks_of_their_own(duplicate):
     group.b.weight.mul_(5)
     for each in (group, twin):
         same(each)
-        assert fuse.fused(each) is not None
-    assert fuse.fused(twin) is not fuse.fused(group)
+        assert live(each) is not None
+    assert live(twin) is not live(group)
     assert not torch.equal(twin.a.weight, group.a.weight)
 
 
 def test_a_shallow_copy_shares_the_block():
     group = make()
-    assert fuse.fused(copy.copy(group)) is fuse.fused(group)
+    assert live(copy.copy(group)) is live(group)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from hf_rocm.layers.grouped_linear import live, project
+from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.weights import fuse
 from tests.weights.models import Group
 
@@ -149,7 +151,7 @@ def test_refusals_are_sentences_and_change_nothing(change, sentence):
         assert fuse.fuse(group, ("a", "b")) == sentence
         assert fuse.why_not(group, ("a", "b")) == sentence
     assert {name: (id(p), p.data_ptr(), p.dtype) for name, p in group.named_parameters() if not p.is_meta} == before
-    assert fuse.STATE not in group.__dict__
+    assert SLOT not in group.__dict__
 
 
 def test_one_layer_is_no_group():
@@ -177,12 +179,12 @@ def test_a_hook_of_accelerate_that_moves_nothing_is_harmless():
 
     with torch.no_grad():
         hook()
-        assert fuse.fuse(group, group.names) is None and fuse.fused(group) is not None
-        assert fuse.project(group, x) is not None
+        assert fuse.fuse(group, group.names) is None and live(group) is not None
+        assert project(group, x) is not None
         accelerate.hooks.remove_hook_from_submodules(group)
-        assert fuse.fused(group) is not None
+        assert live(group) is not None
         hook()
-        assert fuse.fused(group) is not None
+        assert live(group) is not None
         # a hook for another device brings the input over: then the layer must be called
         accelerate.hooks.add_hook_to_module(group.b, accelerate.hooks.AlignDevicesHook("meta"))
-        assert fuse.project(group, x) is None
+        assert project(group, x) is None

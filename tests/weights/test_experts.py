@@ -1,4 +1,4 @@
-"""stack, stacked, unstack on a list of experts: values, identities, memory, and every way to go stale."""
+"""Stacking on a list of experts: values, identities, memory, and every way to go stale."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from hf_rocm import ops
+from hf_rocm.layers.grouped_linear import live as stacked
+from hf_rocm.layers.weight_group import MOVED, SLOT, is_idle
 from hf_rocm.overlay import bind
-from hf_rocm.weights import experts
-from hf_rocm.weights.experts import Stacked, stack, stacked, unstack, why_not
+from hf_rocm.weights.experts import Stacked
 from tests.tolerance import assert_as_good_as_eager
 
 NAMES = ("w1", "w3", "w2", "act_fn")
@@ -54,7 +55,7 @@ class Mixture(nn.Module):
 
 def make(bias=False):
     mixture = Mixture(bias)
-    assert stack(mixture, NAMES) is None
+    assert Stacked.form(mixture, NAMES) is None
     return mixture
 
 
@@ -82,7 +83,7 @@ def test_stacking_and_unstacking_change_no_value_and_no_object(bias):
     parameters = dict(mixture.named_parameters())
     before = {name: parameter.clone() for name, parameter in parameters.items()}
     for _ in range(2):
-        assert stack(mixture, NAMES) is None and why_not(mixture, NAMES) is None
+        assert Stacked.form(mixture, NAMES) is None and Stacked.why_not(mixture, NAMES) is None
     held = stacked(mixture)
     assert held.gate_up.shape == (E, 2 * I, H) and held.down.shape == (E, H, I)
     assert (held.gate_up_bias is not None) is bias
@@ -93,7 +94,7 @@ def test_stacking_and_unstacking_change_no_value_and_no_object(bias):
         storages = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
         assert len(storages) == len(parameters)  # nothing that looks at storages sees sharing
         assert all(each.untyped_storage().nbytes() == each.nbytes for each in parameters.values())
-        unstack(mixture)
+        Stacked.restore(mixture)
     assert stacked(mixture) is None and not [name for name in mixture.__dict__ if name.startswith("_hf_rocm")]
 
 
@@ -151,9 +152,9 @@ def swap_experts(mixture):
 def test_a_block_whose_weights_moved_is_let_go(change):
     mixture = make()
     change(mixture)
-    assert stacked(mixture) is None and experts.STATE not in mixture.__dict__
-    assert why_not(mixture, NAMES) is not None
-    unstack(mixture)
+    assert stacked(mixture) is None and is_idle(mixture.__dict__[SLOT], MOVED)
+    assert Stacked.why_not(mixture, NAMES) is not None
+    Stacked.restore(mixture)
 
 
 def hook(mixture):
@@ -193,14 +194,14 @@ def test_what_the_user_put_there_wins(touch):
     mixture = make()
     touch(mixture)
     assert stacked(mixture) is None
-    assert why_not(mixture, NAMES) is not None
+    assert Stacked.why_not(mixture, NAMES) is not None
 
 
 def test_gradients_go_through_the_modules():
     mixture = make()
     with torch.enable_grad():
         assert stacked(mixture) is None
-        assert "no_grad" in why_not(mixture, NAMES)
+        assert "no_grad" in Stacked.why_not(mixture, NAMES)
     assert stacked(mixture) is not None
     mixture.requires_grad_(False)
     with torch.enable_grad():
@@ -239,17 +240,17 @@ def test_the_experts_of_a_moved_model_are_stacked_again():
 
 
 def test_refusals():
-    assert stack(nn.Module(), NAMES) == "there is no list of experts"
+    assert Stacked.form(nn.Module(), NAMES) == "there is no list of experts"
     other = Mixture()
     other.experts[1].act_fn = nn.GELU()
-    assert "activation of expert 1" in stack(other, NAMES)
+    assert "activation of expert 1" in Stacked.form(other, NAMES)
     other = Mixture()
     other.experts[1].w3 = nn.Linear(H, I, bias=True)
-    assert "bias" in stack(other, NAMES)
+    assert "bias" in Stacked.form(other, NAMES)
     other = Mixture()
     other.experts[2].to("meta")
-    assert "meta" in stack(other, NAMES)
+    assert "meta" in Stacked.form(other, NAMES)
     other = Mixture()
     other.experts[2].w1.weight = other.experts[3].w1.weight
-    assert "share memory" in stack(other, NAMES)
-    assert experts.STATE not in other.__dict__
+    assert "share memory" in Stacked.form(other, NAMES)
+    assert SLOT not in other.__dict__

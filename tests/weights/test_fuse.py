@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
+from hf_rocm.layers.grouped_linear import live, project
+from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.weights import fuse
-from hf_rocm.weights.block import block_of
+from hf_rocm.weights.fused_storage import block_of
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights.models import Group, one_by_one
 
@@ -56,12 +58,12 @@ def test_fusing_and_unfusing_change_no_value_and_no_object(sizes, bias, dtype, r
     for _ in range(2):
         with torch.no_grad():
             assert fuse.fuse(group, group.names) is None
-            held = fuse.fused(group)
+            held = live(group)
             assert held is not None and held.weight.shape == (2 * sum(sizes), 16)
             same(group, torch.randn(rows, 16).to(dtype))
     for _ in range(2):
         fuse.unfuse(group)
-        assert fuse.fused(group) is None
+        assert live(group) is None
         for name, parameter in group.named_parameters():
             assert parameter is parameters[name] and torch.equal(parameter, before[name])
             assert parameter.requires_grad and parameter.untyped_storage().resizable()
@@ -71,7 +73,7 @@ def test_fusing_and_unfusing_change_no_value_and_no_object(sizes, bias, dtype, r
 @pytest.mark.parametrize("bias", [False, True])
 def test_each_parameter_owns_its_storage_over_its_part_of_the_block(bias):
     group = make(bias=bias)
-    held = fuse.fused(group)
+    held = live(group)
     row = 0
     for linear in group.children():
         weight = linear.weight
@@ -86,12 +88,12 @@ def test_each_parameter_owns_its_storage_over_its_part_of_the_block(bias):
 
 def test_fusing_again_keeps_the_block_and_another_order_makes_a_new_one():
     group = make()
-    held = fuse.fused(group)
-    assert fuse.fuse(group, ["a", "b", "c"]) is None and fuse.fused(group) is held
+    held = live(group)
+    assert fuse.fuse(group, ["a", "b", "c"]) is None and live(group) is held
     assert fuse.fuse(group, ["b", "a"]) is None
-    assert fuse.fused(group).names == ("b", "a")
+    assert live(group).names == ("b", "a")
     assert group.c.weight.untyped_storage().resizable()
-    assert torch.equal(fuse.fused(group).weight, torch.cat([group.b.weight, group.a.weight]))
+    assert torch.equal(live(group).weight, torch.cat([group.b.weight, group.a.weight]))
 
 
 def test_python_attributes_and_gradients_of_a_parameter_stay():
@@ -106,7 +108,7 @@ def test_parameters_made_under_inference_mode():
     with torch.inference_mode():
         group = Group(16, 8, bias=True)
     assert fuse.fuse(group, group.names) is None
-    assert group.a.weight.is_inference() and fuse.fused(group) is not None
+    assert group.a.weight.is_inference() and live(group) is not None
     same(group)
     with torch.inference_mode():
         group.a.weight.mul_(2)
@@ -119,7 +121,7 @@ def test_ordinary_parameters_fused_under_inference_mode_stay_ordinary():
     group = Group(16, 8)
     with torch.inference_mode():
         assert fuse.fuse(group, group.names) is None
-        assert fuse.fused(group) is not None
+        assert live(group) is not None
     assert not group.a.weight.is_inference()
     with torch.enable_grad():
         group.a(X).sum().backward()
@@ -246,8 +248,8 @@ def test_whatever_is_done_to_the_layers_the_next_call_follows(change, bias):
     assert any(changed)
     for actual, wanted in zip(outputs, expected, strict=True):
         torch.testing.assert_close(actual, wanted)
-    assert (fuse.fused(group) is not None) is runs
-    assert (fuse.STATE in group.__dict__) is kept
+    assert (live(group) is not None) is runs
+    assert (type(group.__dict__[SLOT]) is fuse.Fused) is kept
     assert (fuse.why_not(group, group.names) is None) is runs
 
 
@@ -256,18 +258,18 @@ def test_a_bias_that_is_taken_away_is_not_added():
     group.b.bias = None
     for actual, wanted in zip(group(X), one_by_one(group, X), strict=True):
         torch.testing.assert_close(actual, wanted)
-    assert fuse.STATE not in group.__dict__ and "only a, c have a bias" in fuse.why_not(group, group.names)
+    assert type(group.__dict__[SLOT]) is not fuse.Fused and "only a, c have a bias" in fuse.why_not(group, group.names)
 
 
 def test_a_block_that_went_stale_is_freed_and_can_be_made_again():
     group = make()
-    held = fuse.fused(group)
+    held = live(group)
     _assign_load(group)
     group(X)
     assert "replaced or moved" in fuse.why_not(group, group.names)
     del held
     assert not block_of([group.a.weight, group.b.weight, group.c.weight], [])
-    assert fuse.fuse(group, group.names) is None and fuse.fused(group) is not None
+    assert fuse.fuse(group, group.names) is None and live(group) is not None
     same(group)
 
 
@@ -279,7 +281,7 @@ def test_hooks_on_all_modules_are_called():
         assert group.b in seen and "all modules" in fuse.why_not(group, group.names)
     finally:
         handle.remove()
-    assert fuse.fused(group) is not None
+    assert live(group) is not None
 
 
 def test_weights_lent_for_one_call_are_used_and_the_block_stays():
@@ -288,7 +290,7 @@ def test_weights_lent_for_one_call_are_used_and_the_block_stays():
     outputs = torch.func.functional_call(group, lent, (X,))
     for actual, name in zip(outputs, lent, strict=True):
         torch.testing.assert_close(actual, nn.functional.linear(X, lent[name]))
-    assert fuse.fused(group) is not None
+    assert live(group) is not None
     same(group)
 
 
@@ -297,22 +299,22 @@ def test_gradients_take_the_layers_and_equal_stock(bias):
     group, twin = make(bias=bias), Group(16, 8, 4, bias=bias)
     twin.load_state_dict(group.state_dict())
     with torch.enable_grad():
-        assert fuse.fused(group) is None and "gradients are on" in fuse.why_not(group, group.names)
+        assert live(group) is None and "gradients are enabled" in fuse.why_not(group, group.names)
         for each in (group, twin):
             sum(part.square().sum() for part in each(X)).backward()
             torch.optim.AdamW(each.parameters(), lr=0.1).step()
     for one, other in zip(group.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad) and torch.equal(one, other)
-    assert fuse.fused(group) is not None  # the step was in place
+    assert live(group) is not None  # the step was in place
     same(group)
 
 
 def test_gradients_of_the_input_alone_take_the_layers_too():
     group = make().requires_grad_(False)
     with torch.enable_grad():
-        assert fuse.fused(group) is not None
-        assert fuse.project(group, X) is not None
-        assert fuse.project(group, X.clone().requires_grad_()) is None
+        assert live(group) is not None
+        assert project(group, X) is not None
+        assert project(group, X.clone().requires_grad_()) is None
 
 
 def test_threads_may_make_the_first_call_together_and_lose_the_block_together():
@@ -338,7 +340,7 @@ def test_threads_may_make_the_first_call_together_and_lose_the_block_together():
         for thread in threads:
             thread.join()
         assert not errors
-        assert fuse.fused(group) is None
+        assert live(group) is None
         same(group)
 
 

@@ -21,14 +21,14 @@ from packaging.version import Version
 from safetensors.torch import save_file
 
 import hf_rocm
-from hf_rocm.weights import mapped
+from hf_rocm.weights import mmap_pages
 
 RELEASE = Version(transformers.__version__)
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(Version("5") <= RELEASE < Version("5.23"), reason="measured in 4.x and in 5.23"),
-    pytest.mark.skipif(not Path(mapped._PAGEMAP).exists(), reason="what Linux says of a process's memory"),
+    pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reason="what Linux says of a process's memory"),
 ]
 
 LAYERS, HIDDEN, INTERMEDIATE, KEYS = 12, 2048, 6144, 512

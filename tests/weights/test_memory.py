@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 import hf_rocm
-from hf_rocm.weights.fuse import fused
+from hf_rocm.layers.grouped_linear import live as fused
 from tests.weights import models
 from tests.weights.models import live
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_rocm.weights.fuse import fused
+from hf_rocm.layers.grouped_linear import live as fused
 from tests.distributed.launch import free_port
 from tests.weights import models
 from tests.weights.models import GROUPS, IDS, blocks, follows

@@ -8,11 +8,12 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hf_rocm
+from hf_rocm.layers.weight_group import PENDING, SLOT, is_idle
+from hf_rocm.loading import prepare as preparing
 from hf_rocm.overlay import bind
-from hf_rocm.weights import mapped
-from hf_rocm.weights import prepare as preparing
-from hf_rocm.weights.fuse import STATE, why_not
-from hf_rocm.weights.mapped import is_mapped
+from hf_rocm.weights import mmap_pages
+from hf_rocm.weights.fuse import why_not
+from hf_rocm.weights.mmap_pages import is_mapped
 from tests.weights import models
 from tests.weights.models import GROUPS, IDS, blocks, follows, live, logits
 
@@ -20,7 +21,7 @@ GATE = ("gate_proj", "up_proj")
 
 
 def pending(model) -> int:
-    return sum(type(module.__dict__.get(STATE)) is tuple for module in model.modules())
+    return sum(is_idle(module.__dict__.get(SLOT), PENDING) for module in model.modules())
 
 
 def addresses(model):
@@ -60,7 +61,7 @@ def test_a_state_dict_that_is_kept_still_reaches_the_model(fresh):
     logits(fresh)
     assert blocks(fresh) == 0
     with torch.no_grad():
-        assert "a state dict that is kept?" in why_not(fresh.model.layers[0].mlp, GATE)
+        assert "a state dict in use?" in why_not(fresh.model.layers[0].mlp, GATE)
     kept["model.layers.0.mlp.up_proj.weight"].mul_(2)
     kept["model.layers.1.self_attn.q_proj.weight"].mul_(3)
     twin = models.build()
@@ -75,7 +76,7 @@ def test_gradients_leave_them_pending(fresh, stock):
     for each in (fresh, stock):
         each(IDS, labels=IDS, use_cache=False).loss.backward()
     assert pending(fresh) == GROUPS
-    assert "gradients are on" in why_not(fresh.model.layers[0].mlp, GATE)
+    assert "gradients are enabled" in why_not(fresh.model.layers[0].mlp, GATE)
     for (name, one), other in zip(fresh.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
     follows(fresh, GROUPS)
@@ -123,7 +124,7 @@ def test_what_only_runs_compiled_is_right_and_fused_after_a_call(fresh, stock):
 
 
 def test_without_a_page_map_they_are_fused_when_they_are_loaded(checkpoint, monkeypatch):
-    monkeypatch.setattr(mapped, "_PAGEMAP", "/nowhere")
+    monkeypatch.setattr(mmap_pages, "_PAGEMAP", "/nowhere")
     fresh = hf_rocm.from_pretrained(checkpoint, force=True)
     assert blocks(fresh) == GROUPS
     follows(fresh, GROUPS)

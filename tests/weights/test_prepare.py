@@ -14,9 +14,10 @@ from torch import nn
 import hf_rocm
 from hf_rocm import ops
 from hf_rocm.errors import DigestMismatch, OptionError
+from hf_rocm.layers.grouped_linear import live as fused
+from hf_rocm.layers.weight_group import SLOT
+from hf_rocm.loading import prepare as preparing
 from hf_rocm.overlay import bind
-from hf_rocm.weights import prepare as preparing
-from hf_rocm.weights.fuse import STATE, fused
 from tests.weights import models
 from tests.weights.models import GROUPS, IDS, assert_same_results, follows, live, logits
 
@@ -52,10 +53,10 @@ def test_prepare_fuses_every_group_and_reports_in_plain_builtins(stock):
 
 
 def test_twice_equals_once(model):
-    held = {id(module): module.__dict__.get(STATE) for module in model.modules()}
+    held = {id(module): module.__dict__.get(SLOT) for module in model.modules()}
     before = report(model)
     hf_rocm.prepare(model, force=True)
-    assert {id(module): module.__dict__.get(STATE) for module in model.modules()} == held
+    assert {id(module): module.__dict__.get(SLOT) for module in model.modules()} == held
     assert report(model) == before
 
 
@@ -94,7 +95,7 @@ def test_the_next_call_after_a_group_went_stale_leaves_no_part_of_the_block(mode
     assert not traces(model)
 
 
-def test_a_part_of_a_stale_block_that_is_held_elsewhere_stays_until_restore(model):
+def test_a_part_of_a_stale_block_that_is_is_aliased_stays_while_it_is(model):
     mlp = model.model.layers[0].mlp
     kept = model.state_dict()["model.layers.0.mlp.up_proj.weight"]
     mlp.gate_proj.weight.data = torch.randn_like(mlp.gate_proj.weight)
@@ -102,6 +103,10 @@ def test_a_part_of_a_stale_block_that_is_held_elsewhere_stays_until_restore(mode
     kept.zero_()
     assert not mlp.up_proj.weight.any()
     hf_rocm.restore(model)
+    kept.fill_(1.0)
+    assert mlp.up_proj.weight.all() and not traces(model)
+    del kept
+    hf_rocm.restore(hf_rocm.prepare(model, force=True))
     assert mlp.up_proj.weight.untyped_storage().resizable() and not traces(model)
 
 
@@ -248,7 +253,7 @@ def test_modules_of_other_origin_are_left_alone():
 
 
 def test_what_is_no_model_is_refused():
-    with pytest.raises(OptionError, match=r"a pipeline has its model in `\.model`"):
+    with pytest.raises(OptionError, match=r"pass its `\.model`"):
         hf_rocm.prepare(object(), force=True)
 
 
@@ -281,3 +286,16 @@ def test_a_model_on_meta_is_left_alone():
         "gate_proj has a weight that is on the meta device",
     }
     assert len(report(model)["skipped"]) == GROUPS
+
+
+def test_prepare_quantises_as_from_pretrained_does(stock):
+    before = copy.deepcopy(stock)
+    with pytest.raises(OptionError, match="no kind 'fp4'"):
+        hf_rocm.prepare(stock, force=True, quantize="fp4")
+    with pytest.raises(OptionError, match="force=False"):
+        hf_rocm.prepare(stock, force=False, quantize="int8")
+    assert traces(stock) == []
+    hf_rocm.prepare(stock, force=True, quantize="int8")
+    expected = hf_rocm.quantize(hf_rocm.prepare(before, force=True), "int8", force=True)
+    assert torch.equal(logits(stock), logits(expected))
+    assert hf_rocm.explain(stock).quantized is not None

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 import hf_rocm
-from hf_rocm.weights import prepare as preparing
+from hf_rocm.loading import prepare as preparing
 from tests.weights.models import GROUPS, IDS, blocks, live
 
 

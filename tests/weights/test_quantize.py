@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import pickle
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ import hf_rocm
 from hf_rocm import ops, options
 from hf_rocm.device import Device
 from hf_rocm.errors import OptionError
-from hf_rocm.ops.eight_bit import rounding_error
+from hf_rocm.ops import four_bit
 from hf_rocm.overlay import bind
+from hf_rocm.weights import eight_bit as eight_bit_weights
 from hf_rocm.weights import quantize as quantizing
+from hf_rocm.weights.eight_bit import EightBitWeight
 from hf_rocm.weights.quantized import QuantizedLinear
 from tests import eight_bit
 from tests.tolerance import assert_as_good_as_eager
@@ -27,6 +31,7 @@ FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SHAPES = [(128, 64), (64, 64), (160, 64), (64, 80)]  # q+k+v, o, gate+up, down
 
 each_kind = pytest.mark.parametrize("kind", FORMATS)
+FOUR_BITS = ["int4-g32", "int4-g64"]  # the models here are narrower than a group of 128
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -78,30 +83,31 @@ def test_weights_are_rounded_within_the_format(kind):
         weight = stock.get_submodule(path).weight
         assert layer.weight.dtype == weight.dtype and (layer.in_features, layer.out_features) == weight.shape[::-1]
         off = (layer.weight.double() - weight.double()).abs()
-        assert (off <= rounding_error(weight, FORMATS[kind]) * (1 + 1e-6)).all() and off.any()
+        assert (off <= eight_bit.rounding_error(weight, FORMATS[kind]) * (1 + 1e-6)).all() and off.any()
 
 
 def test_the_report_is_plain_and_says_what_it_cost(caplog):
     with caplog.at_level(logging.INFO, logger="hf_rocm"):
         model = quantized("fp8")
     report = json.loads(json.dumps(model.__dict__[quantizing.REPORT]))
-    assert report["layers"] == LINEARS and report["left"] == {"lm_head": "it is no part of a repeated block"}
+    assert report["layers"] == LINEARS and report["left"] == {"lm_head": "it is not part of a repeated block"}
     assert 0 < report["error"]["mean"] <= report["error"]["max"] < 2**-4 and report["error"]["worst"].startswith(
         "model."
     )
     before, after = report["bytes"]
     assert before == sum(each.nbytes for each in models.build().parameters()) + _buffers(model)
     rest = sum(each.nbytes for each in model.parameters()) + _buffers(model)
-    eight_bit = sum(
+    packed = sum(
         layer.in_features * layer.out_features + 4 * layer.out_features for _, layer in quantizing.layers(model)
     )
-    assert after == rest + eight_bit
+    assert after == rest + packed
     assert "14 layers in fp8 (float8_e4m3fn)" in caplog.text and "off by" in caplog.text
     with torch.no_grad():
         explanation = hf_rocm.explain(model)
-    assert explanation.quantized in str(explanation) and explanation.quantized.startswith("14 layers in fp8")
+    assert explanation.quantized in explanation.details() and explanation.quantized.startswith("14 layers in fp8")
     kernels = {each.situation: each.kernel for each in explanation.kernels if each.operation == "quantized_linear"}
-    assert kernels["q_proj + k_proj + v_proj, 128 × 64"] == "_scaled_mm, scaled after" and len(kernels) == 4
+    assert kernels["q_proj + k_proj + v_proj, 128 × 64"] == eight_bit.served_by(FORMATS["fp8"], torch.float32)
+    assert len(kernels) == 4
     assert {"attention", "act_and_mul"} <= {each.operation for each in explanation.kernels}
     assert all(part.fused == part.active for part in explanation.parts if part.group)
 
@@ -144,7 +150,7 @@ def _spoil_dtype(model):
         (_spoil_tie, "share memory"),
         (_spoil_meta, "it has a weight that is on the meta device"),
         (_spoil_class, "not a plain nn.Linear"),
-        (_spoil_size, "81 × 64 are no multiples of 16"),
+        (_spoil_size, "81 × 64 are not multiples of 16"),
         (_spoil_dtype, "its weight is torch.float64"),
     ],
 )
@@ -186,8 +192,8 @@ def test_routers_and_experts_stay():
     assert [path for path, _ in quantizing.layers(model)] == ["layers.0.shared_expert"]
     assert model.__dict__[quantizing.REPORT]["left"] == {
         "layers.0.gate": "it is a router",
-        "layers.0.experts.0": "experts stay as they are",
-        "layers.1": "experts stay as they are",
+        "layers.0.experts.0": "experts are not quantised",
+        "layers.1": "experts are not quantised",
     }
 
 
@@ -206,7 +212,7 @@ def test_layers_that_a_model_keeps_in_fp32_stay():
     model._keep_in_fp32_modules = ["down_proj"]
     hf_rocm.quantize(model, "int8", force=True)
     assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
-    assert model.__dict__[quantizing.REPORT]["left"]["model.layers.1.mlp.down_proj"] == "its model keeps it in fp32"
+    assert model.__dict__[quantizing.REPORT]["left"]["model.layers.1.mlp.down_proj"] == "the model keeps it in fp32"
 
 
 class TestRefusals:
@@ -219,9 +225,9 @@ class TestRefusals:
         assert before is None or (dict(model.named_modules()) == before and not traces(model))
 
     def test_arguments(self):
-        self.refused("quantize has no kind 'int4'", kind="int4")
+        self.refused("quantize has no kind 'int3'", kind="int3")
         self.refused("can't keep the originals on 'disk'", keep="disk")
-        self.refused("force=True or HF_ROCM_FORCE=1 switches it on", force=None)
+        self.refused("HF_ROCM_FORCE=1 enables it", force=None)
         self.refused("because  force=False", force=False)
         self.refused("quantize takes a model", model="llama")
 
@@ -230,30 +236,37 @@ class TestRefusals:
         self.refused("no layer that can be quantised", model=nn.Sequential(nn.Linear(16, 16)).eval())
         by_another = models.build()
         by_another.config.quantization_config = type("Config", (), {"quant_method": "gptq"})()
-        self.refused("quantised already, by gptq", model=by_another)
+        self.refused("already quantised, by gptq", model=by_another)
 
     def test_twice(self):
         model = quantized()
         layers = quantizing.layers(model)
-        with pytest.raises(OptionError, match="in 8 bits already"):
+        with pytest.raises(OptionError, match="already quantised"):
             hf_rocm.quantize(model, "fp8", force=True)
         assert quantizing.layers(model) == layers
 
-    def test_an_arch_without_fp8(self, monkeypatch):
-        monkeypatch.setattr(quantizing, "describe", lambda device: Device("cuda", rocm=True, arch="gfx90a"))
-        self.refused("gfx90a has no fp8", kind="fp8")
-        monkeypatch.setattr(quantizing, "describe", lambda device: Device("cuda", rocm=True, arch="gfx942"))
-        monkeypatch.setattr(quantizing, "_is_better_shuffled", lambda *_: False)
+    @pytest.mark.parametrize(
+        ("arch", "format", "rounds"),
+        [("gfx90a", torch.float8_e4m3fn, False), ("gfx942", torch.float8_e4m3fnuz, True)],
+    )
+    def test_the_fp8_of_an_arch(self, arch, format, rounds, monkeypatch):
+        """An arch without products of fp8 multiplies the dequantised numbers, and x is never rounded."""
+        monkeypatch.setattr(eight_bit_weights, "describe", lambda device: Device("cuda", rocm=True, arch=arch))
+        monkeypatch.setattr(EightBitWeight, "_is_better_shuffled", lambda *_: False)
         model = quantized("fp8")
-        assert model.model.layers[0].mlp.up_proj.quantized.data.dtype == torch.float8_e4m3fnuz
-        assert torch.isfinite(logits(model)).all()
+        weight = model.model.layers[0].mlp.up_proj.quantized
+        assert weight.data.dtype == format and weight.rounds is rounds
+        with ops.recording() as routes:
+            assert torch.isfinite(logits(model)).all()
+        names = {route.name for route in routes if route.operation == "quantized_linear"}
+        assert ("dequantize, F.linear" in names) is not rounds and len(names) == 1
 
     def test_gradients(self):
         model = quantized()
         output = model(IDS, use_cache=False).logits  # outside no_grad: nothing that is left requires any
         assert not output.requires_grad and not any(each.requires_grad for each in model.parameters())
         embedded = model.get_input_embeddings()(IDS).requires_grad_()
-        with pytest.raises(OptionError, match="8-bit layers have no gradient"):
+        with pytest.raises(OptionError, match="quantised layers have no gradient"):
             model(inputs_embeds=embedded, use_cache=False)
 
 
@@ -261,7 +274,7 @@ class TestBack:
     def test_restore_is_refused_once_the_originals_are_gone(self):
         model = quantized()
         before = logits(model)
-        with pytest.raises(OptionError, match="its original weights are gone") as caught:
+        with pytest.raises(OptionError, match="its original weights were not kept") as caught:
             hf_rocm.restore(model)
         assert "hf_rocm.dequantize(model)" in str(caught.value)
         actual, shapes, _ = products(model)
@@ -302,7 +315,7 @@ def test_the_loader(tmp_path):
     assert not info["missing_keys"] and products(model)[1] == SHAPES * LAYERS
     with pytest.raises(OptionError, match="quantize has no kind 'fp4'"):
         hf_rocm.from_pretrained(tmp_path / "nowhere", quantize="fp4", force=True)
-    with pytest.raises(OptionError, match="switches it on anywhere"):
+    with pytest.raises(OptionError, match="enables it on any machine"):
         hf_rocm.from_pretrained(tmp_path / "nowhere", quantize="fp8")
 
 
@@ -313,3 +326,64 @@ def test_an_unprepared_class_is_served_too():
     layer = model[0][0]
     assert isinstance(layer, QuantizedLinear) and type(model[1]) is nn.Linear and bind.mode_of(layer) == bind.OFF
     assert layer(torch.randn(2, 3, 32)).shape == (2, 3, 48) and layer(torch.randn(0, 32)).shape == (0, 48)
+
+
+class TestFourBits:
+    """What differs from 8 bits: groups along the rows, and layers whose width is not a multiple of the group."""
+
+    @pytest.mark.parametrize("kind", FOUR_BITS)
+    def test_the_route_the_numbers_and_the_bytes(self, kind):
+        model, stock = quantized(kind), models.build()
+        actual, shapes, others = products(model)
+        group = int(kind[-2:])
+        assert shapes == [(128, 8), (64, 8), (160, 8)] * LAYERS and others == 0
+        with options.override(tiers={"linear": "eager"}):
+            eager = logits(model)
+        assert_as_good_as_eager(actual, eager, logits(model.double()))
+        left = model.__dict__[quantizing.REPORT]["left"]
+        assert left["model.layers.0.mlp.down_proj"] == f"its 80 inputs are not a multiple of the group size {group}"
+        for path, layer in quantizing.layers(model):
+            weight = stock.get_submodule(path).weight
+            scale = layer.quantized.scale[layer.start : layer.start + layer.out_features]
+            # half a step, and what the rounding of the scale takes from the largest number
+            bound = scale.double().repeat_interleave(group, 1) * (0.5 + 7.5 * 2**-8)
+            assert ((layer.weight.double() - weight.double()).abs() <= bound).all()
+            data = layer.quantized.data
+            assert data.nbytes == data.shape[0] * layer.in_features // 2
+            assert layer.quantized.scale.nbytes == data.shape[0] * layer.in_features // group * 2
+        assert f"4 bits in groups of {group}" in quantizing.summary(model)
+        kernels = {each.situation: each.kernel for each in hf_rocm.explain(model).kernels}
+        assert kernels["q_proj + k_proj + v_proj, 128 × 64"] == "dequantize, F.linear"
+
+    def test_ways_back_and_copies(self, stock, tmp_path):
+        model = models.prepared()
+        hf_rocm.quantize(model, "int4-g32", force=True, keep="cpu")
+        before = logits(model)
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            actual, shapes, _ = products(copied)
+            assert torch.equal(actual, before) and shapes[0] == (128, 8)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, stock.state_dict()[name])
+        hf_rocm.restore(model)
+        assert_same_results(model, stock)
+        again = quantized("int4-g32")
+        again.load_state_dict(stock.state_dict())
+        assert torch.equal(logits(again), before)
+        weights = {path: layer.weight for path, layer in quantizing.layers(again)}
+        hf_rocm.dequantize(again)
+        assert all(torch.equal(again.get_submodule(path).weight, weight) for path, weight in weights.items())
+
+    @pytest.mark.parametrize(("k", "group"), [(64, 32), (192, 64), (4096, 128), (14336, 128), (96, 32)])
+    def test_the_packed_order_has_an_inverse(self, k, group):
+        levels = torch.randint(16, (3, k), dtype=torch.int32, generator=torch.Generator().manual_seed(k))
+        run = four_bit.run_length(k, group)
+        assert k % (8 * run) == 0 and group % run == 0
+        assert torch.equal(four_bit._unpacked(four_bit._packed(levels, run), run), levels)
+
+    def test_groups_of_zeros_and_nan(self):
+        weight = torch.randn(4, 128)
+        weight[0, :32], weight[1, 40], weight[2, 70] = 0, torch.nan, torch.inf
+        words, scale = four_bit.quantize_groups(weight, 32)
+        back = four_bit.dequantize_groups(words, scale, torch.float32)
+        assert (back[0, :32] == 0).all()
+        assert back[1, 32:64].isnan().all() and back[2, 64:96].isnan().all() and back.isnan().sum() == 64

@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM
 
 import hf_rocm
 from hf_rocm import ops, options
+from hf_rocm.layers.grouped_linear import project
 from hf_rocm.weights import quantize as quantizing
-from hf_rocm.weights.fuse import project
 from hf_rocm.weights.quantized import group_of
 from tests import eight_bit
 from tests.tolerance import assert_as_good_as_eager
@@ -97,7 +97,7 @@ class TestAfterwards:
     def test_a_saved_model_is_an_ordinary_checkpoint(self, tmp_path, caplog):
         model = quantized("fp8")
         model.save_pretrained(tmp_path)
-        assert "holds its rounded weights" in caplog.text and caplog.text.count("rounded weights") == 1
+        assert "contains its rounded weights" in caplog.text and caplog.text.count("rounded weights") == 1
         loaded = LlamaForCausalLM.from_pretrained(tmp_path)
         weights = {path: layer.weight for path, layer in quantizing.layers(model)}
         for name, parameter in loaded.named_parameters():

@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_rocm
 from hf_rocm.ops.shuffled import shuffle
-from hf_rocm.weights import kept
+from hf_rocm.weights import shuffled_copy
 from tests.aiter import recorded
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights.models import IDS, LAYERS, logits
@@ -230,7 +230,7 @@ def test_hooks_and_functional_calls_see_what_they_ask_for(either):
 def test_a_copy_is_renewed_where_it_lies(machine):
     machine()
     linear = nn.Linear(64, 32, bias=False).bfloat16()
-    held = kept.Kept(linear.weight, [linear.weight], ROWS)
+    held = shuffled_copy.ShuffledCopy(linear.weight, [linear.weight], ROWS)
     x = torch.randn(ROWS, 64).bfloat16()
     address = held.shuffled.data.data_ptr()
     with torch.no_grad():
@@ -238,5 +238,5 @@ def test_a_copy_is_renewed_where_it_lies(machine):
         assert torch.equal(held.serves(x, [linear.weight]).data, shuffle(linear.weight).data)
         assert held.shuffled.data.data_ptr() == address
         linear.weight.data = linear.weight.data.clone()
-        assert held.serves(x, [linear.weight]) is None and held.nbytes == 0
-    kept.unwatch()
+        assert held.serves(x, [linear.weight]) is None and held.extra_bytes(linear) == 0
+    shuffled_copy.unwatch()

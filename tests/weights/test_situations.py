@@ -22,7 +22,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import hf_rocm
 from hf_rocm.weights.fuse import why_not
-from hf_rocm.weights.kept import unwatch
+from hf_rocm.weights.shuffled_copy import unwatch
 from tests.weights import models
 from tests.weights.models import GROUPS, IDS, blocks, follows, live, logits
 
@@ -168,14 +168,14 @@ def test_a_pickle_opens_where_hf_rocm_is_not_installed(model, tmp_path):
         "with torch.no_grad(): actual = model(ids, use_cache=False).logits\n"
         "assert torch.equal(actual, torch.load('expected.pt'))\n"
         "model.half().float(); torch.save(model, 'again.pt')\n"
-        "print(model.model.layers[0].mlp.__dict__['_hf_rocm_fused'])"
+        "print(model.model.layers[0].mlp.__dict__['_hf_rocm_group'])"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "('gate_proj', 'up_proj')"
+    assert done.stdout.strip() == "('fuse.Fused', 'pending', 'gate_proj', 'up_proj')"
     follows(torch.load(tmp_path / "again.pt", weights_only=False), GROUPS)
 
 
@@ -211,7 +211,7 @@ def test_two_training_steps_equal_those_of_an_unfused_model(model, fused_optimiz
             optimizer.step()
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other), name
-    assert "gradients are on" in why_not(model.model.layers[0].mlp, ("gate_proj", "up_proj"))
+    assert "gradients are enabled" in why_not(model.model.layers[0].mlp, ("gate_proj", "up_proj"))
     follows(model, GROUPS)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_rocm import ops
+from hf_rocm.layers.grouped_linear import live, product
 from hf_rocm.weights import fuse
 from tests.weights.models import Group, one_by_one
 
@@ -82,7 +83,7 @@ def test_the_graph_takes_the_parameters_and_no_second_copy():
 def test_product_is_traced_too():
     group = Group(16, 8)
     fuse.fuse(group, group.names)
-    joined = torch.compile(lambda x: fuse.product(group, x), backend="eager", fullgraph=True)(X)
+    joined = torch.compile(lambda x: product(group, x), backend="eager", fullgraph=True)(X)
     torch.testing.assert_close(joined, torch.cat(one_by_one(group, X), dim=-1))
 
 
@@ -158,7 +159,7 @@ def test_exported_programs_need_no_hf_rocm_and_hold_no_second_copy(strict):
     assert "hf_rocm" not in str(program.graph)
     assert list(program.state_dict) == list(group.state_dict()) and not program.constants
     check(program.module(), group)
-    assert fuse.fused(group) is not None
+    assert live(group) is not None
 
 
 def test_the_op_is_described_rightly():

@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 import hf_rocm
-from hf_rocm.weights import sharded
-from hf_rocm.weights.prepare import REPORT
+from hf_rocm.layers import grouped_linear
+from hf_rocm.loading.prepare import REPORT
+from hf_rocm.weights.sharded import Shards
 from tests.weights.models import GROUPS, blocks, follows, live, logits, unfused
 from tests.weights.test_parallel import train
 
@@ -53,7 +54,7 @@ def tensor_parallel(checkpoint: str) -> None:
     hf_rocm.prepare(model, force=True)
     assert not model.__dict__[REPORT]["skipped"] and live(model) == blocks(model) == 0
     with torch.no_grad():
-        assert sum(sharded.live(module) is not None for module in model.modules()) == GROUPS
+        assert sum(isinstance(grouped_linear.live(module), Shards) for module in model.modules()) == GROUPS
     torch.testing.assert_close(logits(model), expected)
     torch.testing.assert_close(logits(hf_rocm.restore(model)), expected)
 

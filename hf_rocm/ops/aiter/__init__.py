@@ -1,4 +1,4 @@
-"""The aiter tier: AMD's kernels, called by keyword as the installed release declares them.
+"""The aiter tier: AMD's kernels, called by keyword according to the declarations of the installed release.
 
-Nothing here imports aiter until a call on an AMD GPU asks for it; `detect` says why it isn't used.
+aiter is imported only for a call on an AMD GPU. `detect` has the reasons why it is not used.
 """

@@ -10,11 +10,12 @@ from torch import Tensor
 from hf_rocm.ops.aiter import contract, detect
 from hf_rocm.ops.aiter.contract import why_not
 from hf_rocm.ops.aiter.layout import rows
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.fakes import half
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.activation import ActivationSpec
+    from hf_rocm.ops.pointwise import ActivationSpec
 
 
 def refuses(spec: ActivationSpec, device: Device) -> str | None:
@@ -22,11 +23,11 @@ def refuses(spec: ActivationSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if spec.activation == "clamped_swiglu" or spec.interleaved:
-        return "aiter has no clamped activation, and none of interleaved gates"
+        return "aiter has no clamped activation, and none for interleaved gates"
     if spec.grad:
         return f"{spec.activation}_and_mul has no gradient"
     if spec.dtype not in (torch.float16, torch.bfloat16):
-        return f"{spec.activation}_and_mul is for fp16 and bf16, not {spec.dtype}"
+        return f"{spec.activation}_and_mul supports fp16 and bf16, not {spec.dtype}"
     if spec.dim % 8:
         return f"{spec.activation}_and_mul needs a dim that is a multiple of 8, got {spec.dim}"
     return why_not(_kernel(spec.activation))
@@ -43,15 +44,11 @@ def _kernel(activation: str) -> contract.Call | str:
 
 
 def _act_and_mul(x: Tensor, activation: str) -> Tensor:
-    out = _half(x)
+    out = half(x)
     if out.numel():
         kernel: Any = _kernel(activation)
         kernel(out=out.view(-1, out.shape[-1]), input=rows(x))
     return out
 
 
-def _half(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
-_traced = opaque("aiter_act_and_mul(Tensor x, str activation) -> Tensor", _act_and_mul, _half)
+_traced = opaque("aiter_act_and_mul(Tensor x, str activation) -> Tensor", _act_and_mul, half)

@@ -1,6 +1,6 @@
-"""Dense attention through aiter's `mha_fwd` and `flash_attn_func`: grouped heads native, aligned bottom-right.
+"""Dense attention through aiter's `mha_fwd` and `flash_attn_func`: with grouped heads, aligned bottom-right.
 
-Two entries to the same kernels: `mha_fwd` is the operator (single queries, sinks, windows), `flash_attn_func` adds the
+Both run the same kernels: `mha_fwd` is the operator (single queries, sinks, windows), and `flash_attn_func` adds the
 assembly kernels of gfx942 and gfx950 and the backward pass.
 """
 
@@ -14,11 +14,15 @@ from torch import Tensor
 from hf_rocm.ops.aiter import contract, detect
 from hf_rocm.ops.aiter.contract import why_not
 from hf_rocm.ops.aiter.layout import rows_first
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.fakes import attended
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from hf_rocm.device import Device
     from hf_rocm.ops.attention import AttentionSpec
+    from hf_rocm.ops.attention_terms import AttentionTerms
     from hf_rocm.ops.decode import DecodeSpec
     from hf_rocm.ops.varlen import VarlenSpec
 
@@ -27,7 +31,7 @@ _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", 
 
 
 def mha_fwd_refuses(spec: AttentionSpec, device: Device) -> str | None:
-    """`mha_fwd`, with the sinks, if any, handed to the kernel."""
+    """Why `mha_fwd`, which passes sinks to the kernel, can't serve this call, or None."""
     reason = _mha_fwd_refuses(spec, device)
     if reason is not None or not spec.sinks:
         return reason
@@ -37,10 +41,10 @@ def mha_fwd_refuses(spec: AttentionSpec, device: Device) -> str | None:
 
 
 def mha_fwd_lse_refuses(spec: AttentionSpec, device: Device) -> str | None:
-    """`mha_fwd` without sinks, which then scale its output through the log-sum-exp that it returns."""
+    """Why `mha_fwd` without sinks, which then rescale its output by the log-sum-exp, can't serve this call, or None."""
     reason = _mha_fwd_refuses(spec, device)
     if reason is None and not spec.sinks:
-        return "it is for sinks only"
+        return "it serves calls with sinks only"
     return reason
 
 
@@ -53,98 +57,67 @@ def flash_attn_func_refuses(spec: AttentionSpec, device: Device) -> str | None:
     if spec.sinks:
         return "flash_attn_func may choose an assembly kernel, which would drop the sinks"
     if spec.window == 1:
-        return "flash_attn_func would send a window of one key to an assembly kernel that has no windows"
+        return "flash_attn_func would choose an assembly kernel without windows for a window of one key"
     assembly = may_be_assembly(spec)
     if not spec.grad and (spec.one_query or not assembly):
-        return "without gradients it is worth its detour only for its assembly kernels (bf16, head dim 128, no window)"
+        return "without gradients it is faster only with its assembly kernels (bf16, head dim 128, no window)"
     if assembly and device.arch not in ("gfx942", "gfx950") and not detect.release().at_least("0.1.16"):
         return f"flash_attn_func of {detect.release().name} would choose gfx942's assembly kernel on {device.arch}"
     return why_not(_flash_attn_func())
 
 
 def may_be_assembly(spec: AttentionSpec | VarlenSpec) -> bool:
-    """Whether the Python entries of aiter may choose a kernel that knows neither windows, nor softcap, nor sinks."""
+    """Whether aiter's Python functions may choose a kernel without windows, softcap and sinks."""
     dims = spec.head_dim in (128, 192) and spec.value_dim == 128
     return spec.dtype == torch.bfloat16 and dims and spec.window is None
 
 
 def limits(spec: AttentionSpec | VarlenSpec | DecodeSpec) -> str | None:
-    """What none of aiter's attention kernels can do."""
+    """Why none of aiter's attention kernels can serve a call, or None."""
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return f"aiter's attention takes fp16 and bf16, not {_SHORT.get(spec.dtype, spec.dtype)}"
     if spec.head_dim % 8 or spec.value_dim % 8:
         return f"head dims must be multiples of 8, got {spec.head_dim} and {spec.value_dim}"
     if max(spec.head_dim, spec.value_dim) > LARGEST_HEAD:
-        return f"head dims may be at most {LARGEST_HEAD}, got {spec.head_dim} and {spec.value_dim}"
+        return f"head dims must be at most {LARGEST_HEAD}, got {spec.head_dim} and {spec.value_dim}"
     return None
 
 
 def dense_limits(spec: AttentionSpec) -> str | None:
-    """The same, and what only a dense call can ask for."""
+    """The same for a dense call, which has more arguments."""
     if spec.weights:
         return "aiter's kernels don't return attention weights"
     if spec.mask is not None:
-        return "a mask per batch row can't be handed to aiter, whose bias is one [S_q, S_k] matrix"
+        return "aiter takes no mask for each batch row, only one [S_q, S_k] bias"
     if spec.more_queries and (spec.causal or spec.window is not None):
-        return "with more queries than keys some rows see nothing, for which aiter's kernels promise no value"
+        return "with more queries than keys some rows see no key, for which the result of aiter's kernels is undefined"
     return limits(spec)
 
 
-def mha_fwd(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, None]:
+def mha_fwd(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, None]:
     """See `hf_rocm.ops.attention`; mask and softcap are always None here."""
-    left, right = window_sides(window, causal)
-    output: Tensor = _traced_mha_fwd(query, key, value, sinks, scale, causal, left, right)
+    left, right = window_sides(terms["window"], terms["causal"])
+    output: Tensor = _traced_mha_fwd(query, key, value, terms["sinks"], terms["scale"], terms["causal"], left, right)
     return output, None
 
 
-def mha_fwd_lse(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, None]:
+def mha_fwd_lse(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, None]:
     """The same with sinks."""
-    left, right = window_sides(window, causal)
-    output: Tensor = _traced_mha_fwd_lse(query, key, value, sinks, scale, causal, left, right)
+    left, right = window_sides(terms["window"], terms["causal"])
+    output: Tensor = _traced_mha_fwd_lse(
+        query, key, value, terms["sinks"], terms["scale"], terms["causal"], left, right
+    )
     return output, None
 
 
-def flash_attn_func(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, None]:
+def flash_attn_func(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, None]:
     """See `hf_rocm.ops.attention`; mask, softcap and sinks are always None here. Differentiable."""
-    left, right = window_sides(window, causal)
+    left, right = window_sides(terms["window"], terms["causal"])
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if grad:
         # traced into by the compiler: it is an autograd.Function
-        return _flash_attn_func_forward(query, key, value, scale, causal, left, right, True), None
-    output: Tensor = _traced_flash_attn_func(query, key, value, scale, causal, left, right, False)
+        return _flash_attn_func_forward(query, key, value, terms["scale"], terms["causal"], left, right, True), None
+    output: Tensor = _traced_flash_attn_func(query, key, value, terms["scale"], terms["causal"], left, right, False)
     return output, None
 
 
@@ -162,11 +135,11 @@ def _mha_fwd_refuses(spec: AttentionSpec, device: Device) -> str | None:
 
 def single_query_limits(spec: AttentionSpec | DecodeSpec) -> str | None:
     if spec.heads > spec.kv_heads and spec.value_dim != spec.head_dim:
-        return f"mha_fwd regroups single queries only for one head dim, got {spec.head_dim} and {spec.value_dim}"
+        return f"mha_fwd regroups single queries only for equal head dims, got {spec.head_dim} and {spec.value_dim}"
     return None
 
 
-# What mha_fwd is always given, and what some releases require beside it with the value that changes nothing.
+# The arguments that mha_fwd is always called with, and those that some releases also require, with neutral values.
 _GIVEN = frozenset(
     (
         "q",
@@ -188,7 +161,7 @@ _FLASH_GIVEN = frozenset(("q", "k", "v", "dropout_p", "softmax_scale", "causal",
 
 
 def bind_mha_fwd(*, sinks: bool = False, lengths: bool = False) -> contract.Call | str:
-    """`mha_fwd` as the installed release declares it, with sinks or with key lengths where asked for."""
+    """`mha_fwd` as the installed release declares it, with sinks or with key lengths."""
     gives = _GIVEN_WITH_SINKS if sinks else _GIVEN_WITH_LENGTHS if lengths else _GIVEN
     return contract.operator("mha_fwd", gives, _NEUTRAL)
 
@@ -198,7 +171,7 @@ def _flash_attn_func() -> contract.Call | str:
 
 
 def window_sides(window: int | None, causal: bool) -> tuple[int, int]:
-    """A window of W keys, the query's own included, is W − 1 to the left. −1 is unlimited."""
+    """(left, right) of a window of W keys, the query's own included: W − 1 keys to the left. −1 means unlimited."""
     return (-1 if window is None else window - 1), (0 if causal else -1) if window is not None else -1
 
 
@@ -215,7 +188,7 @@ def call_mha_fwd(
     sinks: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(output [B, S_q, H, D_v], log-sum-exp [B, H, S_q] if asked for).
+    """(output [B, S_q, H, D_v], log-sum-exp [B, H, S_q] if `lse`).
 
     lengths: the running sum of the rows' numbers of keys, from 0.
     """
@@ -242,7 +215,7 @@ def call_mha_fwd(
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink only enlarges the softmax's sum, so the output shrinks by Σ / (Σ + e^sink)."""
+    """Apply sinks to the output: a sink only adds to the softmax's sum, so the output is scaled by Σ / (Σ + e^sink)."""
     share = torch.sigmoid(lse - sinks.float().view(1, -1, 1))  # [B, H, S_q]
     return (output * share.transpose(1, 2).unsqueeze(-1)).to(output.dtype).contiguous()
 
@@ -258,7 +231,7 @@ def _mha_fwd_forward(
     right: int,
 ) -> Tensor:
     if query.numel() == 0 or key.numel() == 0:
-        return _empty(query, key, value).zero_()
+        return attended(query, key, value).zero_()
     return call_mha_fwd(query, key, value, scale, causal, left, right, sinks=sinks)[0].contiguous()
 
 
@@ -266,7 +239,7 @@ def _mha_fwd_lse_forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float, causal: bool, left: int, right: int
 ) -> Tensor:
     if query.numel() == 0 or key.numel() == 0:
-        return _empty(query, key, value).zero_()
+        return attended(query, key, value).zero_()
     return with_sinks(*call_mha_fwd(query, key, value, scale, causal, left, right, lse=True), sinks)
 
 
@@ -274,8 +247,8 @@ def _flash_attn_func_forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, left: int, right: int, grad: bool
 ) -> Tensor:
     if query.numel() == 0 or key.numel() == 0:
-        # through the inputs, so that a graph of zeros exists where gradients are asked for
-        return _empty(query, key, value).zero_() + (query.sum() + key.sum() + value.sum()) * 0
+        # computed from the inputs, so that gradients of zero exist
+        return attended(query, key, value).zero_() + (query.sum() + key.sum() + value.sum()) * 0
     kernel: Any = _flash_attn_func()
     result = kernel(
         q=rows_first(query),
@@ -285,22 +258,18 @@ def _flash_attn_func_forward(
         softmax_scale=scale,
         causal=causal,
         window_size=(left, right),
-        return_lse=grad,  # with gradients and without it, aiter asserts
+        return_lse=grad,  # aiter asserts that it is set with gradients
     )
     output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
     return output.contiguous()
 
 
-def _empty(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
-    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
-
-
 _TENSORS = "(Tensor query, Tensor key, Tensor value, "
 _NUMBERS = "float scale, bool causal, int left, int right"
-_traced_mha_fwd = opaque(f"aiter_mha_fwd{_TENSORS}Tensor? sinks, {_NUMBERS}) -> Tensor", _mha_fwd_forward, _empty)
+_traced_mha_fwd = opaque(f"aiter_mha_fwd{_TENSORS}Tensor? sinks, {_NUMBERS}) -> Tensor", _mha_fwd_forward, attended)
 _traced_mha_fwd_lse = opaque(
-    f"aiter_mha_fwd_lse{_TENSORS}Tensor sinks, {_NUMBERS}) -> Tensor", _mha_fwd_lse_forward, _empty
+    f"aiter_mha_fwd_lse{_TENSORS}Tensor sinks, {_NUMBERS}) -> Tensor", _mha_fwd_lse_forward, attended
 )
 _traced_flash_attn_func = opaque(
-    f"aiter_flash_attn_func{_TENSORS}{_NUMBERS}, bool grad) -> Tensor", _flash_attn_func_forward, _empty
+    f"aiter_flash_attn_func{_TENSORS}{_NUMBERS}, bool grad) -> Tensor", _flash_attn_func_forward, attended
 )

@@ -1,7 +1,8 @@
-"""Calls by keyword, checked against what the installed release declares.
+"""Calls by keyword, checked against the declarations of the installed release.
 
-aiter inserted arguments in the middle of its signatures more than once, some of them required. So nothing is passed
-by position, and a call is bound once: what must be given has to exist, and what exists and is required has to be known.
+aiter has inserted arguments in the middle of its signatures more than once, some of them required. So nothing is passed
+by position, and a call is bound once: every argument that hf_rocm passes must exist, and hf_rocm must know every
+argument that is required.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ Call = Callable[..., Any]
 
 
 def operator(name: str, gives: frozenset[str], neutral: Mapping[str, Any] | None = None) -> Call | str:
-    """The torch operator of that name, to be called with exactly `gives`; or why it can't be, in a sentence.
+    """The torch operator of that name, for calls with exactly the arguments `gives`; or why not, in a sentence.
 
-    neutral: arguments that some releases require, and the value under which they change nothing.
+    neutral: arguments that some releases require, with values that don't change the result.
     """
     return _bound(detect.release(), "operator", name, gives, neutral or {})
 
@@ -36,25 +37,24 @@ def why_not(call: Call | str) -> str | None:
 def _bound(release: Release, kind: str, name: str, gives: frozenset[str], neutral: Mapping[str, Any]) -> Call | str:
     known: Call | str | None = release.bound.get((kind, name, gives))
     if known is None:
-        found: Function | None = getattr(release, kind)(name)
-        known = release.bound[kind, name, gives] = _bind(release, found, name, gives, neutral)
+        declared: Function | None = getattr(release, kind)(name)
+        known = release.bound[kind, name, gives] = _bind(release, declared, name, gives, neutral)
     return known
 
 
 def _bind(
-    release: Release, found: Function | None, name: str, gives: frozenset[str], neutral: Mapping[str, Any]
+    release: Release, declared: Function | None, name: str, gives: frozenset[str], neutral: Mapping[str, Any]
 ) -> Call | str:
-    if found is None:
+    if declared is None:
         return f"{release.name} has no {name}"
-    declared = {each.name for each in found.arguments}
-    missing = sorted(gives - declared)
+    missing = sorted(gives - {argument.name for argument in declared.arguments})
     if missing:
         return f"{name} of {release.name} has no argument {_listed(missing)}"
-    further = [each.name for each in found.arguments if each.required and each.name not in gives]
-    unknown = [each for each in further if each not in neutral]
+    others = [argument.name for argument in declared.arguments if argument.required and argument.name not in gives]
+    unknown = [other for other in others if other not in neutral]
     if unknown:
         return f"{name} of {release.name} requires {_listed(unknown)}, which hf_rocm doesn't know"
-    return partial(found.call, **{each: neutral[each] for each in further}) if further else found.call
+    return partial(declared.call, **{other: neutral[other] for other in others}) if others else declared.call
 
 
 def _listed(names: list[str]) -> str:

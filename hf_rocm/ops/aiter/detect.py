@@ -1,8 +1,8 @@
-"""Is AMD's aiter here, and does it import? Asked once, answered in a sentence.
+"""Whether AMD's aiter is installed and can be imported, determined once per process.
 
-`aiter` on PyPI is an unrelated package, AMD's is `amd-aiter`; the two are told apart by their files. Importing AMD's
-runs executables and may compile, and without ROCm it raises RuntimeError, so it is imported lazily, once, and a
-failure is kept.
+`aiter` on PyPI is an unrelated package; AMD's package is `amd-aiter`. Their files distinguish them. Importing AMD's
+package runs executables and may compile, and without ROCm it raises RuntimeError. So it is imported lazily and once,
+and a failure is remembered.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from packaging.version import InvalidVersion, Version
 
 from hf_rocm import options
 from hf_rocm.architectures import INSTINCT as INSTINCT
+from hf_rocm.architectures import NEWEST_AITER
 from hf_rocm.architectures import RADEON as RADEON
 from hf_rocm.device import Device
 from hf_rocm.ops import probe
+from hf_rocm.ops.aiter.tables.active import before_import
 from hf_rocm.ops.probe import Probe
 from hf_rocm.overlay.facts import aiter_facts
-from hf_rocm.tuning.active import before_import
 
 LISTS_RADEON = "0.1.19"
 
@@ -47,11 +48,10 @@ class Function(NamedTuple):
 
 @dataclass(eq=False)
 class Release:
-    """The aiter that was imported. operator and function look a name up, or give None.
+    """The aiter that was imported. operator and function look a name up and return None if it doesn't exist.
 
     operator: a torch operator (`torch.ops.aiter.…`); function: a plain Python function of the package, or
-    `submodule:name`.
-    version is None where the package has no metadata; then it counts as older than any.
+    `submodule:name`. version: None if the package has no metadata; it then counts as older than every release.
     """
 
     version: Version | None
@@ -63,6 +63,11 @@ class Release:
     def name(self) -> str:
         return f"amd-aiter {self.version}" if self.version else "this amd-aiter"
 
+    @property
+    def unchecked(self) -> bool:
+        """Whether it is newer than those that hf_rocm's calls were checked with; its local part is no matter."""
+        return self.version is not None and Version(self.version.public) > Version(NEWEST_AITER)
+
     def at_least(self, version: str) -> bool:
         return self.version is not None and self.version >= Version(version)
 
@@ -70,29 +75,40 @@ class Release:
 def unavailable(device: Device, *, portable: bool = False) -> str | None:
     """Why no kernel of aiter can serve this device, or None. Imports aiter if everything else is in order.
 
-    portable: it is a plain HIP or a Triton kernel, which Radeon may have too.
+    portable: the kernel is plain HIP or Triton, so that Radeon GPUs may run it too.
     """
     if not device.rocm:
         return f"aiter needs an AMD GPU under ROCm, and this is {_plain(device)}"
     radeon = portable and device.arch in RADEON
     if device.arch not in INSTINCT and not radeon:
         known = ", ".join(INSTINCT + RADEON if portable else INSTINCT)
-        return f"this kernel of aiter is made for {known}, not for {device.arch}"
+        return f"this kernel of aiter is for {known}, not for {device.arch}"
     loaded = load()
     if isinstance(loaded, str):
         return loaded
+    if loaded.unchecked and not _named():
+        return (
+            f"{loaded.name} is newer than {NEWEST_AITER}, the last release that hf_rocm's calls were checked with "
+            "(HF_ROCM_TIER=aiter, or USE_AITER_ATTENTION, _GEMM or _MOE=1, uses it)"
+        )
     if radeon and not loaded.at_least(LISTS_RADEON):
-        return f"aiter knows {device.arch} from {LISTS_RADEON} on, and this is {loaded.name}"
+        return f"aiter supports {device.arch} from {LISTS_RADEON} on, and this is {loaded.name}"
     return None
 
 
+def _named() -> bool:
+    """Whether the user named aiter, for any operation."""
+    current = options.current()
+    return "aiter" in current.tiers.values() or options.Switch.REQUIRED in current.aiter.values()
+
+
 def checked(operation: str, name: str) -> Probe:
-    """The probe of a kernel of aiter: what it finds holds for the release that is installed."""
+    """The probe of a kernel of aiter. Its result is valid for the installed release."""
     return probe.checked(operation, name, tier="aiter", version=lambda: str(release().version))
 
 
 def release() -> Release:
-    """The imported aiter; only after `unavailable` has returned None."""
+    """The imported aiter. Call it only after `unavailable` has returned None."""
     loaded = load()
     assert isinstance(loaded, Release)
     return loaded
@@ -100,7 +116,7 @@ def release() -> Release:
 
 @cache
 def load() -> Release | str:
-    """Import aiter, once; why not, in a sentence, if it can't be."""
+    """Import aiter, once. Returns the reason, in a sentence, if that fails."""
     facts = aiter_facts()
     if facts.path is None:
         return "aiter is not installed (scripts/install-aiter, or pip install amd-aiter)"
@@ -113,7 +129,7 @@ def load() -> Release | str:
         logging.getLogger("aiter").addFilter(_warnings_only)
     try:
         package = importlib.import_module("aiter")
-        importlib.import_module("aiter.tuned_gemm")  # what registers gemm_a16w16
+        importlib.import_module("aiter.tuned_gemm")  # registers gemm_a16w16
     except (Exception, SystemExit) as error:  # noqa: BLE001 - its modules raise anything, and a failed build exits
         options.use_tuned_table(None)
         return f"{name} can't be imported here: {type(error).__name__}: {_first_line(error)}"
@@ -128,8 +144,8 @@ def _operator(name: str) -> Function | None:
         overload = getattr(torch.ops.aiter, name).default
     except AttributeError:
         return None
-    arguments = tuple(Argument(each.name, not each.has_default_value()) for each in overload._schema.arguments)
-    return Function(overload, arguments)
+    schema = overload._schema.arguments
+    return Function(overload, tuple(Argument(argument.name, not argument.has_default_value()) for argument in schema))
 
 
 def _function(package: object, name: str) -> Function | None:
@@ -140,28 +156,30 @@ def _function(package: object, name: str) -> Function | None:
         except (Exception, SystemExit):  # noqa: BLE001 - absent in this release, or not importable with this Triton
             return None
         _mend_registrations()
-    found = getattr(package, name, None)
-    if found is None:
+    function = getattr(package, name, None)
+    if function is None:
         return None
     empty = inspect.Parameter.empty
-    parameters = inspect.signature(found).parameters.values()
-    return Function(found, tuple(Argument(each.name, each.default is empty) for each in parameters))
+    parameters = inspect.signature(function).parameters.values()
+    return Function(function, tuple(Argument(parameter.name, parameter.default is empty) for parameter in parameters))
 
 
 def _tidy(before: list[str]) -> None:
-    """aiter puts its folders in front of sys.path, with modules of very common names. Its builds import from them
-    later, so they stay, but at the end, where they shadow nobody's."""
+    """Move the folders that aiter puts in front of sys.path to its end.
+
+    Their modules have very common names and would shadow others, but aiter's builds import them later.
+    """
     added = [entry for entry in sys.path if entry not in before]
     sys.path[:] = [entry for entry in sys.path if entry in before] + added
 
 
 def _mend_registrations() -> None:
-    """Releases of 2025 registered their operators as `aiter::aiter::…`, over which torch 2.13 stumbles at exit."""
+    """Remove the names `aiter::aiter::…` that releases of 2025 registered, and that fail in torch 2.13 at exit."""
     for module in ("torch_guard", "aiter.jit.utils.torch_guard"):
         library = getattr(sys.modules.get(module), "aiter_lib", None)
         names = getattr(library, "_op_defs", None)
         if isinstance(names, set):
-            names.difference_update([each for each in names if each.count("::") > 1])
+            names.difference_update([operator for operator in names if operator.count("::") > 1])
 
 
 def _warnings_only(record: logging.LogRecord) -> bool:

@@ -11,15 +11,15 @@ from torch import Tensor
 from hf_rocm.ops.aiter import contract, detect
 from hf_rocm.ops.aiter.contract import why_not
 from hf_rocm.ops.aiter.layout import rows
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
     from hf_rocm.ops.linear import LinearSpec
 
-# Up to 0.1.7.post2 the assembly kernels take a bias and ignore it.
+# Up to 0.1.7.post2 the assembly kernels ignore a bias.
 KEEPS_BIAS = "0.1.7.post3"
-# Up to 0.1.7.post2 the mark on a shuffled weight is ignored.
+# Up to 0.1.7.post2 the attribute of a shuffled weight is ignored.
 READS_SHUFFLED = "0.1.7.post3"
 
 
@@ -30,7 +30,7 @@ def refuses(spec: LinearSpec, device: Device) -> str | None:
     if spec.grad:
         return "gemm_a16w16 has no gradient"
     if spec.dtype not in (torch.float16, torch.bfloat16):
-        return f"gemm_a16w16 is for fp16 and bf16, not {spec.dtype}"
+        return f"gemm_a16w16 supports fp16 and bf16, not {spec.dtype}"
     if spec.weight_dtype != spec.dtype or spec.bias_dtype not in (None, spec.dtype):
         return f"gemm_a16w16 needs one dtype, got {spec.dtype}, {spec.weight_dtype} and a bias of {spec.bias_dtype}"
     if not spec.contiguous:
@@ -41,19 +41,19 @@ def refuses(spec: LinearSpec, device: Device) -> str | None:
 
 
 def shuffled_refuses(spec: LinearSpec, device: Device) -> str | None:
-    """The same on a shuffled weight."""
+    """The same for a shuffled weight."""
     reason = refuses(spec, device)
     if reason is not None:
         return reason
     if not detect.release().at_least(READS_SHUFFLED):
         return f"{detect.release().name} ignores that a weight is shuffled; {READS_SHUFFLED} is the first that doesn't"
     if device.arch == "gfx942":
-        return None  # hipBLASLt reads it in any shape
+        return None  # hipBLASLt reads shuffled weights of any shape
     if device.arch != "gfx950":
         return f"{device.arch} has no kernel for shuffled weights"
     if spec.dtype != torch.bfloat16 or spec.n % 64 or spec.k % 64:
-        found = f"{spec.dtype}, {spec.n} × {spec.k}"
-        return f"on gfx950 shuffled weights must be bf16 with N and K multiples of 64, got {found}"
+        got = f"{spec.dtype}, {spec.n} × {spec.k}"
+        return f"on gfx950 shuffled weights must be bf16 with N and K multiples of 64, got {got}"
     return None
 
 
@@ -74,7 +74,7 @@ def _gemm() -> contract.Call | str:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.numel() == 0 or x.device != weight.device:  # the second is an error that PyTorch words best
+    if x.numel() == 0 or x.device != weight.device:  # for different devices, PyTorch raises the error
         return F.linear(x, weight, bias)
     kernel: Any = _gemm()
     if bias is None or detect.release().at_least(KEEPS_BIAS):

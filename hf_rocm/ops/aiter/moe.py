@@ -1,6 +1,6 @@
 """Routed experts through aiter's `fused_moe`, which sorts, multiplies and sums in a few kernels.
 
-Its 16-bit kernels read weights in the shuffled order alone and take the plain order for it without a word.
+Its 16-bit kernels require shuffled weights, and silently return wrong results for the plain order.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from torch import Tensor
 from hf_rocm.ops.aiter import contract, detect
 from hf_rocm.ops.aiter.contract import why_not
 from hf_rocm.ops.aiter.layout import rows
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.fakes import like
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
     from hf_rocm.ops.moe import ExpertsSpec
-    from hf_rocm.ops.moe_torch import Form
+    from hf_rocm.ops.moe_torch import ExpertsCall
 
 NAME = "fused_moe:fused_moe"
 ARCHITECTURES = ("gfx942", "gfx950")  # aiter looks its kernels up by these
@@ -26,44 +27,35 @@ STEP = 64  # the smallest tile of its kernels along H and I
 
 
 def plain_refuses(spec: ExpertsSpec, device: Device) -> str | None:
-    """Weights in the plain order."""
-    return detect.unavailable(device) or "fused_moe reads shuffled weights only, and these aren't"
+    """Why `fused_moe` can't serve weights in the plain order."""
+    return detect.unavailable(device) or "fused_moe reads shuffled weights only, and these are not shuffled"
 
 
 def shuffled_refuses(spec: ExpertsSpec, device: Device) -> str | None:
-    """Weights in the shuffled order."""
+    """Why `fused_moe` can't serve weights in the shuffled order, or None."""
     reason = detect.unavailable(device)
     if reason is not None:
         return reason
     if device.arch not in ARCHITECTURES:
-        return f"fused_moe is made for {', '.join(ARCHITECTURES)}, not for {device.arch}"
+        return f"fused_moe is for {', '.join(ARCHITECTURES)}, not for {device.arch}"
     if spec.grad:
         return "fused_moe has no gradient"
     if spec.dtype not in (torch.float16, torch.bfloat16) or spec.weight_dtype != spec.dtype:
-        return f"fused_moe is for fp16 and bf16, one dtype; got {spec.dtype} and {spec.weight_dtype}"
+        return f"fused_moe takes fp16 or bf16 in one dtype, got {spec.dtype} and {spec.weight_dtype}"
     if spec.activation != "silu":
-        return f"fused_moe is asked for silu only, not for {spec.activation}"
+        return f"fused_moe is used for silu only, not for {spec.activation}"
     if spec.bias:
         return "fused_moe has no bias for 16-bit weights"
     if spec.transposed or spec.interleaved or spec.weigh_input:
-        return "fused_moe wants [gate | up] by [2I, H] and weighs the outputs"
+        return "fused_moe needs [gate | up] as [2I, H], and applies the routing weights to the outputs"
     if spec.hidden % STEP or spec.intermediate % STEP:
-        return f"fused_moe needs multiples of {STEP}, got {spec.hidden} and {spec.intermediate}"
+        return f"fused_moe needs sizes that are multiples of {STEP}, got {spec.hidden} and {spec.intermediate}"
     return why_not(_kernel())
 
 
-def shuffled_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    form: Form,
-) -> Tensor:
+def shuffled_experts(call: ExpertsCall) -> Tensor:
     """See `hf_rocm.ops.shuffled_experts`; there are no biases here, and the form is the plain one."""
-    result: Tensor = _traced(x, gate_up, down, ids, weights)
+    result: Tensor = _traced(call.x, call.gate_up, call.down, call.ids, call.weights)
     return result
 
 
@@ -73,7 +65,7 @@ def _kernel() -> contract.Call | str:
 
 def _experts(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     if not ids.numel():
-        return _like(x)
+        return like(x)
     first, second = gate_up.view(gate_up.shape), down.view(down.shape)
     first.is_shuffled = second.is_shuffled = True  # type: ignore[attr-defined]
     kernel: Any = _kernel()
@@ -87,10 +79,6 @@ def _experts(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Ten
     return output
 
 
-def _like(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 _traced = opaque(
-    "aiter_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights) -> Tensor", _experts, _like
+    "aiter_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights) -> Tensor", _experts, like
 )

@@ -10,14 +10,15 @@ from torch import Tensor
 from hf_rocm.ops.aiter import contract, detect
 from hf_rocm.ops.aiter.contract import why_not
 from hf_rocm.ops.aiter.layout import rows
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.fakes import like, two_like
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.norm import NormSpec
+    from hf_rocm.ops.pointwise import NormSpec
 
 
-# Beyond this size aiter leaves its own kernel for one without the (1 + w) form.
+# Above this size aiter uses another kernel, which has no (1 + w) form.
 LARGEST_GEMMA = 8192
 
 
@@ -33,7 +34,7 @@ def _limits(spec: NormSpec) -> str | None:
     if spec.grad:
         return "rms_norm has no gradient"
     if spec.dtype not in (torch.float16, torch.bfloat16):
-        return f"rms_norm is for fp16 and bf16, not {spec.dtype}"
+        return f"rms_norm supports fp16 and bf16, not {spec.dtype}"
     if spec.weight_dtype != spec.dtype:
         return f"rms_norm would read a weight of {spec.weight_dtype} as {spec.dtype}"
     if spec.dim % 8:
@@ -63,9 +64,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_pl
 def _add_norm(one_plus: bool) -> contract.Call | str:
     gives = frozenset(("out", "input", "residual_in", "residual_out", "weight", "epsilon"))
     gives |= {"gemma_norm"} if one_plus else frozenset()
-    found = contract.operator("rmsnorm2d_fwd_with_add", gives)
-    # in between, it was a plain function that chooses among operators
-    return contract.function("rmsnorm2d_fwd_with_add", gives) if isinstance(found, str) else found
+    bound = contract.operator("rmsnorm2d_fwd_with_add", gives)
+    # in some releases it is a plain function that chooses among operators
+    return contract.function("rmsnorm2d_fwd_with_add", gives) if isinstance(bound, str) else bound
 
 
 def _rms_norm() -> contract.Call | str:
@@ -90,7 +91,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
 
 
 def _add_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool) -> tuple[Tensor, Tensor]:
-    output, total = _two_like(x)
+    output, total = two_like(x)
     if x.numel():
         kernel: Any = _add_norm(one_plus)
         further = {"gemma_norm": True} if one_plus else {}
@@ -106,17 +107,9 @@ def _add_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_pl
     return output, total
 
 
-def _two_like(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return _like(x), _like(x)
-
-
-def _like(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_traced = opaque("aiter_rms_norm(Tensor x, Tensor weight, float eps, bool one_plus) -> Tensor", _forward, _like)
+_traced = opaque("aiter_rms_norm(Tensor x, Tensor weight, float eps, bool one_plus) -> Tensor", _forward, like)
 _traced_add = opaque(
     "aiter_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool one_plus) -> (Tensor, Tensor)",
     _add_forward,
-    _two_like,
+    two_like,
 )

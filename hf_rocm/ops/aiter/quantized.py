@@ -1,11 +1,12 @@
 """8-bit linear layers through aiter's `gemm_a8w8`, and `gemm_a8w8_bpreshuffle` for weights in its own order.
 
-Rows are rounded by PyTorch: aiter's own quantising kernel divides by the largest magnitude, so a row of zeros becomes
-NaN, and it passes over a NaN when it looks for that magnitude.
+PyTorch quantises the rows of x: aiter's own kernel divides by the largest magnitude, so a row of zeros becomes NaN, and
+it ignores NaN when it computes that magnitude.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +14,14 @@ from torch import Tensor
 
 from hf_rocm.ops.aiter import contract, detect
 from hf_rocm.ops.aiter.contract import why_not
-from hf_rocm.ops.eight_bit import INT8, fp8_of, quantize_rows
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.eight_bit import INT8, fp8_of
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.quantized import QuantizedSpec
+    from hf_rocm.ops.quantized_torch import QuantizedCall, QuantizedSpec
 
-# Its tiles are up to 256 rows wide, and it has no padding; K below 512 is left to few, rarely used kernels.
+# Its tiles have up to 256 rows, without padding. Only a few, rarely used kernels take K below 512.
 TILE, SHORTEST = 256, 512
 
 
@@ -44,7 +45,7 @@ def shuffled_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.format == INT8:
         return "gemm_a8w8_bpreshuffle is for fp8"
     if spec.n % TILE or spec.k % TILE or spec.k < SHORTEST:
-        return f"gemm_a8w8_bpreshuffle needs multiples of {TILE} and K from {SHORTEST} on, got {spec.n} × {spec.k}"
+        return f"gemm_a8w8_bpreshuffle needs multiples of {TILE} and K ≥ {SHORTEST}, got {spec.n} × {spec.k}"
     return why_not(_gemm("gemm_a8w8_bpreshuffle"))
 
 
@@ -52,30 +53,30 @@ def _refuses_alike(spec: QuantizedSpec, device: Device) -> str | None:
     reason = detect.unavailable(device)
     if reason is not None:
         return reason
+    if not spec.round_input:
+        return "aiter multiplies rounded rows, and this call doesn't round x"
     if spec.dtype not in (torch.float16, torch.bfloat16) or spec.bias_dtype not in (None, spec.dtype):
-        return f"gemm_a8w8 gives fp16 and bf16 with a bias of the same, got {spec.dtype} and {spec.bias_dtype}"
+        return f"gemm_a8w8 returns fp16 or bf16 and needs a bias of its dtype, got {spec.dtype} and {spec.bias_dtype}"
     native = fp8_of(device)
     if spec.format != INT8 and spec.format != native:
         return f"{device.arch} multiplies {native or 'no fp8'}, not {spec.format}"
     return None
 
 
-def linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, format: torch.dtype, shuffled: bool
-) -> Tensor:
+def linear(call: QuantizedCall) -> Tensor:
     """See `hf_rocm.ops.quantized_linear`."""
-    rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]), format)
-    product: Tensor = _traced(rows.contiguous(), weight, row_scale.contiguous(), scale, bias, x.dtype)
-    return product.view(*x.shape[:-1], weight.shape[0])
+    return _multiplied(_traced, call)
 
 
-def shuffled_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, format: torch.dtype, shuffled: bool
-) -> Tensor:
-    """The same on a shuffled weight."""
-    rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]), format)
-    product: Tensor = _traced_shuffled(rows.contiguous(), weight, row_scale.contiguous(), scale, bias, x.dtype)
-    return product.view(*x.shape[:-1], weight.shape[0])
+def shuffled_linear(call: QuantizedCall) -> Tensor:
+    """The same for a shuffled weight."""
+    return _multiplied(_traced_shuffled, call)
+
+
+def _multiplied(gemm: Callable[..., Tensor], call: QuantizedCall) -> Tensor:
+    rows, row_scale = call.rows()
+    product = gemm(rows, call.weight, row_scale, call.scale, call.bias, call.x.dtype)
+    return product.view(*call.x.shape[:-1], call.weight.shape[0])
 
 
 def _gemm(name: str) -> contract.Call | str:

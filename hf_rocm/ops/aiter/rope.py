@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hf_rocm.ops.aiter import contract, detect
 from hf_rocm.ops.aiter.contract import why_not
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.rope import RopeSpec
+    from hf_rocm.ops.pointwise import RopeSpec
 
 
 def refuses(spec: RopeSpec, device: Device) -> str | None:
@@ -23,11 +23,11 @@ def refuses(spec: RopeSpec, device: Device) -> str | None:
     if spec.grad:
         return "aiter's RoPE returns a wrong number of gradients"
     if spec.dtype not in (torch.float16, torch.bfloat16):
-        return f"aiter's RoPE is for fp16 and bf16, not {spec.dtype}"
+        return f"aiter's RoPE supports fp16 and bf16, not {spec.dtype}"
     if spec.angle_dtype != spec.dtype:
         return f"aiter's RoPE needs angles of {spec.dtype}, got {spec.angle_dtype}"
     if not spec.shared:
-        return "aiter's RoPE has one table of angles for the whole batch"
+        return "aiter's RoPE takes only one table of angles for the whole batch"
     if spec.head_dim % 8 or spec.rotated % 8:
         return f"aiter's RoPE needs dims that are multiples of 8, got {spec.rotated} of {spec.head_dim}"
     return why_not(_kernel())

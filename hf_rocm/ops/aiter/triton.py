@@ -1,4 +1,4 @@
-"""Attention on Radeon through aiter's Triton kernel, the one that AMD lists there."""
+"""Attention on Radeon through aiter's Triton kernel, which AMD supports there."""
 
 from __future__ import annotations
 
@@ -8,16 +8,33 @@ import torch
 from torch import Tensor
 
 from hf_rocm.ops.aiter import contract, detect
-from hf_rocm.ops.aiter.attention import dense_limits
+from hf_rocm.ops.aiter.attention import dense_limits, window_sides
 from hf_rocm.ops.aiter.contract import why_not
 from hf_rocm.ops.aiter.layout import rows_first
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.fakes import attended
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from hf_rocm.device import Device
     from hf_rocm.ops.attention import AttentionSpec
+    from hf_rocm.ops.attention_terms import AttentionTerms
 
 NAME = "ops.triton.attention.mha:flash_attn_func"
+
+# aiter has a table of tiles for gfx1151 alone among these cards, and raises without one. Compiled for gfx1151 by Triton
+# 3.6, that table's tile spills 127 registers at head dim 128; this one spills none, and takes 8 KiB of 64 KiB of LDS.
+_TILE = {
+    "BLOCK_M": 32,
+    "BLOCK_N": 16,
+    "PRELOAD_V": False,
+    "waves_per_eu": 1,
+    "num_warps": 4,
+    "num_ctas": 1,
+    "num_stages": 1,
+}
+_TABLED = ("gfx1151",)  # whose gradients have tiles, too
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -32,35 +49,29 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
     if spec.softcap:
         return "aiter's Triton attention has no softcap"
     if spec.value_dim != spec.head_dim:
-        return f"aiter's Triton attention has one head dim, got {spec.head_dim} and {spec.value_dim}"
+        return f"aiter's Triton attention needs equal head dims, got {spec.head_dim} and {spec.value_dim}"
+    if (device.arch or "").startswith("gfx11") and spec.head_dim > 128:
+        return f"on {device.arch} aiter's Triton attention would spill registers for head dims above 128"
     if spec.window is not None and not spec.causal and not spec.one_query:
         return "the windows of aiter's Triton attention are causal"
+    if spec.grad and device.arch not in _TABLED:
+        return f"aiter has no tiles for the gradients of attention on {device.arch}"
     if spec.sinks and spec.grad:
-        return "the gradients of sinks are not asked of aiter's Triton attention"
+        return "aiter's Triton attention is not used for the gradients of sinks"
     return why_not(_kernel(sinks=spec.sinks))
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, None]:
+def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, None]:
     """See `hf_rocm.ops.attention`; mask and softcap are always None here. Differentiable."""
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     call = _forward if grad else _traced
-    left = -1 if window is None else window - 1
-    output: Tensor = call(query, key, value, sinks, scale, causal or window is not None, left)
+    left, _ = window_sides(terms["window"], terms["causal"])
+    causal = terms["causal"] or terms["window"] is not None
+    output: Tensor = call(query, key, value, terms["sinks"], terms["scale"], causal, left)
     return output, None
 
 
-_GIVEN = frozenset(("q", "k", "v", "softmax_scale", "causal", "window_size"))
+_GIVEN = frozenset(("q", "k", "v", "softmax_scale", "causal", "window_size", "config"))
 
 
 def _kernel(*, sinks: bool) -> contract.Call | str:
@@ -71,7 +82,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, causal: bool, left: int
 ) -> Tensor:
     if query.numel() == 0 or key.numel() == 0:
-        return _shape(query, key, value).zero_() + (query.sum() + key.sum() + value.sum()) * 0
+        return attended(query, key, value).zero_() + (query.sum() + key.sum() + value.sum()) * 0
     kernel: Any = _kernel(sinks=sinks is not None)
     further = {} if sinks is None else {"sink": sinks.float()}
     result = kernel(
@@ -81,18 +92,15 @@ def _forward(
         softmax_scale=scale,
         causal=causal,
         window_size=(left, -1),
+        config=dict(_TILE),
         **further,
     )
     output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
     return output.contiguous()
 
 
-def _shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
-    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
-
-
 _traced = opaque(
     "aiter_triton(Tensor query, Tensor key, Tensor value, Tensor? sinks, float scale, bool causal, int left) -> Tensor",
     _forward,
-    _shape,
+    attended,
 )

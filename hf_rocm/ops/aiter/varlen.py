@@ -1,4 +1,4 @@
-"""Packed attention through `flash_attn_varlen_func`: sequences of any length end to end, and the only softcap."""
+"""Packed attention through aiter's `flash_attn_varlen_func`, the only function of aiter with a softcap."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from hf_rocm.ops.aiter import contract, detect
 from hf_rocm.ops.aiter.attention import dense_limits, limits, may_be_assembly, window_sides
 from hf_rocm.ops.aiter.contract import why_not
 from hf_rocm.ops.aiter.layout import aligned, rows_first
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from hf_rocm.device import Device
     from hf_rocm.ops.attention import AttentionSpec
+    from hf_rocm.ops.attention_terms import AttentionTerms, VarlenTerms
     from hf_rocm.ops.varlen import VarlenSpec
 
-# Before it, softcapped calls could reach assembly kernels that know no softcap.
+# In earlier releases, calls with a softcap may run assembly kernels that ignore it.
 KEEPS_SOFTCAP = "0.1.7.post3"
 GATES_ASSEMBLY = "0.1.16"
 
@@ -30,7 +33,7 @@ def dense_refuses(spec: AttentionSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not spec.softcap:
-        return "flash_attn_varlen_func is for a softcap; without one its packing is a detour"
+        return "flash_attn_varlen_func is used for a softcap only: without one, packing takes extra time"
     return _refuses(spec, device)
 
 
@@ -38,24 +41,13 @@ def packed_refuses(spec: VarlenSpec, device: Device) -> str | None:
     return detect.unavailable(device) or limits(spec) or _refuses(spec, device)
 
 
-def dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, None]:
+def dense(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, None]:
     """See `hf_rocm.ops.attention`; mask and sinks are always None here."""
     b, h, s_q, _ = query.shape
     s_k = key.shape[2]
     if query.numel() == 0 or key.numel() == 0:
         return query.new_zeros((b, s_q, h, value.shape[3])), None
-    q, k, v = (rows_first(each).flatten(0, 1) for each in (query, key, value))
+    q, k, v = (rows_first(tensor).flatten(0, 1) for tensor in (query, key, value))
     output = packed(
         q,
         k,
@@ -64,10 +56,11 @@ def dense(
         _steps(b, s_k, query.device),
         longest_query=s_q,
         longest_key=s_k,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
+        scale=terms["scale"],
+        causal=terms["causal"],
+        window=terms["window"],
+        softcap=terms["softcap"],
+        sinks=None,
     )
     return output.view(b, s_q, h, value.shape[3]), None
 
@@ -78,16 +71,10 @@ def packed(
     value: Tensor,
     query_ends: Tensor,
     key_ends: Tensor,
-    *,
-    longest_query: int,
-    longest_key: int,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
+    **terms: Unpack[VarlenTerms],
 ) -> Tensor:
     """See `hf_rocm.ops.varlen_attention`."""
-    left, right = window_sides(window, causal)
+    left, right = window_sides(terms["window"], terms["causal"])
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     call = _forward if grad else _traced
     output: Tensor = call(
@@ -96,13 +83,13 @@ def packed(
         value,
         query_ends,
         key_ends,
-        longest_query,
-        longest_key,
-        scale,
-        causal,
+        terms["longest_query"],
+        terms["longest_key"],
+        terms["scale"],
+        terms["causal"],
         left,
         right,
-        softcap or 0.0,
+        terms["softcap"] or 0.0,
         grad,
     )
     return output
@@ -115,7 +102,7 @@ def _refuses(spec: AttentionSpec | VarlenSpec, device: Device) -> str | None:
     if spec.softcap and spec.grad:
         return "the backward pass of flash_attn_varlen_func has no softcap"
     if spec.window == 1:
-        return "flash_attn_varlen_func would send a window of one key to an assembly kernel that has no windows"
+        return "flash_attn_varlen_func would choose an assembly kernel without windows for a window of one key"
     if may_be_assembly(spec):
         if spec.softcap and not release.at_least(KEEPS_SOFTCAP):
             return f"flash_attn_varlen_func of {release.name} would choose an assembly kernel that drops the softcap"
@@ -149,7 +136,7 @@ def _kernel() -> contract.Call | str:
 
 @lru_cache(maxsize=64)
 def _steps(b: int, length: int, device: torch.device) -> Tensor:
-    """0, length, 2 · length, …: where each of B sequences of one length ends."""
+    """[B + 1] int32: 0, length, 2 · length, …, the ends of B sequences of one length."""
     return torch.arange(0, (b + 1) * length, length, dtype=torch.int32, device=device)
 
 

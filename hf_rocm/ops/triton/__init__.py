@@ -1,5 +1,5 @@
-"""The Triton tier: kernels of our own, for CDNA and RDNA where aiter's don't serve, and for NVIDIA when forced.
+"""The Triton tier: hf_rocm's own kernels, for CDNA and RDNA where aiter doesn't serve, and for NVIDIA when forced.
 
-Wrappers (predicate, tiles, launch) live here and import no triton; the kernels are in `kernels`, imported when the
-first of them is launched. The Triton that is installed beside torch is used, never one of ours.
+The wrappers (predicate, tiles, launch) are here and don't import triton; the kernels are in `kernels`, which is
+imported at the first launch. They run on the Triton that is installed with torch.
 """

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.fakes import half
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton.launch import alike, launch, power_of_two, warps
 from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.activation import ActivationSpec
+    from hf_rocm.ops.pointwise import ActivationSpec
 
 
 def refuses(spec: ActivationSpec, device: Device) -> str | None:
@@ -21,7 +22,7 @@ def refuses(spec: ActivationSpec, device: Device) -> str | None:
     if spec.grad:
         return "our activation kernel has no gradient"
     if spec.dtype not in DTYPES:
-        return f"our activation kernel is for fp32, bf16 and fp16, not for {spec.dtype}"
+        return f"our activation kernel supports fp32, bf16 and fp16, not {spec.dtype}"
     return detect.unavailable(device)
 
 
@@ -32,13 +33,13 @@ def act_and_mul(x: Tensor, activation: str, interleaved: bool, limit: float, alp
 
 
 def tile(rows: int, dim: int) -> tuple[int, int]:
-    """(columns of a program, its threads), powers of two."""
+    """(columns, threads) of a program, both powers of two."""
     block = min(1024, power_of_two(dim))
     return block, max(32, block // 8)
 
 
 def _forward(x: Tensor, activation: str, interleaved: bool, limit: float, alpha: float) -> Tensor:
-    out = _half(x)
+    out = half(x)
     if out.numel():
         from hf_rocm.ops.triton.kernels.activation import act_and_mul_kernel
 
@@ -58,12 +59,8 @@ def _forward(x: Tensor, activation: str, interleaved: bool, limit: float, alpha:
     return out
 
 
-def _half(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
 _traced = opaque(
     "triton_act_and_mul(Tensor x, str activation, bool interleaved, float limit, float alpha) -> Tensor",
     _forward,
-    _half,
+    half,
 )

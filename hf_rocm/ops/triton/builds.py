@@ -1,8 +1,8 @@
-"""How a kernel is compiled ahead of time, for GPUs that needn't be there.
+"""Compile kernels ahead of time, for GPUs that need not be present.
 
-Every module of `kernels` lists its `BUILDS`: the shapes and types that users meet most. `scripts/build-kernels`
-compiles each for every architecture in `ARCHITECTURES`, and fails on what an AMD GPU would suffer from in silence:
-spilled registers, more local memory than there is, products without matrix instructions.
+Every module of `kernels` lists its `BUILDS`: the most common shapes and types. `scripts/build-kernels` compiles them
+for every architecture in `ARCHITECTURES`, and fails on problems that would be silent on an AMD GPU: spilled registers,
+more local memory than the GPU has, and products without matrix instructions.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The lanes of a wave: CDNA 2, 3 and 4; RDNA 3 and 4.
-ARCHITECTURES: Mapping[str, int] = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1201": 32}
+from hf_rocm.architectures import BUILT_AHEAD, KNOWN
 
-# Local memory (LDS) of a workgroup, in bytes, where it isn't 64 KiB.
+# The wave size of every architecture that kernels are compiled for: 64 on CDNA, 32 on RDNA.
+ARCHITECTURES: Mapping[str, int] = {gfx: KNOWN[gfx].wave for gfx in BUILT_AHEAD}
+
+# The local memory (LDS) of a workgroup in bytes, if it is not 64 KiB.
 LOCAL_MEMORY: Mapping[str, int] = {"gfx950": 160 * 1024}
 
 
@@ -22,12 +24,12 @@ LOCAL_MEMORY: Mapping[str, int] = {"gfx950": 160 * 1024}
 class Build:
     """One kernel with one set of types and constants.
 
-    kernel: the `@triton.jit` function. signature: the type of every argument that is no constant, `*bf16`, `i32`,
-    `fp32`, … constants: the value of every other argument, `None` for a tensor that isn't there. threads: instead of
-    num_warps, where wide waves make fewer warps of as many threads. divisible: integer arguments that are multiples of
-    16, as the launcher would find them; pointers are taken to be aligned to 16 bytes. matrix: its products must become
-    matrix instructions (MFMA, WMMA). options: further launch options such as `waves_per_eu`. architectures: where it
-    is built, if not everywhere.
+    kernel: the `@triton.jit` function. signature: the type of every argument that is not a constant: `*bf16`, `i32`,
+    `fp32`, … constants: the value of every other argument, `None` for an absent tensor. threads: instead of num_warps,
+    if the number of threads is fixed and the number of warps depends on the wave size. divisible: integer arguments
+    that are multiples of 16; pointers are assumed to be aligned to 16 bytes. matrix: whether its products must become
+    matrix instructions (MFMA, WMMA). options: other launch options such as `waves_per_eu`. architectures: those that it
+    is built for.
     """
 
     kernel: Any
@@ -42,19 +44,19 @@ class Build:
     architectures: tuple[str, ...] = tuple(ARCHITECTURES)
 
     def warps(self, lanes: int) -> int:
-        """How many of so many lanes."""
+        """The number of warps, for this wave size."""
         return self.num_warps if self.threads is None else max(1, self.threads // lanes)
 
 
 def compiled_for(build: Build, target: Any) -> Any:
-    """What Triton compiles for a `GPUTarget`, on any machine. Raises `ValueError` if an argument is left open."""
+    """Compile for a `GPUTarget`, on any machine. Raises `ValueError` if an argument has neither a type nor a value."""
     import triton
     from triton.compiler import ASTSource
 
     names = build.kernel.arg_names
     given = {*build.signature, *build.constants}
     if given != set(names):
-        raise ValueError(f"its BUILDS don't say what {', '.join(sorted(given ^ set(names)))} is")
+        raise ValueError(f"its BUILDS don't match the kernel's arguments: {', '.join(sorted(given ^ set(names)))}")
     signature = {name: build.signature.get(name, "constexpr") for name in names}
     whole = [
         index

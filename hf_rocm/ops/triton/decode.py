@@ -1,4 +1,4 @@
-"""A few queries against many keys through our split-KV kernel: decoding, and any call that looks like it."""
+"""Attention of a few queries over many keys through our split-KV kernel: decoding, and other calls of that shape."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from torch import Tensor
 
 from hf_rocm import options
 from hf_rocm.device import describe
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.fakes import attended
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import form, launch, power_of_two
+from hf_rocm.ops.triton.launch import dense, form, launch, power_of_two
+from hf_rocm.ops.triton.norm import DTYPES
+from hf_rocm.ops.triton.tiles import plan
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from hf_rocm.device import Device
     from hf_rocm.ops.attention import AttentionSpec
+    from hf_rocm.ops.attention_terms import AttentionTerms, DecodeTerms, PagedTerms
     from hf_rocm.ops.decode import DecodeSpec
+    from hf_rocm.ops.paged import PagedSpec
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
-MOST_SPLITS = 128
-LONG = 64  # blocks of keys
 
 
 def refuses(spec: DecodeSpec, device: Device) -> str | None:
@@ -32,7 +36,7 @@ def refuses(spec: DecodeSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not spec.few_queries:
-        return "our decode kernel is for at most 16 queries a row"
+        return "our decode kernel takes at most 16 queries for each row"
     return _limits(spec, device)
 
 
@@ -44,7 +48,7 @@ def attention_refuses(spec: AttentionSpec, device: Device) -> str | None:
     if spec.weights:
         return "our decode kernel doesn't return attention weights"
     if not (spec.one_query or spec.few_queries):
-        return "our decode kernel is for at most 16 queries on more keys"
+        return "our decode kernel takes at most 16 queries, and more keys than queries"
     return _limits(spec, device) or _gain(spec, device)
 
 
@@ -53,105 +57,76 @@ def decode_attention(
     key: Tensor,
     value: Tensor,
     lengths: Tensor,
-    *,
-    scale: float,
-    starts: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    ends: Tensor | None,
+    **terms: Unpack[DecodeTerms],
 ) -> Tensor:
     """See `hf_rocm.ops.decode_attention`."""
-    result: Tensor = _traced(query, key, value, lengths, starts, None, sinks, scale, softcap, window, True)
+    starts, sinks, scale, softcap = terms["starts"], terms["sinks"], terms["scale"], terms["softcap"]
+    window = terms["window"]
+    result: Tensor = _traced(query, key, value, lengths, starts, None, sinks, None, scale, softcap, window, True)
     return result
 
 
-def attention(
+def paged_refuses(spec: PagedSpec, device: Device) -> str | None:
+    """Why the kernel can't serve this call of `paged_attention`, or None."""
+    reason = detect.unavailable(device)
+    if reason is not None:
+        return reason
+    if not spec.few_queries:
+        return "our decode kernel takes at most 16 queries for each row"
+    return _limits(spec, device)
+
+
+def paged_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    mask: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, None]:
+    key_pages: Tensor,
+    value_pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    **terms: Unpack[PagedTerms],
+) -> Tensor:
+    """See `hf_rocm.ops.paged_attention`."""
+    lengths = lengths.contiguous()
+    key_pages, value_pages = key_pages.transpose(1, 2), value_pages.transpose(1, 2)
+    if key is not None and value is not None:
+        _traced_write(key_pages, value_pages, key, value, table, lengths)
+    scale, softcap, sinks = terms["scale"], terms["softcap"], terms["sinks"]
+    result: Tensor = _traced(
+        *(query, key_pages, value_pages, lengths, None, None, sinks, table, scale, softcap, terms["window"], True)
+    )
+    return result
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, None]:
     """See `hf_rocm.ops.attention`."""
-    return _traced(query, key, value, None, None, mask, sinks, scale, softcap, window, causal), None
+    mask, sinks, scale, softcap = terms["mask"], terms["sinks"], terms["scale"], terms["softcap"]
+    window, causal = terms["window"], terms["causal"]
+    return _traced(query, key, value, None, None, mask, sinks, None, scale, softcap, window, causal), None
 
 
-class Plan(NamedTuple):
-    """How the work is dealt out. rows, keys: of a block; pieces: blocks of rows; splits: programs for each piece."""
-
-    rows: int
-    keys: int
-    pieces: int
-    splits: int
-    warps: int
-    stages: int
-
-
-def plan(
-    b: int,
-    kv_heads: int,
-    rows: int,
-    keys: int,
-    dim: int,
-    size: int,
-    units: int,
-    arch: str | None,
-    *,
-    plain: bool = True,
-) -> Plan:
-    """For B · Hkv pieces of `rows` queries each, against a cache of `keys` keys.
-
-    dim: the larger head dim; size: bytes of an element; units: compute units of the GPU; arch: its gfx name, or None;
-    plain: neither a mask nor a window.
-    Depends on nothing that changes from step to step, so that a recorded graph stays valid. Blocks and stages are the
-    fastest of those measured on an NVIDIA GPU; AMD's are what keeps its compiler from spilling registers.
-    """
-    block_rows = 32 if rows > 16 and plain and dim <= 128 else 16
-    pieces = -(-rows // block_rows)
-    radeon = arch is not None and not arch.startswith("gfx9")
-    block = max(16, min(64, (8192 if radeon else 16384) // (power_of_two(dim) * size)))
-    room = units if arch is None else 2 * units  # of AMD's it is a guess: less is under way in each of their programs
-    splits = _splits(b * kv_heads * pieces, -(-keys // block), room)
-    return Plan(block_rows, block, pieces, splits, 8 if radeon else 4, 3 if arch is None else 2)
-
-
-def _splits(pieces: int, blocks: int, room: int) -> int:
-    """Into how many programs each piece of `blocks` blocks is split.
-
-    room: programs that keep the GPU busy. Long pieces are halved even so, for the sake of the last ones to end.
-    """
-    least = 2 if blocks >= LONG else 1
-    return max(1, min(max(room // pieces, least), blocks, MOST_SPLITS))
-
-
-def _limits(spec: DecodeSpec | AttentionSpec, device: Device) -> str | None:
+def _limits(spec: DecodeSpec | AttentionSpec | PagedSpec, device: Device) -> str | None:
     if spec.grad:
         return "our decode kernel has no gradient"
     if spec.dtype not in DTYPES:
-        return f"our decode kernel is for fp32, bf16 and fp16, not for {spec.dtype}"
+        return f"our decode kernel supports fp32, bf16 and fp16, not {spec.dtype}"
     if spec.dtype == torch.float32 and device.kind == "cuda":
-        return "a GPU's exponentials are not as exact as fp32 asks for"  # the H200's were not
+        return "a GPU's exponential function is less accurate than fp32 requires"  # measured on an H200
     if max(spec.head_dim, spec.value_dim) > LARGEST_HEAD:
-        return f"head dims may be at most {LARGEST_HEAD}, got {spec.head_dim} and {spec.value_dim}"
+        return f"head dims must be at most {LARGEST_HEAD}, got {spec.head_dim} and {spec.value_dim}"
     if (device.arch or "").startswith("gfx11") and max(spec.head_dim, spec.value_dim) > 128:
         return f"on {device.arch} our decode kernel would spill registers for head dims above 128"
     return None
 
 
 def _gain(spec: AttentionSpec, device: Device) -> str | None:
-    """Why PyTorch's own kernel comes first, unless our tier was named."""
+    """Why PyTorch's own kernel comes first, unless the triton tier was named."""
     restricted = spec.mask is not None or spec.window is not None or spec.softcap or spec.sinks
     if device.kind == "cpu" or device.rocm or not spec.one_query or restricted:
         return None
     if options.current().tier("attention") == "triton":
         return None
-    return "on NVIDIA's GPUs PyTorch's own kernel splits the keys too, if nothing restricts a single query"
+    return "on NVIDIA GPUs, PyTorch's kernel also splits the keys for a single query without a mask or window"
 
 
 def _forward(
@@ -162,6 +137,7 @@ def _forward(
     starts: Tensor | None,
     mask: Tensor | None,
     sinks: Tensor | None,
+    table: Tensor | None,
     scale: float,
     softcap: float | None,
     window: int | None,
@@ -171,26 +147,31 @@ def _forward(
 
     b, heads, queries, dim = query.shape
     _, kv_heads, keys, value_dim = value.shape
+    page = None
+    if table is not None:
+        page, keys = keys, keys * table.shape[1]
     output = query.new_empty((b, queries, heads, value_dim))
     if not output.numel():
         return output
-    query, key, value = _unit(query), _unit(key), _unit(value)
+    query, key, value = dense(query), dense(key), dense(value)
     if starts is not None:
         starts = starts.contiguous()
     causal = causal and queries > 1
     sizes = (b, heads, kv_heads, queries, keys, dim, value_dim)
-    work = _work(sizes, query.dtype, query.device, None if mask is None else mask.dtype, window is None, causal)
+    work = _work(sizes, query.dtype, query.device, None if mask is None else mask.dtype, window is None, causal, page)
     parts = output
     if work.room:
         parts = torch.empty(work.room, dtype=torch.float32, device=query.device)
-    further = (lengths, starts, mask, None if work.room else sinks)
+    further = (lengths, starts, mask, None if work.room else sinks, table)
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
     mask_strides = (None,) * 4 if mask is None else _strides_of_mask(mask)
-    length_b = 0 if lengths is None or lengths.numel() == 1 else lengths.stride(0)
+    length_b = 0 if lengths is None or (lengths.numel() == 1 and table is None) else lengths.stride(0)
+    table_b = None if table is None else table.stride(0)
+    places = (keys, queries, window, *strides, *mask_strides, length_b, table_b)
     launch(
         decode_kernel,
         work.grid,
-        (query, key, value, parts, *further, scale, softcap, keys, queries, window, *strides, *mask_strides, length_b),
+        (query, key, value, parts, *further, scale, softcap, *places),
         work.constants,
         num_warps=work.warps,
         num_stages=work.stages,
@@ -199,13 +180,14 @@ def _forward(
             form(key),
             form(value),
             form(parts),
-            *[each is not None and form(each) for each in further],
+            *[tensor is not None and form(tensor) for tensor in further],
             softcap is None,
             queries,
             form(window),
             _form_of(strides),
             mask is not None and tuple(map(form, mask_strides)),
             length_b,
+            form(table_b),
         ),
     )
     if work.room:
@@ -220,7 +202,7 @@ def _forward(
 
 
 class _Work(NamedTuple):
-    """What both launches have in common from call to call. room: fp32 numbers of the partial results, 0 without any."""
+    """What both launches have in common from call to call. room: the size of the partial results in fp32 numbers."""
 
     grid: tuple[int, int, int]
     constants: dict[str, Any]
@@ -239,6 +221,7 @@ def _work(
     mask: torch.dtype | None,
     endless: bool,
     causal: bool,
+    page: int | None,
 ) -> _Work:
     """For B, H, Hkv, S_q, S, D and D_v. endless: without a window."""
     b, heads, kv_heads, queries, keys, dim, value_dim = sizes
@@ -266,6 +249,7 @@ def _work(
             "VALUE_DIM": value_dim,
             "ALONE": alone,
             "CAUSAL": causal,
+            "PAGE": page,
             "HIDDEN": None if mask is None or mask == torch.bool else torch.finfo(mask).min / 2,
             "PRECISION": "ieee" if dtype == torch.float32 else None,
             "ROWS": how.rows,
@@ -288,29 +272,60 @@ def _strides_of_mask(mask: Tensor) -> tuple[int, ...]:
 
 
 def _form_of(strides: tuple[int, ...]) -> Any:
-    """The same as the forms of all of them, in the usual case as one."""
+    """The forms of all strides; in the usual case one value for all."""
     union = reduce(or_, strides)
     return (union % 16 == 0 and 0 <= union < 2**31) or tuple(map(form, strides))
 
 
-def _shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
-    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
-
-
-def _unit(x: Tensor) -> Tensor:
-    """With columns next to each other, as every cache and projection has them."""
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
 @cache
 def _units(device: torch.device) -> int:
-    """Compute units of a GPU; a few for the CPU, which only interprets."""
+    """The number of compute units of a GPU; 2 for the CPU, which interprets the kernel."""
+    units = describe(device).units
+    if units is not None:
+        return units
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 _traced = opaque(
     "triton_decode(Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? starts, Tensor? mask, "
-    "Tensor? sinks, float scale, float? softcap, int? window, bool causal) -> Tensor",
+    "Tensor? sinks, Tensor? table, float scale, float? softcap, int? window, bool causal) -> Tensor",
     _forward,
-    _shape,
+    attended,
+)
+
+
+def _write(key_pages: Tensor, value_pages: Tensor, key: Tensor, value: Tensor, table: Tensor, lengths: Tensor) -> None:
+    """Write new keys and values [B, Hkv, S_q, D] into pages [P, Hkv, PAGE, D]."""
+    from hf_rocm.ops.triton.kernels.decode import page_kernel
+
+    b, kv_heads, queries, dim = key.shape
+    value_dim, page = value.shape[3], key_pages.shape[2]
+    if not key.numel():
+        return
+    key, value = dense(key), dense(value)
+    strides = (stride for part in (key, value, key_pages, value_pages) for stride in part.stride()[:3])
+    launch(
+        page_kernel,
+        (b * queries, kv_heads),
+        (key, value, key_pages, value_pages, table, lengths, queries, *strides, table.stride(0)),
+        {
+            "DIM": dim,
+            "VALUE_DIM": value_dim,
+            "PAGE": page,
+            "BLOCK_D": power_of_two(dim),
+            "BLOCK_V": power_of_two(value_dim),
+        },
+        num_warps=1,
+    )
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+_traced_write = opaque(
+    "triton_write_pages(Tensor(a!) key_pages, Tensor(b!) value_pages, Tensor key, Tensor value, Tensor table, "
+    "Tensor lengths) -> ()",
+    _write,
+    _nothing,
 )

@@ -1,7 +1,7 @@
-"""Is there a Triton that can serve this device? Asked once, answered in a sentence.
+"""Whether the installed Triton can serve a device, determined once per process.
 
-torch brings its own Triton, which is imported lazily: a CPU process never imports it, unless it was told to interpret
-the kernels (`TRITON_INTERPRET=1`), which is how they are tested without a GPU.
+torch installs its own Triton, which is imported lazily. A process on a CPU never imports it, except to interpret the
+kernels (`TRITON_INTERPRET=1`), which tests them without a GPU.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hf_rocm.device import Device
 from hf_rocm.ops import probe
 from hf_rocm.ops.probe import Probe
 
-# torch 2.6's; older ones lack parts of the language that the kernels use
+# that of torch 2.6; older releases lack language features that the kernels use
 OLDEST = Version("3.2")
 
 
 @dataclass(frozen=True)
 class Release:
-    """The Triton that was imported. drivers: the backends (`amd`, `nvidia`) that found a GPU of theirs."""
+    """The Triton that was imported. drivers: the backends (`amd`, `nvidia`) that have found a GPU."""
 
     version: Version
     drivers: frozenset[str]
@@ -35,23 +35,23 @@ def unavailable(device: Device) -> str | None:
     if device.kind == "cpu" and not interpreted:
         return "Triton's kernels need a GPU, and this is the CPU (TRITON_INTERPRET=1 runs them there, for tests)"
     if device.kind not in ("cpu", "cuda"):
-        return f"Triton's kernels are for AMD and NVIDIA GPUs, not for a {device.kind} device"
+        return f"Triton's kernels need an AMD or NVIDIA GPU, and this is a {device.kind} device"
     loaded = load()
     if isinstance(loaded, str):
         return loaded
     wanted = "amd" if device.rocm else "nvidia"
     if not interpreted and wanted not in loaded.drivers:
-        return f"Triton {loaded.version} finds no {wanted.upper()} GPU that it can drive"
+        return f"Triton {loaded.version} finds no {wanted.upper()} GPU that it supports"
     return None
 
 
 def checked(operation: str, name: str) -> Probe:
-    """The probe of a Triton kernel: what it finds holds for the Triton that is installed."""
+    """The probe of a Triton kernel. Its result is valid for the installed release of Triton."""
     return probe.checked(operation, name, tier="triton", version=lambda: str(release().version))
 
 
 def release() -> Release:
-    """The imported Triton; only after `unavailable` has returned None."""
+    """The imported Triton. Call it only after `unavailable` has returned None."""
     loaded = load()
     assert isinstance(loaded, Release)
     return loaded
@@ -59,16 +59,16 @@ def release() -> Release:
 
 @cache
 def load() -> Release | str:
-    """Import triton, once; why not, in a sentence, if it can't be."""
+    """Import triton, once. Returns the reason, in a sentence, if that fails."""
     try:
         triton = importlib.import_module("triton")
         backends = importlib.import_module("triton.backends").backends
-        drivers = frozenset(name for name, each in backends.items() if each.driver.is_active())
+        drivers = frozenset(name for name, backend in backends.items() if backend.driver.is_active())
     except ModuleNotFoundError as error:
         if error.name != "triton":
             return f"Triton can't be imported here: {error}"
-        return "Triton is not installed (a ROCm build of torch brings its own)"
-    except Exception as error:  # noqa: BLE001 - it looks for compilers and drivers, and raises what they raise
+        return "Triton is not installed (a ROCm build of torch includes its own)"
+    except Exception as error:  # noqa: BLE001 - it runs compilers and drivers, and raises what they raise
         lines = str(error).strip().splitlines() or ["no message"]
         return f"Triton can't be imported here: {type(error).__name__}: {lines[0]}"
     try:

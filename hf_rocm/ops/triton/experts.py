@@ -1,49 +1,33 @@
 """Routed experts for few pairs of a token and an expert, as in decoding, through our kernels.
 
-They read the chosen experts' weights where they lie. With more pairs than `PAIRS` experts are chosen by several tokens,
-and products that take these together read less.
+They read the chosen experts' weights in place. With more than `PAIRS` pairs, several tokens share an expert, and
+products over all tokens of an expert read less.
 """
 
 from __future__ import annotations
 
-from math import gcd
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from hf_rocm import options
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.fakes import like
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton.launch import launch, warps
 from hf_rocm.ops.triton.norm import DTYPES
+from hf_rocm.ops.triton.tiles import ExpertsTile, down_tile, gate_up_tile
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
     from hf_rocm.ops.moe import ExpertsSpec
-    from hf_rocm.ops.moe_torch import Form
+    from hf_rocm.ops.moe_torch import ExpertsCall
 
 NAME = "chosen_experts"
 
-PAIRS = 64  # T · k up to which they come before the torch tier
-LARGEST = 2**31  # elements of one expert, which 32 bits address
-WIDEST = 2**16  # columns: a grid's second size has 16 bits
-
-
-class Tile(NamedTuple):
-    """How a product is cut. n, k: the part of each expert's weight that a program has at once, n columns of the result
-    (each of a gate and an up, in the first product); experts: how many at once, in the second."""
-
-    n: int
-    k: int
-    threads: int
-    stages: int
-    experts: int | None = None
-
-    def constants(self) -> dict[str, int]:
-        """The last of the kernel's arguments."""
-        shared = {"BLOCK_N": self.n, "BLOCK_K": self.k}
-        return shared if self.experts is None else {"BLOCK_E": self.experts, **shared}
+PAIRS = 64  # the largest T · k for which these kernels come before the torch tier
+LARGEST = 2**31  # elements of one expert: offsets have 32 bits
+WIDEST = 2**16  # columns: the second size of a grid has 16 bits
 
 
 def refuses(spec: ExpertsSpec, device: Device) -> str | None:
@@ -55,7 +39,7 @@ def _limits(spec: ExpertsSpec) -> str | None:
     if spec.grad:
         return "our kernels for chosen experts have no gradient"
     if spec.dtype not in DTYPES:
-        return f"our kernels for chosen experts are for fp32, bf16 and fp16, not for {spec.dtype}"
+        return f"our kernels for chosen experts support fp32, bf16 and fp16, not {spec.dtype}"
     if spec.weight_dtype != spec.dtype:
         return f"our kernels for chosen experts need one dtype, got {spec.dtype} and {spec.weight_dtype}"
     if not spec.contiguous:
@@ -68,41 +52,16 @@ def _limits(spec: ExpertsSpec) -> str | None:
 
 
 def _gain(spec: ExpertsSpec) -> str | None:
-    """Why products that take an expert's tokens together come first, unless our tier was named."""
+    """Why products over all tokens of an expert come first, unless the triton tier was named."""
     if 0 < spec.pairs <= PAIRS or options.current().tier("experts") == "triton":
         return None
-    return f"there are more than {PAIRS} pairs of a token and an expert: each would read its expert's weights anew"
+    return f"there are more than {PAIRS} pairs of a token and an expert: each would read its expert's weights again"
 
 
-# Tiles were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B and, transposed,
-# of gpt-oss-20b. On AMD GPUs nothing was measured: `HF_ROCM_TIER=experts=torch` gives them PyTorch's products.
-SOME = 4  # tokens up to which programs of the second product must be small, or there are too few of them
-
-
-def gate_up_tile(transposed: bool) -> Tile:
-    """Of the first product, up to the gate. Lanes run along K, or along the columns where these are contiguous."""
-    return Tile(32, 64, 256, 2) if transposed else Tile(2, 512, 64, 2)
-
-
-def down_tile(tokens: int, top: int, transposed: bool) -> Tile:
-    """Of the second, for so many tokens with so many experts each."""
-    if not transposed:
-        return Tile(2, 256, 64, 2, gcd(top, 4))
-    return Tile(16, 64, 128, 2, gcd(top, 4)) if tokens <= SOME else Tile(32, 32, 128, 2, gcd(top, 4))
-
-
-def experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    form: Form,
-) -> Tensor:
-    """See `hf_rocm.ops.experts`. Rounds where separate layers do; the sum over a token's experts is rounded once."""
-    result: Tensor = _traced(x, gate_up, down, ids, weights, gate_up_bias, down_bias, *form)
+def experts(call: ExpertsCall) -> Tensor:
+    """See `hf_rocm.ops.experts`. Rounds like separate layers, but the sum over a token's experts only once."""
+    *tensors, form = call
+    result: Tensor = _traced(*tensors, *form)
     return result
 
 
@@ -121,7 +80,7 @@ def _forward(
     limit: float,
     alpha: float,
 ) -> Tensor:
-    out = _like(x)
+    out = like(x)
     (tokens, top), (hidden, intermediate) = ids.shape, down.shape[1:]
     if transposed:
         hidden, intermediate = intermediate, hidden
@@ -133,10 +92,10 @@ def _forward(
     if gate_up_bias is not None and down_bias is not None:
         gate_up_bias, down_bias = gate_up_bias.contiguous(), down_bias.contiguous()
     between = x.new_empty((tokens * top, intermediate))
-    cut = gate_up_tile(transposed)
+    tile = gate_up_tile(transposed)
     launch(
         kernels.chosen_gate_up,
-        (tokens * top, -(-intermediate // cut.n)),
+        (tokens * top, -(-intermediate // tile.n)),
         (x, gate_up, gate_up_bias, ids, weights, between, hidden, intermediate, float(limit), float(alpha)),
         {
             "TOP": top,
@@ -144,36 +103,32 @@ def _forward(
             "TRANSPOSED": transposed,
             "INTERLEAVED": interleaved,
             "WEIGH_INPUT": weigh_input,
-            "EVEN": _even(intermediate, hidden, cut),
-            **cut.constants(),
+            "EVEN": _even(intermediate, hidden, tile),
+            **tile.constants(),
         },
-        num_warps=warps(cut.threads, x.device),
-        num_stages=cut.stages,
+        num_warps=warps(tile.threads, x.device),
+        num_stages=tile.stages,
     )
-    cut = down_tile(tokens, top, transposed)
+    tile = down_tile(tokens, top, transposed)
     launch(
         kernels.chosen_down,
-        (tokens, -(-hidden // cut.n)),
+        (tokens, -(-hidden // tile.n)),
         (between, down, down_bias, ids, weights, out, hidden, intermediate),
         {
             "TOP": top,
             "TRANSPOSED": transposed,
             "WEIGH_INPUT": weigh_input,
-            "EVEN": _even(hidden, intermediate, cut),
-            **cut.constants(),
+            "EVEN": _even(hidden, intermediate, tile),
+            **tile.constants(),
         },
-        num_warps=warps(cut.threads, x.device),
-        num_stages=cut.stages,
+        num_warps=warps(tile.threads, x.device),
+        num_stages=tile.stages,
     )
     return out
 
 
-def _even(n: int, k: int, cut: Tile) -> bool:
-    return n % cut.n == 0 and k % cut.k == 0
-
-
-def _like(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _even(n: int, k: int, tile: ExpertsTile) -> bool:
+    return n % tile.n == 0 and k % tile.k == 0
 
 
 _traced = opaque(
@@ -181,5 +136,5 @@ _traced = opaque(
     "Tensor? down_bias, str activation, bool transposed, bool interleaved, bool weigh_input, float limit, "
     "float alpha) -> Tensor",
     _forward,
-    _like,
+    like,
 )

@@ -1,4 +1,4 @@
-"""Launching a kernel at little cost, and what every launch needs to know about the device."""
+"""Launch kernels with little overhead, and the properties of a device that a launch depends on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_rocm import options
 from hf_rocm.device import describe, is_rocm
 from hf_rocm.ops.triton import detect
 
-# Releases whose rules for specialising a kernel on its arguments were read; `form` repeats them.
+# Triton releases whose rules for specialising a kernel on its arguments are known; `form` implements them.
 READ = frozenset({(3, 6)})
 
 _LARGEST_INT = 2**31
-_MOST = 4096  # compiled forms that are remembered; lengths of prompts may be among what they depend on
+_MOST = 4096  # the largest number of cached kernels, whose keys may include the lengths of prompts
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -34,13 +34,13 @@ def launch(
 ) -> None:
     """Launch a `@triton.jit` kernel on the current device.
 
-    arguments: what comes first in its signature, tensors, numbers and None, a tensor of that device at the front;
-    constants: all the rest, in the order of the signature, hashable. grid: one to three sizes. contract: products and
-    sums may become one operation with one rounding. forms: what `form` gives for the arguments, or anything that tells
-    them apart as well, where the caller knows it with less ado.
+    arguments: the first arguments of its signature: tensors, numbers and None, beginning with a tensor of that device.
+    constants: all other arguments, in the order of the signature, hashable. grid: one to three sizes. contract: whether
+    a product and a sum may be fused into one operation with one rounding. forms: the `form` of the arguments, or any
+    other key that distinguishes the same cases, if the caller can compute it faster.
 
-    Triton looks for the compiled form of a kernel anew at each launch, for longer than the kernel runs. Here it is
-    remembered under what it depends on, and launched directly the next time.
+    At each launch Triton looks the compiled kernel up, which takes longer than the kernel runs. Here it is cached under
+    all that it depends on, and later launches run it directly.
     """
     how: dict[str, Any] = {"num_warps": num_warps}
     if num_stages is not None:
@@ -64,12 +64,12 @@ def launch(
 
 
 def _again(compiled: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...]) -> None:
-    """Launch what Triton has compiled and loaded, as its own launch does at the end."""
+    """Launch a kernel that Triton has compiled and loaded, as the last part of Triton's own launch does."""
     runtime = _runtime()
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-        compiled[grid](*arguments)  # a profiler wants to be told
+        compiled[grid](*arguments)  # for a profiler's hooks
         return
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = _driver().get_current_stream(device)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
@@ -80,19 +80,26 @@ def _runtime() -> Any:
     return knobs.runtime
 
 
+@cache
+def _driver() -> Any:
+    from triton.runtime import driver
+
+    return driver.active
+
+
 def alike(*tensors: Tensor) -> Any:
-    """`form` of several tensors at once, which nearly always are of one dtype and aligned."""
+    """`form` of several tensors at once, with a fast path for aligned tensors of one dtype."""
     addresses, dtype, same = 0, tensors[0].dtype, not is_rocm()
-    for each in tensors:
-        addresses |= each.data_ptr()
-        same = same and each.dtype == dtype
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+        same = same and tensor.dtype == dtype
     if same and addresses % 16 == 0:
         return dtype
     return tuple(map(form, tensors))
 
 
 def form(value: Any) -> Any:
-    """What of an argument a kernel is specialised on."""
+    """The properties of an argument that Triton specialises a kernel on."""
     if isinstance(value, Tensor):
         # AMD's compiler addresses less than 2 GiB with 32 bits
         small = is_rocm() and value.untyped_storage().nbytes() < _LARGEST_INT
@@ -104,7 +111,7 @@ def form(value: Any) -> Any:
 
 @cache
 def _remembers() -> bool:
-    """Whether kernels are compiled, by a Triton whose rules are known."""
+    """Whether compiled kernels are cached here: not when interpreted, and only for releases whose rules are known."""
     return not options.triton_interprets() and detect.release().version.release[:2] in READ
 
 
@@ -116,10 +123,15 @@ def lanes(device: torch.device) -> int:
 
 
 def warps(threads: int, device: torch.device) -> int:
-    """How many warps give so many threads; both are powers of two."""
+    """The number of warps for this number of threads; both are powers of two."""
     return max(1, threads // lanes(device))
 
 
+def dense(x: Tensor) -> Tensor:
+    """[B, H, S, D] with a last stride of 1, copied if necessary."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
 def power_of_two(size: int) -> int:
-    """The smallest power of two that isn't less."""
+    """The smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length() if size > 1 else 1

@@ -1,4 +1,4 @@
-"""RMSNorm through our kernel: one program normalises one wide row, or several narrow ones."""
+"""RMSNorm through our kernel: a program normalises one wide row or several narrow rows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.fakes import like, two_like
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.norm import NormSpec
+    from hf_rocm.ops.pointwise import NormSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 32768  # a row lies in the registers of one workgroup
+WIDEST = 32768  # a row must fit into the registers of one workgroup
 
 
 def refuses(spec: NormSpec, device: Device) -> str | None:
@@ -24,16 +25,16 @@ def refuses(spec: NormSpec, device: Device) -> str | None:
     if spec.grad:
         return "our norm kernel has no gradient"
     if spec.dtype not in DTYPES or spec.weight_dtype not in DTYPES:
-        return f"our norm kernel is for fp32, bf16 and fp16, not for {spec.dtype} with a weight of {spec.weight_dtype}"
+        return f"our norm kernel supports fp32, bf16 and fp16, not {spec.dtype} with a weight of {spec.weight_dtype}"
     if not spec.one_plus and spec.weight_dtype != spec.dtype:
-        return f"our norm kernel rounds where one dtype does, and the weight is {spec.weight_dtype}, not {spec.dtype}"
+        return f"our norm kernel needs one dtype, got {spec.dtype} and a weight of {spec.weight_dtype}"
     if spec.dim > WIDEST:
-        return f"our norm kernel holds a row of at most {WIDEST}, got {spec.dim}"
+        return f"our norm kernel takes rows of at most {WIDEST}, got {spec.dim}"
     return detect.unavailable(device)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
-    """See `hf_rocm.ops.rms_norm`. Rounds where transformers' layers do: before the weight too, if that is plain."""
+    """See `hf_rocm.ops.rms_norm`. Rounds like transformers' layers: without (1 + w), also before the weight."""
     result: Tensor = _traced(x, weight, eps, one_plus)
     return result
 
@@ -45,14 +46,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_pl
 
 
 def tile(rows: int, dim: int) -> tuple[int, int, int]:
-    """(rows of a program, its columns, its threads), all powers of two."""
+    """(rows, columns, threads) of a program, all powers of two."""
     block = power_of_two(dim)
     many = min(max(1, 2048 // block), power_of_two(rows))
     return many, block, min(1024, max(64, many * block // 16))
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
-    out = _like(x)
+    out = like(x)
     if out.numel():
         strides = _two_strides(x)
         if strides is None:
@@ -62,7 +63,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
 
 
 def _add_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool) -> tuple[Tensor, Tensor]:
-    out, total = _two_like(x)
+    out, total = two_like(x)
     if out.numel():
         _launch(x.contiguous(), residual.contiguous(), weight, out, total, (x.shape[-1], 1, 0), eps, one_plus)
     return out, total
@@ -96,9 +97,9 @@ def _launch(
 
 
 def _two_strides(x: Tensor) -> tuple[int, int, int] | None:
-    """(outer stride, inner rows, inner stride) of the rows of x, or None where two strides can't say it.
+    """(outer stride, inner rows, inner stride) of the rows of x, or None if two strides can't describe them.
 
-    The heads of a fused projection are such rows: the norm of queries and keys needs no copy of them.
+    The heads of a fused projection are such rows, so the norm of queries and keys needs no copy.
     """
     if x.is_contiguous():
         return x.shape[-1], 1, 0
@@ -113,17 +114,9 @@ def _two_strides(x: Tensor) -> tuple[int, int, int] | None:
     return strides[-3], sizes[-1], strides[-2]
 
 
-def _like(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _two_like(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return _like(x), _like(x)
-
-
-_traced = opaque("triton_rms_norm(Tensor x, Tensor weight, float eps, bool one_plus) -> Tensor", _forward, _like)
+_traced = opaque("triton_rms_norm(Tensor x, Tensor weight, float eps, bool one_plus) -> Tensor", _forward, like)
 _traced_add = opaque(
     "triton_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool one_plus) -> (Tensor, Tensor)",
     _add_forward,
-    _two_like,
+    two_like,
 )

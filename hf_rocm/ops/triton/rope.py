@@ -1,23 +1,36 @@
-"""Rotary positions through our kernel: queries and keys in one launch, keys and values straight into a cache."""
+"""Rotary positions through our kernel: queries and keys in one launch, with keys and values written into a cache."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_rocm.ops.opaque import opaque
+from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import alike, dense, form, launch, power_of_two, warps
 from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.rope import RopeSpec
+    from hf_rocm.ops.pointwise import RopeSpec
     from hf_rocm.ops.rope_into_cache import RopeIntoCacheSpec
 
 WIDEST = 1024
+
+
+class Norms(NamedTuple):
+    """The norms of queries and keys over the head dim, before their rotation: both or neither."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    query_eps: float = 0.0
+    key_eps: float = 0.0
+    one_plus: bool = False
+
+
+NO_NORMS = Norms()
 
 
 def refuses(spec: RopeSpec | RopeIntoCacheSpec, device: Device) -> str | None:
@@ -25,13 +38,16 @@ def refuses(spec: RopeSpec | RopeIntoCacheSpec, device: Device) -> str | None:
     if spec.grad:
         return "our RoPE kernel has no gradient"
     if spec.dtype not in DTYPES:
-        return f"our RoPE kernel is for fp32, bf16 and fp16, not for {spec.dtype}"
+        return f"our RoPE kernel supports fp32, bf16 and fp16, not {spec.dtype}"
     if spec.angle_dtype != spec.dtype:
-        return f"our RoPE kernel rounds where one dtype does, and the angles are {spec.angle_dtype}, not {spec.dtype}"
+        return f"our RoPE kernel needs one dtype, got {spec.dtype} and angles of {spec.angle_dtype}"
     if spec.rotated % 2 or spec.rotated > spec.head_dim:
-        return f"our RoPE kernel rotates pairs within a head, got {spec.rotated} of {spec.head_dim}"
+        return f"our RoPE kernel rotates pairs of dims within a head, got {spec.rotated} of {spec.head_dim} dims"
+    norm_dtype, one_plus = getattr(spec, "norm_dtype", None), getattr(spec, "one_plus", False)
+    if norm_dtype is not None and (norm_dtype not in DTYPES or (norm_dtype != spec.dtype and not one_plus)):
+        return f"our RoPE kernel needs one dtype, got {spec.dtype} and a norm's weight of {norm_dtype}"
     if spec.head_dim > WIDEST:
-        return f"our RoPE kernel holds heads of at most {WIDEST} dims, got {spec.head_dim}"
+        return f"our RoPE kernel takes heads of at most {WIDEST} dims, got {spec.head_dim}"
     return detect.unavailable(device)
 
 
@@ -50,10 +66,17 @@ def rope_into_cache(
     keys: Tensor,
     values: Tensor,
     position: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
     interleaved: bool,
+    once: bool,
+    one_plus: bool,
+    query_eps: float,
+    key_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `hf_rocm.ops.rope_into_cache`."""
-    out: Tensor = _traced_into_cache(query, key, value, cos, sin, keys, values, position, interleaved)
+    norms = query_norm, key_norm, query_eps, key_eps, one_plus
+    out: Tensor = _traced_into_cache(query, key, value, cos, sin, keys, values, position, *norms, interleaved, once)
     return out, keys, values
 
 
@@ -73,12 +96,21 @@ def _into_cache(
     keys: Tensor,
     values: Tensor,
     position: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    query_eps: float,
+    key_eps: float,
+    one_plus: bool,
     interleaved: bool,
+    once: bool,
 ) -> Tensor:
     out = torch.empty_like(query)
     if query.numel():
-        counted_on = _launch(query, key, value, cos, sin, out, keys, values, position, interleaved)
-        if position.ndim == 0 and not counted_on:
+        norms = Norms(query_norm, key_norm, query_eps, key_eps, one_plus)
+        advanced = _launch(
+            query, key, value, cos, sin, out, keys, values, position, interleaved, norms=norms, once=once
+        )
+        if position.ndim == 0 and not advanced:
             position.add_(query.shape[2])
     return out
 
@@ -94,14 +126,17 @@ def _launch(
     values: Tensor | None,
     position: Tensor | None,
     interleaved: bool,
+    *,
+    norms: Norms = NO_NORMS,
+    once: bool = False,
 ) -> bool:
-    """Whether the kernel itself has counted on the position."""
+    """Launch the kernel. Returns whether the kernel has advanced the position itself."""
     from hf_rocm.ops.triton.kernels.rope import rope_kernel
 
     b, h, s, d = query.shape
     kv_heads = key.shape[1]
-    query, key, cos, sin = _dense(query), _dense(key), cos.contiguous(), sin.contiguous()
-    value = key if value is None else _dense(value)
+    query, key, cos, sin = dense(query), dense(key), cos.contiguous(), sin.contiguous()
+    value = key if value is None else dense(value)
     cached = position is not None
     alone = cached and b * s == 1
     block_heads, block_kv, threads = tile(b * s, h, kv_heads, d, alone=alone)
@@ -118,11 +153,13 @@ def _launch(
         *keys.stride()[:3],
         *target.stride()[:3],
     )
-    rotated, value_dim = cos.shape[-1], value.shape[3]
+    rotated, value_dim = cos.shape[-1] * (2 if once else 1), value.shape[3]
+    weights = tuple(None if weight is None else weight.contiguous() for weight in norms[:2])
+    further = (*weights, float(norms.query_eps), float(norms.key_eps))
     launch(
         rope_kernel,
         (b * s, blocks),
-        (query, key, value if cached else None, cos, sin, out, keys, values, position, *sizes),
+        (query, key, value if cached else None, cos, sin, out, keys, values, position, *further, *sizes),
         {
             "HEADS": h,
             "KV_HEADS": kv_heads,
@@ -130,6 +167,8 @@ def _launch(
             "VALUE_DIM": value_dim,
             "ROTATED": rotated,
             "INTERLEAVED": interleaved,
+            "ONE_PLUS": norms.one_plus,
+            "ONCE": once,
             "COUNTED": position is not None and position.ndim == 0,
             "ALONE": alone,
             "BLOCK_HEADS": block_heads,
@@ -140,13 +179,18 @@ def _launch(
         },
         num_warps=warps(threads, query.device),
         contract=False,
-        forms=(alike(query, key, value, cos, sin, out, keys, target), form(position), sizes),
+        forms=(
+            alike(query, key, value, cos, sin, out, keys, target),
+            form(position),
+            weights[0] is not None and tuple(map(form, weights)),
+            sizes,
+        ),
     )
     return alone
 
 
 def tile(tokens: int, heads: int, kv_heads: int, dim: int, *, alone: bool) -> tuple[int, int, int]:
-    """(query heads of a program, key heads of one, threads), powers of two; alone: one program for all."""
+    """(query heads, key heads, threads) of a program, all powers of two. alone: one program for all heads."""
     width = power_of_two(dim)
     if alone:
         block_heads, block_kv = power_of_two(heads), power_of_two(kv_heads)
@@ -154,10 +198,6 @@ def tile(tokens: int, heads: int, kv_heads: int, dim: int, *, alone: bool) -> tu
         most = max(1, (2048 if tokens >= 64 else 512) // width)
         block_heads, block_kv = min(most, power_of_two(heads)), min(most, power_of_two(kv_heads))
     return block_heads, block_kv, min(512, max(64, block_heads * width // 8))
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _like(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -175,7 +215,8 @@ _traced = opaque(
 )
 _traced_into_cache = opaque(
     "triton_rope_into_cache(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(a!) keys, "
-    "Tensor(b!) values, Tensor(c!) position, bool interleaved) -> Tensor",
+    "Tensor(b!) values, Tensor(c!) position, Tensor? query_norm, Tensor? key_norm, float query_eps, float key_eps, "
+    "bool one_plus, bool interleaved, bool once) -> Tensor",
     _into_cache,
     _like_query,
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,41 +21,40 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fault_models" in metafunc.fixturenames:
         everything = os.environ.get("ALL_OVERLAYS") == "1"
         chosen = MODELS if everything else THREE
-        metafunc.parametrize("fault_models", [chosen], ids=["+".join(chosen)])
+        metafunc.parametrize("fault_models", [chosen], ids=["+".join(chosen)], scope="module")
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
+@contextmanager
+def in_memory(folder: Path) -> Iterator[Path]:
     """A folder in memory where there is one: fsync is called as ever and costs nothing."""
     shared = Path("/dev/shm")
     if not (shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2**26):
-        yield tmp_path
+        yield folder
         return
-    import tempfile
-
-    with tempfile.TemporaryDirectory(dir=shared, prefix="hf-rocm-") as folder:
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(dir=shared, prefix="hf-rocm-") as place:
+        yield Path(place)
 
 
-@pytest.fixture
-def farm(memory: Path) -> Callable[[str], Site]:
+def make_farm(folder: Path) -> Callable[[str], Site]:
     """Sites made of hard links to one original, as uv and conda make them; RECORD lists what is there."""
-    original = small_site(memory / "cache")
+    original = make_site(folder / "cache")
 
     def make(name: str) -> Site:
-        shutil.copytree(original.path, memory / name, copy_function=os.link)
-        return Site(memory / name)
+        shutil.copytree(original.path, folder / name, copy_function=os.link)
+        return Site(folder / name)
 
     return make
 
 
-def small_site(path: Path) -> Site:
-    """A site whose RECORD lists its files alone."""
-    site = make_site(path)
-    record = site.metadata / "RECORD"
-    rows = [row for row in record.read_text().splitlines() if (path / row.split(",")[0]).is_file()]
-    record.write_text("\n".join(rows) + "\n")
-    return site
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    with in_memory(tmp_path) as folder:
+        yield folder
+
+
+@pytest.fixture
+def farm(memory: Path) -> Callable[[str], Site]:
+    return make_farm(memory)
 
 
 @pytest.fixture

@@ -6,23 +6,24 @@ import importlib.util
 import json
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from hf_rocm.overlay import catalog
-from tests.overlay.promises.injected import BEGIN, IDLE
+from tests.overlay.promises.injected import BEGIN, IDLE, READY
 
-# more calls than the parent makes while it imports what the children need: see `injected`
-LEAD = {"newfstatat": 1700, "fstat": 1700, "openat": 1000, "read": 1000, "close": 1000, "getdents64": 500}
-FEW = 200
+FEW = 16  # more calls of one name than the parent makes once strace has attached: see `injected`
 NO_FILES = {"mmap", "ioctl", "fcntl", "dup", "lseek"}  # on descriptors that are open already, without the disk
 DRIVER = Path(__file__).with_name("injected.py")
+PATIENCE = 300  # seconds for all runs with a fault at one call
 _LINE = re.compile(r"^(\d+) +([a-z0-9_]+)\(")
 
 ERRORS = ("ENOSPC", "EACCES", "EROFS", "EIO")
@@ -49,86 +50,102 @@ def require_injection() -> None:
         pytest.fail(f"strace can't inject faults here (is ptrace allowed?): {done.stderr.strip()}")
 
 
-def calls_of(command: str, site: Path, models: Sequence[str], scratch: Path) -> list[Call]:
-    """Every call on this site, in a run that nothing disturbs."""
-    log = scratch / "trace"
-    (status,) = _run(["-y", "-o", str(log), "-e", "trace=%file,%desc"], command, None, [(0, site)], models, scratch)
-    assert status == 0, status
-    counts: dict[str, int] = {}
-    found, child = [], ""
-    for line in log.read_text(errors="replace").splitlines():
-        matched = _LINE.match(line)
-        if matched is None:
-            continue
-        process, name = matched.groups()
-        if BEGIN in line:
-            child, counts = process, {}
-        elif process == child:
-            counts[name] = counts.get(name, 0) + 1
-            if str(site) in line:
-                found.append(Call(name, counts[name]))
-    unknown = {call.name for call in found} - IDLE.keys() - NO_FILES
-    assert not unknown, f"injected.IDLE lacks {unknown}"
-    return [call for call in found if call.name in IDLE]
+class Driver:
+    """A process that has imported the installer and runs a command again and again, with a fault or without."""
+
+    def __init__(self, command: str, models: Sequence[str], scratch: Path) -> None:
+        self.command, self.models = command, models
+        self.overlays = _overlays(models, scratch / "overlays")
+        self.trace, self.errors = scratch / "trace", scratch / "errors"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-S", str(DRIVER)],
+                env={**os.environ, "PYTHONPATH": _path()},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def calls(self, site: Path) -> list[Call]:
+        """Every call on this site, in a run that nothing disturbs."""
+        (status,) = self._run(None, 0, [(0, site)], ["-y", "-o", str(self.trace), "-e", "trace=%file,%desc"])
+        assert status == 0, status
+        counts: dict[str, int] = {}
+        found, child = [], ""
+        for line in self.trace.read_text(errors="replace").splitlines():
+            matched = _LINE.match(line)
+            if matched is None:
+                continue
+            process, name = matched.groups()
+            if BEGIN in line:
+                child, counts = process, {}
+            elif process == child:
+                counts[name] = counts.get(name, 0) + 1
+                if str(site) in line:
+                    found.append(Call(name, counts[name]))
+        unknown = {call.name for call in found} - IDLE.keys() - NO_FILES
+        assert not unknown, f"injected.IDLE lacks {unknown}"
+        return [call for call in found if call.name in IDLE]
+
+    def strike(self, fault: str, name: str, places: Sequence[tuple[int, Path]]) -> list[int]:
+        """Run the command once on each site, with the fault at its call number `place` of this name.
+
+        strace attaches to a process that has imported everything: its children inherit the count of no call before.
+        """
+        what = f"signal={fault}" if fault in SIGNALS else f"error={fault}"
+        lead = max(place for place, _ in places) + FEW
+        injected = ["-o", os.devnull, "-e", f"trace={name}", "-e", f"inject={name}:{what}:when={lead}"]
+        return self._run(name, lead, places, injected)
+
+    def _run(
+        self, name: str | None, lead: int, places: Sequence[tuple[int, Path]], options: Sequence[str]
+    ) -> list[int]:
+        order = {
+            "command": self.command,
+            "call": name,
+            "lead": lead,
+            "models": list(self.models),
+            "overlays": str(self.overlays),
+            "places": [(place, str(site)) for place, site in places],
+        }
+        ready, parent = self._exchange(json.dumps(order)).rsplit(maxsplit=1)
+        assert ready == READY
+        strace = subprocess.Popen(["strace", "-f", "-qq", *options, "-p", parent], stderr=subprocess.PIPE, text=True)
+        try:
+            while not _is_traced(int(parent)):
+                assert strace.poll() is None, strace.communicate()[1]
+                time.sleep(0.002)
+            statuses: list[int] = json.loads(self._exchange("begin"))
+            strace.wait(PATIENCE)  # it ends with the last process that it traces
+        finally:
+            strace.kill()
+            strace.communicate()
+        assert len(statuses) == len(places)
+        assert not self.errors.read_text(), self.errors.read_text()
+        return statuses
+
+    def _exchange(self, line: str) -> str:
+        """Write a line and return the one that answers it."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
+        answer = self.process.stdout.readline() if readable else ""
+        assert answer, f"no answer to {line}: {self.errors.read_text()}"
+        return answer
 
 
-def strike(
-    fault: str, command: str, name: str, places: Iterable[tuple[int, Path]], models: Sequence[str], scratch: Path
-) -> list[int]:
-    """Run the command once on each site, with the fault at its call number `place` of this name."""
-    what = f"signal={fault}" if fault in SIGNALS else f"error={fault}"
-    # strace stops at this call alone with a filter in the kernel; it delivers no signals then
-    quick = [] if fault in SIGNALS else ["--seccomp-bpf"]
-    options = [
-        *quick,
-        "-o",
-        os.devnull,
-        "-e",
-        f"trace={name}",
-        "-e",
-        f"inject={name}:{what}:when={LEAD.get(name, FEW)}",
-    ]
-    return _run(options, command, name, list(places), models, scratch)
-
-
-def _run(
-    options: Sequence[str],
-    command: str,
-    name: str | None,
-    places: Sequence[tuple[int, Path]],
-    models: Sequence[str],
-    scratch: Path,
-) -> list[int]:
-    order = scratch / "order.json"
-    order.write_text(
-        json.dumps(
-            {
-                "command": command,
-                "call": name,
-                "lead": LEAD.get(name or "", FEW),
-                "models": list(models),
-                "overlays": str(_overlays(models, scratch / "overlays")),
-                "places": [(place, str(site)) for place, site in places],
-            }
-        )
-    )
-    done = subprocess.run(
-        ["strace", "-f", "-qq", *options, sys.executable, "-S", str(DRIVER), str(order)],
-        env={**os.environ, "PYTHONPATH": _path()},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr, done.stderr
-    statuses = json.loads(done.stdout.splitlines()[-1])
-    assert len(statuses) == len(places)
-    return statuses
+def _is_traced(process: int) -> bool:
+    return "\nTracerPid:\t0\n" not in Path(f"/proc/{process}/status").read_text()
 
 
 def _overlays(models: Sequence[str], root: Path) -> Path:
-    """Those of these models alone: reading all of them takes more calls than a driver may make."""
+    """Those of these models alone: a child reads them, and each of its calls stops at strace."""
     if not root.exists():
         for directory in catalog.load().directories:
             for model in set(models) & directory.files.keys():
@@ -139,6 +156,6 @@ def _overlays(models: Sequence[str], root: Path) -> Path:
 
 
 def _path() -> str:
-    """Where the driver finds what it imports: the fewer places, the fewer calls before the children."""
+    """Where the driver finds what it imports."""
     found = (importlib.util.find_spec(name) for name in ("hf_rocm", "packaging", "tomli"))
     return os.pathsep.join(dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin))

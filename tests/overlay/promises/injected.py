@@ -1,7 +1,9 @@
 """Runs under strace: one child per place, each on its own site, each running one command there.
 
 A child first makes `lead - place` calls that do nothing, so that strace's `when=<lead>` strikes at the command's
-own call number `place`. strace counts in each process separately; the parent makes fewer than `lead` calls.
+own call number `place`. strace counts in each process separately. It attaches to the children's parent, a fork of the
+process that has imported everything, so that the parent makes fewer than `lead` calls, and the children don't have to
+make as many. The importing process is never traced; it starts one such parent for each order that it reads.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from hf_rocm.overlay.install import Interrupted
 NO_DESCRIPTOR = 2**20
 NOWHERE = "/nowhere/at/all"
 BEGIN = "/the/command/begins/here"
+READY = "ready for strace"
+_ANY_TRACER = 0x59616D61, 2**64 - 1  # PR_SET_PTRACER, PR_SET_PTRACER_ANY: where a system lets parents alone trace
 _DIRECTORY_ENTRIES = {"x86_64": 217, "aarch64": 61}
 
 # calls that do nothing but count
@@ -57,9 +61,24 @@ def _flock(descriptor: int, operation: int) -> None:
     fcntl.flock(descriptor, operation)
 
 
-def main(order: dict[str, object]) -> list[int]:
+def serve() -> None:
+    """Run each order that is read from stdin, one JSON text per line, in a process of its own."""
+    catalog = None
+    for line in iter(sys.stdin.readline, ""):
+        order = json.loads(line)
+        catalog = catalog or catalogs.load(Path(order["overlays"]))
+        parent = os.fork()
+        if not parent:
+            ctypes.CDLL(None).prctl(_ANY_TRACER[0], ctypes.c_ulong(_ANY_TRACER[1]), 0, 0, 0)
+            print(READY, os.getpid(), flush=True)
+            sys.stdin.readline()
+            print(json.dumps(run(order, catalog)), flush=True)
+            os._exit(0)
+        os.waitpid(parent, 0)
+
+
+def run(order: dict[str, object], catalog: catalogs.Catalog) -> list[int]:
     """The exit status of each child, as waitpid gives it."""
-    catalog = catalogs.load(Path(str(order["overlays"])))
     command = {"install": commands.install, "uninstall": commands.uninstall}[str(order["command"])]
     idle = IDLE[str(order["call"])] if order["call"] else None
     statuses = []
@@ -77,7 +96,7 @@ def main(order: dict[str, object]) -> list[int]:
                 code = 1 if plan.refusals else 0
             except HfRocmError as error:
                 code = 1
-                if "so did undoing" in error.message:
+                if "could not be restored" in error.message:
                     code = 4
             except Interrupted as interrupted:
                 code = 128 + interrupted.signal
@@ -94,5 +113,4 @@ def main(order: dict[str, object]) -> list[int]:
 
 
 if __name__ == "__main__":
-    found = main(json.loads(Path(sys.argv[1]).read_text()))
-    print(json.dumps(found), flush=True)
+    serve()

@@ -24,8 +24,7 @@ from hf_rocm.overlay.audit import Finding
 from hf_rocm.overlay.commands import install, record, status, uninstall
 from hf_rocm.overlay.disk import Disk
 from hf_rocm.overlay.install import LEFTOVER
-from tests.overlay.conftest import MODELS, Site, hashes
-from tests.overlay.promises.conftest import small_site
+from tests.overlay.conftest import MODELS, Site, hashes, make_site
 from tests.overlay.promises.world import NEXT, VERSION, encoded
 
 SELECTIONS = st.lists(st.sampled_from(MODELS), unique=True, max_size=4)
@@ -55,13 +54,13 @@ class AnyOrder(RuleBasedStateMachine):
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
         self.folder = Path(tempfile.mkdtemp(prefix="hf-rocm-", dir=base))
         self.patch = pytest.MonkeyPatch()
-        self.caches = {VERSION: small_site(self.folder / VERSION), NEXT: self._newer()}
+        self.caches = {VERSION: make_site(self.folder / VERSION), NEXT: self._newer()}
         self.untouched = {version: hashes(cache.path) for version, cache in self.caches.items()}
         self.site = Site(self.folder / "site")
         self.ours = __version__
 
     def _newer(self) -> Site:
-        site = small_site(self.folder / NEXT)
+        site = make_site(self.folder / NEXT)
         record = site.metadata / "RECORD"
         text = record.read_text()
         for model in MODELS:
@@ -210,9 +209,12 @@ class AnyOrder(RuleBasedStateMachine):
                 stock, current = self.stock[each.model], self._installed(each.model)
                 truth = {stock: "no", current: "yes"}.get(self.expected[each.model], "old")
                 assert each.installed.value == truth, each.model
-        differing = {entry.path for entry in record(transformers_path=self.site.path).foreign}
-        assert differing == {self.site.model(model) for model in self.edited} | {Path(path) for path in self.unsure}
-        assert all(entry.finding is not Finding.MISSING for entry in record(transformers_path=self.site.path).entries)
+        recorded = record(transformers_path=self.site.path)
+        differing = {entry.path for entry in recorded.foreign}
+        old = {model for model in MODELS if self.expected[model] not in (self.stock[model], self._installed(model))}
+        wrong = {self.site.model(model) for model in self.edited | old}
+        assert differing == wrong | {Path(path) for path in self.unsure}
+        assert all(entry.finding is not Finding.MISSING for entry in recorded.entries)
 
     def teardown(self) -> None:
         self.patch.undo()

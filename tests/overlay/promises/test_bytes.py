@@ -160,7 +160,7 @@ def test_18_read_only_is_refused_before_anything_is_written(farm: Farm, memory: 
     )
     assert done.returncode == 0, done.stderr
     refused = json.loads(done.stdout)
-    assert "can't be written to" in refused["message"] and "hf_rocm.activate()" in refused["hint"]
+    assert "is not writable" in refused["message"] and "hf_rocm.activate()" in refused["hint"]
     assert fingerprint(site.path) == before
     for path in closed:
         path.chmod(0o755)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay import catalog as catalogs
 from hf_rocm.overlay.commands import install, uninstall
 from hf_rocm.overlay.install import LEFTOVER
 from tests.overlay.conftest import Site, hashes
 from tests.overlay.promises import faults
+from tests.overlay.promises.conftest import in_memory, make_farm
 from tests.overlay.promises.faults import Call
 
 Farm = Callable[[str], Site]
@@ -23,16 +24,16 @@ Farm = Callable[[str], Site]
 class Trial:
     """One command on three overlays, and every call that it makes on its site."""
 
-    def __init__(self, farm: Farm, catalog: Catalog, command: str, models: Sequence[str], scratch: Path) -> None:
-        faults.require_injection()
-        self.command, self.models, self.scratch, self.farm, self.catalog = command, models, scratch, farm, catalog
+    def __init__(self, farm: Farm, command: str, driver: faults.Driver) -> None:
+        self.command, self.driver, self.models, self.farm = command, driver, driver.models, farm
+        self.catalog = catalogs.load(driver.overlays)
         self.stock = farm("stock")
         self.installed = farm("installed")
-        install(models, transformers_path=self.installed.path, catalog=catalog)
+        install(self.models, transformers_path=self.installed.path, catalog=self.catalog)
         self.cache = hashes(self.stock.path)
         self.before, self.after = (self.contents(site) for site in self._ends())
         watched = self.site("watched")
-        self.calls = faults.calls_of(command, watched.path, models, scratch)
+        self.calls = driver.calls(watched.path)
         assert self.contents(watched) == self.after
 
     def strike_everywhere(self, fault: str) -> list[tuple[Call, Site, int]]:
@@ -42,7 +43,7 @@ class Trial:
             numbers = [call.number for call in self.calls if call.name == name]
             sites = [self.site(f"{fault}-{name}-{number}") for number in numbers]
             places = [(number, site.path) for number, site in zip(numbers, sites, strict=True)]
-            statuses = faults.strike(fault, self.command, name, places, self.models, self.scratch)
+            statuses = self.driver.strike(fault, name, places)
             struck += [
                 (Call(name, number), site, status)
                 for number, site, status in zip(numbers, sites, statuses, strict=True)
@@ -82,11 +83,19 @@ def leftovers(site: Site) -> list[Path]:
     return list(site.path.rglob(f"*{LEFTOVER}"))
 
 
-@pytest.fixture(params=["install", "uninstall"])
+@pytest.fixture(params=["install", "uninstall"], scope="module")
 def trial(
-    request: pytest.FixtureRequest, farm: Farm, catalog: Catalog, fault_models: Sequence[str], tmp_path: Path
-) -> Trial:
-    return Trial(farm, catalog, request.param, fault_models, tmp_path)
+    request: pytest.FixtureRequest, fault_models: Sequence[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Trial]:
+    """One for each command: every fault strikes at the same calls, on sites of its own."""
+    faults.require_injection()
+    scratch = tmp_path_factory.mktemp(request.param)
+    driver = faults.Driver(request.param, fault_models, scratch)
+    try:
+        with in_memory(scratch) as folder:
+            yield Trial(make_farm(folder), request.param, driver)
+    finally:
+        driver.close()
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_17_a_tampered_overlay_is_never_written_and_taking_off_still_works(deliv
 def test_17_and_24_a_models_name_never_leaves_its_place(farm: Farm, name: str) -> None:
     site = farm("one")
     before = fingerprint(site.path)
-    with pytest.raises(OverlayError, match="has no overlay of"):
+    with pytest.raises(OverlayError, match="has no overlay for"):
         install([name, "llama"], transformers_path=site.path)
     assert fingerprint(site.path) == before
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 from hf_rocm.cli import main
 from hf_rocm.overlay.audit import Finding
 from hf_rocm.overlay.commands import install, record, status, uninstall
+from hf_rocm.overlay.install import LEFTOVER
 from tests.overlay.conftest import MODELS, Site, fingerprint, hashes
 from tests.overlay.promises.world import NEXT, VERSION, Environment, make_wheel
 
@@ -149,7 +149,7 @@ def test_24_a_model_that_this_release_lacks_is_an_error(environments: Make, caps
         for command in ("install-overlays", "uninstall-overlays", "status"):
             assert main([command, "--transformers-path", str(environment.site.path), "--", *names]) == 1
             refused = capsys.readouterr().err
-            assert "no overlay of" in refused and " models, such as " in refused
+            assert "no overlay for" in refused and " models, such as " in refused
     assert fingerprint(environment.site.root) == before
 
 
@@ -178,7 +178,7 @@ def test_15_the_environment_that_runs_is_the_one_that_is_written_to(environments
     one.uninstall()
     (one.site.path / "borrowed.pth").write_text(str(two.site.path))
     borrowed = one.hf_rocm("install-overlays")
-    assert borrowed.returncode == 1 and "does not belong to the environment" in borrowed.stderr
+    assert borrowed.returncode == 1 and "does not belong to the active environment" in borrowed.stderr
     assert f"--transformers-path {two.site.root}" in borrowed.stderr
     assert fingerprint(two.site.root) == before[two.path]
     # a user site is the user's own
@@ -216,19 +216,37 @@ def test_15_an_editable_install_is_refused(environments: Make, tmp_path: Path) -
     assert hashes(project) == before
 
 
-@pytest.mark.parametrize("what", ["package", "file"])
+PLACES: dict[str, Callable[[Site], Path]] = {
+    "package": lambda site: site.root,
+    "models": lambda site: site.root / "models",
+    "model's folder": lambda site: site.model("llama").parent,
+    "compiled files": lambda site: site.model("llama").parent / "__pycache__",
+    "file": lambda site: site.model("llama"),
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
 def test_16_symbolic_links_are_never_followed(farm: Callable[[str], Site], tmp_path: Path, what: str) -> None:
     site, other = farm("one"), farm("two")
-    place = site.root if what == "package" else site.model("llama")
-    target = other.root if what == "package" else other.model("llama")
-    shutil.rmtree(place) if what == "package" else place.unlink()
+    for each in (site, other):
+        compiled = PLACES["compiled files"](each)
+        compiled.mkdir()
+        (compiled / "modeling_llama.cpython-311.pyc").write_bytes(b"compiled")
+    (other.model("llama").parent / f".modeling_llama.py.0{LEFTOVER}").write_bytes(b"somebody else's")
+    place, target = PLACES[what](site), PLACES[what](other)
+    place.unlink() if what == "file" else shutil.rmtree(place)
     place.symlink_to(target)
-    before = hashes(other.path)
-    if what == "package":
+    before = fingerprint(other.path), hashes(other.path)
+    if what not in ("package", "models"):
+        install(["bert"], transformers_path=site.path)
+        assert (fingerprint(other.path), hashes(other.path)) == before, "sweeping up"
+    if what in ("package", "models"):
         with pytest.raises(Exception, match="symbolic link"):
             install(transformers_path=site.path)
     else:
         plan, _ = install(transformers_path=site.path)
-        assert [os.fspath(error.facts["file"]) for error in plan.refusals] == [str(place)]
-        assert set(states(site).values()) == {"no"}
-    assert hashes(other.path) == before
+        refused = [error.facts.get("file", error.facts.get("folder", "")) for error in plan.refusals]
+        assert refused == [str(place)]
+        assert plan.refusals[0].facts["found"] == f"a link to {target}" and plan.refusals[0].hint
+        assert states(site).pop("llama") == "no"
+    assert (fingerprint(other.path), hashes(other.path)) == before

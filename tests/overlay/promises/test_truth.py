@@ -18,8 +18,12 @@ import pytest
 
 import hf_rocm
 from hf_rocm.check_version import main as check_version
+from hf_rocm.cli import main
 from hf_rocm.errors import HfRocmError, OverlayError
-from hf_rocm.overlay.commands import install, status, uninstall
+from hf_rocm.overlay import block
+from hf_rocm.overlay import catalog as catalogs
+from hf_rocm.overlay.audit import Finding
+from hf_rocm.overlay.commands import install, record, status, uninstall
 from hf_rocm.overlay.disk import Disk
 from tests.overlay.conftest import MODELS, Site, next_release
 
@@ -52,6 +56,43 @@ def runs(file: Path, *options: str, prefix: Path | None = None) -> str:
     )  # fmt: skip
     constants = json.loads(done.stdout)
     return next((each for each in constants if each in ("0.0.1", "0.0.2", hf_rocm.__version__)), "")
+
+
+FORGED = {  # a block with a right hash of its own: (what it says of itself, its code, installed, --record)
+    "other code": ("{id}", hf_rocm.__version__, "x = 1\n", "foreign", Finding.CHANGED),
+    "no overlay's id": ("transformers-1.0/bert", hf_rocm.__version__, "x = 1\n", "foreign", Finding.CHANGED),
+    "another model's": ("{llama}", hf_rocm.__version__, "{text}", "foreign", Finding.CHANGED),
+    "another release": ("{id}", "0.0.7", "{text}", "old", Finding.OLD),
+    "another release, other code": ("{id}", "0.0.7", "x = 1\n", "old", Finding.OLD),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_08_a_block_with_other_code_is_never_in_order(farm: Farm, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    site = farm("one")
+    file = site.model("bert")
+    stock = file.read_bytes()
+    catalog = catalogs.load()
+    overlay, other = (catalog.find(model, site.installation.version) for model in ("bert", "llama"))
+    assert overlay is not None and other is not None
+    identity, version, text, expected, finding = FORGED[how]
+    identity = identity.format(id=overlay.id, llama=other.id)
+    file.write_bytes(block.render(stock, overlay=identity, version=version, text=text.format(text=overlay.text)))
+    place = ["--transformers-path", str(site.path)]
+    (state,) = status(["bert"], transformers_path=site.path).states
+    assert (state.installed.value, state.good) == (expected, False)
+    (entry,) = [each for each in record(transformers_path=site.path).foreign if each.path == file]
+    assert entry.finding is finding
+    assert (
+        main(["status", "bert", *place]) == main(["status", "--record", *place]) == check_version(["bert", *place]) == 1
+    )
+    assert "hf-rocm install-overlays" in capsys.readouterr().err
+    install(["bert"], transformers_path=site.path)
+    assert status(["bert"], transformers_path=site.path).states[0].good
+    assert [each.path for each in record(transformers_path=site.path).foreign if each.path == file] == []
+    file.write_bytes(block.render(stock, overlay=identity, version=version, text=text.format(text=overlay.text)))
+    uninstall(["bert"], transformers_path=site.path)
+    assert file.read_bytes() == stock
 
 
 @pytest.mark.parametrize("mode", list(MODES), ids=lambda mode: mode.name)
@@ -165,7 +206,7 @@ def test_23_check_passes_only_on_what_was_installed(farm: Farm) -> None:
     assert found == hf_rocm.check("llama", expected=found, transformers_path=site.path)
     with pytest.raises(OverlayError, match="overlay of bert is not installed"):
         hf_rocm.check(transformers_path=site.path)
-    with pytest.raises(OverlayError, match="don't run the same files"):
+    with pytest.raises(OverlayError, match="do not run the same files"):
         hf_rocm.check("llama", expected="0" * 16, transformers_path=site.path)
     file = site.model("llama")
     file.write_text(file.read_text().replace("# <<< hf-rocm", "mine = 1\n# <<< hf-rocm"))
@@ -181,7 +222,7 @@ def test_23_a_node_with_other_content_stops_every_rank(farm: Farm, monkeypatch: 
     monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", mine, None)))
     assert hf_rocm.check(transformers_path=site.path) == mine
     monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", mine, None), ("node-2", "f" * 16, None)))
-    with pytest.raises(OverlayError, match="don't run the same files") as refused:
+    with pytest.raises(OverlayError, match="do not run the same files") as refused:
         hf_rocm.check(transformers_path=site.path)
     assert "rank 2 on node-2" in refused.value.facts["found"] and refused.value.hint
     failed = OverlayError("its file was edited", facts={"file": "/there"}, hint="the fix")
@@ -265,7 +306,7 @@ def test_13_a_newer_release_is_spoken_of_file_by_file(farm: Farm, capsys: pytest
         assert go_on == {"bert": True, "gemma": True, "llama": False, "qwen3": True}
         assert ahead["verdict"].startswith("go on with bert, gemma, qwen3; llama would stay stock")
     check_version(["--transformers-path", str(site.path)])
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert f"{release} is newer than {ahead['newest_checked']}" in shown
     assert "llama: stop; upstream changed Llama" in shown and ahead["verdict"] in shown
 

@@ -71,6 +71,26 @@ class CausalTest(EncoderTest, GenerationTesterMixin):
     heads = ("MODEL_FOR_CAUSAL_LM",)
 
 
+class EncoderDecoderTester(Tester):
+    is_encoder_decoder = True
+    encoder_seq_length = key_length = Tester.seq_length
+    decoder_seq_length = Tester.seq_length  # that of the labels
+
+    def prepare_config_and_inputs_for_common(self):
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        shape = (self.batch_size, self.decoder_seq_length)
+        decoder = {"decoder_input_ids": ids(*shape), "decoder_attention_mask": torch.ones(shape, dtype=torch.long)}
+        return config, {**inputs, **decoder}
+
+
+class EncoderDecoderTest(CausalTest):
+    """The same for an encoder and a decoder of text."""
+
+    heads = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",)
+    model_tester_class = EncoderDecoderTester
+    is_encoder_decoder = True
+
+
 def classes(model_type, mappings):
     """The classes that auto classes would choose for a model type."""
     import transformers

@@ -14,8 +14,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.triton.builds import Build
-from hf_rocm.ops.triton.decode import plan
+from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
+from hf_rocm.ops.triton.tiles import plan
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -23,13 +23,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=["keys"])  # it grows with every token of a dynamic cache
 def decode_kernel(
     query,  # [B, H, S_q, D]
-    key,  # [B, Hkv, S, D]
-    value,  # [B, Hkv, S, D_v]
+    key,  # [B, Hkv, S, D]; in pages [P, Hkv, PAGE, D]
+    value,  # [B, Hkv, S, D_v]; in pages [P, Hkv, PAGE, D_v]
     output,  # if ALONE the result, [B, S_q, H, D_v]; else fp32, for `gather_kernel`
     lengths,  # [B] or [1], or None: S keys
     starts,  # [B] or None
     mask,  # [B | 1, H | 1, S_q | 1, ≥ S] or None
     sinks,  # [H] or None; used here only if ALONE
+    table,  # [B, S / PAGE], the pages of each row; or None
     scale,
     softcap,  # or None
     keys,  # S
@@ -49,12 +50,14 @@ def decode_kernel(
     mask_q,
     mask_k,
     length_b,  # 0: one length for all
+    table_b,  # None without a table
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ALONE: tl.constexpr,  # one split
     CAUSAL: tl.constexpr,
+    PAGE: tl.constexpr,  # keys of a page, or None
     HIDDEN: tl.constexpr,  # an additive mask's values up to this one hide; None: the mask is bool
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -98,8 +101,11 @@ def decode_kernel(
     value_inside = value_column < VALUE_DIM
     query += b * query_b + h[:, None].to(tl.int64) * query_h + i[:, None] * query_s
     q = tl.load(query + column[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-    key += b * key_b + kv_head.to(tl.int64) * key_h
-    value += b * value_b + kv_head.to(tl.int64) * value_h
+    key += kv_head.to(tl.int64) * key_h
+    value += kv_head.to(tl.int64) * value_h
+    if table is None:
+        key += b * key_b
+        value += b * value_b
 
     n = tl.arange(0, BLOCK)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
@@ -121,7 +127,11 @@ def decode_kernel(
             wanted = tl.max(seen.to(tl.int32), 0) > 0  # a key that nobody sees isn't read
 
         across = wanted[None, :] if DIM == BLOCK_D else wanted[None, :] & inside[:, None]
-        its = key + tl.cast(block, tl.int64) * key_s + n[None, :] * key_s + column[:, None]
+        if table is None:
+            its = key + tl.cast(block, tl.int64) * key_s + n[None, :] * key_s + column[:, None]
+        else:
+            page = tl.load(table + b * table_b + at // PAGE, mask=wanted, other=0).to(tl.int64)
+            its = key + (page * key_b + at % PAGE * key_s)[None, :] + column[:, None]
         k = tl.load(its, mask=across, other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION)
         if softcap is not None:
@@ -140,7 +150,10 @@ def decode_kernel(
         total = total * fade + tl.sum(shares, 1)
         peak = higher
         down = wanted[:, None] if VALUE_DIM == BLOCK_V else wanted[:, None] & value_inside[None, :]
-        its = value + tl.cast(block, tl.int64) * value_s + n[:, None] * value_s + value_column[None, :]
+        if table is None:
+            its = value + tl.cast(block, tl.int64) * value_s + n[:, None] * value_s + value_column[None, :]
+        else:
+            its = value + (page * value_b + at % PAGE * value_s)[:, None] + value_column[None, :]
         v = tl.load(its, mask=down, other=0.0)
         sums = sums * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
 
@@ -197,6 +210,59 @@ def gather_kernel(
     tl.store(output + row * VALUE_DIM + column, result.to(output.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def page_kernel(
+    key,  # [B, Hkv, S_q, D]
+    value,  # [B, Hkv, S_q, D_v]
+    key_pages,  # [P, Hkv, PAGE, D]
+    value_pages,  # [P, Hkv, PAGE, D_v]
+    table,  # [B, pages of a row]
+    lengths,  # [B]
+    queries,  # S_q
+    key_b,
+    key_h,
+    key_s,
+    value_b,
+    value_h,
+    value_s,
+    key_page_b,
+    key_page_h,
+    key_page_s,
+    value_page_b,
+    value_page_h,
+    value_page_s,
+    table_b,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program: one head of a new key and a new value into their page; rows without keys write nothing."""
+    b = (tl.program_id(0) // queries).to(tl.int64)
+    i = tl.program_id(0) % queries
+    h = tl.program_id(1).to(tl.int64)
+    position = tl.load(lengths + b).to(tl.int32) - queries + i
+    if position < 0:
+        return
+    page = tl.load(table + b * table_b + position // PAGE).to(tl.int64)
+    if page < 0:
+        return
+    column = tl.arange(0, BLOCK_D)
+    its = tl.load(key + b * key_b + h * key_h + i * key_s + column, mask=column < DIM)
+    row = key_pages + page * key_page_b + h * key_page_h + position % PAGE * key_page_s
+    tl.store(row + column, its, mask=column < DIM)
+    column = tl.arange(0, BLOCK_V)
+    its = tl.load(value + b * value_b + h * value_h + i * value_s + column, mask=column < VALUE_DIM)
+    row = value_pages + page * value_page_b + h * value_page_h + position % PAGE * value_page_s
+    tl.store(row + column, its, mask=column < VALUE_DIM)
+
+
+CDNA = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx9"))
+RDNA = tuple(gfx for gfx in ARCHITECTURES if not gfx.startswith("gfx9"))
+GFX11 = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx11"))
+
+
 def _attend(
     dim: int,
     group: int,
@@ -209,6 +275,7 @@ def _attend(
     softcap: bool = False,
     mask: str | None = None,
     starts: bool = True,
+    page: int | None = None,
     besides: tuple[str, ...] = (),
 ) -> Iterator[Build]:
     """For CDNA and for RDNA, whose blocks differ. besides: architectures for which the predicate refuses it."""
@@ -217,18 +284,20 @@ def _attend(
     value_dim = value_dim or dim
     types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks")}
     types |= {"output": types["output"] if alone else "*fp32", "lengths": "*i64", "starts": "*i64", "scale": "fp32"}
-    types |= dict.fromkeys(("keys", "queries", "window", "length_b", *numbers, *of_mask), "i32")
-    types |= {"softcap": "fp32", "mask": f"*{mask}"}
+    types |= dict.fromkeys(("keys", "queries", "window", "length_b", "table_b", *numbers, *of_mask), "i32")
+    types |= {"softcap": "fp32", "mask": f"*{mask}", "table": "*i32"}
     absent = {
         "queries": queries == 1,
         "window": not window,
         "softcap": not softcap,
         "starts": not starts,
         "sinks": not alone,
+        "table": page is None,
+        "table_b": page is None,
         **dict.fromkeys(("mask", *of_mask), mask is None),
     }
     fixed: dict[str, Any] = {name: 1 if name == "queries" else None for name, gone in absent.items() if gone}
-    for architectures in (("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1201")):
+    for architectures in (CDNA, RDNA):
         size = 4 if dtype == "fp32" else 2
         plain = mask is None and not window
         how = plan(1, 8, group * queries, 65536, max(dim, value_dim), size, 304, architectures[0], plain=plain)
@@ -243,6 +312,7 @@ def _attend(
                 "VALUE_DIM": value_dim,
                 "ALONE": alone,
                 "CAUSAL": queries > 1,
+                "PAGE": page,
                 "HIDDEN": None if mask in (None, "i1") else -1e38,
                 "PRECISION": "ieee" if dtype == "fp32" else None,
                 "ROWS": how.rows,
@@ -256,6 +326,25 @@ def _attend(
             matrix=dtype != "fp32" or architectures[0] == "gfx90a",  # RDNA multiplies fp32 without
             architectures=tuple(each for each in architectures if each not in besides),
         )
+
+
+def _page(dim: int, page: int, dtype: str = "bf16") -> Build:
+    tensors = dict.fromkeys(("key", "value", "key_pages", "value_pages"), f"*{dtype}")
+    pair = [f"{name}_{axis}" for name in ("key", "value", "key_page", "value_page") for axis in "bhs"]
+    return Build(
+        page_kernel,
+        {
+            **tensors,
+            "table": "*i32",
+            "lengths": "*i32",
+            "queries": "i32",
+            "table_b": "i32",
+            **dict.fromkeys(pair, "i32"),
+        },
+        {"DIM": dim, "VALUE_DIM": dim, "PAGE": page, "BLOCK_D": triton.next_power_of_2(dim), "BLOCK_V": dim},
+        num_warps=1,
+        divisible=tuple(pair),
+    )
 
 
 def _gather(value_dim: int, splits: int, dtype: str = "bf16") -> Build:
@@ -273,10 +362,13 @@ BUILDS = (
     *_attend(128, 4, mask="bf16", queries=5, starts=False),
     *_attend(128, 4, alone=True),
     *_attend(64, 8, dtype="fp16", window=True),  # gpt-oss
-    *_attend(256, 2, softcap=True, window=True, queries=5, besides=("gfx1100",)),  # Gemma
+    *_attend(256, 2, softcap=True, window=True, queries=5, besides=GFX11),  # Gemma
     *_attend(96, 1),  # Phi
-    *_attend(192, 1, value_dim=128, besides=("gfx1100",)),  # DeepSeek
+    *_attend(192, 1, value_dim=128, besides=GFX11),  # DeepSeek
     *_attend(128, 4, dtype="fp32"),
+    *_attend(128, 4, page=256, starts=False),
+    *_attend(64, 8, page=256, starts=False, alone=True),
+    _page(128, 256),
     _gather(128, 64),
     _gather(256, 128, "fp16"),
 )

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
-from hf_rocm.ops.triton.experts import Tile, down_tile, gate_up_tile
 from hf_rocm.ops.triton.kernels.activation import gated, rounded
 from hf_rocm.ops.triton.kernels.linear import piece
+from hf_rocm.ops.triton.tiles import ExpertsTile, down_tile, gate_up_tile
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def _added_up(
     return sums
 
 
-def _build(kernel: Any, cut: Tile, signature: dict[str, str], constants: dict[str, Any]) -> Build:
+def _build(kernel: Any, cut: ExpertsTile, signature: dict[str, str], constants: dict[str, Any]) -> Build:
     """In bf16, for sizes that are multiples of the blocks."""
     tensors = {name: "*bf16" for name in ("x", "weight", "bias", "scales", "out") if name not in constants}
     return Build(

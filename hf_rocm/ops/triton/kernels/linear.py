@@ -1,8 +1,9 @@
-"""Products of few rows, x Wᵀ, with what stands before and after them in a decoder layer.
+"""Products of few rows, x Wᵀ, fused with the operations before and after them in a decoder layer.
 
-Such a product reads all of W and computes next to nothing, so memory is what it waits for: a program reads few rows of
-W in long pieces, and the gate of an MLP and the residual sum ride along. Everything is added up in fp32 and rounded
-where the separate layers round.
+Such a product reads all of W and does little arithmetic, so it is bound by memory bandwidth: a program reads few rows
+of W in long pieces, and the gate of an MLP and the residual sum are fused in. Everything is added up in fp32 and
+rounded where the separate layers round. W has the dtype of x, or 8 bits and a scale for each row: then it is converted
+in registers, and a row of the result is multiplied by its scale.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.triton.builds import Build
-from hf_rocm.ops.triton.linear import tile
+from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
+from hf_rocm.ops.triton.tiles import eight_bit_tile, linear_tile
 
 
 @triton.jit
 def matrix_vector(
     x,  # [1, K]
     weight,  # [N, K], with a gate [2N, K]
+    scale,  # fp32, one for each row of weight, or None
     bias,  # one for each row of weight, or None
     residual,  # [1, N] or None
     out,  # [1, N]
@@ -44,20 +46,21 @@ def matrix_vector(
         if ACTIVATION is not None:
             second = piece(weight + gap + k, inside, EVEN)
         values = piece(x + k, inside, EVEN).to(tl.float32)
-        sums += first.to(tl.float32) * values
+        sums += wide(first) * values
         if ACTIVATION is not None:
-            ups += second.to(tl.float32) * values
-    product = _rounded(tl.sum(sums, 1)[None, :], bias, n, n_size, out.dtype.element_ty)
+            ups += wide(second) * values
+    product = finished(tl.sum(sums, 1)[None, :], scale, bias, n, n_size, out.dtype.element_ty)
     if ACTIVATION is not None:
-        up = _rounded(tl.sum(ups, 1)[None, :], bias, n + n_size, 2 * n_size, out.dtype.element_ty)
-        product = _gated(product, up, ACTIVATION)
-    _store(product, residual, out, tl.arange(0, 1), n, m_size, n_size)
+        up = finished(tl.sum(ups, 1)[None, :], scale, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
+        product = gate(product, up, ACTIVATION)
+    store(product, residual, out, tl.arange(0, 1), n, m_size, n_size)
 
 
 @triton.jit
 def few_rows(
     x,  # [M, K]
     weight,  # the rest as above
+    scale,
     bias,
     residual,
     out,
@@ -73,7 +76,7 @@ def few_rows(
 ):
     """The same with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
 
-    Warps that have no columns of their own to compute deal K out among themselves, in SPLITS parts.
+    Warps that have no columns of their own to compute split K into SPLITS parts.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -94,16 +97,16 @@ def few_rows(
     for k in tl.range(0, k_size, SPLITS * BLOCK_K):
         first = piece(weight + k, across < k_size - k, EVEN)
         values = tl.load(x + k, mask=there if EVEN else there & (down < k_size - k), other=0.0)
-        sums = tl.dot(first, values, sums)
+        sums = tl.dot(_like(first, values), values, sums)
         if ACTIVATION is not None:
-            ups = tl.dot(piece(weight + gap + k, across < k_size - k, EVEN), values, ups)
+            ups = tl.dot(_like(piece(weight + gap + k, across < k_size - k, EVEN), values), values, ups)
     if SPLITS > 1:
         sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
-    product = _rounded(tl.trans(sums), bias, n, n_size, out.dtype.element_ty)
+    product = finished(tl.trans(sums), scale, bias, n, n_size, out.dtype.element_ty)
     if ACTIVATION is not None:
-        up = _rounded(tl.trans(ups), bias, n + n_size, 2 * n_size, out.dtype.element_ty)
-        product = _gated(product, up, ACTIVATION)
-    _store(product, residual, out, m, n, m_size, n_size)
+        up = finished(tl.trans(ups), scale, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
+        product = gate(product, up, ACTIVATION)
+    store(product, residual, out, m, n, m_size, n_size)
 
 
 @triton.jit
@@ -114,16 +117,36 @@ def piece(at, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _rounded(product, bias, n, n_size, dtype: tl.constexpr):
-    """A product [M, N] with its bias, as the linear layer alone would leave it."""
+def wide(numbers):
+    """Numbers of the weight in fp32."""
+    if numbers.dtype == tl.int8:
+        # 1.5 · 2²³ + q, whose last bits are q: on NVIDIA GPUs, conversions of integers are slower than additions
+        return (numbers.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+    return numbers.to(tl.float32)
+
+
+@triton.jit
+def _like(numbers, values):
+    """Numbers of the weight in the dtype of x, which represents all numbers of 8 bits exactly."""
+    if numbers.dtype == values.dtype:
+        return numbers
+    return wide(numbers).to(values.dtype)
+
+
+@triton.jit
+def finished(product, scale, bias, n, n_size, dtype: tl.constexpr):
+    """A product [M, N] with its scale and bias, rounded as the linear layer alone would."""
+    if scale is not None:
+        product *= tl.load(scale + n, mask=n < n_size, other=0.0)[None, :]
     if bias is not None:
         product += tl.load(bias + n, mask=n < n_size, other=0.0)[None, :].to(tl.float32)
     return product.to(dtype)
 
 
 @triton.jit
-def _gated(gate, up, ACTIVATION: tl.constexpr):
-    value = gate.to(tl.float32)
+def gate(first, up, ACTIVATION: tl.constexpr):
+    """act(first) · up, rounded where the separate layers do."""
+    value = first.to(tl.float32)
     if ACTIVATION == "silu":
         value = value / (1.0 + tl.exp(-value))
     elif ACTIVATION == "gelu":
@@ -132,11 +155,11 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
         # 0.5 · (1 + tanh(z)) is the logistic function of 2z
         tl.static_assert(ACTIVATION == "gelu_tanh")
         value = value / (1.0 + tl.exp(-1.5957691216057308 * (value + 0.044715 * value * value * value)))
-    return (value.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    return (value.to(first.dtype).to(tl.float32) * up.to(tl.float32)).to(first.dtype)
 
 
 @triton.jit
-def _store(product, residual, out, m, n, m_size, n_size):
+def store(product, residual, out, m, n, m_size, n_size):
     at = m[:, None].to(tl.int64) * n_size + n[None, :]
     real = (m < m_size)[:, None] & (n < n_size)[None, :]
     if residual is not None:
@@ -145,18 +168,28 @@ def _store(product, residual, out, m, n, m_size, n_size):
     tl.store(out + at, product, mask=real)
 
 
-def _build(rows: int, n: int, *, activation: str | None = None, residual: bool = False) -> Build:
-    """In bf16, as AMD GPUs are given them."""
-    tensors = {"x": True, "weight": True, "bias": False, "residual": residual, "out": True}
-    cut = tile(rows, n, activation is not None, rocm=True)
+def _build(
+    rows: int,
+    n: int,
+    *,
+    weight: str = "bf16",
+    activation: str | None = None,
+    residual: bool = False,
+    arch: str | None = None,
+) -> Build:
+    """Build the variant for bf16 inputs on AMD; arch: an architecture with its own tile size."""
+    scale = "fp32" if weight != "bf16" else ""
+    tensors = {"x": "bf16", "weight": weight, "scale": scale, "bias": "", "residual": "bf16" * residual, "out": "bf16"}
+    gated = activation is not None
+    cut = eight_bit_tile(rows, n, gated, rocm=True) if scale else linear_tile(rows, n, gated, rocm=True, arch=arch)
     return Build(
         few_rows if cut.matrix else matrix_vector,
         {
-            **{name: "*bf16" for name, there in tensors.items() if there},
+            **{name: f"*{dtype}" for name, dtype in tensors.items() if dtype},
             **dict.fromkeys(("m_size", "n_size", "k_size"), "i32"),
         },
         {
-            **{name: None for name, there in tensors.items() if not there},
+            **{name: None for name, dtype in tensors.items() if not dtype},
             "ACTIVATION": activation,
             "EVEN": True,
             **cut.constants(),
@@ -165,14 +198,25 @@ def _build(rows: int, n: int, *, activation: str | None = None, residual: bool =
         num_stages=cut.stages,
         divisible=("n_size", "k_size"),
         matrix=cut.matrix,
+        architectures=tuple(ARCHITECTURES) if arch is None else (arch,),
     )
 
 
 BUILDS = (
     _build(1, 6144),
     _build(1, 4096, residual=True),
+    _build(1, 4096, residual=True, arch="gfx950"),
     _build(1, 14336, activation="silu"),
     _build(8, 6144),
+    *(_build(8, 6144, arch=arch) for arch in ("gfx942", "gfx950")),
     _build(8, 4096, residual=True),
     _build(8, 14336, activation="silu"),
+    _build(1, 6144, weight="fp8e4nv"),
+    _build(1, 14336, weight="i8", activation="silu"),
+    _build(8, 4096, weight="fp8e4nv", residual=True),
+    _build(8, 14336, weight="fp8e4nv", activation="silu"),
+    _build(8, 6144, weight="i8"),
+    _build(64, 6144, weight="i8"),
+    _build(1, 6144, weight="fp8e4b8", arch="gfx942"),
+    _build(8, 6144, weight="fp8e4b8", arch="gfx942"),
 )

@@ -1,7 +1,7 @@
 """Rotary positions of queries and keys in one launch, the keys and values put straight into a static cache if asked.
 
-A program rotates some heads of one token. Each product is rounded, as in the unfused layers, and the compiler may not
-contract it with the sum that follows, so that their results are met bit for bit.
+A program rotates some heads of one token, after their norm if there is one. Each product is rounded, as in the unfused
+layers, and the compiler may not contract it with the sum that follows, so that their results are met bit for bit.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def _rotate(
     out_head,
     cos,
     sin,
+    weight,
+    eps,
     first_head,
     writes,
     shown,
@@ -41,6 +43,8 @@ def _rotate(
     DIM: tl.constexpr,
     ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+    ONCE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
@@ -50,27 +54,55 @@ def _rotate(
     head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
     there = head < HEADS
     always = tl.full((1, 1), True, tl.int1)
+    nothing = tl.zeros((1, 1), tl.int32)
     a, b = _pairs(x + head * x_head, there, PAIRS, ROTATED, INTERLEAVED, BLOCK_HEADS)
-    cos_a, cos_b = _pairs(cos + tl.zeros((1, 1), tl.int32), always, PAIRS, ROTATED, INTERLEAVED, 1)
-    sin_a, sin_b = _pairs(sin + tl.zeros((1, 1), tl.int32), always, PAIRS, ROTATED, INTERLEAVED, 1)
+    if ROTATED < DIM:
+        column = ROTATED + tl.arange(0, REST)[None, :]
+        rest = tl.load(x + head * x_head + column, mask=there & (column < DIM), other=0.0).to(tl.float32)
+    if weight is not None:
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if ROTATED < DIM:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        weight_a, weight_b = _pairs(weight + nothing, always, PAIRS, ROTATED, INTERLEAVED, 1)
+        a, b = _normed(a, scale, weight_a, dtype, ONE_PLUS), _normed(b, scale, weight_b, dtype, ONE_PLUS)
+        if ROTATED < DIM:
+            of_rest = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
+            rest = _normed(rest, scale, of_rest, dtype, ONE_PLUS)
+    if ONCE:
+        pair = tl.arange(0, PAIRS)[None, :]
+        cos_a = tl.load(cos + pair, mask=pair < ROTATED // 2, other=0.0).to(tl.float32)
+        sin_a = tl.load(sin + pair, mask=pair < ROTATED // 2, other=0.0).to(tl.float32)
+        cos_b, sin_b = cos_a, sin_a
+    else:
+        cos_a, cos_b = _pairs(cos + nothing, always, PAIRS, ROTATED, INTERLEAVED, 1)
+        sin_a, sin_b = _pairs(sin + nothing, always, PAIRS, ROTATED, INTERLEAVED, 1)
     turned_a = (a * cos_a).to(dtype).to(tl.float32) - (b * sin_a).to(dtype).to(tl.float32)
     turned_b = (b * cos_b).to(dtype).to(tl.float32) + (a * sin_b).to(dtype).to(tl.float32)
     turned_a = tl.where(shown, turned_a, float("nan")).to(dtype)
     turned_b = tl.where(shown, turned_b, float("nan")).to(dtype)
     to = out + head * out_head
     if INTERLEAVED:
-        column = tl.arange(0, 2 * PAIRS)[None, :]
         both = tl.reshape(tl.join(turned_a, turned_b), (BLOCK_HEADS, 2 * PAIRS))
-        tl.store(to + column, both, mask=there & (column < ROTATED) & writes)
+        at = tl.arange(0, 2 * PAIRS)[None, :]
+        tl.store(to + at, both, mask=there & (at < ROTATED) & writes)
     else:
-        pair = tl.arange(0, PAIRS)[None, :]
-        tl.store(to + pair, turned_a, mask=there & (pair < ROTATED // 2) & writes)
-        tl.store(to + pair + ROTATED // 2, turned_b, mask=there & (pair < ROTATED // 2) & writes)
+        at = tl.arange(0, PAIRS)[None, :]
+        tl.store(to + at, turned_a, mask=there & (at < ROTATED // 2) & writes)
+        tl.store(to + at + ROTATED // 2, turned_b, mask=there & (at < ROTATED // 2) & writes)
     if ROTATED < DIM:
-        column = ROTATED + tl.arange(0, REST)[None, :]
-        rest = tl.load(x + head * x_head + column, mask=there & (column < DIM), other=0.0)
-        rest = tl.where(shown, rest.to(tl.float32), float("nan")).to(dtype)
+        rest = tl.where(shown, rest, float("nan")).to(dtype)
         tl.store(to + column, rest, mask=there & (column < DIM) & writes)
+
+
+@triton.jit
+def _normed(values, scale, weight, dtype: tl.constexpr, ONE_PLUS: tl.constexpr):
+    """As `rms_norm_kernel` rounds: before the weight and after it, or once with (1 + w)."""
+    if ONE_PLUS:
+        values = values * scale * (1.0 + weight)
+    else:
+        values = (values * scale).to(dtype).to(tl.float32) * weight
+    return values.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -104,6 +136,10 @@ def rope_kernel(
     keys,
     values,
     position,
+    query_weight,  # [D] of the norm of queries, or None
+    key_weight,
+    query_eps,
+    key_eps,
     length,
     room,
     query_batch,
@@ -131,6 +167,8 @@ def rope_kernel(
     VALUE_DIM: tl.constexpr,
     ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ONE_PLUS: tl.constexpr,  # the norms multiply by (1 + w)
+    ONCE: tl.constexpr,  # cos and sin have every angle once
     COUNTED: tl.constexpr,  # position is how many there were before; else one number for each token
     ALONE: tl.constexpr,  # one program does it all, and counts on
     BLOCK_HEADS: tl.constexpr,
@@ -151,7 +189,7 @@ def rope_kernel(
             place = tl.load(position + token).to(tl.int64)
     # what lies outside of the cache is not written, and its query is no number: never wrong in silence
     inside = (place >= 0) & (place < room)
-    angles = batch * angle_batch + token * ROTATED
+    angles = batch * angle_batch + token * (ROTATED // 2 if ONCE else ROTATED)
     if ALONE or block < query_blocks:
         _rotate(
             query + batch * query_batch + token * query_token,
@@ -160,6 +198,8 @@ def rope_kernel(
             out_head,
             cos + angles,
             sin + angles,
+            query_weight,
+            query_eps,
             block * BLOCK_HEADS,
             True,
             inside,
@@ -167,6 +207,8 @@ def rope_kernel(
             DIM,
             ROTATED,
             INTERLEAVED,
+            ONE_PLUS,
+            ONCE,
             BLOCK_HEADS,
             PAIRS,
             REST,
@@ -180,6 +222,8 @@ def rope_kernel(
             keys_head,
             cos + angles,
             sin + angles,
+            key_weight,
+            key_eps,
             first,
             inside,
             True,
@@ -187,6 +231,8 @@ def rope_kernel(
             DIM,
             ROTATED,
             INTERLEAVED,
+            ONE_PLUS,
+            ONCE,
             BLOCK_KV,
             PAIRS,
             REST,
@@ -218,9 +264,14 @@ def _build(
     cached: bool,
     alone: bool = False,
     interleaved: bool = False,
+    norm: bool = False,
+    one_plus: bool = False,
+    once: bool = False,
     dtype: str = "bf16",
 ) -> Build:
+    weights = ["query_weight", "key_weight"]
     tensors = ["query", "key", "cos", "sin", "out", "keys", *(["value", "values"] if cached else [])]
+    tensors += weights if norm else []
     strides = [f"{name}_{axis}" for name in ("query", "key", "value") for axis in ("batch", "head", "token")]
     strides += ["angle_batch"]
     strides += [f"{name}_{axis}" for name in ("out", "keys", "values") for axis in ("batch", "head", "token")]
@@ -228,12 +279,14 @@ def _build(
     if alone:
         sizes.remove("length")
     absent = {} if cached else {"value": None, "values": None, "position": None}
+    absent |= {} if norm else dict.fromkeys(weights)
     many = triton.next_power_of_2(heads) if alone else 16
     return Build(
         rope_kernel,
         {
             **{name: f"*{dtype}" for name in tensors},
             **({"position": "*i64"} if cached else {}),
+            **dict.fromkeys(("query_eps", "key_eps"), "fp32"),
             **dict.fromkeys(sizes, "i32"),
         },
         {
@@ -245,6 +298,8 @@ def _build(
             "VALUE_DIM": dim,
             "ROTATED": rotated,
             "INTERLEAVED": interleaved,
+            "ONE_PLUS": one_plus,
+            "ONCE": once,
             "COUNTED": cached,
             "ALONE": alone,
             "BLOCK_HEADS": many,
@@ -263,6 +318,10 @@ BUILDS = (
     _build(32, 8, 128, 128, cached=False),
     _build(32, 8, 128, 128, cached=True),
     _build(32, 8, 128, 128, cached=True, alone=True),
+    _build(32, 8, 128, 128, cached=True, norm=True),
+    _build(32, 8, 128, 128, cached=True, alone=True, norm=True),  # Qwen3
+    _build(8, 4, 256, 256, cached=True, alone=True, norm=True, one_plus=True),  # Gemma 3
+    _build(64, 8, 64, 64, cached=True, alone=True, once=True),  # gpt-oss
     _build(16, 8, 256, 256, cached=True, dtype="fp16"),
     _build(32, 2, 128, 64, cached=True, interleaved=True),
     _build(32, 32, 80, 32, cached=False, dtype="fp32"),

@@ -10,21 +10,21 @@ except ImportError:  # hf-rocm was removed: the stock forwards stay
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # BERT's table builds the first for sdpa; the second is its base and is listed so that its digest counts
+    # BERT's class table selects the first for sdpa; the second is its base class, listed for its digest
     from transformers.models.bert.modeling_bert import BertSdpaSelfAttention, BertSelfAttention  # noqa: F401
 
     from hf_rocm import layers, ops
 
     @overlay.replaces(BertSdpaSelfAttention, fuses=("query", "key", "value"))
     def bert_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
-        if layers.stays_stock(
-            self, attention_mask, kwargs, dropout=self.dropout_prob, further=_what_stays(self, more, kwargs)
+        if layers.fallback_reason(
+            self, attention_mask, kwargs, dropout=self.dropout_prob, extra_reason=_what_stays(self, more, kwargs)
         ):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
         names = ("query", "key", "value")
         query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
         causal = {"is_causal": self.is_decoder}
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, causal)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, causal)
         output, _ = ops.attention(query, key, value, scale=self.attention_head_size**-0.5, **seen)
         return (output.flatten(2),)
 

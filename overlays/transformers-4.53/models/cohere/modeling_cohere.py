@@ -13,20 +13,18 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(CohereMLP, layers.GatedMLP())
+
     @overlay.replaces(CohereAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def cohere_attention(
         self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         names = ("q_proj", "k_proj", "v_proj")
         query, key, value = layers.heads(self, hidden_states, *names, norms=("q_norm", "k_norm"))  # [B, H | Hkv, S, D]
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        key, value = layers.remember(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
-
-    @overlay.replaces(CohereMLP, fuses=("gate_proj", "up_proj"))
-    def cohere_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)

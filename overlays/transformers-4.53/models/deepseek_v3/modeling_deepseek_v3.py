@@ -1,4 +1,4 @@
-"""ROCm overlay of transformers.models.deepseek_v3.modeling_deepseek_v3, 4.53 to 4.57."""
+"""ROCm overlay of transformers.models.deepseek_v3.modeling_deepseek_v3, 4.53 and up."""
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
@@ -10,50 +10,41 @@ if overlay is not None and overlay.wanted(__name__):
         DeepseekV3Attention,
         DeepseekV3DecoderLayer,
         DeepseekV3MLP,
-        DeepseekV3MoE,
         DeepseekV3RMSNorm,
+        DeepseekV3TopkRouter,
         apply_rotary_pos_emb,
         apply_rotary_pos_emb_interleave,
     )
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(DeepseekV3DecoderLayer)
-    def deepseek_v3_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(DeepseekV3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(DeepseekV3MLP, layers.GatedMLP())
+    overlay.binds_first(
+        "transformers.models.deepseek_v3.modeling_deepseek_v3",
+        DeepseekV3Experts=layers.StackedExperts(),
+        DeepseekV3NaiveMoe=layers.StackedExperts(),
+        DeepseekV3MoE=layers.GatedMixture(),
+    )
+    overlay.binds(DeepseekV3DecoderLayer, layers.PreNormLayer())
+    if not layers.before("5.13"):  # older routers return other values
+        overlay.binds(DeepseekV3TopkRouter, layers.GroupedRouter())
 
     @overlay.replaces(DeepseekV3Attention, fuses=("q_a_proj", "kv_a_proj_with_mqa"))
     def deepseek_v3_attention(
-        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 
-        def turn(query, key):
+        def rotate(query, key):
             if self.config.rope_interleave:
                 return apply_rotary_pos_emb_interleave(query, key, *position_embeddings)
             return layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
 
         query, key, value = layers.latent_heads(
-            self, hidden_states, turn, past_key_values, kwargs, position_embeddings
+            self, hidden_states, rotate, past_key_values, kwargs, position_embeddings, fused=fused
         )  # [B, H, S, D | D_v]
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(DeepseekV3MoE, experts=("gate_proj", "up_proj", "down_proj", "act_fn"))
-    def deepseek_v3_mixture(self, stock, hidden_states):
-        run = layers.listed_experts(self, hidden_states)
-        if run is None:
-            return stock(self, hidden_states)
-        ids, weights = self.gate(hidden_states)
-        routed = run(hidden_states.flatten(0, 1), ids, weights).view_as(hidden_states)
-        return routed + self.shared_experts(hidden_states)
-
-    @overlay.replaces(DeepseekV3MLP, fuses=("gate_proj", "up_proj"))
-    def deepseek_v3_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(DeepseekV3RMSNorm)
-    def deepseek_v3_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

@@ -13,24 +13,19 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(Emu3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Emu3MLP, layers.GatedMLP())
+
     @overlay.replaces(Emu3Attention, fuses=("q_proj", "k_proj", "v_proj"))
     def emu3_attention(
         self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
-
-    @overlay.replaces(Emu3MLP, fuses=("gate_proj", "up_proj"))
-    def emu3_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(Emu3RMSNorm)
-    def emu3_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.gemma2.modeling_gemma2, 4.53 and up.
 
-Served with the softcap under `eager`, which transformers chooses for it, and under `sdpa`, which would leave it out.
+Served with the softcap under `eager`, transformers' default for it, and under `sdpa`, which would ignore it.
 """
 
 try:
@@ -19,37 +19,36 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(Gemma2DecoderLayer)
-    def gemma2_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(
-            self,
-            stock,
-            hidden_states,
-            args,
-            kwargs,
+    overlay.binds(Gemma2RMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
+    overlay.binds(Gemma2MLP, layers.GatedMLP())
+    overlay.binds(
+        Gemma2DecoderLayer,
+        layers.PreNormLayer(
             norms=("input_layernorm", "pre_feedforward_layernorm"),
             post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        )
+        ),
+    )
 
     @overlay.replaces(Gemma2Attention, fuses=("q_proj", "k_proj", "v_proj"))
     def gemma2_attention(
-        self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+        self,
+        stock,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        fused=None,
+        **kwargs,
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout, beyond_sdpa=True):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout, beyond_sdpa=True):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
         window, softcap = self.sliding_window, self.attn_logit_softcapping
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window, softcap=softcap)
+        key, value, seen = layers.visible_keys(
+            self, query, key, value, attention_mask, kwargs, window=window, softcap=softcap
+        )
         output, weights = ops.attention(query, key, value, scale=self.scaling, softcap=softcap, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(Gemma2MLP, fuses=("gate_proj", "up_proj"))
-    def gemma2_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(Gemma2RMSNorm)
-    def gemma2_rms_norm(self, stock, x):
-        return layers.rms_norm(self, stock, x, eps=self.eps, one_plus=True)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

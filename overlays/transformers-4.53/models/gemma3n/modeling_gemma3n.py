@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.gemma3n.modeling_gemma3n, 4.53 and up.
 
 Served: the text model. Layers that reuse another's keys stay stock up to 4.55, where they read them out of the cache;
-the audio and vision parts stay stock, and the norms in training, whose gradients round more coarsely in ours.
+the audio and vision parts stay stock, and in training so do the norms, because our gradients are rounded more coarsely.
 """
 
 try:
@@ -26,8 +26,10 @@ if overlay is not None and overlay.wanted(__name__):
         self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
     ):
         old = self.is_kv_shared_layer and keys_in_cache
-        further = "layers that reuse another's keys stay stock up to 4.55" if old else None
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout, further=further):
+        extra_reason = "layers that reuse another's keys stay stock up to 4.55" if old else None
+        if layers.fallback_reason(
+            self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
+        ):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         shared = _shared(past_key_values, kwargs)
         if self.is_kv_shared_layer and shared is not None:
@@ -37,17 +39,17 @@ if overlay is not None and overlay.wanted(__name__):
             query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
             key, value = apply_rotary_pos_emb(self.k_norm(key), *position_embeddings), self.v_norm(value)
             if not self.is_kv_shared_layer:
-                key, value = layers.remember(self, key, value, past_key_values, kwargs, position_embeddings)
+                key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
         query = apply_rotary_pos_emb(self.q_norm(query), *position_embeddings)
         if shared is not None and self.store_full_length_kv:
             shared[_place(self, "layer_idx")] = key, value
         window = self.sliding_window
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window)
-        output, weights = ops.attention(query, key, value, scale=1.0, **seen)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
+        output, weights = ops.attention(query, key, value, scale=getattr(self, "scaling", 1.0), **seen)
         return self.o_proj(output.flatten(2)), weights
 
     def _shared(cache, kwargs):
-        """Where layers leave keys for later ones: given from 5.6 on, on the cache since 4.56, nowhere before."""
+        """Where layers store keys for later ones: an argument from 5.6 on, the cache since 4.56, nowhere before."""
         shared = kwargs.get("shared_kv_states")
         if shared is not None or cache is None or keys_in_cache:
             return shared
@@ -58,15 +60,19 @@ if overlay is not None and overlay.wanted(__name__):
     def _place(self, number):
         return getattr(self, number) if hasattr(self, "kv_shared_layer_index") else self.layer_type
 
-    @overlay.replaces(Gemma3nTextMLP, fuses=("gate_proj", "up_proj"))
+    gated = layers.GatedMLP()
+
+    @overlay.replaces(Gemma3nTextMLP, fuses=gated.fuses)
     def gemma3n_mlp(self, stock, hidden_states):
         if self.activation_sparsity <= 0.0:
-            return layers.gated_mlp(self, stock, hidden_states)
+            return gated.forward(self, stock, hidden_states)
         gate, up = layers.project(self, hidden_states, "gate_proj", "up_proj")
         return self.down_proj(self.act_fn(self._gaussian_topk(gate)) * up)
+
+    norm = layers.RMSNorm(eps="eps")
 
     @overlay.replaces(Gemma3nRMSNorm)
     def gemma3n_rms_norm(self, stock, hidden_states):
         if not self.with_scale or self.training:
             return stock(self, hidden_states)
-        return layers.rms_norm(self, stock, hidden_states, eps=self.eps)
+        return norm.forward(self, stock, hidden_states)

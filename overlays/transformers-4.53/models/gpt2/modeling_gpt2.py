@@ -15,19 +15,19 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(GPT2Attention)
     def gpt2_attention(self, stock, hidden_states, past_key_values=None, *more, **kwargs):
-        mask, further = kwargs.get("attention_mask"), _what_stays(more, kwargs)
-        if layers.stays_stock(self, mask, kwargs, dropout=self.attn_dropout.p, further=further):
+        mask, extra_reason = kwargs.get("attention_mask"), _what_stays(more, kwargs)
+        if layers.fallback_reason(self, mask, kwargs, dropout=self.attn_dropout.p, extra_reason=extra_reason):
             return stock(self, hidden_states, past_key_values, *more, **kwargs)
         parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
         query, key, value = layers.split_heads(parts, self.head_dim)  # [B, H, S, D]
         cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-        key, value = layers.remember(self, key, value, cache, kwargs)
-        key, value, seen = layers.sees(self, query, key, value, mask, kwargs)
-        # up to 5.3 stock's sdpa knew no scale but this one, whatever the config said
+        key, value = layers.update_cache(self, key, value, cache, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, mask, kwargs)
+        # up to 5.3 stock's sdpa always used this scale, whatever the config
         output, _ = ops.attention(query, key, value, scale=getattr(self, "scaling", self.head_dim**-0.5), **seen)
         return self.resid_dropout(self.c_proj(output.flatten(2))), None
 
     def _what_stays(more, kwargs):
         if kwargs.get("encoder_hidden_states") is not None:
             return "cross-attention stays stock"
-        return "arguments given by position stay stock" if more else None
+        return "positional arguments stay stock" if more else None

@@ -15,14 +15,16 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(GPTNeoXAttention)
     def gpt_neox_attention(self, stock, hidden_states, attention_mask, *more, **kwargs):
-        further = "arguments given by position stay stock" if more else None
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout, further=further):
+        extra_reason = "positional arguments stay stock" if more else None
+        if layers.fallback_reason(
+            self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
+        ):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
         (joined,) = layers.split_heads((self.query_key_value(hidden_states),), 3 * self.head_size)
         query, key, value = joined.chunk(3, dim=-1)  # [B, H, S, D]
         position_embeddings = kwargs["position_embeddings"]
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
-        key, value = layers.remember(self, key, value, kwargs.get("layer_past"), kwargs, position_embeddings)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value = layers.update_cache(self, key, value, kwargs.get("layer_past"), kwargs, position_embeddings)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.dense(output.flatten(2)), weights

@@ -16,27 +16,26 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(HeliumDecoderLayer)
-    def helium_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(HeliumRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(HeliumMLP, layers.GatedMLP())
+    overlay.binds(HeliumDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(HeliumAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def helium_attention(
-        self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+        self,
+        stock,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        fused=None,
+        **kwargs,
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        key, value = layers.remember(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(HeliumMLP, fuses=("gate_proj", "up_proj"))
-    def helium_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(HeliumRMSNorm)
-    def helium_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

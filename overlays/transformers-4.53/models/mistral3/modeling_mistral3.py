@@ -13,6 +13,4 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers
 
-    @overlay.replaces(Mistral3RMSNorm)
-    def mistral3_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+    overlay.binds(Mistral3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))

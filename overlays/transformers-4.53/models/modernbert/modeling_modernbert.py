@@ -20,8 +20,8 @@ if overlay is not None and overlay.wanted(__name__):
     def modernbert_attention(self, stock, hidden_states, *more, **kwargs):
         local = self.local_attention != (-1, -1)
         mask = kwargs.get("sliding_window_mask" if local else "attention_mask")
-        further = "positional arguments stay stock" if more else None
-        if layers.stays_stock(self, mask, kwargs, dropout=self.attention_dropout, further=further):
+        extra_reason = "positional arguments stay stock" if more else None
+        if layers.fallback_reason(self, mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, *more, **kwargs)
         qkv = self.Wqkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, S, 3, H, D]
         angles = kwargs.get("position_embeddings")
@@ -29,7 +29,7 @@ if overlay is not None and overlay.wanted(__name__):
             angles = self.rotary_emb(qkv, position_ids=kwargs.get("position_ids"))
         query, key, value = qkv.transpose(3, 1).unbind(dim=2)  # [B, H, S, D]
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, angles)
-        key, value, seen = layers.sees(self, query, key, value, mask, {"is_causal": False})
+        key, value, seen = layers.visible_keys(self, query, key, value, mask, {"is_causal": False})
         output, _ = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
         return (self.out_drop(self.Wo(output.flatten(2))),)
 

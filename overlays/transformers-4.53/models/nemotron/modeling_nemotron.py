@@ -9,7 +9,7 @@ except ImportError:  # hf-rocm was removed: the stock forwards stay
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # the table builds NemotronSdpaAttention; NemotronAttention is its base and is listed so that its digest counts
+    # the class table selects NemotronSdpaAttention; NemotronAttention is its base class, listed for its digest
     from transformers.models.nemotron.modeling_nemotron import (
         NemotronAttention,  # noqa: F401
         NemotronSdpaAttention,
@@ -29,13 +29,13 @@ if overlay is not None and overlay.wanted(__name__):
         past_key_values=None,
         **kwargs,
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             rest = (attention_mask, position_ids, past_key_values)
             return stock(self, hidden_states, position_embeddings, *rest, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
-        return layers.answered(self.o_proj(output.flatten(2)), weights, past_key_values)
+        return layers.pack_outputs(self.o_proj(output.flatten(2)), weights, past_key_values)

@@ -13,26 +13,23 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(OlmoDecoderLayer)
-    def olmo_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(OlmoMLP, layers.GatedMLP())
+    overlay.binds(OlmoDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(OlmoAttention, fuses=("q_proj", "k_proj", "v_proj"))
-    def olmo_attention(self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+    def olmo_attention(
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
+    ):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        parts = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, S, heads · D]
+        parts = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)  # [B, S, heads · D]
         limit = self.config.clip_qkv
         if limit is not None:
             parts = tuple(part.clamp(-limit, limit) for part in parts)
         query, key, value = layers.split_heads(parts, self.head_dim)
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(OlmoMLP, fuses=("gate_proj", "up_proj"))
-    def olmo_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

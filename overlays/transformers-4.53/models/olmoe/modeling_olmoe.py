@@ -16,11 +16,14 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(OlmoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(OlmoeSparseMoeBlock, layers.SoftmaxMixture(normalise="norm_topk_prob"))
+
     @overlay.replaces(OlmoeSdpaAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def olmoe_attention(
         self, stock, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, attention_mask, position_ids, past_key_values, **kwargs)
         position_embeddings = kwargs["position_embeddings"]
         query, key, value = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, S, heads · D]
@@ -28,23 +31,9 @@ if overlay is not None and overlay.wanted(__name__):
         if limit is not None:
             parts = tuple(part.clamp(-limit, limit) for part in parts)
         query, key, value = layers.split_heads(parts, self.head_dim)  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
-        return layers.answered(self.o_proj(output.flatten(2)), weights, past_key_values)
-
-    @overlay.replaces(OlmoeSparseMoeBlock, experts=("gate_proj", "up_proj", "down_proj", "act_fn"))
-    def olmoe_mixture(self, stock, hidden_states):
-        run = layers.listed_experts(self, hidden_states)
-        if run is None:
-            return stock(self, hidden_states)
-        rows = hidden_states.flatten(0, 1)  # [T, H]
-        router_logits = self.gate(rows)
-        weights, ids = layers.softmax_top(router_logits, self.top_k, normalise=self.norm_topk_prob, dtype=rows.dtype)
-        return run(rows, ids, weights).view_as(hidden_states), router_logits
-
-    @overlay.replaces(OlmoeRMSNorm)
-    def olmoe_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return layers.pack_outputs(self.o_proj(output.flatten(2)), weights, past_key_values)

@@ -10,25 +10,20 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(Phi3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Phi3MLP, layers.JoinedMLP())
+
     @overlay.replaces(Phi3Attention)
     def phi3_attention(self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         count = [self.config.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads]
         (joined,) = layers.split_heads((self.qkv_proj(hidden_states),), self.head_dim)
         query, key, value = joined.split(count, dim=1)  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
         window = getattr(self.config, "sliding_window", None)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
-
-    @overlay.replaces(Phi3MLP)
-    def phi3_mlp(self, stock, hidden_states):
-        return layers.joined_mlp(self, hidden_states)
-
-    @overlay.replaces(Phi3RMSNorm)
-    def phi3_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

@@ -20,20 +20,20 @@ if overlay is not None and overlay.wanted(__name__):
     def phimoe_attention(
         self, stock, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, attention_mask, position_ids, past_key_values, **kwargs)
         position_embeddings = kwargs["position_embeddings"]
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings, position_ids)
-        key, value = layers.remember(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
-        return layers.answered(self.o_proj(output.flatten(2)), weights, past_key_values)
+        return layers.pack_outputs(self.o_proj(output.flatten(2)), weights, past_key_values)
 
     @overlay.replaces(PhimoeSparseMoeBlock, experts=("w1", "w3", "w2", "act_fn"))
     def phimoe_mixture(self, stock, hidden_states):
         jitter = "jitter in training stays stock" if self.training and self.input_jitter_noise > 0 else None
-        run = layers.listed_experts(self, hidden_states, further=jitter)
+        run = layers.listed_experts(self, hidden_states, extra_reason=jitter)
         if run is None:
             return stock(self, hidden_states)
         rows = hidden_states.flatten(0, 1)  # [T, H]

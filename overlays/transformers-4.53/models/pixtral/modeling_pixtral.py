@@ -15,22 +15,17 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(PixtralRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(PixtralMLP, layers.GatedMLP())
+
     @overlay.replaces(PixtralAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def pixtral_attention(self, stock, hidden_states, attention_mask=None, position_embeddings=None, *more, **kwargs):
-        further = "positional arguments stay stock" if more else None
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.dropout, further=further):
+        extra_reason = "positional arguments stay stock" if more else None
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, attention_mask, position_embeddings, *more, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H, S, D]
         cos, sin = position_embeddings  # [S, D], of all patches of the batch
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, (cos[None], sin[None]))
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
-
-    @overlay.replaces(PixtralMLP, fuses=("gate_proj", "up_proj"))
-    def pixtral_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(PixtralRMSNorm)
-    def pixtral_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

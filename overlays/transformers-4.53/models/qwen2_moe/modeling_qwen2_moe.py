@@ -16,36 +16,24 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(Qwen2MoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Qwen2MoeMLP, layers.GatedMLP())
+    overlay.binds(
+        Qwen2MoeSparseMoeBlock,
+        layers.SoftmaxMixture(normalise="norm_topk_prob", shared=("shared_expert", "shared_expert_gate")),
+    )
+
     @overlay.replaces(Qwen2MoeSdpaAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def qwen2_moe_attention(
         self, stock, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, attention_mask, position_ids, past_key_values, **kwargs)
         position_embeddings = kwargs["position_embeddings"]
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
-        return layers.answered(self.o_proj(output.flatten(2)), weights, past_key_values)
-
-    @overlay.replaces(Qwen2MoeSparseMoeBlock, experts=("gate_proj", "up_proj", "down_proj", "act_fn"))
-    def qwen2_moe_mixture(self, stock, hidden_states):
-        run = layers.listed_experts(self, hidden_states)
-        if run is None:
-            return stock(self, hidden_states)
-        rows = hidden_states.flatten(0, 1)  # [T, H]
-        router_logits = self.gate(rows)
-        weights, ids = layers.softmax_top(router_logits, self.top_k, normalise=self.norm_topk_prob, dtype=rows.dtype)
-        shared = self.shared_expert_gate(rows).sigmoid() * self.shared_expert(rows)
-        return (run(rows, ids, weights) + shared).view_as(hidden_states), router_logits
-
-    @overlay.replaces(Qwen2MoeMLP, fuses=("gate_proj", "up_proj"))
-    def qwen2_moe_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(Qwen2MoeRMSNorm)
-    def qwen2_moe_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return layers.pack_outputs(self.o_proj(output.flatten(2)), weights, past_key_values)

@@ -16,29 +16,30 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(Qwen3DecoderLayer)
-    def qwen3_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(Qwen3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Qwen3MLP, layers.GatedMLP())
+    overlay.binds(Qwen3DecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(Qwen3Attention, fuses=("q_proj", "k_proj", "v_proj"))
     def qwen3_attention(
-        self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+        self,
+        stock,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        fused=None,
+        **kwargs,
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        names = ("q_proj", "k_proj", "v_proj")
-        query, key, value = layers.heads(self, hidden_states, *names, norms=("q_norm", "k_norm"))  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        names, norms = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+        query, key, value = layers.heads(self, hidden_states, *names, fused=fused)
+        query, key, value = layers.rotate_and_update_cache(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs, norms=norms
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=self.sliding_window)
+        key, value, seen = layers.visible_keys(
+            self, query, key, value, attention_mask, kwargs, window=self.sliding_window
+        )
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(Qwen3MLP, fuses=("gate_proj", "up_proj"))
-    def qwen3_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(Qwen3RMSNorm)
-    def qwen3_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

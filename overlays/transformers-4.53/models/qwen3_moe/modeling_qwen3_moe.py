@@ -1,4 +1,4 @@
-"""ROCm overlay of transformers.models.qwen3_moe.modeling_qwen3_moe, 4.53 to 4.57."""
+"""ROCm overlay of transformers.models.qwen3_moe.modeling_qwen3_moe, 4.53 and up."""
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
@@ -11,45 +11,39 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen3MoeDecoderLayer,
         Qwen3MoeMLP,
         Qwen3MoeRMSNorm,
-        Qwen3MoeSparseMoeBlock,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(Qwen3MoeDecoderLayer)
-    def qwen3_moe_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(Qwen3MoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Qwen3MoeMLP, layers.GatedMLP())
+    overlay.binds_first(
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        Qwen3MoeExperts=layers.StackedExperts(),
+        Qwen3MoeSparseMoeBlock=layers.SoftmaxMixture(normalise="norm_topk_prob"),
+    )
+    if not layers.before("5.6"):  # older routers are part of the mixture, or return probabilities instead of logits
+        overlay.binds_first(
+            "transformers.models.qwen3_moe.modeling_qwen3_moe",
+            Qwen3MoeTopKRouter=layers.TopKRouter(normalise="norm_topk_prob"),
+            Qwen3MoeSparseMoeBlock=layers.SoftmaxMixture(normalise="norm_topk_prob"),
+        )
+    overlay.binds(Qwen3MoeDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(Qwen3MoeAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def qwen3_moe_attention(
-        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        names = ("q_proj", "k_proj", "v_proj")
-        query, key, value = layers.heads(self, hidden_states, *names, norms=("q_norm", "k_norm"))  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        names, norms = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+        query, key, value = layers.heads(self, hidden_states, *names, fused=fused)
+        query, key, value = layers.rotate_and_update_cache(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs, norms=norms
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=self.sliding_window)
+        key, value, seen = layers.visible_keys(
+            self, query, key, value, attention_mask, kwargs, window=self.sliding_window
+        )
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(Qwen3MoeSparseMoeBlock, experts=("gate_proj", "up_proj", "down_proj", "act_fn"))
-    def qwen3_moe_mixture(self, stock, hidden_states):
-        run = layers.listed_experts(self, hidden_states)
-        if run is None:
-            return stock(self, hidden_states)
-        rows = hidden_states.flatten(0, 1)  # [T, H]
-        router_logits = self.gate(rows)
-        weights, ids = layers.softmax_top(router_logits, self.top_k, normalise=self.norm_topk_prob, dtype=rows.dtype)
-        return run(rows, ids, weights).view_as(hidden_states), router_logits
-
-    @overlay.replaces(Qwen3MoeMLP, fuses=("gate_proj", "up_proj"))
-    def qwen3_moe_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(Qwen3MoeRMSNorm)
-    def qwen3_moe_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

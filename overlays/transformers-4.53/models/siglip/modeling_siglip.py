@@ -12,9 +12,9 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(SiglipAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def siglip_attention(self, stock, hidden_states, attention_mask=None, **kwargs):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout):
             return stock(self, hidden_states, attention_mask, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H, S, D]
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, {"is_causal": self.is_causal})
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, {"is_causal": self.is_causal})
         output, weights = ops.attention(query, key, value, scale=self.scale, **seen)
         return self.out_proj(output.flatten(2)), weights

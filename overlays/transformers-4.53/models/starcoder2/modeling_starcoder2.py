@@ -18,21 +18,19 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(Starcoder2DecoderLayer)
-    def starcoder2_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(Starcoder2DecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(Starcoder2Attention, fuses=("q_proj", "k_proj", "v_proj"))
     def starcoder2_attention(
-        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
         window = getattr(self.config, "sliding_window", None)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return dropout(self.o_proj(output.flatten(2)), self.residual_dropout, self.training), weights

@@ -11,6 +11,8 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(T5LayerNorm, layers.RMSNorm(eps="variance_epsilon"))
+
     with_cache, by_place = layers.before("4.54"), layers.before("5.4")
 
     @overlay.replaces(T5Attention, fuses=("q", "k", "v"))
@@ -25,8 +27,8 @@ if overlay is not None and overlay.wanted(__name__):
         *more,
         **kwargs,
     ):
-        further = "pruned heads stay stock" if more or getattr(self, "pruned_heads", None) else None
-        if layers.stays_stock(self, mask, kwargs, dropout=self.dropout, further=further):
+        extra_reason = "pruned heads stay stock" if more or getattr(self, "pruned_heads", None) else None
+        if layers.fallback_reason(self, mask, kwargs, dropout=self.dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, mask, key_value_states, position_bias, past_key_values, *more, **kwargs)
         seen_before = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
         names = ("q", "k", "v")
@@ -52,12 +54,10 @@ if overlay is not None and overlay.wanted(__name__):
         length = (s_q if place is None else place[-1] + 1) if length is None else length
         return self.compute_bias(length, s_k, device=query.device, cache_position=place)[:, :, -s_q:]
 
-    @overlay.replaces(T5DenseGatedActDense, fuses=("wi_0", "wi_1"))
+    gated = layers.GatedMLP(fuses=("wi_0", "wi_1"), activation="act", down="wo")
+
+    @overlay.replaces(T5DenseGatedActDense, fuses=gated.fuses)
     def t5_gated_mlp(self, stock, hidden_states):
         if (self.training and self.dropout.p) or self.wo.weight.dtype != hidden_states.dtype:  # wo may be kept in fp32
             return stock(self, hidden_states)
-        return layers.gated_mlp(self, stock, hidden_states, activation="act", down="wo")
-
-    @overlay.replaces(T5LayerNorm)
-    def t5_layer_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return gated.forward(self, stock, hidden_states)

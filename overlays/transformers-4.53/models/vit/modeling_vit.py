@@ -10,16 +10,16 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    alone = layers.before("4.56")  # attention weights, asked for or not, are the second value since then
+    alone = layers.before("4.56")  # since then the second value is the attention weights, requested or not
 
     @overlay.replaces(ViTSelfAttention, fuses=("query", "key", "value"))
     def vit_attention(self, stock, hidden_states, *more, **kwargs):
-        asked = any(value is not None and value is not False for value in more)
-        further = "a head mask or attention weights are asked for, which stay stock" if asked else None
-        if layers.stays_stock(self, None, kwargs, dropout=self.dropout_prob, further=further):
+        requested = any(value is not None and value is not False for value in more)
+        extra_reason = "a head mask or attention weights are requested, which stay stock" if requested else None
+        if layers.fallback_reason(self, None, kwargs, dropout=self.dropout_prob, extra_reason=extra_reason):
             return stock(self, hidden_states, *more, **kwargs)
         names = ("query", "key", "value")
         query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
-        key, value, seen = layers.sees(self, query, key, value, None, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, None, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return (output.flatten(2),) if alone else (output.flatten(2), weights)

@@ -14,9 +14,9 @@ if overlay is not None and overlay.wanted(__name__):
     def whisper_attention(
         self, stock, hidden_states, key_value_states=None, past_key_values=None, attention_mask=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout):
             return stock(self, hidden_states, key_value_states, past_key_values, attention_mask, **kwargs)
         query, key, value = layers.encoder_decoder(self, hidden_states, key_value_states, past_key_values, kwargs)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)  # [B, S, H, D]
-        return layers.answered(self.out_proj(output.flatten(2)), weights, past_key_values)
+        return layers.pack_outputs(self.out_proj(output.flatten(2)), weights, past_key_values)

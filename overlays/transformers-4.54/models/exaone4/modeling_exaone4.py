@@ -15,26 +15,21 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(Exaone4RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Exaone4MLP, layers.GatedMLP())
+
     @overlay.replaces(Exaone4Attention, fuses=("q_proj", "k_proj", "v_proj"))
     def exaone4_attention(
         self, stock, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         names = ("q_proj", "k_proj", "v_proj")
         query, key, value = layers.heads(self, hidden_states, *names, norms=("q_norm", "k_norm"))  # [B, H | Hkv, S, D]
         if self.sliding_window is None or self.is_sliding:
             query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
-        key, value = layers.remember(self, key, value, past_key_values, kwargs)
+        key, value = layers.update_cache(self, key, value, past_key_values, kwargs)
         window = self.sliding_window if self.is_sliding else None
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
-
-    @overlay.replaces(Exaone4MLP, fuses=("gate_proj", "up_proj"))
-    def exaone4_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(Exaone4RMSNorm)
-    def exaone4_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

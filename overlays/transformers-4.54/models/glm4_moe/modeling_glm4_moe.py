@@ -1,4 +1,4 @@
-"""ROCm overlay of transformers.models.glm4_moe.modeling_glm4_moe, 4.54 to 4.57."""
+"""ROCm overlay of transformers.models.glm4_moe.modeling_glm4_moe, 4.54 and up."""
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
@@ -10,45 +10,36 @@ if overlay is not None and overlay.wanted(__name__):
         Glm4MoeAttention,
         Glm4MoeDecoderLayer,
         Glm4MoeMLP,
-        Glm4MoeMoE,
         Glm4MoeRMSNorm,
+        Glm4MoeTopkRouter,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(Glm4MoeDecoderLayer)
-    def glm4_moe_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(Glm4MoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Glm4MoeMLP, layers.GatedMLP())
+    overlay.binds_first(
+        "transformers.models.glm4_moe.modeling_glm4_moe",
+        Glm4MoeExperts=layers.StackedExperts(),
+        Glm4MoeNaiveMoe=layers.StackedExperts(),
+        Glm4MoeMoE=layers.GatedMixture(),
+    )
+    overlay.binds(Glm4MoeDecoderLayer, layers.PreNormLayer())
+    if not layers.before("5.13"):  # older routers return other values
+        overlay.binds(Glm4MoeTopkRouter, layers.GroupedRouter())
 
     @overlay.replaces(Glm4MoeAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def glm4_moe_attention(
-        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        names = ("q_proj", "k_proj", "v_proj")
-        query, key, value = layers.heads(self, hidden_states, *names, norms=("q_norm", "k_norm"))  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        names, norms = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+        query, key, value = layers.heads(self, hidden_states, *names, fused=fused)
+        query, key, value = layers.rotate_and_update_cache(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs, norms=norms
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(Glm4MoeMoE, experts=("gate_proj", "up_proj", "down_proj", "act_fn"))
-    def glm4_moe_mixture(self, stock, hidden_states):
-        run = layers.listed_experts(self, hidden_states)
-        if run is None:
-            return stock(self, hidden_states)
-        ids, weights = self.gate(hidden_states)
-        routed = run(hidden_states.flatten(0, 1), ids, weights).view_as(hidden_states)
-        return routed + self.shared_experts(hidden_states)
-
-    @overlay.replaces(Glm4MoeMLP, fuses=("gate_proj", "up_proj"))
-    def glm4_moe_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(Glm4MoeRMSNorm)
-    def glm4_moe_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

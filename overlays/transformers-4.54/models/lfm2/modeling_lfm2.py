@@ -13,23 +13,18 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(Lfm2RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Lfm2MLP, layers.GatedMLP(fuses=("w1", "w3"), activation="silu", down="w2"))
+
     @overlay.replaces(Lfm2Attention, fuses=("q_proj", "k_proj", "v_proj"))
     def lfm2_attention(self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
-        if layers.stays_stock(self, attention_mask, kwargs):
+        if layers.fallback_reason(self, attention_mask, kwargs):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         names, norms = ("q_proj", "k_proj", "v_proj"), ("q_layernorm", "k_layernorm")
         query, key, value = layers.heads(self, hidden_states, *names, norms=norms)  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.out_proj(output.flatten(2)), weights
-
-    @overlay.replaces(Lfm2MLP, fuses=("w1", "w3"))
-    def lfm2_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x, activation="silu", down="w2")
-
-    @overlay.replaces(Lfm2RMSNorm)
-    def lfm2_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

@@ -10,7 +10,7 @@ except ImportError:  # hf-rocm was removed: the stock forwards stay
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # RoBERTa's table builds the first for sdpa; the second is its base and is listed so that its digest counts
+    # RoBERTa's class table selects the first for sdpa; the second is its base class, listed for its digest
     from transformers.models.roberta.modeling_roberta import (  # noqa: F401
         RobertaSdpaSelfAttention,
         RobertaSelfAttention,
@@ -20,14 +20,14 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(RobertaSdpaSelfAttention, fuses=("query", "key", "value"))
     def roberta_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
-        if layers.stays_stock(
-            self, attention_mask, kwargs, dropout=self.dropout_prob, further=_what_stays(self, more, kwargs)
+        if layers.fallback_reason(
+            self, attention_mask, kwargs, dropout=self.dropout_prob, extra_reason=_what_stays(self, more, kwargs)
         ):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
         names = ("query", "key", "value")
         query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
         causal = {"is_causal": self.is_decoder}
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, causal)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, causal)
         output, _ = ops.attention(query, key, value, scale=self.attention_head_size**-0.5, **seen)
         return output.flatten(2), None
 

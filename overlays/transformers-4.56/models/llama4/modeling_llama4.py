@@ -21,11 +21,14 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(Llama4TextRMSNorm, layers.RMSNorm(eps="eps"))
+    overlay.binds(Llama4TextMLP, layers.GatedMLP(activation="activation_fn"))
+
     @overlay.replaces(Llama4TextAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def llama4_attention(
         self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
         query, key = query.transpose(1, 2), key.transpose(1, 2)
@@ -36,13 +39,13 @@ if overlay is not None and overlay.wanted(__name__):
         if self.attn_temperature_tuning and not self.use_rope:
             query = _by_temperature(self, query, past_key_values, kwargs.get("cache_position"))
         query, key = query.transpose(1, 2), key.transpose(1, 2)
-        key, value = layers.remember(self, key, value, past_key_values, kwargs)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value = layers.update_cache(self, key, value, past_key_values, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
 
     def _by_temperature(self, query, cache, positions):
-        """query: [B, S, H, D]; positions: of this call's tokens, which transformers passes until 5.3."""
+        """query: [B, S, H, D]; positions: of this call's tokens; transformers passes them up to 5.3."""
         if positions is None:
             start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
             positions = torch.arange(query.shape[1], device=query.device) + start
@@ -59,20 +62,12 @@ if overlay is not None and overlay.wanted(__name__):
             gate_up="experts.gate_up_proj",
             down="experts.down_proj",
             act_fn="experts.act_fn",
-            further=None if layers.untouched(self.experts) else "the experts have hooks",
+            extra_reason=None if layers.untouched(self.experts) else "the experts have hooks",
             transposed=True,
             weigh_input=True,
         )
         if run is None:
             return stock(self, hidden_states)
         router_scores, router_logits = self.router(rows)
-        weights, ids = (each[:, : self.top_k] for each in router_scores.sort(descending=True))  # the others are 0
+        weights, ids = (part[:, : self.top_k] for part in router_scores.sort(descending=True))  # the others are 0
         return self.shared_expert(rows) + run(rows, ids, weights), router_logits
-
-    @overlay.replaces(Llama4TextMLP, fuses=("gate_proj", "up_proj"))
-    def llama4_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x, activation="activation_fn")
-
-    @overlay.replaces(Llama4TextRMSNorm)
-    def llama4_rms_norm(self, stock, x):
-        return layers.rms_norm(self, stock, x, eps=self.eps)

@@ -10,25 +10,22 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(Olmo3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Olmo3MLP, layers.GatedMLP())
+
     @overlay.replaces(Olmo3Attention, fuses=("q_proj", "k_proj", "v_proj"))
     def olmo3_attention(
         self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         query, key, value = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, S, heads · D]
         query, key, value = layers.split_heads((self.q_norm(query), self.k_norm(key), value), self.head_dim)
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=self.sliding_window)
+        key, value, seen = layers.visible_keys(
+            self, query, key, value, attention_mask, kwargs, window=self.sliding_window
+        )
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
-
-    @overlay.replaces(Olmo3MLP, fuses=("gate_proj", "up_proj"))
-    def olmo3_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(Olmo3RMSNorm)
-    def olmo3_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

@@ -18,40 +18,32 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(Qwen3VLTextDecoderLayer)
-    def qwen3_vl_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(Qwen3VLTextRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Qwen3VLTextMLP, layers.GatedMLP())
+    overlay.binds(Qwen3VLTextDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(Qwen3VLTextAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def qwen3_vl_attention(
-        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        names = ("q_proj", "k_proj", "v_proj")
-        query, key, value = layers.heads(self, hidden_states, *names, norms=("q_norm", "k_norm"))  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        names, norms = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+        query, key, value = layers.heads(self, hidden_states, *names, fused=fused)
+        query, key, value = layers.rotate_and_update_cache(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs, norms=norms
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
+        return layers.project_out(self, output.flatten(2), fused=fused), weights
 
     @overlay.replaces(Qwen3VLVisionAttention)
     def qwen3_vl_vision_attention(self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs):
-        further = "the call has no position embeddings" if more or position_embeddings is None else None
+        extra_reason = "the call has no position embeddings" if more or position_embeddings is None else None
         dropout = getattr(self, "attention_dropout", 0.0)
-        if layers.stays_stock(self, None, kwargs, dropout=dropout, further=further):
+        if layers.fallback_reason(self, None, kwargs, dropout=dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, cu_seqlens, *more, position_embeddings=position_embeddings, **kwargs)
         query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # [T, H, D]
         query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
-        output = layers.packed(query, key, value, cu_seqlens, scale=self.head_dim**-0.5)
+        output = layers.packed(query, key, value, cu_seqlens, scale=self.scaling)
         return self.proj(output.flatten(1))
-
-    @overlay.replaces(Qwen3VLTextMLP, fuses=("gate_proj", "up_proj"))
-    def qwen3_vl_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(Qwen3VLTextRMSNorm)
-    def qwen3_vl_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

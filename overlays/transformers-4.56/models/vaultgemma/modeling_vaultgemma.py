@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.vaultgemma.modeling_vaultgemma, 4.57 and up.
 
-Served with the softcap under `eager`, which transformers chooses for it, and under `sdpa`, which would leave it out.
+Served with the softcap under `eager`, transformers' default for it, and under `sdpa`, which would ignore it.
 """
 
 try:
@@ -19,36 +19,30 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(VaultGemmaDecoderLayer)
-    def vaultgemma_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(
-            self,
-            stock,
-            hidden_states,
-            args,
-            kwargs,
-            norms=("input_layernorm", "pre_feedforward_layernorm"),
-        )
+    overlay.binds(VaultGemmaRMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
+    overlay.binds(VaultGemmaMLP, layers.GatedMLP())
+    overlay.binds(VaultGemmaDecoderLayer, layers.PreNormLayer(norms=("input_layernorm", "pre_feedforward_layernorm")))
 
     @overlay.replaces(VaultGemmaAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def vaultgemma_attention(
-        self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+        self,
+        stock,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        fused=None,
+        **kwargs,
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout, beyond_sdpa=True):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout, beyond_sdpa=True):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
         window, softcap = self.sliding_window, self.attn_logit_softcapping
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window, softcap=softcap)
+        key, value, seen = layers.visible_keys(
+            self, query, key, value, attention_mask, kwargs, window=window, softcap=softcap
+        )
         output, weights = ops.attention(query, key, value, scale=self.scaling, softcap=softcap, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(VaultGemmaMLP, fuses=("gate_proj", "up_proj"))
-    def vaultgemma_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(VaultGemmaRMSNorm)
-    def vaultgemma_rms_norm(self, stock, x):
-        return layers.rms_norm(self, stock, x, eps=self.eps, one_plus=True)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

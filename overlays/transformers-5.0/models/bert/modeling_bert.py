@@ -15,12 +15,12 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(BertSelfAttention, fuses=("query", "key", "value"))
     def bert_attention(self, stock, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.training and self.dropout.p):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.training and self.dropout.p):
             return stock(self, hidden_states, attention_mask, past_key_values, **kwargs)
         names = ("query", "key", "value")
         query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
         cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-        key, value = layers.remember(self, key, value, cache, kwargs)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value = layers.update_cache(self, key, value, cache, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return output.flatten(2), weights

@@ -16,26 +16,22 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(CwmDecoderLayer)
-    def cwm_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(CwmRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(CwmMLP, layers.GatedMLP())
+    overlay.binds(CwmDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(CwmAttention, fuses=("q_proj", "k_proj", "v_proj"))
-    def cwm_attention(self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+    def cwm_attention(
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
+    ):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=self.sliding_window)
+        key, value, seen = layers.visible_keys(
+            self, query, key, value, attention_mask, kwargs, window=self.sliding_window
+        )
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(CwmMLP, fuses=("gate_proj", "up_proj"))
-    def cwm_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(CwmRMSNorm)
-    def cwm_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

@@ -17,17 +17,19 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(GraniteMoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+
     @overlay.replaces(GraniteMoeAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def granitemoe_attention(
         self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_remember(
+        query, key, value = layers.rotate_and_update_cache(
             self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
         )
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
 
@@ -40,7 +42,7 @@ if overlay is not None and overlay.wanted(__name__):
             gate_up="input_linear.weight",
             down="output_linear.weight",
             act_fn="activation",
-            further=None if plain else "the router or the experts have hooks",
+            extra_reason=None if plain else "the router or the experts have hooks",
         )
         if run is None:
             return stock(self, layer_input)
@@ -49,7 +51,3 @@ if overlay is not None and overlay.wanted(__name__):
         chosen, ids = router_logits.topk(self.router.top_k, dim=1)
         weights = chosen.softmax(1).type_as(rows)
         return run(rows, ids, weights).view_as(layer_input)
-
-    @overlay.replaces(GraniteMoeRMSNorm)
-    def granitemoe_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

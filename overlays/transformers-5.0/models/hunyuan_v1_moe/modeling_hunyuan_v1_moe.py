@@ -17,32 +17,21 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(HunYuanMoEV1DecoderLayer)
-    def hunyuan_v1_moe_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(HunYuanMoEV1RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(HunYuanMoEV1MLP, layers.GatedMLP())
+    overlay.binds(HunYuanMoEV1Experts, layers.StackedExperts())
+    overlay.binds(HunYuanMoEV1DecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(HunYuanMoEV1Attention, fuses=("q_proj", "k_proj", "v_proj"))
     def hunyuan_moe_attention(
-        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
         query, key = self.query_layernorm(query), self.key_layernorm(key)
-        key, value = layers.remember(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(HunYuanMoEV1Experts)
-    def hunyuan_moe_experts(self, stock, hidden_states, top_k_index, top_k_weights):
-        return layers.stacked_experts(self, stock, hidden_states, top_k_index, top_k_weights)
-
-    @overlay.replaces(HunYuanMoEV1MLP, fuses=("gate_proj", "up_proj"))
-    def hunyuan_moe_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(HunYuanMoEV1RMSNorm)
-    def hunyuan_moe_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

@@ -11,33 +11,28 @@ if overlay is not None and overlay.wanted(__name__):
         MixtralDecoderLayer,
         MixtralExperts,
         MixtralRMSNorm,
+        MixtralTopKRouter,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(MixtralDecoderLayer)
-    def mixtral_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(MixtralRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(MixtralExperts, layers.StackedExperts())
+    if not layers.before("5.6"):  # older routers return probabilities instead of logits
+        overlay.binds(MixtralTopKRouter, layers.TopKRouter(normalise=True, wide=True))
+    overlay.binds(MixtralDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(MixtralAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def mixtral_attention(
-        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
         window = getattr(self.config, "sliding_window", None)
-        key, value = layers.remember(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window)
+        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(MixtralExperts)
-    def mixtral_experts(self, stock, hidden_states, top_k_index, top_k_weights):
-        return layers.stacked_experts(self, stock, hidden_states, top_k_index, top_k_weights)
-
-    @overlay.replaces(MixtralRMSNorm)
-    def mixtral_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

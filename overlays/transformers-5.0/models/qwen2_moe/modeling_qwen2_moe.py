@@ -12,37 +12,36 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen2MoeExperts,
         Qwen2MoeMLP,
         Qwen2MoeRMSNorm,
+        Qwen2MoeTopKRouter,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
-    @overlay.replaces(Qwen2MoeDecoderLayer)
-    def qwen2_moe_decoder_layer(self, stock, hidden_states, *args, **kwargs):
-        return layers.decoder_layer(self, stock, hidden_states, args, kwargs)
+    overlay.binds(Qwen2MoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Qwen2MoeMLP, layers.GatedMLP())
+    overlay.binds(Qwen2MoeExperts, layers.StackedExperts())
+    if not layers.before("5.6"):  # older routers return probabilities instead of logits
+        overlay.binds(Qwen2MoeTopKRouter, layers.TopKRouter(normalise="norm_topk_prob"))
+    overlay.binds(Qwen2MoeDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(Qwen2MoeAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def qwen2_moe_attention(
-        self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+        self,
+        stock,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        fused=None,
+        **kwargs,
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
+        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
         window = getattr(self, "sliding_window", None)
-        key, value = layers.remember(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window)
+        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, hidden_states, output.flatten(2)), weights
-
-    @overlay.replaces(Qwen2MoeExperts)
-    def qwen2_moe_experts(self, stock, hidden_states, top_k_index, top_k_weights):
-        return layers.stacked_experts(self, stock, hidden_states, top_k_index, top_k_weights)
-
-    @overlay.replaces(Qwen2MoeMLP, fuses=("gate_proj", "up_proj"))
-    def qwen2_moe_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(Qwen2MoeRMSNorm)
-    def qwen2_moe_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

@@ -13,22 +13,20 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(StableLmMLP, layers.GatedMLP())
+
     @overlay.replaces(StableLmAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def stablelm_attention(
         self, stock, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, attention_mask, position_ids, past_key_values, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
         if self.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         position_embeddings = kwargs["position_embeddings"]
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
-        key, value = layers.remember(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
-
-    @overlay.replaces(StableLmMLP, fuses=("gate_proj", "up_proj"))
-    def stablelm_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)

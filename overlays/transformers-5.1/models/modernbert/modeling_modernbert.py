@@ -16,12 +16,12 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(ModernBertAttention)
     def modernbert_attention(self, stock, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, **kwargs)
         qkv = self.Wqkv(hidden_states).unflatten(-1, (3, -1, self.head_dim))  # [B, S, 3, H, D]
         query, key, value = (part.transpose(1, 2) for part in qkv.unbind(dim=-3))  # [B, H, S, D]
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
         return self.out_drop(self.Wo(output.flatten(2))), weights
 

@@ -15,25 +15,22 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(GraniteSWARMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(GraniteSWAMLP, layers.GatedMLP())
+
     @overlay.replaces(GraniteSWAAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def granite_swa_attention(
         self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
     ):
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout, beyond_sdpa=True):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout, beyond_sdpa=True):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
         if position_embeddings is not None:
             query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
-        key, value = layers.remember(self, key, value, past_key_values, kwargs)
+        key, value = layers.update_cache(self, key, value, past_key_values, kwargs)
         window = self.sliding_window
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window, sinks=self.sinks)
+        key, value, seen = layers.visible_keys(
+            self, query, key, value, attention_mask, kwargs, window=window, sinks=self.sinks
+        )
         output, weights = ops.attention(query, key, value, scale=self.scaling, sinks=self.sinks, **seen)
         return self.o_proj(output.flatten(2)), weights
-
-    @overlay.replaces(GraniteSWAMLP, fuses=("gate_proj", "up_proj"))
-    def granite_swa_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
-
-    @overlay.replaces(GraniteSWARMSNorm)
-    def granite_swa_rms_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)

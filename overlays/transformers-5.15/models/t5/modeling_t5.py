@@ -11,6 +11,8 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(T5LayerNorm, layers.RMSNorm(eps="variance_epsilon"))
+
     @overlay.replaces(T5Attention, fuses=("q", "k", "v"))
     def t5_attention(
         self,
@@ -22,11 +24,11 @@ if overlay is not None and overlay.wanted(__name__):
         past_key_values=None,
         **kwargs,
     ):
-        if layers.stays_stock(self, mask, kwargs, dropout=self.dropout):
+        if layers.fallback_reason(self, mask, kwargs, dropout=self.dropout):
             return stock(self, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
         seen_before = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
         if isinstance(seen_before, torch.Tensor):
-            seen_before = seen_before.clone()  # the cache counts it up in place
+            seen_before = seen_before.clone()  # the cache increments it in place
         names = ("q", "k", "v")
         query, key, value = layers.encoder_decoder(
             self, hidden_states, key_value_states, past_key_values, kwargs, names, self.key_value_proj_dim
@@ -37,7 +39,7 @@ if overlay is not None and overlay.wanted(__name__):
                 position_bias = self.compute_bias(*shape[2:], device=query.device, past_seen_tokens=seen_before)
             else:
                 position_bias = torch.zeros(shape, device=query.device, dtype=query.dtype)
-        key, value, seen = layers.sees(self, query, key, value, mask, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, mask, kwargs)
         bias = position_bias[..., : key.shape[2]]
         if mask is not None:
             mask = mask[..., : key.shape[2]]
@@ -46,12 +48,10 @@ if overlay is not None and overlay.wanted(__name__):
         output, weights = ops.attention(query, key, value, scale=self.scaling, causal=seen["causal"], mask=bias)
         return self.o(output.flatten(2)), position_bias, weights
 
-    @overlay.replaces(T5DenseGatedActDense, fuses=("wi_0", "wi_1"))
+    gated = layers.GatedMLP(fuses=("wi_0", "wi_1"), activation="act", down="wo")
+
+    @overlay.replaces(T5DenseGatedActDense, fuses=gated.fuses)
     def t5_gated_mlp(self, stock, hidden_states):
         if (self.training and self.dropout.p) or self.wo.weight.dtype != hidden_states.dtype:  # wo may be kept in fp32
             return stock(self, hidden_states)
-        return layers.gated_mlp(self, stock, hidden_states, activation="act", down="wo")
-
-    @overlay.replaces(T5LayerNorm)
-    def t5_layer_norm(self, stock, hidden_states):
-        return layers.rms_norm(self, stock, hidden_states, eps=self.variance_epsilon)
+        return gated.forward(self, stock, hidden_states)

@@ -18,10 +18,14 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds(Gemma4TextMLP, layers.GatedMLP())
+
     @overlay.replaces(Gemma4TextAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def gemma4_attention(self, stock, hidden_states, position_embeddings, attention_mask, *more, **kwargs):
-        further = "arguments given by position stay stock" if more else None
-        if layers.stays_stock(self, attention_mask, kwargs, dropout=self.attention_dropout, further=further):
+        extra_reason = "positional arguments stay stock" if more else None
+        if layers.fallback_reason(
+            self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
+        ):
             return stock(self, hidden_states, position_embeddings, attention_mask, *more, **kwargs)
         shared, cache = kwargs["shared_kv_states"], kwargs.get("past_key_values")
         if self.is_kv_shared_layer:
@@ -32,21 +36,19 @@ if overlay is not None and overlay.wanted(__name__):
             query, key, *rest = layers.heads(self, hidden_states, *names)  # [B, H | Hkv, S, D]
             value = self.v_norm(rest[0] if rest else key)
             key = apply_rotary_pos_emb(self.k_norm(key), *position_embeddings)
-            key, value = layers.remember(self, key, value, cache, kwargs, position_embeddings)
+            key, value = layers.update_cache(self, key, value, cache, kwargs, position_embeddings)
         query = apply_rotary_pos_emb(self.q_norm(query), *position_embeddings)
         if self.store_full_length_kv:
             shared[self.layer_idx if hasattr(self, "kv_shared_layer_index") else self.layer_type] = key, value
         window = self.sliding_window
-        key, value, seen = layers.sees(self, query, key, value, attention_mask, kwargs, window=window)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
 
-    @overlay.replaces(Gemma4TextMLP, fuses=("gate_proj", "up_proj"))
-    def gemma4_mlp(self, stock, x):
-        return layers.gated_mlp(self, stock, x)
+    norm = layers.RMSNorm(eps="eps")
 
     @overlay.replaces(Gemma4RMSNorm)
     def gemma4_rms_norm(self, stock, hidden_states):
         if not self.with_scale:
             return stock(self, hidden_states)
-        return layers.rms_norm(self, stock, hidden_states, eps=self.eps)
+        return norm.forward(self, stock, hidden_states)

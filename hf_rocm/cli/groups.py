@@ -1,0 +1,83 @@
+"""Command groups and their help pages: the start page of `hf-rocm`, and `bench` and `tune`, which also take a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import typer
+
+from hf_rocm.cli.help_text import Group
+from hf_rocm.errors import OptionError
+
+# The commands by purpose, in the order of the start page.
+SECTIONS = {
+    "Set up": ("doctor", "install-overlays", "status", "uninstall-overlays"),
+    "Models": ("explain", "verify", "bench", "tune", "warmup", "quantize"),
+    "Code and reports": ("port-check", "env", "help"),
+}
+
+
+class StartPage(Group):
+    """The top level. Without arguments it prints its help on stdout, with the commands grouped by purpose."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            print(ctx.get_help())
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        column = max(map(len, self.commands))
+        for title, names in SECTIONS.items():
+            _write_commands(formatter, title, ((f"{name:<{column}}", self.commands[name]) for name in names))
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        formatter.write_paragraph()
+        formatter.write('In Python: model = hf_rocm.from_pretrained("model-id")')
+        formatter.write("next: hf-rocm doctor; hf-rocm help COMMAND")
+
+
+class ModelOrCommand(Group):
+    """`hf-rocm bench MODEL` beside `hf-rocm bench ops`: a word that is no command is a model or an option.
+
+    Its help page has the options of the command `model`, and the other commands below them.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["model", *args]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [self.subcommand_metavar]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        model = self.commands["model"]
+        page = ModelOrCommand(
+            name=self.name,
+            commands=dict(self.commands),
+            params=model.params,
+            help=model.help,
+            subcommand_metavar=self.subcommand_metavar,
+            rich_markup_mode=None,
+        )
+        super(ModelOrCommand, page).format_help(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        others = {name: command for name, command in self.commands.items() if name != "model"}
+        _write_commands(formatter, "Commands", others.items())
+
+
+def _write_commands(formatter: Any, title: str, commands: Iterable[tuple[str, Any]]) -> None:
+    """Write each command with the whole first sentence of its help, wrapped and never cut."""
+    with formatter.section(title):
+        formatter.write_dl([(name, command.get_short_help_str(limit=1000)) for name, command in commands])
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """`1,8,32` as whole numbers, sorted. Raises `OptionError`."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() and 0 < int(word) <= 10**7 for word in words):
+        raise OptionError(f"{option} {text} is not valid", hint=f"write whole numbers: {option} 1,8,32")
+    return sorted({int(word) for word in words})

@@ -1,0 +1,14 @@
+"""`hf-rocm help`: the start page, or the help of one command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Command = Annotated[list[str] | None, typer.Argument(metavar="COMMAND", help="A command such as bench, or bench ops.")]
+
+
+def help(context: typer.Context, command: Command = None) -> None:
+    """Show this page, or the help of a command."""
+    context.find_root().command.main([*(command or ()), "--help"], prog_name="hf-rocm")

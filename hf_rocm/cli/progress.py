@@ -1,0 +1,76 @@
+"""Progress of long work on stderr: a line that is redrawn on a terminal, and occasional lines of text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from hf_rocm.cli.output import console
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+_REDRAW = 0.1  # seconds
+
+
+class Progress:
+    """A context in which `count` and `step` show the progress.
+
+    what: what is counted, such as `files read`. every: without a terminal, print a line after so many seconds; None:
+    print nothing there.
+    """
+
+    def __init__(self, what: str = "", *, every: float | None = None) -> None:
+        self._what = what
+        self._every = every
+        self._began = time.monotonic()
+        self._last = -float("inf")
+        self._live = sys.stderr.isatty()
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> Progress:
+        self._began = time.monotonic()
+        return self
+
+    def count(self, done: int, total: int) -> None:
+        """Show that `done` of `total` are done."""
+        self._show(f"{done} of {total} {self._what}", done, total)
+
+    def step(self, text: str) -> None:
+        """Show which step begins now."""
+        self._show(text, None, None)
+
+    @property
+    def time(self) -> str:
+        """The time since the start, in words."""
+        seconds = int(time.monotonic() - self._began)
+        return f"{seconds // 60} min {seconds % 60} s" if seconds >= 60 else f"{seconds} s"
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _show(self, text: str, done: int | None, total: int | None) -> None:
+        now = time.monotonic()
+        if self._live and (total is None or done == total or now - self._last > _REDRAW):
+            self._last = now
+            self._draw(text, done, total)
+        elif not self._live and self._every is not None and now - self._last > self._every:
+            self._last = now
+            print(text, file=sys.stderr, flush=True)
+
+    def _draw(self, text: str, done: int | None, total: int | None) -> None:
+        if self._bar is None:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            counting = (BarColumn(bar_width=24), TimeElapsedColumn()) if total is not None else ()
+            # drawn only here: no thread, and the output of others is not redirected
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False), *counting, console=console(sys.stderr),
+                auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False,
+            )  # fmt: skip
+            self._bar.start()
+            self._bar.add_task(text)
+        self._bar.update(self._bar.task_ids[0], description=text, completed=done, total=total)
+        self._bar.refresh()

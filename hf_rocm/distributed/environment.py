@@ -1,0 +1,176 @@
+"""This process's rank, the ranks that load a model with it, and the store through which they communicate.
+
+Read from the variables of torchrun or accelerate, or from torch.distributed. Nothing is initialised here: transformers
+creates the process group while it loads, on the same port as hf_rocm's store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+from hf_rocm import options
+
+_SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
+_stores: list[Any] = []  # hf_rocm's own; on rank 0 it owns the port on which the process group is created later
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's rank among `world` ranks; local: its rank on this machine."""
+
+    rank: int
+    world: int
+    local: int
+
+
+def place() -> Place | None:
+    """Return this process's rank; None if it is the only process or there is no launcher."""
+    import torch.distributed as distributed
+
+    variables = options.launcher()
+    if not distributed.is_available():
+        return None
+    if process_group() is not None:
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+    else:
+        rank, world = _number(variables, "RANK", 0), _number(variables, "WORLD_SIZE", 1)
+    return Place(rank, world, _number(variables, "LOCAL_RANK", rank)) if world > 1 else None
+
+
+def process_group() -> Any | None:
+    """Return torch.distributed's default process group, or None."""
+    import torch.distributed as distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.group.WORLD
+
+
+def partners(here: Place, arguments: Mapping[str, Any]) -> list[int]:
+    """Return the ranks that load one model together with these arguments of `from_pretrained`, including this one.
+
+    Empty if every rank loads its own model: then no rank may wait for another.
+    """
+    mesh = arguments.get("device_mesh")
+    if mesh is not None:
+        if mesh.ndim > 1 and "tp" in (mesh.mesh_dim_names or ()):
+            mesh = mesh["tp"]
+        ranks = sorted(int(rank) for rank in mesh.mesh.flatten())
+        return ranks if here.rank in ranks and len(ranks) > 1 else []
+    return list(range(here.world)) if _sharded(arguments) else []
+
+
+def tensor_parallel_size(here: Place, arguments: Mapping[str, Any]) -> int:
+    """Return the number of ranks over which tensor parallelism splits a layer; 1 without tensor parallelism."""
+    config, mesh = arguments.get("distributed_config"), arguments.get("device_mesh")
+    if mesh is not None and (arguments.get("tp_plan") is not None or config is not None):
+        return len(partners(here, arguments)) or 1
+    size = arguments.get("tp_size") or setting(config, "tp_size")
+    if size is not None:
+        return int(size)
+    plan = arguments.get("tp_plan") or setting(config, "tp_plan")
+    if plan is not None or (config is not None and not hasattr(config, "tp_size") and not isinstance(config, dict)):
+        others = prod(setting(config, name) or 1 for name in _SIZES if name != "tp_size")
+        return max(1, here.world // others)
+    return 1
+
+
+def setting(config: Any, name: str) -> Any:
+    """Return a setting of a `DistributedConfig`, which may be given as a dict."""
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+
+
+def store(here: Place, *, timeout: float) -> Any | None:
+    """Return the store that all ranks reach: the process group's, the launcher's, or a new one that rank 0 serves.
+
+    Returns None if there is no address. Waits up to `timeout` seconds for rank 0, then raises `RuntimeError`.
+    """
+    existing = existing_store(here, timeout=timeout)
+    if existing is not None or process_group() is not None:
+        return existing
+    variables = options.launcher()
+    if "MASTER_ADDR" not in variables or "MASTER_PORT" not in variables:
+        return None
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _stores.clear()  # it did not answer during an earlier load with a shorter timeout
+        return existing_store(here, timeout=timeout)
+    # multi-tenant, so that the process group can use the same server later
+    made = _tcp_store(here, variables, timeout, is_master=here.rank == 0, multi_tenant=True)
+    _stores.append(made)
+    return made
+
+
+def groups_store() -> Any | None:
+    """Return the store of the process group, or None."""
+    from torch.distributed import distributed_c10d
+
+    if process_group() is not None:
+        with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # MPI's groups have none
+            return distributed_c10d._get_default_store()
+    return None
+
+
+def existing_store(here: Place, *, timeout: float) -> Any | None:
+    """Return a store that exists already: the process group's, or the one that torchrun's agent serves. Else None.
+
+    Raises `RuntimeError` if the agent's store does not answer within `timeout` seconds.
+    """
+    if process_group() is not None:
+        return groups_store()
+    if _stores:
+        return _stores[-1]
+    variables = options.launcher()
+    agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not agent or not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
+        return None
+    try:
+        agents = _tcp_store(here, variables, timeout)
+    except RuntimeError:
+        _stores.append(None)  # do not wait for it a second time
+        raise
+    _stores.append(agents)
+    return agents
+
+
+def attempt() -> str:
+    """Return the number of restarts of this job: torchrun's store outlives the ranks that it restarts."""
+    return options.launcher().get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _tcp_store(here: Place, variables: Mapping[str, str], timeout: float, **role: bool) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    limit = timedelta(seconds=timeout)
+    # do not wait for the other ranks: the handshake reports missing ranks, and torch's count of workers stays unchanged
+    return TCPStore(
+        variables["MASTER_ADDR"],
+        int(variables["MASTER_PORT"]),
+        here.world,
+        timeout=limit,
+        wait_for_workers=False,
+        **role,
+    )
+
+
+def _sharded(arguments: Mapping[str, Any]) -> bool:
+    config = arguments.get("distributed_config")
+    if config is None:
+        return arguments.get("tp_size", 1) not in (None, 1) or (
+            arguments.get("tp_plan") is not None and arguments.get("tp_size") is None
+        )
+    sizes = [setting(config, name) for name in _SIZES]
+    if setting(config, "tp_size") is None and setting(config, "tp_plan") is not None:
+        return True
+    if not any(sizes):  # 4.x: it states no size, and splits over all ranks
+        return setting(config, "enable_expert_parallel") is not None
+    return any(size not in (None, 1) for size in sizes)
+
+
+def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name, "")
+    return int(text) if text.isdecimal() else default

@@ -1,0 +1,1 @@
+"""Forwards of encoders, recorded by shape and replayed."""

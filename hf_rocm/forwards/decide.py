@@ -1,0 +1,138 @@
+"""Which models and which calls are recorded, and why the others run uncaptured. A reason is a sentence or None."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _get_tracing_state
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from hf_rocm import options
+from hf_rocm.forwards.snapshot import refuses_weights
+from hf_rocm.generation import suspects
+from hf_rocm.generation.decide import refuses_device, refuses_modules
+from hf_rocm.generation.watch import watches_of
+from hf_rocm.ops.captured import in_captured_block
+from hf_rocm.options import Switch
+from hf_rocm.weights.tensor_parallel import mesh_of
+
+# Arguments of a forward that runs once for every token.
+_OF_STEPS = ("past_key_values", "past_key_value", "cache_params", "use_cache")
+
+
+def encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The outermost models inside this one, or itself, whose forward is recorded: those that don't generate.
+
+    A model that generates runs recorded steps. Inside it, only models without a cache count: towers for images and
+    audio, but not the decoder.
+    """
+    from transformers import PreTrainedModel
+
+    waiting: list[tuple[str, nn.Module, bool]] = [("", model, False)]
+    seen: set[int] = set()
+    while waiting:
+        name, module, inside = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if isinstance(module, PreTrainedModel):
+            inside = inside or _generates(module)
+            if not _generates(module) and not (inside and _steps(module)):
+                yield name, module
+                continue
+        children = [(f"{name}.{key}" if name else key, child, inside) for key, child in module.named_children()]
+        waiting += reversed(children)
+
+
+def _generates(model: Any) -> bool:
+    from transformers import GenerationMixin
+
+    return isinstance(model, GenerationMixin) or bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def _steps(model: Any) -> bool:
+    forward = inspect.unwrap(type(model).forward)
+    return any(name in inspect.signature(forward).parameters for name in _OF_STEPS) or any(
+        _steps(child)
+        for child in model.children()
+        if hasattr(child, "config") and hasattr(child, "get_input_embeddings")
+    )
+
+
+def refuses_model(model: Any, wanted: Switch) -> str | None:
+    """Why forwards of this model are never recorded, or None."""
+    if wanted is Switch.OFF:
+        return "graphs are switched off"
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        return "the model is compiled"
+    if "forward" in model.__dict__:
+        return "another library has set a forward on the model itself, which calls the stock one"
+    return refuses_weights(model) or suspects.refuses(model.device, required=wanted is Switch.REQUIRED)
+
+
+def refuses_state(model: Any) -> str | None:
+    """Why forwards are not recorded while the model is in this state, or None. Takes about a millisecond."""
+    reason = refuses_weights(model) or refuses_device(model) or refuses_modules(model)
+    if reason is not None:
+        return reason
+    if mesh_of(model) is not None:
+        return "its layers are shared by several ranks"
+    training = next((name for name, module in model.named_modules() if module.training), None)
+    if training is not None:
+        return f"{training or 'the model'} is in training mode"
+    foreign = watches_of(model).foreign
+    return None if foreign is None else f"a replay would not run it: {foreign}"
+
+
+def refuses_call(model: Any, device: torch.device) -> str | None:
+    """Why a call in the current state of PyTorch runs uncaptured, or None. Takes a few microseconds."""
+    if model.training:
+        return "the model is in training mode"
+    if torch.is_grad_enabled():
+        return "gradients are enabled (torch.no_grad() and torch.inference_mode() disable them)"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "a hook is registered for all modules"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast caches copies of the weights and frees them when it ends"
+    if in_captured_block() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return "it is part of another recording"
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
+        return "another tool observes or transforms the call"
+    if torch._C._len_torch_function_stack() and not all(
+        isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    ):
+        return "another tool observes or transforms the call"
+    return None if _get_tracing_state() is None else "the call is traced"
+
+
+def refuses_tensor(tensor: Tensor, device: torch.device) -> str | None:
+    """Why a call with this input runs uncaptured, or None."""
+    if tensor.__class__ not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_complex():
+        return f"an input is a {type(tensor).__name__} of {tensor.dtype}"
+    if tensor.device != device:
+        return "an input is on another device than the model"
+    return None
+
+
+def surroundings() -> tuple[Any, ...]:
+    """The state of PyTorch, and the options, on which the kernels of a forward depend."""
+    cuda = torch.backends.cuda
+    return (
+        id(options.current()),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.enabled,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        torch.get_default_device() if torch._C._len_torch_function_stack() else None,
+    )

@@ -1,0 +1,56 @@
+"""The forward of a prepared model that doesn't generate: recorded and replayed.
+
+It is set on the class and not on the model, as the methods of recorded steps are: models that are not prepared, and
+subclasses, run the forward that was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from hf_rocm.forwards import decide
+from hf_rocm.forwards.runner import run
+from hf_rocm.forwards.state import SETTINGS, refusal, release, state_of
+from hf_rocm.generation.methods import put_before, take_away
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.options import Switch
+
+
+def switch_on(model: nn.Module, wanted: Switch) -> dict[str, str | None]:
+    """Record the forwards of this prepared model, or of the models inside it that don't generate.
+
+    Returns the names of these models, `""` for the model itself, and why their forwards are not recorded, or None.
+    Raises `GraphError` if graphs are required of the model itself and it can't be recorded.
+    """
+    switch_off(model)
+    reasons: dict[str, str | None] = {}
+    for name, encoder in decide.encoders(model):
+        required = wanted is Switch.REQUIRED and encoder is model
+        reasons[name] = reason = decide.refuses_model(encoder, wanted)
+        if reason is None:
+            put_before(encoder, {"forward": _forward}, SETTINGS)
+            encoder.__dict__[SETTINGS] = {"required": required}
+        elif required:
+            raise refusal(type(encoder).__name__, reason)
+    return reasons
+
+
+def switch_off(model: nn.Module) -> None:
+    """Free the recordings of a model and of the models inside it, and run their forwards as before."""
+    for module in model.modules():
+        if module.__dict__.pop(SETTINGS, None) is not None:
+            release(module)
+            take_away(module, SETTINGS)
+
+
+def _forward(self: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if compiling() or "_is_replica" in self.__dict__:  # of nn.DataParallel, which makes new ones in every call
+        return stock(*args, **kwargs)
+    state = state_of(self)
+    if state.disabled is not None:
+        state.turned_away[state.disabled] += 1
+        return stock(*args, **kwargs)
+    return run(self, state, stock, args, kwargs)

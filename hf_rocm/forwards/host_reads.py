@@ -1,0 +1,267 @@
+"""The values that a forward reads on the host, and how the inputs of a later call lead to them.
+
+A forward may read a tensor on the host and choose a path: transformers omits a mask without padding, for example. A
+recording contains one path. So the operators that lead from the inputs to every value that was read are kept as a
+`Program`, which is evaluated before a replay; the recording is used only if the values are the same. While a forward is
+recorded, nothing can be read, and the values are answered in their order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_rocm.generation.step import Unrecordable
+
+# The largest number of operators that are evaluated for one value, and the largest result that is kept for them.
+_LONGEST = 64
+_LARGEST = 2**26  # bytes
+
+# The largest number of values of a tensor that may have been created from values of the host.
+_CONSTANT = 16
+
+Value = bool | int | float
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor among the arguments of an operator."""
+
+    number: int
+
+
+class _Step(NamedTuple):
+    operator: Callable[..., Any]
+    given: Any
+    named: Any
+    makes: tuple[int, ...]  # the places of its results
+
+
+class Program(NamedTuple):
+    """The operators from the inputs to one value. constants: the tensors at the places after the inputs."""
+
+    constants: tuple[Tensor, ...]
+    steps: tuple[_Step, ...]
+    last: _Step
+
+    def __call__(self, inputs: Sequence[Tensor]) -> tuple[type, Value]:
+        """The value for these inputs, with its type. The host waits for the device."""
+        tensors = dict(enumerate((*inputs, *self.constants)))
+        for step in self.steps:
+            result = step.operator(*_filled(step.given, tensors), **_filled(step.named, tensors))
+            tensors.update(zip(step.makes, _tensors(result), strict=True))
+        return typed(self.last.operator(*_filled(self.last.given, tensors), **_filled(self.last.named, tensors)))
+
+
+def typed(value: Value) -> tuple[type, Value]:
+    """A value that differs from an equal one of another type: 1 from True."""
+    return type(value), value
+
+
+class Read(NamedTuple):
+    program: Program
+    value: tuple[type, Value]
+
+
+class Reads(TorchDispatchMode):
+    """Runs a forward and collects what it reads on the host. reason: why the forward can't be recorded, or None."""
+
+    def __init__(self, inputs: Sequence[Tensor], weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.reads: list[Read] = []
+        self.reason: str | None = None
+        self._inputs = {id(tensor): index for index, tensor in enumerate(inputs)}
+        self._weights = {id(tensor): tensor for tensor in weights}
+        self._kept: dict[int, tuple[Tensor, int]] = {}  # a result, and the operator that made it
+        self._dropped: dict[int, weakref.ref[Tensor]] = {}  # results whose operators were not kept
+        self._log: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self._made: set[int] = set()  # storages
+        self._written: set[int] = set()
+        self._strangers: list[weakref.ref[Tensor]] = []  # on the device, from no operator
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = operator(*args, **kwargs)
+        if self.reason is None:
+            try:
+                self._observe(operator, args, kwargs, result)
+            except Unrecordable as reason:
+                self.reason = str(reason)
+        return result
+
+    def _observe(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if torch.Tag.dynamic_output_shape in operator.tags and not _by_numbers(operator, args):
+            raise Unrecordable(f"its shapes depend on values ({operator})")
+        if reads_on_host(operator):
+            self.reads.append(Read(self._program(operator, args, kwargs), typed(result)))
+            return
+        given, results = _tensors((args, kwargs)), _tensors(result)
+        moved = [tensor for tensor in given if tensor.dim() or _copies(operator)]
+        # the first result: attention also returns the state of its random numbers, which is on the host
+        if any(tensor.device != result.device for tensor in moved for result in results[:1]):
+            raise Unrecordable(f"it copies between devices ({operator})")
+        self._strangers += [weakref.ref(tensor) for tensor in given if self._is_stranger(tensor)]
+        storages = {_storage(tensor) for tensor in given}
+        if operator._schema.is_mutable:
+            written = {_storage(tensor) for tensor in _written(operator, args, kwargs)}
+            if not written <= self._made:
+                raise Unrecordable(f"it writes in place to a tensor that it did not create ({operator})")
+            self._written |= written
+        self._made |= {_storage(tensor) for tensor in results} - storages
+        fresh = [tensor for tensor in results if id(tensor) not in self._kept]
+        if sum(tensor.nbytes for tensor in fresh) > _LARGEST or any(_is_large(tensor) for tensor in fresh):
+            self._dropped.update((id(tensor), weakref.ref(tensor)) for tensor in fresh)
+        elif fresh:
+            self._kept.update((id(tensor), (tensor, len(self._log))) for tensor in fresh)
+            self._log.append((operator, args, kwargs, results))
+
+    def finish(self) -> None:
+        """Drop what was kept of the forward, after it has ended.
+
+        A tensor on the device that came from no operator, and is gone now, was created from values of the host, as
+        `torch.tensor(0.0, device="cuda")` does. PyTorch copies these outside of what can be observed, and the copy
+        can't be recorded.
+        """
+        self._kept.clear()
+        self._log.clear()
+        if self.reason is None and any(stranger() is None for stranger in self._strangers):
+            self.reason = "it creates a tensor on the device from values of the host"
+
+    def _is_stranger(self, tensor: Tensor) -> bool:
+        number = id(tensor)
+        if tensor.numel() > _CONSTANT:  # more likely the result of a kernel that PyTorch does not dispatch
+            return False
+        if tensor.device.type == "cpu" or number in self._inputs or number in self._weights or number in self._kept:
+            return False
+        dropped = self._dropped.get(number)
+        return dropped is None or dropped() is not tensor
+
+    def _program(self, operator: Any, args: Any, kwargs: Any) -> Program:
+        """The program of a value that this operator returns. Raises `Unrecordable` if there is none."""
+        places: dict[int, _Place] = {number: _Place(index) for number, index in self._inputs.items()}
+        constants: list[Tensor] = []
+        needed: set[int] = set()
+        waiting = _tensors((args, kwargs))
+        seen: set[int] = set()
+        while waiting:
+            tensor = waiting.pop()
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            if _storage(tensor) in self._written:
+                raise Unrecordable("it reads a value on the host that it has written in place")
+            if id(tensor) in self._inputs:
+                continue
+            kept = self._kept.get(id(tensor))
+            if kept is not None:
+                needed.add(kept[1])
+                waiting += _tensors(self._log[kept[1]][1:3])
+            elif (dropped := self._dropped.get(id(tensor))) is not None and dropped() is tensor:
+                raise Unrecordable("it reads a value on the host that it has computed")
+            else:
+                places[id(tensor)] = _Place(len(self._inputs) + len(constants))
+                constants.append(tensor)
+        if len(needed) > _LONGEST:
+            raise Unrecordable("it reads a value on the host that it has computed")
+        following = len(self._inputs) + len(constants)
+        steps = []
+        for number in sorted(needed):
+            made_by, arguments, named, results = self._log[number]
+            makes = tuple(range(following, following + len(results)))
+            steps.append(_Step(made_by, _emptied(arguments, places), _emptied(named, places), makes))
+            places.update((id(tensor), _Place(place)) for tensor, place in zip(results, makes, strict=True))
+            following += len(results)
+        last = _Step(operator, _emptied(args, places), _emptied(kwargs, places), ())
+        return Program(tuple(constants), tuple(steps), last)
+
+
+class Answers(TorchDispatchMode):
+    """Answers what a forward reads on the host with these values, in their order."""
+
+    def __init__(self, values: Iterable[tuple[type, Value]]) -> None:
+        super().__init__()
+        self._values = [value for _, value in values]
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not reads_on_host(operator):
+            return operator(*args, **(kwargs or {}))
+        if not self._values:
+            raise Unrecordable("it reads more values on the host than before")
+        return self._values.pop(0)
+
+    def finish(self) -> None:
+        """Raise `Unrecordable` if the forward has not read every value."""
+        if self._values:
+            raise Unrecordable("it reads fewer values on the host than before")
+
+
+def reads_on_host(operator: Any) -> bool:
+    """Whether an operator returns a value and no tensor, for which the host waits."""
+    return torch.Tag.data_dependent_output in operator.tags and all(
+        str(returned.type) in ("bool", "int", "float", "Scalar", "number") for returned in operator._schema.returns
+    )
+
+
+def _by_numbers(operator: Any, args: Any) -> bool:
+    """Whether it selects by numbers, which keeps the shape of the numbers, and not by a mask."""
+    masks = (torch.bool, torch.uint8)
+    return str(operator._schema.name) == "aten::index" and all(index.dtype not in masks for index in _tensors(args[1]))
+
+
+def _copies(operator: Any) -> bool:
+    return str(operator._schema.name) in ("aten::_to_copy", "aten::copy_")
+
+
+def _is_large(tensor: Tensor) -> bool:
+    """Whether it is an activation rather than a mask, ids or positions: its operators are not kept."""
+    return tensor.is_floating_point() and tensor.nbytes > 2**20
+
+
+def _storage(tensor: Tensor) -> int:
+    pointer: int = tensor.untyped_storage()._cdata
+    return pointer
+
+
+def _written(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments to which an operator writes."""
+    written = []
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+    return written
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    return []
+
+
+def _emptied(value: Any, places: Mapping[int, _Place]) -> Any:
+    """The same arguments with places instead of tensors."""
+    if isinstance(value, Tensor):
+        return places[id(value)]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_emptied(item, places) for item in value)
+    if isinstance(value, dict):
+        return {name: _emptied(item, places) for name, item in value.items()}
+    return value
+
+
+def _filled(value: Any, tensors: Mapping[int, Tensor]) -> Any:
+    """The inverse of `_emptied`."""
+    if isinstance(value, _Place):
+        return tensors[value.number]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_filled(item, tensors) for item in value)
+    if isinstance(value, dict):
+        return {name: _filled(item, tensors) for name, item in value.items()}
+    return value

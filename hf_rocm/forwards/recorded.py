@@ -1,0 +1,149 @@
+"""One recorded forward: recorded along the path of an uncaptured one, replayed for other inputs, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_rocm import patches
+from hf_rocm.forwards.host_reads import Answers, Read, Reads
+from hf_rocm.forwards.outputs import Outputs
+from hf_rocm.generation.comparison import RUNS, Operators, agree
+from hf_rocm.generation.recorded_step import Recorded
+from hf_rocm.generation.recorder import Recorder
+from hf_rocm.generation.step import Inputs, Unrecordable
+from hf_rocm.ops.captured import as_captured, in_captured_block
+from hf_rocm.patches import Change
+
+Run = Callable[[Sequence[Tensor]], Any]
+
+
+class Observed(NamedTuple):
+    """An uncaptured forward: its output, what it read on the host, and why it can't be recorded, or None."""
+
+    output: Any
+    reads: list[Read]
+    reason: str | None
+
+
+def observe(run: Run, inputs: Inputs, weights: Sequence[Tensor]) -> Observed:
+    """Run a forward uncaptured, along the path of a recording."""
+    device = inputs.tensors[0].device
+    before = _random_state(device)
+    with recordable(), Reads(inputs.tensors, weights) as reads:
+        output = run(inputs.tensors)
+    reads.finish()
+    drawn = not torch.equal(before, _random_state(device))
+    return Observed(output, reads.reads, reads.reason or ("it draws random numbers" if drawn else None))
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+class RecordedForward(Recorded):
+    """A recorded forward; see `Recorded`. run: runs the forward on these inputs. observed: such a run."""
+
+    def __init__(
+        self, recorder: Recorder, inputs: Inputs, run: Run, observed: Observed, weights: Sequence[Tensor]
+    ) -> None:
+        outputs = Outputs(observed.output, inputs.tensors, weights)
+        if not outputs.tensors:
+            raise Unrecordable("it returns no tensor")
+
+        def tensors(places: Sequence[Tensor]) -> list[Tensor]:
+            with recordable(), Answers(read.value for read in observed.reads) as answers:
+                output = run(places)
+            answers.finish()
+            return Outputs(output, places, weights).tensors
+
+        super().__init__(recorder, inputs, tensors, outputs.tensors)
+        self._weights = weights
+        self._build = outputs.build
+        self._last: Any = None  # the stream of the last replay
+
+    def copies(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Replay with these inputs. Returns copies of the output's tensors, which no later replay changes."""
+        if self.tensors[0].is_cuda:
+            stream = torch.cuda.current_stream(self.tensors[0].device)
+            if self._last is not None and self._last != stream:
+                stream.wait_stream(self._last)
+            self._last = stream
+        self.replay(inputs)
+        return [tensor.clone() for tensor in self.tensors]
+
+    def output(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """The output of a forward with these tensors in it."""
+        return self._build(tensors, inputs)
+
+    def compare(self, run: Run, inputs: Inputs) -> Compared:
+        """Replay, and run uncaptured along the same path, more than once if the runs differ from one another."""
+        replayed = self.copies(inputs.tensors)
+        runs: list[list[Tensor]] = []
+        output: Any = None
+        agrees, difference, operators = False, 0.0, 0
+        for number in range(RUNS):
+            with recordable(), Operators() if number else _nothing() as counted:
+                output = run(inputs.tensors)
+            operators = getattr(counted, "count", 0)
+            runs.append(Outputs(output, inputs.tensors, self._weights).tensors)
+            agrees, difference, noise = agree(replayed, runs)
+            if agrees or (number and not noise):
+                break
+        return Compared(output, agrees, difference, operators)
+
+    def wait(self) -> None:
+        """Wait for the last replay, so that its memory can be freed."""
+        if self._last is not None:
+            self._last.synchronize()
+
+
+class Compared(NamedTuple):
+    """The result of a comparison. output: of the uncaptured forward. operators: how many it runs, 0 if not counted."""
+
+    output: Any
+    agrees: bool
+    difference: float
+    operators: int
+
+
+@contextmanager
+def recordable() -> Iterator[None]:
+    """Within the block, this thread's forwards take the path of a recording, whether they are recorded or not.
+
+    transformers takes another path while a stream is captured: it keeps masks that hide nothing, since it can't read
+    them. Here their values are known, and the path stays that of an uncaptured forward. Its warning about padding
+    without a mask comes from the other calls.
+    """
+    from transformers import PreTrainedModel
+    from transformers.utils import import_utils
+
+    changes = []
+    if hasattr(import_utils, "is_cuda_stream_capturing"):
+        changes.append(Change(import_utils, "is_cuda_stream_capturing", _unless_recordable(False), key=__name__))
+    warning = "warn_if_padding_and_no_attention_mask"
+    if hasattr(PreTrainedModel, warning):
+        changes.append(Change(PreTrainedModel, warning, _unless_recordable(None), key=__name__))
+    with patches.applied(*changes), as_captured():
+        yield
+
+
+def _unless_recordable(instead: Any) -> Callable[[Change], Any]:
+    def make(change: Change) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if change.live and in_captured_block():
+                return instead
+            return change.original(*args, **kwargs)
+
+        return function
+
+    return make
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,145 @@
+"""The state of a model that its recorded forwards assume, as one comparison that is cheap enough for every call.
+
+A replay runs none of the model's Python code. So everything that this code reads from the model is compared before the
+results of a replay are used: its modules and their attributes, hooks, configs, the addresses and shapes of its weights,
+and what its classes call. In-place writes to weights need no comparison, because a replay reads the weights themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import eq
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm.generation.watch import watches_of
+
+# Of the attributes of `nn.Module` itself, those that a forward without gradients depends on.
+_READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "training")
+_OWN = frozenset(nn.Module().__dict__) - set(_READ)
+
+# Attributes in which hf_rocm and transformers take notes.
+_NOTES = frozenset(
+    ("_hf_rocm_stayed", "_hf_rocm_report", "_hf_rocm_inputs_note", "_compiled_call", "_last_compile_config", *_OWN)
+)
+
+
+class Snapshot:
+    """The state of one model. tensors: its weights and every other tensor among its attributes.
+
+    number: of the snapshots of a model. It references the parts of the model, and not the model itself.
+    """
+
+    def __init__(self, model: nn.Module, number: int) -> None:
+        self.number = number
+        self._kind = type(model)
+        self._watch = watches_of(model).call
+        modules = list(model.modules())
+        self._parts = modules[1:]
+        self._kinds = [type(module) for module in self._parts]
+        self._classes: list[Any] = list(dict.fromkeys((self._kind, *self._kinds)))
+        self._forwards = self._current_forwards()
+        self._live: list[Any] = []
+        self._copies: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self._single: list[tuple[Any, Any, Tensor]] = []  # tensors that could be compared with == by accident
+        seen: set[int] = set()
+        for module in modules:
+            own = module.__dict__
+            self._add(own, {name: value for name, value in own.items() if name not in _NOTES}, seen)
+            self._live.append(own)
+            self._copies.append(dict(own))
+        self.pointers = self._pointers()
+        self._forms = self._described()
+
+    def _add(self, holder: Any, values: Any, seen: set[int]) -> None:
+        """Add what a container holds, and the containers and configs in it."""
+        items = list(values.items()) if isinstance(values, dict) else list(enumerate(values))
+        for name, value in items:
+            if isinstance(value, Tensor):
+                self.tensors.append(value)
+                if value.numel() <= 1:
+                    self._single.append((holder, name, value))
+                continue
+            inner = value if isinstance(value, (dict, list, tuple, set)) else _settings(value)
+            if inner is None or id(inner) in seen:
+                continue
+            seen.add(id(inner))
+            if not isinstance(inner, tuple):
+                self._live.append(inner)
+                self._copies.append(inner.copy())
+            if not isinstance(inner, set):
+                self._add(inner, inner, seen)
+
+    def in_place(self) -> bool:
+        """Whether all weights are where they were, so that a replay reads memory of the model."""
+        return self._pointers() == self.pointers
+
+    def unchanged(self, model: nn.Module) -> bool:
+        """Whether all of the state is as it was."""
+        try:
+            return (
+                all(map(eq, self._live, self._copies))
+                and type(model) is self._kind
+                and [type(module) for module in self._parts] == self._kinds
+                and all(holder[name] is tensor for holder, name, tensor in self._single)
+                and self._described() == self._forms
+                and self._current_forwards() == self._forwards
+                and self._watch.holds()
+            ) or self._only_notes_changed(model)
+        except (RuntimeError, LookupError, TypeError, ValueError):  # an attribute became another tensor, or was removed
+            return False
+
+    def _only_notes_changed(self, model: nn.Module) -> bool:
+        """Whether notes alone differ, which are then updated."""
+        differing = [
+            index for index, (now, before) in enumerate(zip(self._live, self._copies, strict=True)) if now != before
+        ]
+        for index in differing:
+            if list(_without_notes(self._live[index])) != list(_without_notes(self._copies[index])):
+                return False
+            self._copies[index] = dict(self._live[index])
+        return bool(differing) and self.unchanged(model)
+
+    def same_weights(self, other: Snapshot) -> bool:
+        """Whether both have the same tensors at the same addresses, so that this one may become valid again."""
+        return self.pointers == other.pointers and [*map(id, self.tensors)] == [*map(id, other.tensors)]
+
+    def _current_forwards(self) -> list[Any]:
+        """The forwards of the classes, hf_rocm's changes included, which `Watch` ignores."""
+        return [cls.forward for cls in self._classes]
+
+    def _pointers(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.tensors]
+
+    def _described(self) -> list[Any]:
+        return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in self.tensors]
+
+
+def refuses_weights(model: nn.Module) -> str | None:
+    """Why the addresses of this model's weights can't be compared, or None."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.__class__ not in (nn.Parameter, Tensor):
+            return f"{name} is a {type(tensor).__name__}"
+        if tensor.layout is not torch.strided:
+            return f"{name} is sparse"
+    return None
+
+
+def _settings(value: Any) -> dict[str, Any] | None:
+    """The attributes of a config."""
+    from transformers import PretrainedConfig
+
+    return value.__dict__ if isinstance(value, PretrainedConfig) else None
+
+
+def _without_notes(values: Any) -> Iterator[Any]:
+    if not isinstance(values, dict):
+        yield values
+        return
+    for name, value in values.items():
+        if name not in _NOTES:
+            yield name
+            yield value

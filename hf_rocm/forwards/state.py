@@ -1,0 +1,254 @@
+"""The recorded forwards of a model: a bounded set, with counts and the reasons why calls ran uncaptured.
+
+As with recorded steps, it is in a dictionary with weak references to the models: a copy of a model starts without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm import options
+from hf_rocm.budget import in_bytes
+from hf_rocm.device import total_memory
+from hf_rocm.errors import GraphError
+from hf_rocm.forwards.host_reads import Program, Read
+from hf_rocm.forwards.recorded import RecordedForward
+from hf_rocm.forwards.snapshot import Snapshot
+from hf_rocm.generation import recorder as recorders
+from hf_rocm.generation.recorder import Recorder
+
+# In the model's __dict__: the settings of a prepared model, as plain builtins that copies and pickles carry.
+SETTINGS = "_hf_rocm_forwards"
+
+# The largest numbers of recordings, of shapes that are remembered without one, of states of the model, and of shapes in
+# a row that can't be recorded before the model is left alone.
+MOST = 64
+_SEEN = 512
+_SNAPSHOTS = 4
+_FAILURES = 4
+
+# The largest number of new states of the model in a row, without a replay, before the model is left alone.
+_UNSETTLED = 32
+
+_log = logging.getLogger("hf_rocm")
+
+Path = tuple[Hashable, ...]
+
+
+class Branch:
+    """A value that the forward reads on the host: the program that computes it, and what follows for every value."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.ways: dict[Hashable, Branch | RecordedForward] = {}
+
+
+class State:
+    """The state of one model, shared by the threads that call it. `lock` guards everything in it."""
+
+    def __init__(self, model: Any) -> None:
+        self.name = type(model).__name__
+        self.required: bool = model.__dict__[SETTINGS]["required"]
+        self.device: torch.device = model.device  # of the current snapshot
+        self.lock = threading.RLock()
+        self.disabled: str | None = None  # why nothing is recorded any more
+        self.recorded = 0
+        self.replayed = 0  # after the first comparison
+        self.compared = 0  # replays that were compared again
+        self.turned_away: Counter[str] = Counter()  # reason → calls that ran uncaptured
+        self.snapshots: list[Snapshot] = []  # the current one last
+        self.refused: dict[Hashable, str] = {}  # snapshot's number → why nothing is recorded in this state
+        self._roots: dict[Hashable, Branch | RecordedForward] = {}
+        self._recordings: OrderedDict[tuple[Hashable, Path], tuple[RecordedForward, int]] = OrderedDict()
+        self._seen: OrderedDict[tuple[Hashable, Path], str | None] = OrderedDict()
+        self._options: dict[int, Any] = {}
+        self._numbers = count()
+        self.unsettled = 0  # new states since the last replay
+        self._failures = 0
+        self._recorder: Recorder | None = None
+
+    def turn_away(self, reason: str) -> None:
+        """Count a call that runs uncaptured."""
+        self.turned_away[reason] += 1
+
+    def disable(self, reason: str) -> None:
+        """Record no more forwards of this model. Raises `GraphError` where graphs are required."""
+        self.disabled = reason
+        self.clear()
+        _log.warning("%s: forwards run uncaptured from now on: %s", self.name, reason)
+        if self.required:
+            raise refusal(self.name, reason)
+
+    def failed(self, key: Hashable, path: Path, reason: str) -> None:
+        """Note why a shape can't be recorded; after several in a row, leave the model alone."""
+        self._seen[key, path] = reason
+        self._failures += 1
+        if self._failures >= _FAILURES:
+            self.disabled = reason
+            self.clear()
+
+    def recorder(self) -> Recorder:
+        if self._recorder is None:
+            self._recorder = recorders.factories[self.device.type](self.device)
+        return self._recorder
+
+    def new_snapshot(self, model: Any) -> Snapshot:
+        """Make a snapshot of the current state the current one. Recordings over other weights are dropped."""
+        snapshot = Snapshot(model, next(self._numbers))
+        if model.device != self.device:
+            self.device, self._recorder = model.device, None
+        same = [other for other in self.snapshots if other.same_weights(snapshot)]
+        self._keep([*same[1 - _SNAPSHOTS :], snapshot])
+        self.unsettled += 1
+        if self.unsettled > _UNSETTLED:
+            self.disabled = "the model changes in every call"
+            self.clear()
+        return snapshot
+
+    def switch(self, model: Any) -> Snapshot | None:
+        """Make an earlier snapshot the current one if the model is in that state again; else return None."""
+        for snapshot in self.snapshots[-2::-1]:
+            if snapshot.in_place() and snapshot.unchanged(model):
+                self.snapshots.remove(snapshot)
+                self.snapshots.append(snapshot)
+                return snapshot
+        return None
+
+    def find(self, key: Hashable, inputs: Sequence[Tensor]) -> tuple[RecordedForward | None, Path]:
+        """The recording for these inputs, or None, and the values that the forward reads on the host on its way."""
+        node = self._roots.get(key)
+        path: Path = ()
+        while isinstance(node, Branch):
+            value = node.program(inputs)
+            path += (value,)
+            node = node.ways.get(value)
+        if node is not None:
+            self._recordings.move_to_end((key, path))
+        return node, path
+
+    def seen(self, key: Hashable, path: Path) -> bool:
+        """Whether this shape and path came before. Notes that it has come now."""
+        known = (key, path) in self._seen
+        if not known:
+            self._seen[key, path] = None
+            self._options.setdefault(id(options.current()), options.current())
+            while len(self._seen) > _SEEN:
+                self._seen.popitem(last=False)
+        return known
+
+    def why_not(self, key: Hashable, path: Path) -> str | None:
+        """Why this shape can't be recorded, if that was tried."""
+        return self._seen.get((key, path))
+
+    def keep(self, key: Hashable, reads: Sequence[Read], recording: RecordedForward, grown: int) -> str | None:
+        """Keep a recording; the least recently used ones are dropped beyond the limits. grown: bytes of the pool.
+
+        Returns why it isn't kept, or None.
+        """
+        size = recording.nbytes + grown
+        text = options.current().graphs_memory
+        bound = in_bytes(text, total_memory(self.device), source="HF_ROCM_GRAPHS_MEMORY=")
+        if size > bound:
+            return f"its recording needs {size / 2**20:.0f} MiB, more than HF_ROCM_GRAPHS_MEMORY={text} allows"
+        self._failures = 0
+        self.recorded += 1
+        path: Path = ()
+        ways: dict[Any, Any] = self._roots
+        place: Hashable = key
+        for read in reads:
+            branch = ways.get(place)
+            if not isinstance(branch, Branch):
+                branch = ways[place] = Branch(read.program)
+            ways, place = branch.ways, read.value
+            path += (read.value,)
+        ways[place] = recording
+        self._recordings[key, path] = (recording, size)
+        while len(self._recordings) > MOST or sum(size for _, size in self._recordings.values()) > bound:
+            self._drop(next(iter(self._recordings)))
+        return None
+
+    def _drop(self, place: tuple[Hashable, Path]) -> None:
+        """Drop one recording. A branch stays for its program, without the recording."""
+        recording, _ = self._recordings.pop(place)
+        self._seen.pop(place, None)
+        recording.wait()
+        key, path = place
+        if not any(other == key for other, _ in self._recordings):
+            self._roots.pop(key, None)
+            self._seen.pop((key, ()), None)
+            return
+        ways: Any = self._roots
+        for step in (key, *path[:-1]):
+            ways = ways[step].ways
+        del ways[path[-1]]
+
+    def _keep(self, snapshots: list[Snapshot]) -> None:
+        self.snapshots = snapshots
+        numbers = {snapshot.number for snapshot in snapshots}
+        for place in [place for place in self._recordings if place[0][0] not in numbers]:  # type: ignore[index]
+            self._drop(place)
+        self.refused = {number: reason for number, reason in self.refused.items() if number in numbers}
+
+    def clear(self) -> None:
+        """Free every recording."""
+        with self.lock:
+            self._keep([])
+            self._roots.clear()
+            self._seen.clear()
+
+    def summary(self) -> tuple[int, int]:
+        """The number of recordings, and their size in bytes."""
+        with self.lock:
+            return len(self._recordings), sum(size for _, size in self._recordings.values())
+
+    def latest_recording(self) -> RecordedForward | None:
+        """The recording that was used last, if it was compared."""
+        with self.lock:
+            recordings = [recording for recording, _ in self._recordings.values() if recording.proved]
+        return recordings[-1] if recordings else None
+
+
+def state_of(model: Any) -> State:
+    """The state of a prepared model, created on the first call."""
+    state = _states.get(model)
+    if state is None:
+        with _lock:
+            state = _states.get(model)
+            if state is None:
+                state = _states[model] = State(model)
+    return state
+
+
+def known(model: nn.Module) -> State | None:
+    """The state of a model, if it has one."""
+    return _states.get(model)
+
+
+def release(model: nn.Module) -> None:
+    """Free the recordings of a model."""
+    with _lock:
+        state = _states.pop(model, None)
+    if state is not None:
+        state.clear()
+
+
+def refusal(name: str, reason: str) -> GraphError:
+    """The error for a model whose forwards can't be recorded, where graphs are required."""
+    return GraphError(
+        f"forwards of {name} can't be recorded, and graphs are required",
+        facts={"reason": reason},
+        hint="leave HF_ROCM_GRAPHS unset (or graphs=None) to let them run uncaptured",
+    )
+
+
+_states: WeakKeyDictionary[nn.Module, State] = WeakKeyDictionary()
+_lock = threading.Lock()

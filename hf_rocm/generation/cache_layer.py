@@ -1,0 +1,92 @@
+"""The keys and values of one attention layer in a cache of recorded steps, and the sizes of their buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Rows that a sliding layer has beyond its window. When they are used up, the window moves to the front.
+SLACK = 256
+
+# The smallest number of tokens that a cache has room for.
+LEAST = 256
+
+
+class Layer:
+    """The rows of one attention layer.
+
+    keys: [B, Hkv, capacity, D]; values: [B, Hkv, capacity, D_v]; both None until the prompt arrives. window: how many
+    keys a query sees, itself included, or None for all. base: the position of row 0; it changes in sliding layers only.
+    rows: how many rows are written. place: [1] int64 on the device, the row that the next step writes; all layers with
+    the same window share one tensor.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+        self.keys: Any = None
+        self.values: Any = None
+        self.base = 0
+        self.rows = 0
+        self.place: Any = None
+
+    @property
+    def capacity(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    @property
+    def length(self) -> int:
+        """The number of tokens seen so far."""
+        return self.base + self.rows
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
+
+    def room(self, capacity: int) -> int:
+        """The number of rows that this layer needs in a cache for `capacity` tokens."""
+        return capacity if self.window is None else min(capacity, self.window + SLACK)
+
+    def allocate(self, key: Tensor, value: Tensor, rows: int) -> None:
+        """Allocate buffers for heads like these and copy the rows that are already written."""
+        old = self.keys, self.values
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors can't be written outside inference mode
+            self.keys = _buffer(key, rows, old[0], self.rows)
+            self.values = _buffer(value, rows, old[1], self.rows)
+
+    def count(self) -> None:
+        """Count one more row as written."""
+        self.rows += 1
+
+    def move_window(self, window: int) -> None:
+        """Move the rows that later queries still see to the front."""
+        visible = min(self.rows, window)
+        for buffer in (self.keys, self.values):
+            buffer[:, :, :visible].copy_(buffer[:, :, self.rows - visible : self.rows].clone())
+        self.base += self.rows - visible
+        self.rows = visible
+
+    def forget(self) -> None:
+        """Mark all rows as unwritten. Unwritten rows must be finite, so the buffers are set to zero."""
+        self.base = self.rows = 0
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                buffer.zero_()
+
+
+def bucket(tokens: int) -> int:
+    """A length that later calls can share: at least `tokens`, and above `LEAST` at most a quarter more."""
+    step = LEAST // 4
+    while tokens > 8 * step:
+        step *= 2
+    return max(LEAST, -(-tokens // step) * step)
+
+
+def _buffer(like: Tensor, rows: int, old: Tensor | None, written: int) -> Tensor:
+    buffer = like.new_zeros((like.shape[0], like.shape[1], rows, like.shape[3]))
+    if old is not None and written:
+        buffer[:, :, :written].copy_(old[:, :, :written])
+        if old.is_cuda:  # it may belong to another stream
+            old.record_stream(torch.cuda.current_stream(old.device))
+    return buffer

@@ -1,0 +1,183 @@
+"""How a recorded step is verified: it is replayed, then run uncaptured from the same state, and the two are compared.
+
+Keys that an earlier replay wrote are in the cache, and both runs would read them even if they were wrong. So the
+uncaptured run first recomputes the keys and values of the previous steps from their tokens. No other row of the cache
+may change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.generation.inputs import residents_of
+from hf_rocm.generation.rank_consensus import Agreement
+from hf_rocm.generation.recorded_step import RecordedStep, tensors_of
+from hf_rocm.generation.resident_inputs import Residents
+from hf_rocm.generation.schedule import BACK
+from hf_rocm.generation.step import Inputs, bits, sum_of_bits
+
+# The largest difference between two runs of the same kernels, which may sum in another order: in rounding steps of the
+# largest value.
+ROUNDINGS = 16
+
+# The largest number of uncaptured runs that a replay is compared with, where uncaptured runs differ from one another.
+RUNS = 5
+
+
+class Comparison(NamedTuple):
+    """The result of a comparison.
+
+    outputs: of the uncaptured step, whose keys and values are in the cache now. agrees: whether the replay agrees on
+    every rank; here: on this rank. intact: whether the replay changed no other row of the cache, on every rank.
+    difference: the largest absolute difference. finite: whether all outputs of the uncaptured steps are finite, on
+    every rank; True if this was not checked. operators: how many the step runs; 0 if they were not counted.
+    """
+
+    outputs: Any
+    agrees: bool
+    here: bool
+    intact: bool
+    difference: float
+    finite: bool
+    operators: int
+
+
+def reach(cache: DecodeCache, arguments: Mapping[str, Any]) -> int:
+    """How many of the previous steps can be recomputed: those since a buffer last moved or grew."""
+    residents = _residents(cache, arguments)
+    if residents is None or residents.tokens is None:
+        return 0
+    return min(cache.steady, residents.tokens.shape[1] - 1)
+
+
+def compare(
+    step: RecordedStep,
+    model: Any,
+    arguments: Mapping[str, Any],
+    inputs: Inputs,
+    *,
+    cache: DecodeCache,
+    back: int,
+    ranks: Agreement,
+    look_for_finite: bool,
+) -> Comparison:
+    """Replay the next step, run it uncaptured after the `back` steps before it, and compare the outputs and the cache.
+
+    The outputs of the previous steps are compared by their digests. Equal means bitwise equal; `agree` has the rule
+    for steps that are not deterministic.
+    """
+    before = cache.digest(0)
+    step.replay(inputs.tensors)
+    cache.advance()
+    intact = ranks.all(torch.equal(before, cache.digest(1)))
+    replayed = [tensor.clone() for tensor in step.tensors] + cache.written(back + 1)
+    runs: list[list[Tensor]] = []
+    operators, agrees, difference = 0, False, 0.0
+    for number in range(RUNS):
+        cache.rewind()
+        with Operators() if number else nullcontext() as counted:  # counted only after a difference
+            returned = _run(model, arguments, cache, back)
+        outputs, digests = returned.outputs, returned.digests
+        operators = 0 if counted is None else counted.count // (back + 1)
+        runs.append([tensor.clone() for tensor in tensors_of(outputs)] + cache.written(back + 1))
+        agrees, difference, noise = agree(replayed, runs)
+        if agrees and not noise:
+            agrees = bool(torch.equal(step.digests[-len(digests) :], digests))
+        if ranks.all(agrees) or (number and ranks.all(not noise)):
+            break
+    finite = not look_for_finite or ranks.all(bool(returned.finite))
+    return Comparison(outputs, ranks.all(agrees and intact), agrees, intact, difference, finite, operators)
+
+
+class _Ran(NamedTuple):
+    """Uncaptured steps: the outputs of the last one, the digests of the last ones, and whether all are finite."""
+
+    outputs: Any
+    digests: Tensor
+    finite: Tensor
+
+
+def _run(model: Any, arguments: Mapping[str, Any], cache: DecodeCache, back: int) -> _Ran:
+    """Run the next step after the `back` steps before it, uncaptured."""
+    residents = _residents(cache, arguments)
+    digests: list[Tensor] = []
+    finite: list[Tensor] = []
+
+    def run() -> Any:
+        cache.aim()
+        outputs = model(**arguments)
+        tensors = tensors_of(outputs)
+        digests.append(sum_of_bits(tensors))
+        finite.extend(tensor.isfinite().all() for tensor in tensors)
+        return outputs
+
+    if back and residents is not None and residents.tokens is not None:
+        tokens = residents.tokens
+        cache.back(back)
+        residents.advance(-back)
+        for column in range(-1 - back, -1):
+            residents.input_ids.copy_(tokens[:, column : column + 1])
+            run()
+            residents.advance()
+        residents.input_ids.copy_(tokens[:, -1:])
+    outputs = run()
+    return _Ran(outputs, torch.cat(digests[-1 - BACK :]), torch.stack(finite).all())
+
+
+def _residents(cache: DecodeCache, arguments: Mapping[str, Any]) -> Residents | None:
+    residents = residents_of(cache)
+    return residents if residents is not None and arguments.get("input_ids") is residents.input_ids else None
+
+
+def agree(replayed: list[Tensor], runs: list[list[Tensor]]) -> tuple[bool, float, bool]:
+    """(whether a replay agrees with the uncaptured runs, the largest difference, whether the runs differ).
+
+    The same kernels give bitwise equal results, unless their order of summation changes. Then a tensor may differ by
+    twice the difference between the runs. If the runs themselves differ by more than rounding, the replay can't be
+    checked and doesn't agree.
+    """
+    last = runs[-1]
+    if _equal(replayed, last):
+        return True, 0.0, False
+    worst, agree, noisy = 0.0, len(runs) > 1, False
+    for index, (one, two) in enumerate(zip(replayed, last, strict=True)):
+        off = _apart(one, two)
+        noise = max((_apart(run[index], two) for run in runs[:-1]), default=0.0)
+        eps = torch.finfo(two.dtype).eps if two.is_floating_point() else 0.0
+        rounding = ROUNDINGS * eps * float(two.float().abs().max())
+        agree = agree and off <= 2 * noise and noise <= rounding  # False for NaN too
+        worst = worst if off <= worst or math.isnan(worst) else off
+        noisy = noisy or noise != 0
+    return agree, worst, noisy
+
+
+def _apart(one: Tensor, two: Tensor) -> float:
+    return float((two.float() - one.float()).abs().max())
+
+
+def _equal(ones: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether all are bitwise equal, NaN included. The host waits for the device once."""
+    same = [(bits(one) == bits(other)).all() for one, other in zip(ones, others, strict=True)]
+    return bool(torch.stack(same).all())
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are not views within the block: about the number of kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it calls the operators on its local tensors
+        self.count += not operator.is_view
+        return operator(*args, **(kwargs or {}))

@@ -1,0 +1,140 @@
+"""Continuous batching of prepared models: over flash attention where we serve it, without graphs that may be wrong.
+
+Where `flash_provider` serves a model, its batches run `flash_attention_2`, and then what the model had before.
+
+transformers records its own graphs for continuous batching and never compares a replay with an uncaptured step. So
+these graphs follow the rules of recorded steps (`suspects`): off where a fault is known, on where the user requires
+them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from hf_rocm import patches
+from hf_rocm.generation import flash_provider, suspects
+from hf_rocm.generation.methods import put_before
+
+# In a prepared model's __dict__: whether graphs are required, a bool.
+MARK = "_hf_rocm_continuous_batching"
+
+_ORIGINAL = "_original_attn_impl"  # of a manager
+
+_METHOD = "init_continuous_batching"
+
+# transformers records graphs if one of these is set in the config or passed as an argument.
+_PADDINGS = (
+    "q_padding_interval_size",
+    "kv_padding_interval_size",
+    "num_q_padding_intervals",
+    "num_kv_padding_intervals",
+)
+
+_log = logging.getLogger("hf_rocm")
+
+
+def switch_on(model: nn.Module, *, required: bool) -> None:
+    """Apply the above to continuous batching of this model, in the releases that have it.
+
+    required: whether the user requires graphs; transformers then decides as without hf_rocm.
+    """
+    if hasattr(type(model), _METHOD):
+        put_before(model, {_METHOD: _init_continuous_batching}, MARK)
+        model.__dict__[MARK] = required
+
+
+def describe(model: nn.Module) -> str | None:
+    """One sentence for `explain` on the graphs of the next batch, or None where no fault is known."""
+    required = model.__dict__.get(MARK)
+    fault = None if required is None else suspects.fault_of(model.device)
+    if fault is None:
+        return None
+    reason = suspects.reason(fault)
+    if required:
+        return f"continuous batching may record transformers' own graphs, because graphs are required, though {reason}"
+    return f"continuous batching records no graphs, unless its config sets use_cuda_graph: {reason}"
+
+
+def attention_of(model: nn.Module) -> str | None:
+    """One sentence for `explain` on the attention of the next batch, or None for a model without batches."""
+    if MARK not in model.__dict__:
+        return None
+    own = getattr(model.config, "_attn_implementation", None)
+    if own not in ("sdpa", "eager", flash_provider.NAME):
+        return f"continuous batching runs {own!r}, which is selected"
+    reason = flash_provider.batches_refused(model)
+    if reason is None:
+        return f"continuous batching runs {flash_provider.NAME!r}, computed by hf_rocm over transformers' pages"
+    return f"continuous batching runs as in stock transformers: {reason}"
+
+
+def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = inspect.signature(inherited).bind(*args, **kwargs)
+    _, config = _config(self, call)
+    own = flash_provider.switch(self) if getattr(config, "auto_switch_to_flash", True) else None
+    if own is None:
+        return _without_suspect_graphs(self, inherited, *args, **kwargs)
+    try:
+        manager = _without_suspect_graphs(self, inherited, *args, **kwargs)
+    except BaseException:
+        self.set_attn_implementation(own)
+        raise
+    patches.exchange(manager.__dict__, _ORIGINAL, None, own)  # the manager returns to it when it stops
+    return manager
+
+
+def _without_suspect_graphs(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    fault = suspects.fault_of(self.device)
+    if fault is None:
+        return inherited(*args, **kwargs)
+    call = inspect.signature(inherited).bind(*args, **kwargs)
+    name, config = _config(self, call)
+    if config is None:
+        return inherited(*args, **kwargs)
+    reason, requested = suspects.reason(fault), _requested(config, {**kwargs, **call.arguments})
+    if requested is None and not self.__dict__[MARK]:
+        _warn("continuous batching records no graphs: %s; use_cuda_graph=True of its config records them", reason)
+        config = copy.copy(config)
+        config.use_cuda_graph = False
+        call.arguments[name] = config
+        return inherited(*call.args, **call.kwargs)
+    if requested is not False:
+        _warn("continuous batching may record graphs, because that was requested, though %s", reason)
+    return inherited(*args, **kwargs)
+
+
+def _config(model: Any, call: inspect.BoundArguments) -> tuple[str, Any]:
+    """The argument that has `use_cuda_graph` in this release, and its value: the call's, or transformers' default."""
+    generation_config = call.arguments.get("generation_config")
+    if generation_config is None:
+        generation_config = model.generation_config
+    if "continuous_batching_config" not in call.signature.parameters:
+        return "generation_config", generation_config
+    from transformers.generation import ContinuousBatchingConfig
+
+    config = call.arguments.get("continuous_batching_config")
+    if config is None:
+        deprecated = getattr(generation_config, "continuous_batching_config", None)
+        config = deprecated if isinstance(deprecated, ContinuousBatchingConfig) else ContinuousBatchingConfig()
+    return "continuous_batching_config", config
+
+
+def _requested(config: Any, arguments: Mapping[str, Any]) -> bool | None:
+    """Whether the user requested graphs, directly or by sizes that only graphs need; None: transformers decides."""
+    value = getattr(config, "use_cuda_graph", None)
+    if value is not None:
+        return any(value) if isinstance(value, tuple) else bool(value)  # a pair: for prompts and for steps
+    return True if any(getattr(config, name, 0) or arguments.get(name) for name in _PADDINGS) else None
+
+
+@cache
+def _warn(message: str, reason: str) -> None:
+    """Log this once per process."""
+    _log.warning(message, reason)

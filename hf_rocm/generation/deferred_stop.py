@@ -1,0 +1,133 @@
+"""Read the flag that all sequences have ended one step late, so that the host never waits for the step it just queued.
+
+After every step transformers reads this flag on the host. The host waits for the step, and the device is idle until the
+host has queued the next one. One step later the flag has already arrived. The cost is one extra step where all rows end
+early; its tokens are removed, so that the result is the same.
+
+From 5.17 on transformers can do this itself, and does on one type of device. In earlier releases its loop calls
+`_has_unfinished_sequences`, which is replaced here. This applies only where the extra step has no visible effect:
+greedy decoding (sampling would advance the random generator) with transformers' own processors and criteria.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm import patches
+from hf_rocm.patches import Change
+
+# Devices that run steps asynchronously.
+devices = {"cuda"}
+
+_thread = threading.local()
+
+
+class Late:
+    """The deferred stop check of one call. undone: the number of steps to remove from the result."""
+
+    def __init__(self, device: torch.device, length: int, longest: int) -> None:
+        self._length = length
+        self._longest = longest
+        self._flags = [_Flag(device), _Flag(device)]
+        self._reads = 0
+        self.undone = 0
+
+    def continues(self, finished: Tensor) -> bool:
+        """Whether another step follows, by the flag of the previous step. finished: bool, on the device."""
+        flag, previous = self._flags if self._reads % 2 else self._flags[::-1]
+        flag.send(finished)
+        self._reads += 1
+        self._length += 1
+        if self._reads > 1 and previous.read():
+            self.undone = 1
+            return False
+        return self._length < self._longest
+
+
+class _Flag:
+    """One bit that is copied to the host asynchronously."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._bit = torch.zeros((), dtype=torch.bool, pin_memory=on_gpu)
+        self._sent = torch.cuda.Event() if on_gpu else None
+
+    def send(self, bit: Tensor) -> None:
+        self._bit.copy_(bit, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+    def read(self) -> bool:
+        if self._sent is not None:
+            self._sent.synchronize()
+        return bool(self._bit)
+
+
+@contextmanager
+def stopping_late(input_ids: Tensor, call: Mapping[str, Any]) -> Iterator[Late | None]:
+    """Within the block, this thread's call of `_sample` checks late, if that has no visible effect.
+
+    input_ids: [B, S]. call: the keyword arguments of `_sample`.
+    """
+    longest = getattr(call.get("stopping_criteria"), "max_length", None)
+    late = None
+    if longest is not None and _invisible(input_ids, call):
+        late = Late(input_ids.device, input_ids.shape[1], longest)
+    check = None if late is None else _stock_check()
+    outer, _thread.late = current(), late  # a nested call has its own check, or none
+    try:
+        with patches.applied(*([] if check is None else [Change(check, "is_supported", _is_supported, key=__name__)])):
+            yield late
+    finally:
+        _thread.late = outer
+
+
+@contextmanager
+def stopping_on_time() -> Iterator[None]:
+    """Within the block, the stop check is not deferred: for a nested call of `generate`."""
+    outer, _thread.late = current(), None
+    try:
+        yield
+    finally:
+        _thread.late = outer
+
+
+def current() -> Late | None:
+    """The deferred stop check of this thread's call, or None."""
+    return getattr(_thread, "late", None)
+
+
+def _invisible(input_ids: Tensor, call: Mapping[str, Any]) -> bool:
+    if input_ids.device.type not in devices or call.get("synced_gpus"):
+        return False
+    if call["generation_config"].do_sample:
+        return False
+    if call.get("streamer") is not None and not _stock_check():
+        return False  # a streamer receives every token before the check and waits for the device anyway
+    pieces = [*call.get("logits_processor", ()), *call["stopping_criteria"]]
+    # a user's processor may count its calls; those of transformers and the clock of `hf-rocm bench` don't
+    return all(type(piece).__module__.split(".")[0] in ("transformers", "hf_rocm") for piece in pieces)
+
+
+def _stock_check() -> Any:
+    """transformers' own class for a deferred stop check, from 5.17 on, or None."""
+    from transformers.generation import utils
+
+    return getattr(utils, "DeferredStopCheck", None)
+
+
+def _is_supported(change: Change) -> Any:
+    """Replaces `is_supported`, so that transformers' own check is used in the calls that defer it."""
+
+    @functools.wraps(change.owner.is_supported)
+    def is_supported(*args: Any, **kwargs: Any) -> bool:
+        return (change.live and current() is not None) or bool(change.call_of(change.owner)(*args, **kwargs))
+
+    return staticmethod(is_supported)

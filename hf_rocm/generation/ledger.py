@@ -1,0 +1,89 @@
+"""The ledger: replays that differed from their steps on this machine, one line of JSON for every event.
+
+It is in the cache folder, so that `hf-rocm doctor` and `hf-rocm env` still report the events of processes that have
+ended. Reading it imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from hf_rocm import options
+
+NAME = "graph_events.jsonl"
+
+_MOST = 100  # events that are returned, the newest
+
+_log = logging.getLogger("hf_rocm")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One difference between a replay and its step.
+
+    when: UTC, ISO 8601. gpu: name and architecture. rocm, driver: versions, or None. model: its class. checkpoint: its
+    name or path. operators: how many the step runs, about as many as the graph has kernels; 0 if unknown. replays: the
+    number of replays up to the difference. unproven: those since the last proven one. reason: what differed.
+    """
+
+    when: str
+    gpu: str
+    rocm: str | None
+    driver: str | None
+    torch: str
+    transformers: str
+    hf_rocm: str
+    model: str
+    checkpoint: str
+    operators: int
+    replays: int
+    unproven: int
+    reason: str
+
+    @property
+    def command(self) -> str:
+        """A command that compares replays with steps again, on the same model."""
+        return f"HF_ROCM_GRAPHS=1 hf-rocm verify {shlex.quote(self.checkpoint or 'MODEL')}"
+
+    def __str__(self) -> str:
+        stack = f"{self.gpu}, ROCm {self.rocm or 'unknown'}, driver {self.driver or 'unknown'}"
+        size = f"{self.operators} operators, replay {self.replays}"
+        return f"{self.when[:10]}: {self.model} on {stack} ({size}): {self.reason}"
+
+
+def path() -> Path:
+    """The file of the events."""
+    return options.cache_folder() / NAME
+
+
+def record(event: Event) -> None:
+    """Append an event. If the folder can't be written, logs a warning and raises nothing."""
+    try:
+        path().parent.mkdir(parents=True, exist_ok=True)
+        with path().open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(event)) + "\n")  # one write of less than a page, so processes don't mix lines
+    except OSError as error:
+        _log.warning("the event can't be written to %s: %s", path(), error)
+
+
+def events() -> tuple[Event, ...]:
+    """The events on this machine, oldest first. Lines that can't be read are left out. Raises nothing."""
+    try:
+        lines = path().read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    read = (_event(line) for line in lines[-_MOST:])
+    return tuple(event for event in read if event is not None)
+
+
+def _event(line: str) -> Event | None:
+    names = {field.name for field in fields(Event)}
+    try:
+        values = json.loads(line)
+        return Event(**{name: value for name, value in values.items() if name in names})
+    except (ValueError, TypeError, AttributeError):  # written by another release, or truncated
+        return None

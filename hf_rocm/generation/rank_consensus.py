@@ -1,0 +1,48 @@
+"""Ranks that share a model's layers make every decision about recorded steps together.
+
+A recorded step contains the collectives of its rank. If one rank recorded or compared a step while another one ran it
+uncaptured, both would wait for a collective forever. So the ranks' findings are reduced over all ranks: once in every
+call of `generate`, and when a step is recorded or compared. A replayed step needs no such reduction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_rocm.weights.tensor_parallel import mesh_of
+
+
+class Agreement:
+    """Agreement among the ranks that a model's layers are sharded over; trivial for a model on one rank.
+
+    group: the process group of these ranks, whose collectives a step contains; None if there is one rank.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        mesh = mesh_of(model)
+        self.group: Any = None if mesh is None else mesh.get_group()
+        self._device = None if mesh is None else next(model.parameters()).device
+
+    def all(self, value: bool) -> bool:
+        """Whether the value is True on every rank."""
+        return value if self.group is None else self._least(int(value)) == [1]
+
+    def same(self, *numbers: int) -> bool:
+        """Whether the numbers are the same on every rank."""
+        if self.group is None:
+            return True
+        least = self._least(*numbers, *(-number for number in numbers))
+        half = len(numbers)
+        return all(low == -high for low, high in zip(least[:half], least[half:], strict=True))
+
+    def _least(self, *numbers: int) -> list[int]:
+        import torch.distributed as dist
+
+        with torch.inference_mode(False), torch.no_grad():
+            values = torch.tensor(numbers, device=self._device)
+            dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
+        least: list[int] = values.tolist()
+        return least

@@ -1,0 +1,162 @@
+"""What is recorded: the recording, the inputs that it reads, the outputs that it writes, and its alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm.generation import graph_teardown
+from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.generation.recorder import Recorder, Recording
+from hf_rocm.generation.schedule import BACK, Schedule
+from hf_rocm.generation.static_buffers import resident
+from hf_rocm.generation.step import Inputs, Unrecordable, sum_of_bits
+
+
+class Recorded:
+    """One recording with its inputs and outputs, which have their own memory.
+
+    All other memory of a recording belongs to the pool that all recordings of a device share. Another thread's
+    recording may overwrite the pool as soon as a replay has ended, before this thread has read the outputs.
+
+    run: runs what is recorded on these inputs, returns its output tensors. like: such outputs.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        inputs: Inputs,
+        run: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        like: Sequence[Tensor],
+    ) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors can't be written outside inference mode
+            places = [tensor if resident(tensor) else tensor.clone() for tensor in inputs.tensors]
+            self.tensors = [torch.empty_like(tensor) for tensor in like]
+            self.alarm = Alarm(places[0].device)
+
+        def step() -> None:
+            for place, tensor in zip(self.tensors, run(places), strict=True):
+                place.copy_(tensor)
+            self._finish()
+            self.alarm.watch(self.tensors)
+
+        self._inputs = places
+        self._changing = [index for index, place in enumerate(places) if place is not inputs.tensors[index]]
+        self.schedule = Schedule()
+        self._recording: Recording
+        self._recording, _ = recorder.record(step)
+
+    def _finish(self) -> None:
+        """The end of what is recorded, after the outputs were written."""
+
+    @property
+    def proved(self) -> bool:
+        """Whether a replay has been compared with the uncaptured step and agreed."""
+        return self.schedule.proven
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its own inputs and outputs."""
+        return sum(tensor.nbytes for tensor in (*self._inputs, *self.tensors))
+
+    def replay(self, tensors: Sequence[Tensor]) -> None:
+        """Copy these inputs to the tensors that the recording reads, and replay it."""
+        for index in self._changing:
+            self._inputs[index].copy_(tensors[index])
+        self._recording.replay()
+
+    def again(self) -> None:
+        """Replay with the inputs of the last replay, which writes the same values again. For measuring its time."""
+        self._recording.replay()
+
+
+class RecordedStep(Recorded):
+    """A recorded decode step over a cache.
+
+    like: an output of the step. group: the process group whose collectives the step contains, or None. digests:
+    [BACK + 1] int64, of the outputs of the last replays, the newest one last.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        inputs: Inputs,
+        run: Callable[[Sequence[Tensor]], Any],
+        like: Any,
+        cache: DecodeCache,
+        group: Any,
+    ) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self.digests = torch.zeros(BACK + 1, dtype=torch.int64, device=inputs.tensors[0].device)
+        super().__init__(recorder, inputs, lambda places: tensors_of(run(places)), tensors_of(like))
+        if group is not None:
+            graph_teardown.watch(self._recording, cache, group)
+        # without the cache, which references this object: no reference cycle keeps either of them alive
+        self._kind = type(like)
+        outputs = iter(self.tensors)
+        self._cached = [name for name, value in like.items() if value is cache]
+        self._fields = {
+            name: next(outputs) if _written(value) else None if value is cache else value
+            for name, value in like.items()
+        }
+
+    def _finish(self) -> None:
+        self.digests.copy_(self.digests.roll(-1))
+        self.digests[-1:].copy_(sum_of_bits(self.tensors))
+
+    def outputs(self, cache: DecodeCache) -> Any:
+        """The step's output. Its tensors are valid until the next replay; transformers copies the logits."""
+        return self._kind(**{**self._fields, **dict.fromkeys(self._cached, cache)})
+
+
+class Alarm:
+    """Records on the device whether a replay has returned logits that are not finite.
+
+    The recorded step adds 0 to a number for every finite output and NaN for any other, at no cost on the host. In every
+    eighth replay the previous copy of the number is read from pinned memory, and the number is copied there again, so
+    the host never waits. Comparisons and the end of a call read the number itself.
+    """
+
+    EVERY = 8
+
+    def __init__(self, device: torch.device) -> None:
+        self.ignored = False  # the model's own logits are not finite
+        self._number = torch.zeros((), device=device)
+        self._sent = torch.zeros((), pin_memory=device.type == "cuda")
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Check the outputs [..., V] that have a floating-point dtype. Part of the recorded step."""
+        for output in outputs:
+            if output.is_floating_point():
+                self._number.add_(output.sum(dtype=torch.float32).mul_(0))
+
+    def rings(self, replays: int) -> bool:
+        """Whether a replay up to the previous copy raised the alarm, without a wait. replays: how many there were."""
+        if self.ignored or replays % self.EVERY:
+            return False
+        rang = bool(self._sent != 0)
+        self._sent.copy_(self._number, non_blocking=True)
+        return rang
+
+    def rang(self) -> bool:
+        """Whether any replay so far raised the alarm. Waits for the device."""
+        return not self.ignored and bool(self._number != 0)
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    """The tensors that a step writes, without those of its cache. Raises `Unrecordable` on any other value."""
+    tensors = []
+    for name, value in outputs.items():
+        if _written(value):
+            tensors.append(value)
+        elif not isinstance(value, Tensor) and not (value is None or isinstance(value, DecodeCache)):
+            raise Unrecordable(f"the step returns {name} as a {type(value).__name__}")
+    return tensors
+
+
+def _written(value: Any) -> bool:
+    """Whether a step writes this part of its output; resident tensors are inputs that it returns as they are."""
+    return isinstance(value, Tensor) and resident(value) is None

@@ -1,0 +1,74 @@
+"""When a recorded step is compared with an uncaptured one again: often at first, then at growing distances.
+
+Replays 1, 2 and 3 of a recording are compared, then 5, 9, 17, …: the distance doubles up to `LONGEST`. The same holds
+for calls of `generate`: the first replay of calls 2 and 3 is compared, and later that of any call which begins
+`BETWEEN_CALLS` replays or more after the last comparison.
+
+Cost, in steps: a comparison runs up to `BACK` + 1 uncaptured steps in addition to the replay. Of N replays in one call,
+2 + log2(LONGEST) + N / LONGEST are compared, so there are about (BACK + 1) / LONGEST uncaptured steps for each replay:
+0.2 %, or 0.9 % of the time where an uncaptured step takes 3.6 times as long as a replay. The first replay of a call has
+no steps before it to recompute: one uncaptured step and one replay for at least `BETWEEN_CALLS` replays, again 0.9 %.
+"""
+
+from __future__ import annotations
+
+LONGEST = 2048  # the largest number of replays between two comparisons
+BACK = 4  # the largest number of earlier steps that a comparison recomputes
+FIRST_CALLS = 3  # the number of calls whose first replay is always compared
+BETWEEN_CALLS = 512  # the smallest number of replays before the first replay of any later call is compared
+
+
+class Schedule:
+    """The comparisons of one recording.
+
+    replays: how many there were. since: those after the last one that agreed. in_call: those of them in the current
+    call. comparisons: how many agreed. calls: how many calls of `generate` replayed it.
+    """
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self.since = 0
+        self.in_call = 0
+        self.comparisons = 0
+        self.calls = 0
+        self._distance = 1
+        self._call: int | None = None  # the last call that replayed it
+        self._first_of_call = False  # whether the next replay is compared because it is the first of its call
+
+    @property
+    def proven(self) -> bool:
+        """Whether the first comparison has passed."""
+        return self.comparisons > 0
+
+    @property
+    def due(self) -> bool:
+        """Whether the next replay must be compared."""
+        return self._first_of_call or self._far
+
+    @property
+    def _far(self) -> bool:
+        return self.since + 1 >= self._distance
+
+    def enter(self, call: int) -> None:
+        """Note that the next replay belongs to the call with this number."""
+        if call != self._call:
+            self._call = call
+            self.calls += 1
+            self.in_call = 0
+            self._first_of_call = self.calls <= FIRST_CALLS or self.since >= BETWEEN_CALLS
+
+    def count(self) -> None:
+        """Count a replay that was not compared."""
+        self.replays += 1
+        self.since += 1
+        self.in_call += 1
+
+    def agreed(self) -> None:
+        """Count a replay that was compared and agreed. The distance grows only if the comparison was due by it."""
+        was_due = self._far
+        self.replays += 1
+        self.since = self.in_call = 0
+        self.comparisons += 1
+        self._first_of_call = False
+        if was_due and self.comparisons >= 3:
+            self._distance = min(2 * self._distance, LONGEST)

@@ -1,0 +1,155 @@
+"""The cache of transformers that a call brings or returns, while its steps run over a `DecodeCache`.
+
+Its keys and values are copied to the `DecodeCache` when the call begins, and the new ones are written back with its own
+`update` when the call ends. So the user's object has the type, the contents and the length that it has in stock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm import features
+from hf_rocm.generation.cache import DecodeCache
+
+# Cache implementations whose layers a `DecodeCache` can stand for. The others move or quantise what they store.
+NAMED = ("static", "sliding_window", "hybrid", "dynamic", "dynamic_full")
+
+_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+
+
+class UserCache:
+    """A cache of transformers. brought: whether the call passed it; otherwise transformers made it to be returned."""
+
+    def __init__(self, cache: Any, *, brought: bool) -> None:
+        self.cache = cache
+        self.brought = brought
+        self._seen: list[int] = []  # per layer, the number of tokens that it had
+
+    def refuses(self) -> str | None:
+        """Why the steps of this call can't run over a `DecodeCache`, or None."""
+        inner = self._self_attention()
+        if inner is not self.cache and self.brought:
+            return "the call passes the cache of an encoder-decoder model"
+        return refuses(inner)
+
+    def windows(self, windows: Sequence[int | None]) -> Sequence[int | None] | str:
+        """The window of every layer, or why they are not those of the model."""
+        return windows_of(self._self_attention(), windows)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that it has seen. May wait for the device."""
+        return int(self.cache.get_seq_length())
+
+    def _self_attention(self) -> Any:
+        """The cache of self-attention: in an encoder-decoder model there is a second one."""
+        from transformers import EncoderDecoderCache
+
+        return self.cache.self_attention_cache if type(self.cache) is EncoderDecoderCache else self.cache
+
+    def load(self, cache: DecodeCache) -> None:
+        """Copy the keys and values to an empty `DecodeCache`, which from now on stands for this cache."""
+        self._seen = [0] * len(cache.layers)
+        for index in range(len(cache.layers)):
+            content = _content(self._self_attention(), index)
+            if content is not None:
+                keys, values, self._seen[index] = content
+                cache.load(index, keys, values, seen=self._seen[index])
+        cache.stand_for(self)
+
+    def store(self, cache: Any) -> None:
+        """Write the keys and values of the tokens since `load` to the user's cache."""
+        cache.stand_for(None)
+        for index, layer in enumerate(cache.layers):
+            count = layer.length - self._seen[index]
+            if count <= 0:
+                continue
+            rows = min(count, layer.rows)
+            keys, values = (buffer[:, :, layer.rows - rows : layer.rows] for buffer in (layer.keys, layer.values))
+            if count > rows:  # no query sees the others any more: only their number counts
+                first = (part[:, :, :1].expand(-1, -1, count - rows, -1) for part in (keys, values))
+                self._update(index, *first)
+            self._update(index, keys, values)
+        if self._self_attention() is not self.cache:
+            for index, layer in enumerate(cache.cross_attention_cache.layers):
+                if cache.is_updated.get(index):
+                    self.cache.cross_attention_cache.update(layer.keys.clone(), layer.values.clone(), index)
+                    self.cache.is_updated[index] = True
+
+    def _update(self, index: int, keys: Tensor, values: Tensor) -> None:
+        first = self._seen[index]
+        self._seen[index] += keys.shape[2]
+        places = torch.arange(first, self._seen[index], device=keys.device)
+        inner = self._self_attention()
+        if not hasattr(inner, "layers"):  # 4.53 stores the tensors themselves
+            keys, values = keys.clone(), values.clone()
+        inner.update(keys, values, index, {"cache_position": places})
+
+
+def refuses(cache: Any) -> str | None:
+    """Why steps over this cache can't run over a `DecodeCache`, or None."""
+    from transformers import DynamicCache, StaticCache
+
+    if type(cache) not in (DynamicCache, StaticCache):
+        return f"the call uses a {type(cache).__name__}"
+    if getattr(cache, "offloading", False):
+        return "the call uses an offloaded cache"
+    for layer in getattr(cache, "layers", ()):
+        if type(layer).__name__ not in _LAYERS or type(layer).__module__ != "transformers.cache_utils":
+            return f"the call uses a cache with a {type(layer).__name__}"
+        if getattr(layer, "record_past", False):
+            return "the call uses a cache that records its past"
+    return features.refuses("user_caches")
+
+
+def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None] | str:
+    """The window of every layer of a cache that was not refused, or why they are not those of the model.
+
+    windows: those of the model. A layer of the user's that keeps all keys has no window.
+    """
+    layers = getattr(cache, "layers", None)
+    if not layers:  # they are created by the first update, and keep all keys
+        return [None] * len(windows)
+    if len(layers) < len(windows):  # Whisper's may have more than its decoder
+        return f"the call uses a cache of {len(layers)} layers, the model has {len(windows)}"
+    sizes: list[int | None] = []
+    for layer, window in zip(layers, windows, strict=False):
+        if not layer.is_sliding:
+            sizes.append(None)
+            continue
+        exact: int | None = getattr(layer, "sliding_window", None)  # a static layer may be smaller than the window
+        if window is None or (layer.max_cache_len > window if exact is None else exact != window):
+            return "the call uses a cache with other sliding windows than the model's"
+        sizes.append(window)
+    return sizes
+
+
+def observers(call: Mapping[str, Any]) -> str | None:
+    """Which code of the user may read the cache during a call of `generate` with these arguments, or None."""
+    pieces = [call.get("streamer"), *(call.get("logits_processor") or ()), *(call.get("stopping_criteria") or ())]
+    pieces.append(call.get("prefix_allowed_tokens_fn"))
+    for piece in pieces:
+        kind = type(piece)
+        if piece is not None and kind.__module__.split(".")[0] not in ("transformers", "hf_rocm"):
+            return kind.__name__
+    return None
+
+
+def _content(cache: Any, index: int) -> tuple[Tensor, Tensor, int] | None:
+    """(keys, values, the number of tokens seen) of one layer of the user's cache; None if it is empty."""
+    layers = getattr(cache, "layers", None)
+    if len(cache.key_cache if layers is None else layers) <= index:
+        return None
+    if layers is None:
+        keys, values = cache.key_cache[index], cache.value_cache[index]
+    else:
+        keys, values = layers[index].keys, layers[index].values
+    seen = 0 if keys is None or not keys.numel() else int(cache.get_seq_length(index))
+    if not seen:
+        return None
+    rows = min(seen, keys.shape[2])  # a static layer has rows that aren't written yet
+    return keys[:, :, :rows], values[:, :, :rows], seen

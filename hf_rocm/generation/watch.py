@@ -1,0 +1,146 @@
+"""What the classes of a model call, at one moment: forwards, functions, methods and entries of registries, by identity.
+
+A replay runs none of them. So a recorded step is valid only while all of them are the objects that they were when its
+call of `generate` began, and no step is recorded of a model that calls code of unknown packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from hf_rocm.overlay.dependencies import Reference, Registry, of_class
+from hf_rocm.overlay.replacements import Watch, replacement_among
+
+_MASKS = "ALL_MASK_ATTENTION_FUNCTIONS"
+
+# Modules whose functions are compared before each step.
+_PER_STEP = ("transformers.models.", "torch.nn.functional")
+
+
+# Packages whose modules compute the same in every step, and whose hooks only manage memory or collect outputs.
+KNOWN = frozenset(
+    (
+        "torch",
+        "transformers",
+        "hf_rocm",
+        "peft",
+        "accelerate",
+        "bitsandbytes",
+        "torchao",
+        "compressed_tensors",
+        "liger_kernel",
+    )
+)
+
+
+class Watches(NamedTuple):
+    """What a model's classes call, and the part of it that is compared before each step.
+
+    foreign: the first function among it that belongs to none of the `KNOWN` packages, in a sentence, or None.
+    """
+
+    call: Watch
+    step: Watch
+    foreign: str | None
+
+
+def watches_of(model: nn.Module) -> Watches:
+    """What this model's classes call now. Returns the last result again while nothing was replaced."""
+    key = _classes(model), frozenset(_strings(getattr(model, "config", None), ""))
+    last = _last.get(model)
+    if last is None or last[0] != key or not last[1].call.holds():
+        call = Watch(_references(*key), strangers=True)
+        step = Watch(filter(_may_change_during_a_call, call.references), strangers=True)
+        last = _last[model] = key, Watches(call, step, replacement_among(call.references, KNOWN))
+    return last[1]
+
+
+def last_watches_of(model: nn.Module) -> Watches:
+    """The last result of `watches_of`, without another scan. Within a call of `generate`: the scan at its beginning."""
+    last = _last.get(model)
+    return watches_of(model) if last is None else last[1]
+
+
+def _classes(model: nn.Module) -> frozenset[type]:
+    """The classes of all modules. `Module.modules` takes eight times as long, and this runs in every call."""
+    classes: set[type] = set()
+    seen: set[int] = set()
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
+            classes.add(type(module))
+            waiting += module._modules.values()
+    return frozenset(classes)
+
+
+def _may_change_during_a_call(reference: Reference) -> bool:
+    """Attributes of classes, entries of registries, functions of the model's file and of torch.nn.functional.
+
+    The rest is compared when a call begins: classes, torch's operators, what helpers of transformers call.
+    """
+    if isinstance(reference.holder, type) or reference.registry is not None:
+        return True
+    home = str(reference.holder.get("__name__"))
+    return home.startswith(_PER_STEP) and not isinstance(reference.value(), type)
+
+
+def _references(classes: frozenset[type], settings: frozenset[tuple[str, str]]) -> Iterator[Reference]:
+    yield Reference(nn.Module, "__call__")
+    for cls in sorted(classes, key=lambda cls: cls.__qualname__):
+        dependencies = of_class(cls)
+        yield from dependencies.references
+        for table in dependencies.registries:
+            for key in _chosen(table, settings):
+                yield from table.references(key)
+    masks = mask_registry()
+    for key in _chosen(masks, settings):
+        yield masks.entry(key)
+
+
+def _chosen(table: Registry, settings: frozenset[tuple[str, str]]) -> list[str]:
+    """The keys that the model's config may look up in this table."""
+    return sorted(table.keys() & {value for name, value in settings if table.chosen_by in name})
+
+
+def mask_registry() -> Registry:
+    """The functions that create masks, by attention implementation."""
+    from transformers import masking_utils
+
+    return Registry(_MASKS, getattr(masking_utils, _MASKS), ())
+
+
+def masks_replaced(model: Any) -> str | None:
+    """Which function that creates this model's masks was replaced, in a sentence, or None."""
+    try:  # saves the 3 µs of the property behind the config's `__getattribute__`
+        implementation = object.__getattribute__(model.config, "_attn_implementation_internal")
+    except AttributeError:
+        implementation = None
+    if implementation is None:
+        implementation = model.config._attn_implementation
+    watch = _mask_functions.get(implementation)
+    if watch is None:
+        watch = _mask_functions[implementation] = Watch(mask_registry().references(implementation))
+    return None if watch.unchanged() else watch.difference()
+
+
+def _strings(config: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Every string among the values of a config and of those inside it, with its name."""
+    if isinstance(config, str):
+        yield name, config
+    elif isinstance(config, (list, tuple)):
+        for value in config:
+            yield from _strings(value, name)
+    else:
+        inner = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+        for name, value in inner.items():
+            yield from _strings(value, str(name))
+
+
+_mask_functions: dict[str, Watch] = {}
+_last: WeakKeyDictionary[nn.Module, tuple[Hashable, Watches]] = WeakKeyDictionary()

@@ -1,0 +1,157 @@
+"""The functions of the flash-attn package that transformers calls, computed by the operations of `hf_rocm.ops`.
+
+transformers reads the parameters of these functions to find out what an implementation supports, so the names are
+those of flash-attn. Parameters that transformers never passes are left out.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm import ops
+from hf_rocm.errors import OptionError
+from hf_rocm.ops.attention_terms import AttentionTerms
+
+Window = tuple[int | None, int | None]  # keys to the left and right of a query's own position; None or −1: no limit
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
+    deterministic: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Attention of [B, S_q, H, D] over [B, S_k, Hkv, D]. s_aux: sinks, [H]. Returns [B, S_q, H, D_v]."""
+    _no_dropout(dropout_p)
+    dense = [part.transpose(1, 2) for part in (q, k, v)]
+    terms = _terms(q, softmax_scale, causal, window_size, softcap, s_aux)
+    if not causal and terms["window"] is not None:
+        terms["mask"], terms["window"] = _around(q.shape[1], k.shape[1], window_size, q.device), None
+    return ops.attention(*dense, **terms)[0]
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
+    deterministic: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """The same for packed sequences: [T_q, H, D] over [T_k, Hkv, D]. Returns [T_q, H, D_v]."""
+    _no_dropout(dropout_p)
+    terms = _terms(q, softmax_scale, causal, window_size, softcap, s_aux)
+    if not causal and terms["window"] is not None:
+        return _one_by_one(q, k, v, cu_seqlens_q, cu_seqlens_k, terms, window_size)
+    return ops.varlen_attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q.to(torch.int32),
+        cu_seqlens_k.to(torch.int32),
+        longest_query=int(max_seqlen_q),
+        longest_key=int(max_seqlen_k),
+        scale=terms["scale"],
+        causal=causal,
+        window=terms["window"],
+        softcap=terms["softcap"],
+        sinks=s_aux,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float | None = 0.0,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """Append k and v, [B, S_q, Hkv, D], to the pages of each row, and attend with causality.
+
+    k_cache, v_cache: [pages, page size, Hkv, D]. cache_seqlens: [B], the number of keys before those of the queries;
+    −1 for a row without a request. block_table: [B, N]. Returns [B, S_q, H, D_v].
+    """
+    terms = _terms(q, softmax_scale, True, window_size, softcap, s_aux)
+    new = [None if part is None else part.transpose(1, 2) for part in (k, v)]
+    return ops.paged_attention(
+        q.transpose(1, 2),
+        k_cache,
+        v_cache,
+        block_table,
+        (cache_seqlens + q.shape[1]).to(torch.int32),
+        *new,
+        scale=terms["scale"],
+        window=terms["window"],
+        softcap=terms["softcap"],
+        sinks=terms["sinks"],
+    )
+
+
+def _terms(
+    query: Tensor, scale: float | None, causal: bool, window: Window, softcap: float | None, sinks: Tensor | None
+) -> AttentionTerms:
+    left = window[0]
+    if not causal and (left is None or left < 0):
+        left = window[1]  # _around has both sides
+    return AttentionTerms(
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        causal=causal,
+        mask=None,
+        window=None if left is None or left < 0 else left + 1,
+        softcap=softcap or None,
+        sinks=sinks,
+    )
+
+
+def _around(s_q: int, s_k: int, window: Window, device: torch.device) -> Tensor:
+    """[1, 1, S_q, S_k] bool: the keys within the window on both sides of each query's position."""
+    distance = torch.arange(s_k, device=device) - torch.arange(s_k - s_q, s_k, device=device)[:, None]
+    left, right = (s_k if side is None or side < 0 else side for side in window)
+    return ((distance >= -left) & (distance <= right))[None, None]
+
+
+def _one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, query_ends: Tensor, key_ends: Tensor, terms: AttentionTerms, window: Window
+) -> Tensor:
+    """Packed sequences with a window on both sides: no operation has one, so every sequence gets its mask."""
+    outputs = []
+    for (a, b), (c, d) in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
+        one = [part.transpose(0, 1)[None] for part in (q[a:b], k[c:d], v[c:d])]
+        terms["mask"], terms["window"] = _around(b - a, d - c, window, q.device), None
+        outputs.append(ops.attention(*one, **terms)[0][0])
+    outputs.append(q.new_zeros(len(q) - sum(map(len, outputs)), q.shape[1], v.shape[2]))
+    return torch.cat(outputs)
+
+
+def _no_dropout(probability: Any) -> None:
+    if probability:
+        raise OptionError(
+            f"hf_rocm's flash attention has no dropout, and the model trains with {probability}",
+            hint='set attention_dropout=0 in the config, or use attn_implementation="sdpa"',
+        )

@@ -1,0 +1,91 @@
+"""The routers of mixtures: a small product, then one kernel that chooses the experts instead of some ten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, compiler, nn
+
+from hf_rocm import ops, options
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.linear import is_pytorchs
+from hf_rocm.ops.routing import CHOSEN, SIGMOID, SOFTMAX, one_kernel
+from hf_rocm.options import Switch
+
+
+@dataclass(frozen=True)
+class TopKRouter:
+    """A router with a `weight` [E, H] and maybe a `bias`, which returns (logits [T, E], weights [T, k], ids [T, k]).
+
+    chosen_only: the weights are a softmax of the chosen logits, as in gpt-oss, not chosen values of a softmax.
+    normalise: whether the weights are divided by their sum, or the attribute with that flag. wide: whether the weights
+    are returned in fp32, not in the dtype of the logits.
+    """
+
+    chosen_only: bool = False
+    normalise: bool | str = False
+    wide: bool = False
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Any:
+        """x: [T, H]. Runs the stock forward where no kernel chooses the experts."""
+        weight, bias, terms = module._parameters["weight"], module._parameters.get("bias"), self.terms(module)
+        if x.ndim != 2 or not _ours(x, weight, bias) or not one_kernel(x, experts=len(weight), **terms):
+            return stock(module, x)
+        logits = ops.linear(x, weight, bias)
+        return logits, *ops.choose_experts(logits, **terms)
+
+    def terms(self, module: Any) -> dict[str, Any]:
+        """The arguments of `ops.choose_experts` for a module."""
+        normalise = self.normalise if isinstance(self.normalise, bool) else getattr(module, self.normalise)
+        return {
+            "top": module.top_k,
+            "scores": CHOSEN if self.chosen_only else SOFTMAX,
+            "normalise": normalise,
+            "dtype": torch.float32 if self.wide else None,
+        }
+
+
+@dataclass(frozen=True)
+class GroupedRouter:
+    """DeepSeek's router: sigmoid scores, a bias for the choice alone, groups, and weights with a sum and a factor.
+
+    It has a `weight` [E, H], multiplied in fp32, and returns what `TopKRouter` returns.
+    """
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Any:
+        """x: [..., H]. Runs the stock forward where no kernel chooses the experts."""
+        weight, terms = module._parameters["weight"], self.terms(module)
+        if not _ours(x, weight, None) or not one_kernel(x, experts=len(weight), wide=True, **terms):
+            return stock(module, x)
+        logits = nn.functional.linear(x.flatten(0, -2).to(torch.float32), weight.to(torch.float32))
+        return logits, *ops.choose_experts(logits, **terms, epsilon=1e-20, scale=float(module.routed_scaling_factor))
+
+    def terms(self, module: Any) -> dict[str, Any]:
+        """The arguments of `ops.choose_experts` for a module that an implementation is chosen by."""
+        return {
+            "top": module.top_k,
+            "scores": SIGMOID,
+            "bias": module._buffers["e_score_correction_bias"],
+            "groups": module.num_group,
+            "chosen_groups": module.topk_group,
+            "normalise": module.norm_topk_prob,
+            "dtype": torch.float32,
+        }
+
+
+def _ours(x: Tensor, weight: Any, bias: Any) -> bool:
+    """Whether the product of a router is a plain one of plain parameters, without gradients, outside of a trace."""
+    if compiling() or compiler._is_compiling_flag or is_pytorchs(x):
+        return False
+    current = options.current()
+    if current.aiter["linear"] is Switch.REQUIRED or current.tier("linear") == "aiter":
+        return False  # meant for large products, and would raise for those that aiter has no kernel for
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return False
+    return all(
+        parameter is None or (type(parameter) is nn.Parameter and parameter.dtype == x.dtype and not parameter.is_meta)
+        for parameter in (weight, bias)
+    )

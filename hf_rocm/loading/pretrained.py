@@ -1,0 +1,254 @@
+"""from_pretrained: transformers loads the model, then hf_rocm prepares it for ROCm.
+
+The result is the ordinary `PreTrainedModel` that transformers created. hf_rocm's own arguments are not passed to
+transformers; all others are, unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from functools import cache
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from hf_rocm import options
+from hf_rocm.device import is_rocm
+from hf_rocm.distributed.loading import together
+from hf_rocm.errors import LoadError, OptionError
+from hf_rocm.generation import flash_provider
+from hf_rocm.loading import auto, heap_copies
+from hf_rocm.loading.prepare import check_arguments, prepare
+from hf_rocm.ops import probe
+from hf_rocm.weights import quantize as quantizing
+
+# Arguments that decide which files are read; the config must come from the same place as the weights.
+_SOURCE = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+
+# hf_rocm's own arguments, which are not passed to transformers.
+_OWN = ("auto_class", "force", "preshuffle", "budget", "linear_backend", "quantize", "graphs")
+
+_ATTENTION = "attn_implementation"
+
+
+def from_pretrained(
+    model_id: str | PathLike[str],
+    *,
+    auto_class: Any = None,
+    force: bool | None = None,
+    preshuffle: str | None = None,
+    budget: int | float | str | None = None,
+    linear_backend: str | None = None,
+    quantize: str | None = None,
+    graphs: bool | None = None,
+    **arguments: Any,
+) -> Any:
+    """Load a model with transformers and prepare it: overlays, fused projections, shuffled weights, recorded steps.
+
+    model_id: a model name on the Hub or a folder. auto_class: the class whose `from_pretrained` is called, or its name
+    in transformers; default: the first architecture of the config, else the causal-LM class for this config, else
+    `AutoModel`. force: True enables the ROCm path on any machine, False keeps the model stock; None: on ROCm, or if
+    `HF_ROCM_FORCE` is set. preshuffle, budget, linear_backend and graphs: as in `hf_rocm.prepare`. quantize: `fp8`,
+    `int8` or `int4`, see `hf_rocm.quantize`. arguments: all arguments of transformers' `from_pretrained`. The default
+    of `dtype` is the checkpoint's own dtype, on 4.x too.
+
+    Ranks that load one model together (`tp_plan`, `tp_size`, `distributed_config` or `device_mesh` under torchrun or
+    another launcher) first compare releases, overlays, aiter, GPU, options, arguments and the model's config. All of
+    them raise the same `RankError` if these differ, if one rank fails, if one has not joined after
+    `HF_ROCM_RANKS_TIMEOUT` seconds, or if the attention heads can't be divided among them. Messages that all ranks
+    would log come from rank 0 only. If the model stays stock, only the log is deduplicated.
+
+    Returns the model, or what transformers returns (a pair with `output_loading_info=True`).
+    Raises `LoadError` (an `OSError`) if the config or the weights can't be found, `OptionError` on an argument that
+    transformers does not accept, and `RankError` as above.
+    """
+    options.refresh()
+    check_arguments(preshuffle=preshuffle, budget=budget, linear_backend=linear_backend)
+    if quantize is not None:
+        quantizing.check_options(quantize, force=force)
+    arguments = _with_dtype(arguments)
+    own = {
+        "auto_class": auto_class,
+        "force": force,
+        "preshuffle": preshuffle,
+        "budget": budget,
+        "linear_backend": linear_backend,
+        "quantize": quantize,
+        "graphs": graphs,
+    }
+    served = bool(force) or (force is None and (is_rocm() or options.force_requested()))
+    with together({**own, **arguments}, cache(lambda: _config_or_none(model_id, arguments)), served=served):
+        if served:
+            probe.ahead()
+        return _load(model_id, arguments, served=served, **own)
+
+
+def _load(
+    model_id: str | PathLike[str],
+    arguments: dict[str, Any],
+    *,
+    auto_class: Any,
+    force: bool | None,
+    preshuffle: str | None,
+    budget: int | float | str | None,
+    linear_backend: str | None,
+    quantize: str | None,
+    graphs: bool | None,
+    served: bool,
+) -> Any:
+    """Load and prepare; see `from_pretrained`. served: whether the model will be prepared."""
+    flash = served and _needs_our_flash(arguments)
+    if flash:
+        arguments = {name: value for name, value in arguments.items() if name != _ATTENTION}
+    try:
+        loader = _class_for(model_id, auto_class, arguments)
+        with auto.suspended(), heap_copies.where_needed() if served else nullcontext():
+            loaded = loader.from_pretrained(model_id, **arguments)
+    except OSError as error:
+        raise LoadError(
+            f"no model could be loaded from {str(model_id)!r}",
+            facts={"found": "the folder does not exist"}
+            if _no_folder(model_id)
+            else {"transformers error": _first_lines(error)},
+            hint="check the name or the path; a folder needs config.json and its weights (model.safetensors)",
+        ) from error
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise OptionError(
+            "transformers does not accept one of the arguments",
+            facts={"transformers error": _first_lines(error), "given": ", ".join(sorted(arguments))},
+            hint=f"remove or rename it; hf_rocm's own arguments are {', '.join(_OWN)}",
+        ) from error
+    model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
+    model = prepare(
+        model,
+        force=force,
+        preshuffle=preshuffle,
+        budget=budget,
+        linear_backend=linear_backend,
+        quantize=quantize,
+        graphs=graphs,
+    )
+    if flash:
+        model.set_attn_implementation(flash_provider.NAME)
+    return (model, *info) if info else model
+
+
+def _needs_our_flash(arguments: dict[str, Any]) -> bool:
+    """Whether the model gets flash attention after `prepare`: transformers would not load it without the package."""
+    return arguments.get(_ATTENTION) == flash_provider.NAME and flash_provider.unavailable() is None
+
+
+def _class_for(model_id: str | PathLike[str], auto_class: Any, arguments: dict[str, Any]) -> Any:
+    """Return the class that loads this model; see `from_pretrained`."""
+    import transformers
+
+    if isinstance(auto_class, str):
+        named = getattr(transformers, auto_class, None)
+        if named is None:
+            raise OptionError(
+                f"transformers {transformers.__version__} has no class {auto_class!r}",
+                hint="pass a class such as transformers.AutoModelForCausalLM, or its name",
+            )
+        return named
+    if auto_class is not None:
+        return auto_class
+    if arguments.get("quantization_config") is None and _is_adapter(model_id):
+        return transformers.AutoModelForCausalLM  # it resolves the base model of a PEFT adapter
+    config = _config(model_id, arguments)
+    remote = getattr(config, "auto_map", None) or {}
+    if arguments.get("trust_remote_code") and remote:
+        return transformers.AutoModelForCausalLM if "AutoModelForCausalLM" in remote else transformers.AutoModel
+    architecture = _architecture(config)
+    if architecture is not None:
+        return architecture
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModel
+
+
+def _architecture(config: Any) -> type | None:
+    """Return the first architecture of the config, if transformers has a class of that name that accepts the config.
+
+    The name comes from the checkpoint and may be anything; stock's `AutoModelForCausalLM` does not read it.
+    """
+    import transformers
+
+    named = getattr(config, "architectures", None)
+    name = named[0] if isinstance(named, (list, tuple)) and named else None
+    if not isinstance(name, str):
+        return None
+    try:
+        cls = getattr(transformers, name, None)
+    except (ImportError, RuntimeError):  # the module needs a package that is not installed
+        return None
+    if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
+        return None
+    wanted = getattr(cls, "config_class", None)
+    parts = getattr(config, "sub_configs", None) or {}
+    accepts = isinstance(wanted, type) and (isinstance(config, wanted) or wanted in parts.values())
+    return cls if accepts else None
+
+
+def _config(model_id: str | PathLike[str], arguments: dict[str, Any]) -> Any:
+    import transformers
+
+    config = arguments.get("config")
+    if config is None or isinstance(config, (str, PathLike)):
+        source = {name: arguments[name] for name in _SOURCE if name in arguments}
+        config = transformers.AutoConfig.from_pretrained(config or model_id, **source)
+    return config
+
+
+def _config_or_none(model_id: str | PathLike[str], arguments: dict[str, Any]) -> Any:
+    """Return the config, or None if it can't be read this way: an adapter, a custom class, a missing file."""
+    if _is_adapter(model_id):
+        return None
+    try:
+        return _config(model_id, arguments)
+    except (OSError, ValueError, KeyError):
+        return None  # loading raises the error
+
+
+def _is_adapter(model_id: str | PathLike[str]) -> bool:
+    folder = Path(model_id)
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+def _no_folder(model_id: str | PathLike[str]) -> bool:
+    """Whether this can only be a path, and nothing exists there; a name on the Hub has at most one slash."""
+    path = os.fspath(model_id)
+    return (path.startswith((".", "~", "/")) or path.count("/") > 1) and not Path(path).exists()
+
+
+def _with_dtype(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Add the checkpoint's own dtype unless one is given, under the argument name of this release."""
+    import transformers
+
+    name = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+    given = dict(arguments)
+    if name == "torch_dtype" and "dtype" in given:
+        given["torch_dtype"] = given.pop("dtype")
+    if "dtype" not in given and "torch_dtype" not in given:
+        given[name] = "auto"
+    return given
+
+
+def _first_lines(error: BaseException) -> str:
+    """Return the beginning of transformers' message, which can be a page long."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:300] + " …"

@@ -1,0 +1,89 @@
+"""The table of tuned products that aiter reads: the user's rows, then those tuned here, then those that aiter ships."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_rocm import files, options
+from hf_rocm.errors import TuningError
+from hf_rocm.ops.aiter.tables import machine, store
+from hf_rocm.ops.aiter.tables.machine import Gpu, Release
+from hf_rocm.ops.aiter.tables.merge import SHIPPED, TUNED, YOURS, Merged, merge
+from hf_rocm.ops.aiter.tables.table import Table, read
+
+
+def before_import() -> None:
+    """Merge the tables into one file and set it as aiter's table. Called right before aiter is imported.
+
+    Changes nothing if neither the user nor `hf-rocm tune` has added rows. Raises `TableError`, with the lines, if a
+    file that the user named in AITER_CONFIG_GEMM_BF16 can't be used. For hf_rocm's own files it only warns.
+    """
+    named = options.tuned_files()
+    if "aiter" in sys.modules or any(store.is_merged(path) for path in named):
+        return  # too late, or the parent process has done it
+    release, gpu = machine.installed(), machine.gpu()
+    if release is None or gpu is None or not release.layout.reads_variable:
+        return
+    if not named and _tuned(gpu, release) is None:
+        return
+    merged = combined(gpu, release, named)
+    try:
+        path = store.merged(gpu, release, merged.digest)
+        written = files.read_own(path)
+        if written is None or written[0] != merged.text:  # another process may have written the file
+            store.write(path, merged.text)
+    except TuningError as error:
+        warnings.warn(f"hf_rocm: tuned products are not used: {error}", RuntimeWarning, stacklevel=2)
+        return
+    options.use_tuned_table(path)
+
+
+def combined(gpu: Gpu | None, release: Release, named: Sequence[Path], *, shipped: bool = True) -> Merged:
+    """All rows that apply to this GPU (to all GPUs, if it is None) and this release."""
+    tables: list[tuple[str, Table]] = []
+    for path in named:
+        table = read(path, release.layout, release.version)
+        _mend(table)
+        table.refuse(release.version)
+        tables.append((YOURS, table))
+    tuned = None if gpu is None else _tuned(gpu, release)
+    if tuned is not None:
+        tables += _if_right(TUNED, tuned, release)
+    for path in release.shipped if shipped else []:
+        tables += _if_right(SHIPPED, path, release)
+    return merge(tables, release.layout, gpu)
+
+
+def _tuned(gpu: Gpu, release: Release) -> Path | None:
+    """The table of `hf-rocm tune`, or None if there is none that this user can read."""
+    try:
+        path = store.tuned(gpu, release)
+    except TuningError:
+        return None
+    return path if files.is_file(path) else None
+
+
+def _mend(table: Table) -> None:
+    """Accept a table without the column gfx, whose values are derived from the number of compute units."""
+    if table.lacks_gfx:
+        table.problems = [problem for problem in table.problems if "there is no column gfx" not in problem.text]
+
+
+def _if_right(role: str, path: Path, release: Release) -> list[tuple[str, Table]]:
+    """Read a file that the user did not name: wrong lines are left out, with a warning."""
+    try:
+        table = read(path, release.layout, release.version)
+    except TuningError as error:
+        warnings.warn(f"hf_rocm: a table of tuned products is left out: {error}", RuntimeWarning, stacklevel=3)
+        return []
+    if table.problems:
+        line, text = table.problems[0]
+        warnings.warn(
+            f"hf_rocm: {len(table.problems) + table.more_problems} lines of {path} are left out; line {line}: {text}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return [(role, table)]

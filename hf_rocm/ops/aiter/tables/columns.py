@@ -1,0 +1,137 @@
+"""The columns of aiter's tables of tuned products (bf16 and fp16), as its releases have them.
+
+aiter looks a product up by its shape in a CSV file. The columns changed six times from 0.1.5 to 0.1.20, and a file of
+another generation fails at the first product, not when it is read; so each generation is recorded here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+from hf_rocm.errors import TuningError
+
+SHAPE = ("M", "N", "K", "bias", "dtype", "outdtype", "scaleAB")
+_FOUND = ("libtype", "solidx", "splitK", "us", "kernelName", "err_ratio", "tflops", "bw")
+
+# Releases up to 0.1.6.post1 call the time `soltimes`; it is in microseconds too.
+RENAMED = {"soltimes": "us"}
+
+# (library, the first release whose tables may name it, the first release that no longer supports it)
+_LIBRARIES = (
+    ("torch", "0", None),
+    ("hipblaslt", "0", None),
+    ("skinny", "0", None),
+    ("asm", "0.1.5", None),
+    ("rocblas", "0", "0.1.6.post2"),
+    ("triton", "0.1.7.post3", None),
+    ("flydsl", "0.1.12", None),
+    ("opus", "0.1.15", None),
+)
+
+# The architecture that aiter assumes for a row without `gfx`, by compute units.
+GFX_OF_UNITS = {80: "gfx942", 304: "gfx942", 256: "gfx950"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One generation of tables.
+
+    since: the first release with this layout. tuned, untuned: the columns of the two files. key: the columns that a
+    product is looked up by. table: the file that the package ships, in `aiter/configs`. tuner: the script, relative to
+    the folder of aiter's sources. options: its options besides the two files. reads_variable: whether aiter reads
+    AITER_CONFIG_GEMM_BF16.
+    """
+
+    since: str
+    tuned: tuple[str, ...]
+    untuned: tuple[str, ...]
+    key: tuple[str, ...]
+    table: str = "bf16_tuned_gemm.csv"
+    tuner: str = "gradlib/gradlib/gemm_tuner.py"
+    options: tuple[str, ...] = ()
+    reads_variable: bool = True
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether a row can be for a shuffled weight."""
+        return "bpreshuffle" in self.untuned
+
+
+_SHUFFLED = (*SHAPE, "bpreshuffle")
+
+LAYOUTS = (
+    Layout(
+        "0.1.5.post2",
+        tuned=(*SHAPE, "cu_num", "libtype", "solidx", "soltimes", "kernelName", "tflops", "bw"),
+        untuned=SHAPE,
+        key=("cu_num", *SHAPE),
+        table="tuned_gemm.csv",
+        reads_variable=False,
+    ),
+    Layout(
+        "0.1.6.post1",
+        tuned=(*SHAPE, "cu_num", *("soltimes" if name == "us" else name for name in _FOUND)),
+        untuned=SHAPE,
+        key=("cu_num", *SHAPE),
+        table="tuned_gemm.csv",
+    ),
+    Layout("0.1.6.post2", tuned=(*SHAPE, "cu_num", *_FOUND), untuned=SHAPE, key=("cu_num", *SHAPE)),
+    Layout("0.1.7.post3", tuned=("cu_num", *_SHUFFLED, *_FOUND), untuned=_SHUFFLED, key=("cu_num", *_SHUFFLED)),
+    Layout("0.1.12.post2", tuned=("gfx", "cu_num", *_SHUFFLED, *_FOUND), untuned=_SHUFFLED, key=("cu_num", *_SHUFFLED)),
+    Layout(
+        "0.1.16",
+        tuned=("gfx", "cu_num", *_SHUFFLED, *_FOUND),
+        untuned=_SHUFFLED,
+        key=("gfx", "cu_num", *_SHUFFLED),
+        tuner="csrc/gemm_a16w16/gemm_a16w16_tune.py",
+        # it writes its results after each batch of 100 shapes by default: too many to lose when it is stopped
+        options=("--batch", "8"),
+    ),
+)
+
+NEWEST = "0.1.20.post1"  # the last release whose files were read
+
+
+def layout_of(release: str) -> Layout:
+    """The layout of a release of aiter; unknown newer releases count as the newest known one."""
+    version = parse(release)
+    known = [layout for layout in LAYOUTS if Version(layout.since) <= version]
+    if not known:
+        raise TuningError(
+            f"the tables of amd-aiter {release} are not known to hf_rocm",
+            facts={"known": f"{LAYOUTS[0].since} to {NEWEST}"},
+            hint="update it: pip install -U amd-aiter",
+        )
+    return known[-1]
+
+
+def layouts_with(columns: tuple[str, ...]) -> list[Layout]:
+    """The layouts whose tuned tables have exactly these columns, in any order."""
+    return [layout for layout in LAYOUTS if set(layout.tuned) == set(columns)]
+
+
+def releases_of(layouts: list[Layout]) -> str:
+    """`0.1.7.post3 up to 0.1.12.post2` (which no longer has them), for people. layouts: consecutive ones."""
+    after = LAYOUTS[LAYOUTS.index(layouts[-1]) + 1 :]
+    return f"{layouts[0].since} up to {after[0].since}" if after else f"{layouts[0].since} and later"
+
+
+def libraries(release: str) -> frozenset[str]:
+    """The values of `libtype` that a release supports; any other raises a KeyError at the product's first call."""
+    version = parse(release)
+    return frozenset(
+        name
+        for name, first, gone in _LIBRARIES
+        if Version(first) <= version and (gone is None or version < Version(gone))
+    )
+
+
+def parse(release: str) -> Version:
+    try:
+        return Version(release)
+    except InvalidVersion:
+        raise TuningError(
+            f"{release!r} is not a release of amd-aiter", hint=f"write it as on PyPI, for example {NEWEST}"
+        ) from None

@@ -1,0 +1,124 @@
+"""Merge several tables into one, before aiter reads them.
+
+With several files, releases from 0.1.12 on rewrite them when they disagree, and older releases drop rows. All releases
+ignore their own table if a file is given. So hf_rocm gives aiter one file with all rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_rocm.ops.aiter.tables.columns import Layout
+from hf_rocm.ops.aiter.tables.machine import Gpu
+from hf_rocm.ops.aiter.tables.table import Key, Row, Table
+
+YOURS, TUNED, SHIPPED = "yours", "tuned here", "shipped"
+
+
+@dataclass
+class Share:
+    """The counts of one file's rows."""
+
+    role: str
+    path: Path
+    taken: int = 0
+    repeated: int = 0  # an earlier file has the shape
+    elsewhere: int = 0  # of another GPU
+    failed: int = 0  # the tuner found no kernel
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.__dict__, "path": str(self.path)}
+
+
+@dataclass
+class Merged:
+    """The merged table. rows: by the key that the release looks up."""
+
+    layout: Layout
+    rows: dict[Key, Row] = field(default_factory=dict)
+    shares: list[Share] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The file's content: the columns of this release, in its order."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(self.layout.tuned)
+        for row in self.rows.values():
+            written = _written(row)
+            writer.writerow([written.get(name, "") for name in self.layout.tuned])
+        return out.getvalue()
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+
+def merge(tables: Iterable[tuple[str, Table]], layout: Layout, gpu: Gpu | None) -> Merged:
+    """Merge the tables; only the rows of `gpu`, if it is given. The first file with a shape wins.
+
+    tables: (role, table) in order of preference. Of the tables that aiter ships, which may repeat each other, the
+    fastest row wins, as in aiter.
+    """
+    merged = Merged(layout)
+    shipped: list[tuple[Share, Row]] = []
+    for role, table in tables:
+        share = Share(role, table.path)
+        merged.shares.append(share)
+        for row in table.rows:
+            if row.us is None:
+                share.failed += 1
+            elif gpu is not None and not _for(row.key, gpu):
+                share.elsewhere += 1
+            elif role == SHIPPED:
+                shipped.append((share, row))
+            else:
+                _take(merged, share, row)
+    for share, row in sorted(shipped, key=lambda pair: pair[1].us or 0.0):
+        _take(merged, share, row)
+    return merged
+
+
+def tuned_of(merged: Merged, keys: Sequence[Key]) -> int:
+    """The number of these products that aiter finds, with their own M or with the M that it pads them to."""
+    return sum(
+        any(key._replace(m=m).looked_up(merged.layout) in merged.rows for m in (key.m, *padded(key.m, key.n)))
+        for key in keys
+    )
+
+
+def padded(m: int, n: int) -> tuple[int, int]:
+    """The two padded M that aiter looks up too: the next multiple of a step that grows with M, and a power of two."""
+    step = 16 if m <= 256 else 32 if m <= 1024 else 64 if m <= 4096 else 128
+    return -(-m // step) * step, 8192 if m > 8192 and n > 4096 else 1 << (m - 1).bit_length()
+
+
+def _for(key: Key, gpu: Gpu) -> bool:
+    return key.units == gpu.units and key.gfx in (None, gpu.gfx)
+
+
+def _take(merged: Merged, share: Share, row: Row) -> None:
+    key = row.key.looked_up(merged.layout)
+    if key in merged.rows:
+        share.repeated += 1
+    else:
+        merged.rows[key] = row
+        share.taken += 1
+
+
+def _written(row: Row) -> dict[str, str]:
+    """The row with its flags written as aiter compares them."""
+    key = row.key
+    return {
+        **row.values,
+        "gfx": key.gfx or "",
+        "bias": str(key.bias),
+        "scaleAB": str(key.scaled),
+        "bpreshuffle": str(key.shuffled),
+    }

@@ -1,0 +1,37 @@
+"""Whether an operation must take the path that a recorded graph takes, where the host reads no tensor.
+
+Some operations read a tensor on the host to choose a faster kernel, and leave that out while a graph is recorded. A
+recording is compared with uncaptured runs, which have to leave it out too, because another kernel rounds differently.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_thread = threading.local()
+
+
+@contextmanager
+def as_captured() -> Iterator[None]:
+    """Within the block, operations of this thread run as if a graph were recorded."""
+    before = getattr(_thread, "on", False)
+    _thread.on = True
+    try:
+        yield
+    finally:
+        _thread.on = before
+
+
+def captured(x: Tensor) -> bool:
+    """Whether an operation on this tensor is recorded, or runs as if it were."""
+    return getattr(_thread, "on", False) or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def in_captured_block() -> bool:
+    """Whether this thread is in a block of `as_captured`."""
+    return getattr(_thread, "on", False)

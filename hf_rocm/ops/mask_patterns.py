@@ -1,0 +1,170 @@
+"""Recognise a padded batch from its mask, and convert it to a form for kernels without masks.
+
+transformers passes a [B, 1, S_q, S_k] mask to attention for every purpose. If the mask consists only of left padding
+with causality and a sliding window, of keys that no query sees, or of the filled part of a static cache, packed
+sequences or lengths can replace it. The mask is compared element by element, once, and only if a kernel can use the
+result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from hf_rocm.ops import decode, varlen
+from hf_rocm.ops.attention import mask_serves
+from hf_rocm.ops.attention_eager import visible
+from hf_rocm.ops.attention_terms import FEW_QUERIES
+from hf_rocm.ops.captured import captured
+from hf_rocm.ops.padded import CacheRows as CacheRows
+from hf_rocm.ops.padded import Packed
+from hf_rocm.ops.padded import Padded as Padded
+
+_RECOGNISED = "_hf_rocm_padded"  # on the mask itself: ((its version, S_k, window), what was recognised)
+
+
+def recognise(
+    mask: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None = None,
+    softcap: bool = False,
+    sinks: bool = False,
+) -> Padded | None:
+    """A padded batch that can replace this mask, or None if the mask must be used.
+
+    mask: [B | 1, 1, S_q, ≥ S_k], bool or additive; query: [B, H, S_q, D]; key: [B, Hkv, S_k, D]; value:
+    [B, Hkv, S_k, D_v]. window: the sliding window that the mask may include. softcap, sinks: whether the kernel needs
+    them. Reads the mask on the host once for all layers; never while compiling or capturing a graph.
+    """
+    s_q, s_k = query.shape[2], key.shape[2]
+    if is_compiling() or mask.shape[1:3] != (1, s_q) or s_q > s_k:
+        return None
+    if window is not None and window >= s_k:
+        window = None  # it hides nothing
+    if mask.is_inference() or not _kernel_serves(query, key, value, mask, window, softcap, sinks):
+        return None  # inference tensors have no version, so the mask would have to be read in every layer
+    if captured(query):
+        return None
+    state = (mask._version, s_k, window)
+    earlier = getattr(mask, _RECOGNISED, None)
+    if earlier is not None and earlier[0] == state:
+        padded: Padded | None = earlier[1]
+        return padded
+    seen = _as_bool(mask[:, 0, :, :s_k])
+    if seen is None:
+        padded = None
+    else:
+        seen = seen.expand(query.shape[0], s_q, s_k)
+        padded = _filled(seen[:, 0]) if s_q == 1 else _packed(seen, window)
+    setattr(mask, _RECOGNISED, (state, padded))
+    return padded
+
+
+def _filled(real: Tensor) -> CacheRows | None:
+    """For single queries: rows of keys that are filled from the front. real: [B, S_k]."""
+    lengths = real.sum(-1)
+    places = torch.arange(real.shape[1], device=real.device)
+    if bool((real == (places < lengths[:, None])).all() & (lengths > 0).all()):
+        return CacheRows(lengths, key_ends=_ends(lengths))
+    return None
+
+
+def _packed(seen: Tensor, window: int | None) -> Packed | None:
+    """Left padding with causality and a window, or keys that no query sees. seen: [B, S_q, S_k]."""
+    b, s_q, s_k = seen.shape
+    real = seen.any(1)  # the keys that at least one query sees
+    own = real[:, s_k - s_q :]
+    if not bool(real.any(-1).all()):
+        return None
+    if bool((seen == real[:, None]).all()):
+        return _make(real, torch.ones(b, s_q, dtype=torch.bool, device=seen.device), causal=False)
+    causal = visible(s_q, s_k, causal=True, window=window, device=seen.device)
+    assert causal is not None
+    # a padding query that sees something has a defined result, which packing would lose: right padding stays masked
+    blind = own | ~seen.any(-1)
+    if bool((seen == (real[:, None] & causal)).all() & blind.all()):
+        return _make(real, own, causal=True, window=window)
+    return None
+
+
+def _as_bool(mask: Tensor) -> Tensor | None:
+    """True where a query sees a key; None if the mask has other values than 0 and −∞ (or the smallest number)."""
+    if mask.dtype == torch.bool:
+        return mask
+    seen = mask == 0
+    return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()) else None
+
+
+def _make(real: Tensor, own: Tensor, *, causal: bool, window: int | None = None) -> Packed:
+    queries, keys = own.sum(-1), real.sum(-1)
+    return Packed(
+        key_ends=_ends(keys),
+        query_ends=_ends(queries),
+        queries=own.flatten().nonzero()[:, 0],
+        keys=real.flatten().nonzero()[:, 0],
+        longest_query=int(queries.max()),
+        longest_key=int(keys.max()),
+        causal=causal,
+        window=window,
+    )
+
+
+def _ends(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _kernel_serves(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int | None, softcap: bool, sinks: bool
+) -> bool:
+    """Whether a kernel serves packed sequences or lengths, but none serves the mask itself."""
+    s_q = query.shape[2]
+    if s_q <= FEW_QUERIES and mask_serves(query, key, value, mask.dtype, softcap=softcap, sinks=sinks):
+        return False
+    if s_q == 1:
+        return decode.kernel_serves(query, key, value, softcap=softcap, sinks=sinks)
+    if sinks:
+        return False
+    common = (query.dtype, query.device, query.shape[1], value.shape[1], query.shape[3], value.shape[3])
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return all(
+        packing_serves(packed_specification(*common, causal=causal, window=hidden, softcap=softcap, grad=grad))
+        for causal, hidden in ((True, window), (False, None))
+    )
+
+
+def packed_specification(
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    softcap: bool = False,
+    grad: bool = False,
+) -> varlen.VarlenSpec:
+    """The specification of a padded batch once it is packed; packed sequences have no sinks."""
+    return varlen.VarlenSpec(
+        dtype=dtype,
+        device=device,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=False,
+        grad=grad,
+    )
+
+
+def packing_serves(spec: varlen.VarlenSpec) -> bool:
+    """Whether a kernel serves packed sequences here; otherwise the mask itself is used."""
+    return varlen.kernel_serves(spec)

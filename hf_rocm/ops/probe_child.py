@@ -1,0 +1,80 @@
+"""The child process that builds and checks kernels. `probe_worker` starts it; no module imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+from collections.abc import Callable
+
+import torch
+
+import hf_rocm.ops  # registers every operation
+from hf_rocm.ops import probe_cases
+from hf_rocm.ops.probe_worker import decode
+
+IDLE_SECONDS = 60.0  # the child exits after this time without a request
+GRACE = 30  # seconds after the time-out until a hanging child ends itself
+LONGEST = 2**31 - 1  # seconds, the maximum of the system's alarm
+WAKING = 120  # seconds until a child that hangs before the first request ends itself
+
+
+def serve(*, warm: bool) -> None:
+    """Serve requests: one per line on stdin, answered by a line that it was read and a line with the reason.
+
+    A line may also request to initialise a device, which has no answer.
+    """
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # kernels and compilers may print to stdout
+    assert hf_rocm.ops
+    if warm:
+        _in_time(_wake)
+    questions = os.fdopen(0, "rb", buffering=0, closefd=False)
+    while select.select([questions], [], [], IDLE_SECONDS)[0]:
+        line = questions.readline()
+        if not line:
+            break
+        question = json.loads(line)
+        if "wake" in question:
+            _in_time(_wake_on, question["wake"])
+            continue
+        answers.write("{}\n")
+        answers.flush()
+        kind = decode(question["kind"])
+        _alarm(question["timeout"])
+        reason = probe_cases.check(question["operation"], question["tier"], question["name"], kind)
+        signal.alarm(0)
+        answers.write(json.dumps({"reason": reason}) + "\n")
+        answers.flush()
+
+
+def _alarm(timeout: float) -> None:
+    """End this child some time after its parent would kill it, in case the parent no longer exists."""
+    signal.alarm(int(min(timeout + GRACE, LONGEST)))
+
+
+def _in_time(step: Callable[..., None], *args: str) -> None:
+    signal.alarm(WAKING)
+    step(*args)
+    signal.alarm(0)
+
+
+def _wake() -> None:
+    """Initialise Triton's driver and compiler, which the first check would wait for. Uses no GPU memory."""
+    with contextlib.suppress(Exception):  # a check that needs them reports the error
+        if torch.cuda.is_available():
+            from triton.runtime import driver
+
+            from hf_rocm.ops.triton.builds import compiled_for
+            from hf_rocm.ops.triton.kernels.norm import BUILDS
+
+            compiled_for(BUILDS[0], driver.active.get_current_target())
+
+
+def _wake_on(device: str) -> None:
+    """Initialise the GPU's context, which takes some of its memory, and its BLAS library."""
+    with contextlib.suppress(Exception):
+        ones = torch.ones(16, 16, dtype=torch.float64, device=device)
+        torch.mm(ones, ones).sum().item()

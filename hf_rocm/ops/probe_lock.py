@@ -1,0 +1,105 @@
+"""One process at a time checks a kernel; other processes wait for it and use its result.
+
+A file lock of the operating system, on a separate file. It ends with its process, so no lock is ever stale. Where the
+file system has no locks, or the wait takes too long, every process runs the check itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hf_rocm import files
+
+FIRST_MESSAGE = 5.0  # seconds of waiting before one log message
+
+_logger = logging.getLogger("hf_rocm")
+
+
+class Turn:
+    """The lock in this process. failure: why the kernel failed in the process that this one waited for, or None."""
+
+    def __init__(self, lock: int | None = None, *, waited: bool = False, failure: str | None = None) -> None:
+        self.lock, self.waited, self.failure = lock, waited, failure
+        self.reason: str | None = None
+
+    def fail(self, reason: str) -> None:
+        """Pass a failure to the processes that are waiting now. Later ones run the check again."""
+        self.reason = reason
+
+
+@contextmanager
+def turn(file: Path | None, *, timeout: float, what: str) -> Iterator[Turn]:
+    """Hold a lock on `file` within the block, after waiting up to `timeout` seconds for its holder.
+
+    file: None if there is no folder for it. what: the kernel, for the log.
+    """
+    mine = Turn() if file is None else _take(file, timeout, what)
+    try:
+        yield mine
+        if mine.lock is not None and file is not None:
+            _leave(file, mine)
+    finally:
+        if mine.lock is not None:
+            os.close(mine.lock)
+
+
+def _take(file: Path, timeout: float, what: str) -> Turn:
+    before: dict[str, str] | None = None  # the note in the file while another process had the lock
+    logged = False
+
+    def attempt() -> Turn | None:
+        nonlocal before
+        lock = None
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = files.open_own(file)
+            if lock is None:  # another user's file, or a link: neither read nor written
+                return Turn()
+            if not files.lock(lock):
+                before = _note(lock) if before is None else before
+            elif os.path.samestat(os.fstat(lock), file.lstat()):
+                note = _note(lock)
+                fresh = before is not None and note != before
+                return Turn(lock, waited=before is not None, failure=str(note["reason"]) if fresh and note else None)
+        except FileNotFoundError:
+            pass  # its holder has finished and removed it
+        except OSError:  # the cache folder can't be written or has no locks
+            if lock is not None:
+                os.close(lock)
+            return Turn()
+        if lock is not None:
+            os.close(lock)
+        return None
+
+    def waiting(seconds: float) -> None:
+        nonlocal logged
+        if seconds > FIRST_MESSAGE and not logged:
+            _logger.warning("waiting for another process, which builds and checks %s", what)
+            logged = True
+
+    return files.poll(attempt, timeout=timeout, waiting=waiting) or Turn(waited=True)
+
+
+def _leave(file: Path, mine: Turn) -> None:
+    assert mine.lock is not None
+    with suppress(OSError):
+        if mine.reason is not None:
+            text = json.dumps({"reason": mine.reason, "told": secrets.token_hex(8)})
+            os.ftruncate(mine.lock, 0)
+            os.pwrite(mine.lock, text.encode(), 0)
+        elif mine.failure is None:  # otherwise other processes may still be waiting to read it
+            file.unlink()  # before the lock is released, so that no other process locks this file
+
+
+def _note(lock: int) -> dict[str, str]:
+    try:
+        note = json.loads(os.pread(lock, 1 << 20, 0))
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) and isinstance(note.get("reason"), str) else {}

@@ -1,0 +1,74 @@
+"""Weights of 8 or 4 bits as numbers of another dtype, in one pass: a program writes a piece of a row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.four_bit import run_length
+from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
+from hf_rocm.ops.triton.kernels.linear import wide
+from hf_rocm.ops.triton.tiles import dequantize_tile
+
+
+@triton.jit
+def dequantize_eight(
+    weight,  # [N, K] int8 or fp8
+    scale,  # [N] fp32
+    out,  # [N, K]
+    k_size,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < k_size
+    numbers = wide(tl.load(weight + row * k_size + k, mask=inside)) * tl.load(scale + row)
+    tl.store(out + row * k_size + k, numbers.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dequantize_four(
+    weight,  # [N, K / 8] int32, see `ops.four_bit`
+    scale,  # [N, K / GROUP]
+    out,  # [N, K]
+    k_words,  # K / 8
+    GROUP: tl.constexpr,  # numbers with one scale
+    RUN: tl.constexpr,  # the length of a run
+    BLOCKS: tl.constexpr,  # of 8 runs
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
+    within = tl.arange(0, RUN)[None, :]
+    inside = block * RUN < k_words
+    words = tl.load(weight + row * k_words + block * RUN + within, mask=inside)
+    scales = scale + row * (k_words // (GROUP // 8))
+    out += row * k_words * 8
+    for run in tl.static_range(8):
+        start = (block * 8 + run) * RUN
+        # 2²³ + q, whose last bits are q: additions are faster than conversions of integers
+        numbers = (((words >> (4 * run)) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+        numbers *= tl.load(scales + start // GROUP, mask=inside).to(tl.float32)
+        tl.store(out + start + within, numbers.to(out.dtype.element_ty), mask=inside)
+
+
+def _build(k: int, weight: str, *, out: str = "bf16", group: int = 0, arch: str | None = None) -> Build:
+    run = run_length(k, group) if group else 0
+    block, threads = dequantize_tile(k, run)
+    size, scale = ("k_words", "bf16") if group else ("k_size", "fp32")
+    return Build(
+        dequantize_four if group else dequantize_eight,
+        {"weight": f"*{weight}", "scale": f"*{scale}", "out": f"*{out}", size: "i32"},
+        {"GROUP": group, "RUN": run, "BLOCKS": block} if group else {"BLOCK": block},
+        threads=threads,
+        divisible=(size,),
+        architectures=tuple(ARCHITECTURES) if arch is None else (arch,),
+    )
+
+
+BUILDS = (
+    _build(4096, "i8"),
+    _build(4096, "fp8e4nv"),
+    _build(4096, "fp8e4b8", arch="gfx942"),
+    _build(4096, "i32", group=128),
+    _build(4096, "i32", group=32, out="fp16"),
+)

@@ -1,0 +1,312 @@
+"""Attention of many queries: softmax and products in one pass over the keys, for dense and for packed sequences.
+
+A program has a tile of rows, the query heads of one key head beside each other, so that keys and values are loaded once
+for the whole group. Packed sequences need no list of tiles: the tiles of sequence b begin at a number that increases
+with b and can be computed from the sequence's first query, so a program finds its sequence by bisection. Scores are
+kept in powers of 2. Blocks of keys that every row of the tile sees are processed without masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
+from hf_rocm.ops.triton.tiles import flash_tile
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["sequences", "span", "queries", "keys"])
+def flash_kernel(
+    query,  # [B, H, S_q, D]; packed: B = 1 and S_q = T_q
+    key,  # [B, Hkv, S_k, D]
+    value,  # [B, Hkv, S_k, D_v]
+    output,  # [B, S_q, H, D_v]
+    query_ends,  # [sequences + 1] int32, or None: dense
+    key_ends,  # [sequences + 1] int32, or None: dense
+    sinks,  # [H] or None
+    scale,
+    softcap,  # or None
+    sequences,
+    span,  # a power of 2, at least half the number of sequences
+    queries,  # S_q, if dense
+    keys,  # S_k, if dense
+    window,  # or None
+    query_b,
+    query_h,
+    query_s,
+    key_b,
+    key_h,
+    key_s,
+    value_b,
+    value_h,
+    value_s,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program: one tile of rows (query i, member of the group) of one key head."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    if query_ends is not None:
+        which = 0
+        step = span
+        while step > 0:
+            candidate = which + step
+            inside = candidate < sequences
+            begins = tl.load(query_ends + candidate, mask=inside, other=0)
+            which = tl.where(inside & (begins * GROUP // ROWS + candidate <= tile), candidate, which)
+            step = step // 2
+        first_query = tl.load(query_ends + which)
+        first_key = tl.load(key_ends + which).to(tl.int64)
+        queries = tl.load(query_ends + which + 1) - first_query
+        keys = (tl.load(key_ends + which + 1) - first_key).to(tl.int32)
+        tile = tile - (first_query * GROUP // ROWS + which)
+        first_query = first_query.to(tl.int64)
+        key += first_key * key_s
+        value += first_key * value_s
+    else:
+        tile = tl.num_programs(0) - 1 - tile  # the longest rows first
+        first_query = b * queries
+        query -= first_query * query_s
+    if tile * ROWS >= queries * GROUP:
+        return
+
+    row = tile * ROWS + tl.arange(0, ROWS)
+    real = row < queries * GROUP
+    i = row // GROUP
+    h = kv_head * GROUP + row % GROUP
+    at = first_query + i  # [ROWS]
+    before = keys - queries  # query i is at this position + i
+    position = before + i
+    lowest = before + tile * ROWS // GROUP
+    first = 0
+    end = keys
+    whole = keys
+    if CAUSAL:
+        highest = before + (tl.minimum(tile * ROWS + ROWS, queries * GROUP) - 1) // GROUP
+        end = tl.minimum(end, highest + 1)
+        whole = tl.minimum(whole, lowest + 1)
+    if window is not None:
+        first = tl.maximum(lowest - window + 1, 0) // BLOCK * BLOCK
+        whole = first
+    else:
+        whole = tl.maximum(whole, 0) // BLOCK * BLOCK
+
+    column = tl.arange(0, BLOCK_D)
+    value_column = tl.arange(0, BLOCK_V)
+    query += b * query_b + h[:, None].to(tl.int64) * query_h + at[:, None] * query_s
+    q = tl.load(query + column[None, :], mask=real[:, None] & (column < DIM)[None, :], other=0.0)
+    key += b * key_b + kv_head.to(tl.int64) * key_h
+    value += b * value_b + kv_head.to(tl.int64) * value_h
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    if window is None:
+        peak, total, sums = _attend(
+            q,
+            peak,
+            total,
+            sums,
+            key,
+            value,
+            first,
+            whole,
+            position,
+            window,
+            scale,
+            softcap,
+            key_s,
+            value_s,
+            DIM,
+            VALUE_DIM,
+            CAUSAL,
+            False,
+            PRECISION,
+            BLOCK,
+            BLOCK_D,
+            BLOCK_V,
+        )
+    peak, total, sums = _attend(
+        q,
+        peak,
+        total,
+        sums,
+        key,
+        value,
+        whole,
+        end,
+        position,
+        window,
+        scale,
+        softcap,
+        key_s,
+        value_s,
+        DIM,
+        VALUE_DIM,
+        CAUSAL,
+        True,
+        PRECISION,
+        BLOCK,
+        BLOCK_D,
+        BLOCK_V,
+    )
+    if sinks is not None:
+        sink = tl.load(sinks + h, mask=real, other=0.0).to(tl.float32) * LOG2E
+        level = tl.maximum(peak, sink)
+        fade = tl.exp2(peak - level)
+        total = total * fade + tl.exp2(sink - level)
+        sums = sums * fade[:, None]
+    result = sums / tl.where(total > 0, total, 1.0)[:, None]
+    its = output + (at[:, None] * HEADS + h[:, None]) * VALUE_DIM + value_column[None, :]
+    kept = real[:, None] & (value_column < VALUE_DIM)[None, :]
+    tl.store(its, result.to(output.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _attend(
+    q,
+    peak,
+    total,
+    sums,
+    key,
+    value,
+    begin,
+    end,
+    position,
+    window,
+    scale,
+    softcap,
+    key_s,
+    value_s,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The keys from `begin` to `end` for one tile. MASKED: not every row sees all of them."""
+    n = tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK_D)
+    value_column = tl.arange(0, BLOCK_V)
+    for block in tl.range(begin, end, BLOCK):
+        at = block + n
+        own = n
+        if MASKED:  # the last key is read again in place of those after it, which takes no masks
+            own = tl.minimum(n, end - 1 - block)
+        its = key + tl.cast(block, tl.int64) * key_s + own[None, :] * key_s + column[:, None]
+        if DIM == BLOCK_D:
+            k = tl.load(its)
+        else:
+            k = tl.load(its, mask=(column < DIM)[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision=PRECISION)
+        if softcap is not None:
+            # tanh of what every backend has, exact at both ends
+            scores = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * (2.0 * LOG2E)))))
+        else:
+            scores = scores * (scale * LOG2E)
+        if MASKED:
+            seen = (at < end)[None, :]
+            if CAUSAL:
+                seen = seen & (at[None, :] <= position[:, None])
+            if window is not None:
+                seen = seen & (at[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, -float("inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        level = higher
+        if MASKED:
+            level = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen so far
+        shares = tl.exp2(scores - level[:, None])
+        fade = tl.exp2(peak - level)
+        total = total * fade + tl.sum(shares, 1)
+        peak = higher
+        its = value + tl.cast(block, tl.int64) * value_s + own[:, None] * value_s + value_column[None, :]
+        if VALUE_DIM == BLOCK_V:
+            v = tl.load(its)
+        else:
+            v = tl.load(its, mask=(value_column < VALUE_DIM)[None, :], other=0.0)
+        sums = sums * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
+    return peak, total, sums
+
+
+CDNA = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx9"))
+GFX11 = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx11"))
+GFX12 = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx12"))
+
+
+def _builds(
+    dim: int,
+    group: int,
+    *,
+    dtype: str = "bf16",
+    value_dim: int | None = None,
+    packed: bool = True,
+    causal: bool = True,
+    window: bool = False,
+    softcap: bool = False,
+    sinks: bool = False,
+) -> Iterator[Build]:
+    """For CDNA, gfx11 and gfx12, whose tiles differ. The predicate refuses large heads on gfx11."""
+    strides = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
+    value_dim = value_dim or dim
+    types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks")}
+    types |= {"query_ends": "*i32", "key_ends": "*i32", "scale": "fp32", "softcap": "fp32"}
+    types |= dict.fromkeys(("sequences", "span", "queries", "keys", "window", *strides), "i32")
+    absent = {
+        "query_ends": not packed,
+        "key_ends": not packed,
+        "sinks": not sinks,
+        "softcap": not softcap,
+        "window": not window,
+    }
+    fixed: dict[str, Any] = {name: None for name, gone in absent.items() if gone}
+    for architectures in (CDNA, GFX11, GFX12):
+        tile = flash_tile(max(dim, value_dim), 4 if dtype == "fp32" else 2, architectures[0])
+        yield Build(
+            flash_kernel,
+            {name: kind for name, kind in types.items() if name not in fixed},
+            {
+                **fixed,
+                "HEADS": 8 * group,
+                "GROUP": group,
+                "DIM": dim,
+                "VALUE_DIM": value_dim,
+                "CAUSAL": causal,
+                "PRECISION": "ieee" if dtype == "fp32" else None,
+                "ROWS": tile.rows,
+                "BLOCK": tile.keys,
+                "BLOCK_D": triton.next_power_of_2(dim),
+                "BLOCK_V": triton.next_power_of_2(value_dim),
+            },
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            divisible=strides,
+            matrix=True,
+            architectures=() if architectures is GFX11 and max(dim, value_dim) > 128 else architectures,
+        )
+
+
+BUILDS = (
+    *_builds(128, 4),  # Llama, Mistral, Qwen
+    *_builds(128, 7, packed=False, causal=False),
+    *_builds(64, 8, dtype="fp16", window=True, sinks=True),  # gpt-oss
+    *_builds(256, 2, softcap=True, window=True),  # Gemma
+    *_builds(256, 2, softcap=True),
+    *_builds(96, 1, packed=False),  # Phi
+    *_builds(192, 1, value_dim=128),  # DeepSeek
+)

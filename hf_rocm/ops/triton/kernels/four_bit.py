@@ -1,0 +1,242 @@
+"""Products of few rows with 4-bit weights in groups: the kernels of `linear`, for another encoding of W.
+
+A word has one number of each of eight runs of K, see `ops.four_bit`. The numbers of a run are made with a shift and a
+logical operation, as the mantissa of a float, and multiplied with a contiguous piece of x. The sum of a group is
+multiplied by its scale, once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.four_bit import run_length
+from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
+from hf_rocm.ops.triton.kernels.linear import finished, gate, piece, store
+from hf_rocm.ops.triton.tiles import four_bit_tile
+
+
+@triton.jit
+def four_bit_vector(
+    x,  # [1, K]
+    weight,  # [N, K / 8] int32, with a gate [2N, K / 8]
+    scale,  # [N, K / GROUP], with a gate [2N, K / GROUP]
+    bias,  # one for each row of weight, or None
+    residual,  # [1, N] or None
+    out,  # [1, N]
+    m_size,
+    n_size,
+    k_words,  # K / 8: its divisibility is that of the addresses
+    one,  # the bits of 1.0: as a constant, NVIDIA's assembler would use two instructions instead of one
+    ACTIVATION: tl.constexpr,  # of the gate, or None
+    EVEN: tl.constexpr,  # K is a multiple of BLOCKS · 8 · RUN
+    GROUP: tl.constexpr,  # numbers with one scale
+    RUN: tl.constexpr,  # the length of a run
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of 8 runs
+):
+    """BLOCK_N columns of the result for one row, by multiplying and adding up."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # blocks first: the compiler then spreads words and x over the threads in the same way, a row in every thread
+    rows = tl.minimum(n, n_size - 1)[None, :, None].to(tl.int64)
+    block = tl.arange(0, BLOCKS)[:, None, None]
+    within = tl.arange(0, RUN)[None, None, :]
+    x += block * (8 * RUN) + within
+    words = weight + rows * k_words + block * RUN + within
+    scales = scale + rows * (k_words // (GROUP // 8))
+    gap = n_size.to(tl.int64) * k_words
+    sums = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)
+    if ACTIVATION is not None:
+        ups = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)
+    for k in tl.range(0, 8 * k_words, BLOCKS * 8 * RUN):
+        start = k + block * (8 * RUN)
+        inside = start < 8 * k_words
+        first = piece(words + k // 8, inside, EVEN)
+        sums = _vector(sums, first, x + k, scales + start // GROUP, one, inside, EVEN, GROUP, RUN)
+        if ACTIVATION is not None:
+            second = piece(words + gap + k // 8, inside, EVEN)
+            ups = _vector(
+                ups, second, x + k, scales + gap // (GROUP // 8) + start // GROUP, one, inside, EVEN, GROUP, RUN
+            )
+    product = finished(tl.sum(tl.sum(sums, 2), 0)[None, :], None, bias, n, n_size, out.dtype.element_ty)
+    if ACTIVATION is not None:
+        up = finished(tl.sum(tl.sum(ups, 2), 0)[None, :], None, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
+        product = gate(product, up, ACTIVATION)
+    store(product, residual, out, tl.arange(0, 1), n, m_size, n_size)
+
+
+@triton.jit
+def _vector(sums, words, x, scales, one, inside, EVEN: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr):
+    """Add the products of words [BLOCKS, N, RUN] to sums of the same shape."""
+    RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8  # with one scale
+    for group in tl.static_range(8 // RUNS):
+        # 1 + q / 16 stands for (q - 8) / 16: the difference is subtracted once for a group
+        part = 0.0
+        for run in tl.static_range(RUNS):
+            part -= 1.5 * piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
+        for run in tl.static_range(RUNS):
+            values = piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
+            part += values * _mantissa(words, one, group * RUNS + run)
+        sums += part * (16.0 * piece(scales + group, inside, EVEN).to(tl.float32))
+    return sums
+
+
+@triton.jit
+def _mantissa(words, one, RUN_INDEX: tl.constexpr):
+    """1 + q / 16 for the 4-bit numbers q of a run."""
+    if RUN_INDEX < 5:
+        bits = words << (19 - 4 * RUN_INDEX)
+    else:
+        bits = words >> (4 * RUN_INDEX - 19)
+    return ((bits & 0x00780000) | one).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def four_bit_rows(
+    x,  # [M, K]
+    weight,  # the rest as above
+    scale,
+    bias,
+    residual,
+    out,
+    m_size,
+    n_size,
+    k_words,
+    one,
+    ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr,  # K is a multiple of SPLITS · 8 · RUN
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    UNROLLED: tl.constexpr,  # whether the groups of a block are unrolled
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The same with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
+
+    Warps that have no columns of their own to compute take SPLITS blocks of 8 runs at a time.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.minimum(n, n_size - 1)[:, None].to(tl.int64)
+    columns = m[None, :].to(tl.int64) * (8 * k_words)
+    there = (m < m_size)[None, :]
+    across, down = tl.arange(0, RUN)[None, :], tl.arange(0, RUN)[:, None]
+    block = tl.zeros([1, 1], tl.int32)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if SPLITS > 1:
+        rows, columns, there, across, down = rows[None], columns[None], there[None], across[None], down[None]
+        block = tl.arange(0, SPLITS)[:, None, None]
+        sums = tl.zeros([SPLITS, BLOCK_N, BLOCK_M], tl.float32)
+    x += columns + block * (8 * RUN) + down
+    words = weight + rows * k_words + block * RUN + across
+    scales = scale + rows * (k_words // (GROUP // 8))
+    gap = n_size.to(tl.int64) * k_words
+    ups = sums
+    for k in tl.range(0, 8 * k_words, SPLITS * 8 * RUN):
+        start = k + block * (8 * RUN)
+        inside = start < 8 * k_words
+        filled = there if EVEN else there & inside
+        first = piece(words + k // 8, inside, EVEN)
+        sums = _matrix(sums, first, x + k, filled, scales + start // GROUP, inside, EVEN, GROUP, RUN, UNROLLED)
+        if ACTIVATION is not None:
+            second = piece(words + gap + k // 8, inside, EVEN)
+            above = scales + gap // (GROUP // 8) + start // GROUP
+            ups = _matrix(ups, second, x + k, filled, above, inside, EVEN, GROUP, RUN, UNROLLED)
+    if SPLITS > 1:
+        sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
+    product = finished(tl.trans(sums), None, bias, n, n_size, out.dtype.element_ty)
+    if ACTIVATION is not None:
+        up = finished(tl.trans(ups), None, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
+        product = gate(product, up, ACTIVATION)
+    store(product, residual, out, m, n, m_size, n_size)
+
+
+@triton.jit
+def _matrix(
+    sums,
+    words,
+    x,
+    filled,
+    scales,
+    inside,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
+    """Add the products of words [SPLITS, N, RUN] and x [SPLITS, RUN, M] to sums; without SPLITS if it is 1."""
+    RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
+    if UNROLLED:
+        for group in tl.static_range(8 // RUNS):
+            sums = _group(sums, words, x, filled, scales, inside, group, EVEN, RUN, RUNS)
+    else:
+        for group in tl.range(8 // RUNS, num_stages=1):
+            sums = _group(sums, words, x, filled, scales, inside, group, EVEN, RUN, RUNS)
+    return sums
+
+
+@triton.jit
+def _group(sums, words, x, filled, scales, inside, group, EVEN: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr):
+    """The same for the runs with one scale."""
+    DOWN: tl.constexpr = len(sums.shape) - 2
+    dtype: tl.constexpr = x.dtype.element_ty
+    zero: tl.constexpr = 136.0 if dtype == tl.bfloat16 else 1032.0
+    part = tl.zeros_like(sums)
+    total = 0.0
+    for run in tl.static_range(RUNS):
+        values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
+        part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
+        total += tl.sum(values.to(tl.float32), DOWN, keep_dims=True)
+    return sums + (part - zero * total) * piece(scales + group, inside, EVEN).to(tl.float32)
+
+
+@triton.jit
+def _integers(words, run, DTYPE: tl.constexpr):
+    """128 + q in bf16 or 1024 + q in fp16, for the 4-bit numbers q of a run."""
+    bits = (words >> (4 * run)) & 0xF
+    if tl.bfloat16 == DTYPE:
+        return (bits | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        tl.static_assert(tl.float16 == DTYPE)
+        return (bits | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+def _build(
+    rows: int, n: int, k: int = 4096, *, activation: str | None = None, residual: bool = False, group: int = 128
+) -> Build:
+    tensors = {"x": "bf16", "weight": "i32", "scale": "bf16", "bias": "", "residual": "bf16" * residual, "out": "bf16"}
+    run = run_length(k, group)
+    cut = four_bit_tile(rows, n, activation is not None, run, rocm=True)
+    return Build(
+        four_bit_rows if cut.matrix else four_bit_vector,
+        {
+            **{name: f"*{dtype}" for name, dtype in tensors.items() if dtype},
+            **dict.fromkeys(("m_size", "n_size", "k_words", "one"), "i32"),
+        },
+        {
+            **{name: None for name, dtype in tensors.items() if not dtype},
+            "ACTIVATION": activation,
+            "EVEN": True,
+            "GROUP": group,
+            "RUN": run,
+            **cut.constants(),
+        },
+        threads=cut.threads,
+        num_stages=cut.stages,
+        divisible=("n_size", "k_words", "one"),
+        matrix=cut.matrix,
+        architectures=tuple(ARCHITECTURES),
+    )
+
+
+BUILDS = (
+    _build(1, 6144),
+    _build(1, 4096, residual=True),
+    _build(1, 14336, activation="silu"),
+    _build(8, 6144),
+    _build(8, 4096, residual=True),
+    _build(8, 14336, activation="silu"),
+    _build(8, 4096, group=32),
+    _build(64, 6144),
+)

@@ -1,0 +1,153 @@
+"""The experts of a token: scores, groups, top-k and weights in one launch, in registers.
+
+A score and its expert are packed into one integer, whose order is that of the scores and, where they are equal, the
+reverse of the experts'. So one maximum returns both, and no expert is chosen twice, whatever the numbers are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.triton.builds import Build
+
+
+@triton.jit
+def routing_kernel(
+    logits,  # [T, E]
+    bias,  # [E] or None
+    weights,  # [T, k]
+    ids,  # [T, k]
+    epsilon,
+    scale,
+    EXPERTS: tl.constexpr,  # E
+    TOP: tl.constexpr,  # k
+    SCORES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    BEST: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * EXPERTS
+    expert = tl.arange(0, BLOCK)
+    there = expert < EXPERTS
+    values = tl.load(logits + expert, mask=there, other=-float("inf")).to(tl.float32)
+    highest = tl.max(values, 0)
+    total = 1.0
+    if SCORES == "softmax":
+        total = tl.sum(tl.exp(values - highest), 0)
+    choice = _score(values, highest, total, SCORES)
+    if bias is not None:
+        choice += tl.load(bias + expert, mask=there, other=0.0).to(tl.float32)
+    packed = tl.where(there, _packed(choice, expert, BLOCK), _LEAST)
+    if GROUPS > 1:
+        packed = _of_best_groups(packed, GROUPS, CHOSEN_GROUPS, BEST, BLOCK)
+    place = tl.arange(0, BLOCK_TOP)
+    chosen = tl.zeros([BLOCK_TOP], tl.int32)
+    for index in tl.static_range(TOP):
+        largest = tl.max(packed, 0)
+        packed = tl.where(packed == largest, _LEAST, packed)
+        chosen = tl.where(place == index, _expert(largest, BLOCK), chosen)
+    real = place < TOP
+    its = tl.load(logits + chosen, mask=real, other=-float("inf")).to(tl.float32)
+    if SCORES == "softmax of the chosen":
+        its = tl.exp(its - tl.max(its, 0))
+        weight = its / tl.sum(its, 0)
+    else:
+        weight = tl.where(real, _score(its, highest, total, SCORES), 0.0)
+    if NORMALISE:
+        weight = weight / (tl.sum(weight, 0) + epsilon)
+    weight = weight * scale
+    at = token * TOP + place
+    tl.store(weights + at, weight.to(weights.dtype.element_ty), mask=real)
+    tl.store(ids + at, chosen.to(tl.int64), mask=real)
+
+
+_LEAST = tl.constexpr(-(2**63))  # below every packed score
+
+
+@triton.jit
+def _score(values, highest, total, SCORES: tl.constexpr):
+    if SCORES == "softmax":
+        values = tl.exp(values - highest) / total
+    elif SCORES == "sigmoid":
+        values = 1.0 / (1.0 + tl.exp(-values))
+    return values
+
+
+@triton.jit
+def _packed(values, expert, BLOCK: tl.constexpr):
+    """In the order of torch.topk on a GPU: NaN is the largest, and -0 is below 0."""
+    bits = values.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = tl.where(values == values, ordered, 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (BLOCK - 1 - expert).to(tl.int64)
+
+
+@triton.jit
+def _expert(packed, BLOCK: tl.constexpr):
+    return (BLOCK - 1 - (packed & 0xFFFFFFFF)).to(tl.int32)
+
+
+@triton.jit
+def _unpacked(packed):
+    ordered = (packed >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _of_best_groups(packed, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Keep the packed scores of the groups whose best ones have the largest sum."""
+    grouped = tl.reshape(packed, (GROUPS, BLOCK // GROUPS))
+    first = tl.max(grouped, 1)
+    sums = _unpacked(first)
+    if BEST == 2:
+        sums += _unpacked(tl.max(tl.where(grouped == first[:, None], _LEAST, grouped), 1))
+    group = tl.arange(0, GROUPS)
+    ranked = _packed(sums, group, GROUPS)
+    kept = tl.zeros([GROUPS], tl.int32)
+    for _ in tl.static_range(CHOSEN_GROUPS):
+        largest = tl.max(ranked, 0)
+        kept = tl.where(ranked == largest, 1, kept)
+        ranked = tl.where(ranked == largest, _LEAST, ranked)
+    return tl.reshape(tl.where(kept[:, None] != 0, grouped, _LEAST), (BLOCK,))
+
+
+def _build(experts: int, top: int, scores: str, *, dtype: str, weights: str | None = None, groups: int = 1) -> Build:
+    biased = groups > 1
+    return Build(
+        routing_kernel,
+        {
+            "logits": f"*{dtype}",
+            **({"bias": "*fp32"} if biased else {}),
+            "weights": f"*{weights or dtype}",
+            "ids": "*i64",
+            "epsilon": "fp32",
+            "scale": "fp32",
+        },
+        {
+            **({} if biased else {"bias": None}),
+            "EXPERTS": experts,
+            "TOP": top,
+            "SCORES": scores,
+            "GROUPS": groups,
+            "CHOSEN_GROUPS": max(1, groups // 2),
+            "BEST": 2,
+            "NORMALISE": scores != "softmax of the chosen",
+            "BLOCK": triton.next_power_of_2(experts),
+            "BLOCK_TOP": triton.next_power_of_2(top),
+        },
+        num_warps=1,
+    )
+
+
+BUILDS = (
+    _build(128, 8, "softmax", dtype="bf16"),  # Qwen3
+    _build(60, 4, "softmax", dtype="fp16"),  # Qwen2
+    _build(8, 2, "softmax", dtype="bf16", weights="fp32"),  # Mixtral
+    _build(32, 4, "softmax of the chosen", dtype="bf16"),  # gpt-oss
+    _build(256, 8, "sigmoid", dtype="fp32", groups=8),  # DeepSeek
+)

@@ -1,0 +1,187 @@
+"""Products with weights of 8 or 4 bits; x is not rounded.
+
+For few rows the weight is converted in registers. For more it is dequantised into a temporary tensor in one pass, which
+the BLAS library multiplies. The tiles are estimated from kernels of the same form that were measured on one NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_rocm.device import describe
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ
+from hf_rocm.ops.four_bit import INT4, PER_WORD, run_length
+from hf_rocm.ops.triton import detect, linear, norm
+from hf_rocm.ops.triton.launch import launch, warps
+from hf_rocm.ops.triton.tiles import dequantize_tile, eight_bit_tile, four_bit_tile
+
+if TYPE_CHECKING:
+    from hf_rocm.device import Device
+    from hf_rocm.ops.quantized_torch import QuantizedCall, QuantizedSpec
+
+NAME = "few_rows"
+DEQUANTIZE = "dequantize, F.linear"
+
+_SHORTEST_RUN = 16  # the smallest K of a matrix instruction
+_ONE = 0x3F800000  # the bits of 1.0
+
+
+def refuses(spec: QuantizedSpec, device: Device) -> str | None:
+    """Why the kernels can't serve this product, or None."""
+    reason = detect.unavailable(device)
+    if reason is not None:
+        return reason
+    if spec.round_input:
+        return "our kernels for few rows don't round x"
+    if not spec.rows:
+        return "M > 64 is left to the BLAS library"
+    if spec.dtype not in linear.DTYPES:
+        return f"our kernels for few rows support bf16 and fp16, not {spec.dtype}"
+    if spec.bias_dtype not in (None, spec.dtype):
+        return f"our kernels need one dtype, got {spec.dtype} and a bias of {spec.bias_dtype}"
+    if spec.shuffled:
+        return "our kernels read weights in their plain order, and this one is shuffled"
+    if spec.n < linear.FEWEST or spec.k < linear.FEWEST:
+        return f"N and K must be at least {linear.FEWEST}, got {spec.n} and {spec.k}"
+    if spec.format == INT4 and run_length(spec.k, spec.group) < _SHORTEST_RUN:
+        return f"with 4 bits K must be a multiple of {PER_WORD * _SHORTEST_RUN}, got {spec.k}"
+    return _format_refuses(spec, device) or linear.parts_refuse(spec)
+
+
+def dequantize_refuses(spec: QuantizedSpec, device: Device) -> str | None:
+    """Why the kernels that dequantise can't serve this product, or None."""
+    reason = detect.unavailable(device)
+    if reason is not None:
+        return reason
+    if spec.round_input:
+        return "the call rounds x"
+    if spec.rows:
+        return "M ≤ 64 is left to the kernels for few rows"
+    if spec.dtype not in linear.DTYPES:  # fp32 products of the BLAS library differ by more than the check allows
+        return f"our kernels dequantise to bf16 and fp16, not {spec.dtype}"
+    if spec.shuffled:
+        return "our kernels read weights in their plain order, and this one is shuffled"
+    return _format_refuses(spec, device)
+
+
+def _format_refuses(spec: QuantizedSpec, device: Device) -> str | None:
+    if device.rocm or device.kind == "cpu" or spec.format not in (FP8, FP8_FNUZ):
+        return None
+    if spec.format == FP8_FNUZ:
+        return "NVIDIA GPUs have no fp8 without a negative zero"
+    capability = torch.cuda.get_device_capability(spec.device)
+    return None if capability >= (8, 9) else f"fp8 needs compute capability 8.9 or newer, got {capability}"
+
+
+def quantized_linear(call: QuantizedCall) -> Tensor:
+    """See `hf_rocm.ops.quantized_linear`."""
+    result: Tensor = _traced(
+        call.x,
+        call.weight,
+        call.scale,
+        call.bias,
+        call.norm_weight,
+        call.residual,
+        call.eps,
+        call.one_plus,
+        call.activation,
+    )
+    return result
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    one_plus: bool,
+    activation: str | None,
+) -> Tensor:
+    out = linear.empty_output(x, weight, scale, bias, norm_weight, residual, eps, one_plus, activation)
+    n, k = out.shape[-1], x.shape[-1]
+    m = out.numel() // n
+    if m == 0:
+        return out
+    if residual is not None:
+        residual = residual.contiguous()
+    if norm_weight is not None:
+        x = norm.rms_norm(x, norm_weight, eps, one_plus)
+    device, gated = describe(x.device), activation is not None
+    arguments: tuple[Any, ...] = (x.contiguous(), weight, scale, bias, residual, out, m, n)
+    tile: Any
+    if weight.dtype == INT4:
+        from hf_rocm.ops.triton.kernels import four_bit
+
+        group = k // scale.shape[1]
+        run = run_length(k, group)
+        tile = four_bit_tile(m, n, gated, run, rocm=device.rocm)
+        kernel = four_bit.four_bit_rows if tile.matrix else four_bit.four_bit_vector
+        arguments = (*arguments, k // PER_WORD, _ONE)
+        constants: dict[str, Any] = {"EVEN": k % (PER_WORD * run * tile.blocks) == 0, "GROUP": group, "RUN": run}
+    else:
+        from hf_rocm.ops.triton.kernels import linear as kernels
+
+        tile = eight_bit_tile(m, n, gated, rocm=device.rocm)
+        kernel = kernels.few_rows if tile.matrix else kernels.matrix_vector
+        arguments = (*arguments, k)
+        constants = {"EVEN": k % (tile.splits * tile.k) == 0}
+    launch(
+        kernel,
+        (-(-n // tile.n), -(-m // tile.m)),
+        arguments,
+        {"ACTIVATION": activation, **constants, **tile.constants()},
+        num_warps=warps(tile.threads, x.device),
+        num_stages=tile.stages,
+    )
+    return out
+
+
+_traced = opaque(
+    "triton_quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm_weight, "
+    "Tensor? residual, float eps, bool one_plus, str? activation) -> Tensor",
+    _forward,
+    linear.empty_output,
+)
+
+
+def dequantized_linear(call: QuantizedCall) -> Tensor:
+    """The product and the bias of `hf_rocm.ops.quantized_linear`."""
+    x, bias = call.x, call.bias
+    return F.linear(x, _dequantized(call.weight, call.scale, x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    from hf_rocm.ops.triton.kernels import dequantize as kernels
+
+    out = _plain(weight, scale, dtype)
+    n, k = out.shape
+    if out.numel() == 0:
+        return out
+    four = weight.dtype == INT4
+    group = k // scale.shape[1] if four else 0
+    run = run_length(k, group) if four else 0
+    size, threads = dequantize_tile(k, run)
+    launch(
+        kernels.dequantize_four if four else kernels.dequantize_eight,
+        (n, -(-k // (8 * run * size if four else size))),
+        (weight.contiguous(), scale.contiguous(), out, weight.shape[1]),
+        {"GROUP": group, "RUN": run, "BLOCKS": size} if four else {"BLOCK": size},
+        num_warps=warps(threads, weight.device),
+    )
+    return out
+
+
+def _plain(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    n, k = weight.shape
+    return weight.new_empty((n, k * PER_WORD if weight.dtype == INT4 else k), dtype=dtype)
+
+
+_dequantized = opaque("triton_dequantize(Tensor weight, Tensor scale, ScalarType dtype) -> Tensor", _dequantize, _plain)

@@ -1,0 +1,147 @@
+"""The experts of every token through our kernel: one program of one warp for each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.triton import detect
+from hf_rocm.ops.triton.launch import launch, power_of_two
+from hf_rocm.ops.triton.norm import DTYPES
+
+if TYPE_CHECKING:
+    from hf_rocm.device import Device
+    from hf_rocm.ops.routing import RoutingSpec
+
+NAME = "routing_kernel"
+
+MOST_EXPERTS = 1024
+MOST_CHOSEN = 32
+
+
+def refuses(spec: RoutingSpec, device: Device) -> str | None:
+    """Why the kernel can't choose these experts, or None."""
+    if spec.grad:
+        return "our routing kernel has no gradient"
+    if spec.dtype not in DTYPES or spec.weight_dtype not in DTYPES:
+        return f"our routing kernel supports fp32, bf16 and fp16, not {spec.dtype} with weights of {spec.weight_dtype}"
+    if spec.experts > MOST_EXPERTS or spec.top > MOST_CHOSEN:
+        return (
+            f"our routing kernel chooses up to {MOST_CHOSEN} of {MOST_EXPERTS} experts, not {spec.top} of "
+            f"{spec.experts}"
+        )
+    if not 0 < spec.top <= spec.experts:
+        return f"{spec.top} of {spec.experts} experts can't be chosen"
+    if spec.biased and spec.scores == "softmax of the chosen":
+        return "our routing kernel adds no bias to logits"
+    return _groups(spec) or detect.unavailable(device)
+
+
+def _groups(spec: RoutingSpec) -> str | None:
+    if spec.groups == 1:
+        return None
+    if spec.scores not in ("softmax", "sigmoid"):
+        return "our routing kernel limits groups by scores of all experts only"
+    if spec.experts % spec.groups or not 0 < spec.chosen_groups <= spec.groups:
+        return f"{spec.chosen_groups} of {spec.groups} groups of {spec.experts} experts can't be chosen"
+    size = spec.experts // spec.groups
+    if size & (size - 1) or spec.groups & (spec.groups - 1):
+        return f"the number of groups and their size must be powers of two, got {spec.groups} of {size}"
+    if spec.best not in (1, 2) or size < spec.best:
+        return f"our routing kernel judges groups by their best one or two experts, not {spec.best}"
+    if spec.chosen_groups * size < spec.top:
+        return f"{spec.chosen_groups} groups of {size} have fewer than {spec.top} experts"
+    return None
+
+
+def choose_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    top: int,
+    scores: str,
+    groups: int,
+    chosen_groups: int,
+    best: int,
+    normalise: bool,
+    epsilon: float,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """See `hf_rocm.ops.choose_experts`."""
+    result: tuple[Tensor, Tensor] = _traced(
+        logits, bias, top, scores, groups, chosen_groups, best, normalise, epsilon, scale, dtype
+    )
+    return result
+
+
+def _forward(
+    logits: Tensor,
+    bias: Tensor | None,
+    top: int,
+    scores: str,
+    groups: int,
+    chosen_groups: int,
+    best: int,
+    normalise: bool,
+    epsilon: float,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    weights, ids = _empty(logits, bias, top, scores, groups, chosen_groups, best, normalise, epsilon, scale, dtype)
+    tokens, experts = logits.shape
+    if tokens:
+        from hf_rocm.ops.triton.kernels.routing import routing_kernel
+
+        launch(
+            routing_kernel,
+            (tokens,),
+            (
+                logits.contiguous(),
+                None if bias is None else bias.contiguous(),
+                weights,
+                ids,
+                float(epsilon),
+                float(scale),
+            ),
+            {
+                "EXPERTS": experts,
+                "TOP": top,
+                "SCORES": scores,
+                "GROUPS": groups,
+                "CHOSEN_GROUPS": chosen_groups,
+                "BEST": best,
+                "NORMALISE": normalise,
+                "BLOCK": power_of_two(experts),
+                "BLOCK_TOP": power_of_two(top),
+            },
+            num_warps=1,  # every reduction stays within the warp
+        )
+    return weights, ids
+
+
+def _empty(
+    logits: Tensor,
+    bias: Tensor | None,
+    top: int,
+    scores: str,
+    groups: int,
+    chosen_groups: int,
+    best: int,
+    normalise: bool,
+    epsilon: float,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], top)
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
+
+
+_traced = opaque(
+    "triton_choose_experts(Tensor logits, Tensor? bias, int top, str scores, int groups, int chosen_groups, int best, "
+    "bool normalise, float epsilon, float scale, ScalarType dtype) -> (Tensor, Tensor)",
+    _forward,
+    _empty,
+)

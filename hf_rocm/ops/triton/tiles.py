@@ -1,0 +1,232 @@
+"""The tiles of the kernels: how their work is divided into programs, for the wrappers and for ahead-of-time builds.
+
+This module does not import triton, so that both can import it.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
+
+from hf_rocm.ops.triton.launch import power_of_two
+
+ROWS = 16  # rows of x in a program with matrix instructions, their minimum
+NARROW = 4096  # up to this many columns, programs must be small, or there are too few of them
+MOST_SPLITS = 128
+LONG = 64  # blocks of keys
+
+
+class LinearTile(NamedTuple):
+    """The tile of a product. matrix: whether it uses matrix instructions. n, k: the block of W that a program processes
+    at a time, k in each of `splits`. m: rows of x in a program with matrix instructions."""
+
+    matrix: bool
+    n: int
+    k: int
+    splits: int
+    threads: int
+    stages: int
+    m: int = ROWS
+
+    def constants(self) -> dict[str, int]:
+        """The last arguments of the kernel."""
+        shared = {"BLOCK_N": self.n, "BLOCK_K": self.k}
+        return {"SPLITS": self.splits, "BLOCK_M": self.m, **shared} if self.matrix else shared
+
+
+# On GPUs with so many compute units that tiles of 64 columns leave most of them idle, narrow tiles are used up to this
+# number of columns: computed (docs/kernels.md), not measured.
+_NARROW_UP_TO = {"gfx942": 16384, "gfx950": 24576}
+
+
+def linear_tile(rows: int, n: int, gated: bool, *, rocm: bool = False, arch: str | None = None) -> LinearTile:
+    """The tile for x with this number of rows and n columns of the result.
+
+    Measured on one NVIDIA H200 with the matrices of Llama-3.1-8B in bf16, in a recorded graph, where it is at least as
+    fast as the vendor's library for up to 16 rows. Nothing was measured on AMD GPUs: they use similar tiles that need
+    less local memory and fewer registers. `HF_ROCM_TIER=linear=torch` uses the vendor's library there.
+    """
+    if rows > 1:
+        if n <= _NARROW_UP_TO.get(arch or "", NARROW) and not gated:
+            return LinearTile(True, 16, 128, 4, 128, 2 if rocm else 3)
+        return LinearTile(True, 32 if rocm and gated else 64, 128, 1, 128, 2 if rocm else 4 + (not gated))
+    if arch == "gfx950" and n <= NARROW and not gated:
+        return LinearTile(False, 2, 1024, 1, 128, 2)  # twice the bytes in flight: computed, not measured
+    if gated or n <= NARROW:
+        return LinearTile(False, 2, 512, 1, 64, 2)
+    return LinearTile(False, 4, 1024, 1, 128, 2)
+
+
+def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False) -> LinearTile:
+    """The tile for a weight of 8 bits: twice the numbers in the bytes of `linear_tile`.
+
+    Off ROCm: the fastest of `scripts/bench-quantized --tiles` on one NVIDIA H200, fp8, M = 1 and 8. More rows, and all
+    of ROCm, are estimated from kernels of the same form.
+    """
+    narrow = n <= NARROW and not gated
+    m = row_block(rows, rocm=rocm)
+    if rows == 1:
+        if rocm:
+            return LinearTile(False, 2 if gated else 4, 1024, 1, 128, 2)
+        return LinearTile(False, 4, 1024, 1, 128, 2) if narrow else LinearTile(False, 2, 1024, 1, 64, 2)
+    if narrow or (not rocm and m <= ROWS):
+        return LinearTile(True, 16, 128, 4, 128, 2 if rocm or m > ROWS else 3, m)
+    return LinearTile(True, 32 if rocm and gated else 64, 128, 1, 128, 2 if rocm else 4, m)
+
+
+def row_block(rows: int, *, rocm: bool) -> int:
+    """Rows of x in a program with matrix instructions; on AMD, as many as fit into its local memory."""
+    return min(32 if rocm else 64, max(ROWS, power_of_two(rows)))
+
+
+class FourBitTile(NamedTuple):
+    """The tile of a product with a weight of 4 bits. matrix, n, m: as in `LinearTile`. blocks: of eight runs, which a
+    program processes at a time. unrolled: whether all values of a block are requested before the first product."""
+
+    matrix: bool
+    n: int
+    blocks: int
+    threads: int
+    stages: int
+    m: int = ROWS
+    unrolled: bool = False
+
+    def constants(self) -> dict[str, int]:
+        """The last arguments of the kernel."""
+        if self.matrix:
+            return {"UNROLLED": self.unrolled, "SPLITS": self.blocks, "BLOCK_M": self.m, "BLOCK_N": self.n}
+        return {"BLOCK_N": self.n, "BLOCKS": self.blocks}
+
+
+def four_bit_tile(rows: int, n: int, gated: bool, run: int, *, rocm: bool = False) -> FourBitTile:
+    """The tile for a weight of 4 bits in runs of this length. Measured and estimated like that of 8 bits.
+
+    Without matrix instructions a thread reads four words and the four values of x of every run at a time.
+    """
+    if rows == 1:
+        threads = 64
+        columns = (2 if gated else 4) if rocm else 8 if n > NARROW and not gated else 4
+        return FourBitTile(False, columns, max(1, 4 * threads // run), threads, 2)
+    m = row_block(rows, rocm=rocm)
+    if rocm:  # unrolled, its compiler would keep all values of a block in registers
+        return FourBitTile(True, 16, 2, 128, 2, m)
+    if m > ROWS:
+        return FourBitTile(True, 32 if gated else 64, 1, 128, 2, m)
+    return FourBitTile(True, 64, 1, 128, 3, m, True)
+
+
+def dequantize_tile(k: int, run: int) -> tuple[int, int]:
+    """(size, threads) of a program that dequantises a row of K numbers, or a piece of it.
+
+    size: numbers of 8 bits if run is 0, else blocks of eight runs of this length, in 4 bits. A thread reads 16 bytes.
+    """
+    threads = 128
+    size = min(4 * threads // run, power_of_two(k // (8 * run))) if run else min(16 * threads, power_of_two(k))
+    return size, threads
+
+
+class ExpertsTile(NamedTuple):
+    """The tile of a product. n, k: the block of an expert's weight that a program processes at a time; n columns of the
+    result, which have a gate and an up each in the first product. experts: how many at a time, in the second."""
+
+    n: int
+    k: int
+    threads: int
+    stages: int
+    experts: int | None = None
+
+    def constants(self) -> dict[str, int]:
+        """The last arguments of the kernel."""
+        shared = {"BLOCK_N": self.n, "BLOCK_K": self.k}
+        return shared if self.experts is None else {"BLOCK_E": self.experts, **shared}
+
+
+# Tiles were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B and, transposed,
+# of gpt-oss-20b. On AMD GPUs nothing was measured: `HF_ROCM_TIER=experts=torch` gives them PyTorch's products.
+SOME = 4  # up to this many tokens, programs of the second product must be small, or there are too few of them
+
+
+def gate_up_tile(transposed: bool) -> ExpertsTile:
+    """The tile of the first product. Lanes run along K, or along the columns if these are contiguous."""
+    return ExpertsTile(32, 64, 256, 2) if transposed else ExpertsTile(2, 512, 64, 2)
+
+
+def down_tile(tokens: int, top: int, transposed: bool) -> ExpertsTile:
+    """The tile of the second product, for this number of tokens and of experts per token."""
+    if not transposed:
+        return ExpertsTile(2, 256, 64, 2, gcd(top, 4))
+    return ExpertsTile(16, 64, 128, 2, gcd(top, 4)) if tokens <= SOME else ExpertsTile(32, 32, 128, 2, gcd(top, 4))
+
+
+class Plan(NamedTuple):
+    """The division of attention into programs. rows, keys: of a block; pieces: blocks of rows; splits: programs for
+    each piece."""
+
+    rows: int
+    keys: int
+    pieces: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def plan(
+    b: int,
+    kv_heads: int,
+    rows: int,
+    keys: int,
+    dim: int,
+    size: int,
+    units: int,
+    arch: str | None,
+    *,
+    plain: bool = True,
+) -> Plan:
+    """The plan for B · Hkv heads with `rows` queries each, over a cache of `keys` keys.
+
+    dim: the larger head dim; size: bytes of an element; units: compute units of the GPU; arch: its gfx name, or None;
+    plain: neither a mask nor a window. The plan depends on nothing that changes from step to step, so that a recorded
+    graph stays valid. On NVIDIA, blocks and stages are the fastest measured ones; on AMD, those for which the compiler
+    does not spill registers.
+    """
+    block_rows = 32 if rows > 16 and plain and dim <= 128 else 16
+    pieces = -(-rows // block_rows)
+    radeon = arch is not None and not arch.startswith("gfx9")
+    block = max(16, min(64, (8192 if radeon else 16384) // (power_of_two(dim) * size)))
+    room = units if arch is None else 2 * units  # an estimate for AMD: less is in flight in each program
+    splits = _splits(b * kv_heads * pieces, -(-keys // block), room)
+    return Plan(block_rows, block, pieces, splits, 8 if radeon else 4, 3 if arch is None else 2)
+
+
+def _splits(pieces: int, blocks: int, room: int) -> int:
+    """The number of programs for each piece of `blocks` blocks.
+
+    room: the number of programs that keep the GPU busy. Long pieces are always halved, to shorten the tail.
+    """
+    least = 2 if blocks >= LONG else 1
+    return max(1, min(max(room // pieces, least), blocks, MOST_SPLITS))
+
+
+class FlashTile(NamedTuple):
+    """The tile of attention with many queries. rows: queries times heads of a group; keys: of a block."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def flash_tile(dim: int, size: int, arch: str | None) -> FlashTile:
+    """The tile for this head dim (the larger one) and this number of bytes of an element.
+
+    arch: the gfx name of an AMD GPU, or None. On AMD, tiles are those for which the compiler does not spill registers
+    and whose blocks fit 64 KiB of local memory; nothing was measured there.
+    """
+    wide = power_of_two(dim) * size  # bytes of a row
+    if arch is None:
+        return FlashTile(128, 64, 8, 3) if wide <= 256 else FlashTile(64, 32, 8, 2)
+    if arch.startswith("gfx9"):
+        return FlashTile(128, 32, 4, 2) if wide <= 256 else FlashTile(64, 16, 4, 2)
+    if arch.startswith("gfx11"):
+        return FlashTile(64, 16, 8, 1)
+    return FlashTile(64, 32, 8, 2) if wide <= 256 else FlashTile(32, 16, 8, 2)

@@ -1,0 +1,53 @@
+"""Implementations that the user registers: checked and reported like the built-in ones, and preferred to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_rocm.device import Device
+from hf_rocm.errors import OptionError
+from hf_rocm.ops.probe import checked_here
+from hf_rocm.ops.registry import Implementation, forget_choices, operations
+
+TIER = "user"
+
+
+def register(
+    operation: str,
+    *,
+    name: str,
+    call: Callable[..., Any],
+    refuses: Callable[[Any, Device], str | None],
+    check: bool = True,
+) -> Callable[[], None]:
+    """Register another implementation of an operation.
+
+    operation: `attention`, `linear`, … name: its name in `explain`. call: takes the arguments of the operation's eager
+    implementation and returns the same result. refuses(spec, device): why it can't serve a specification, in a
+    sentence, or None; called once for each specification, so it must be cheap and without side effects. check: whether
+    to compare it with the eager tier before its first use, in this process.
+
+    It is preferred to every other implementation; `HF_ROCM_TIER=user` requires it. Returns a function that removes it
+    again. Raises `OptionError` on an unknown operation or a name that is taken.
+    """
+    available = operations()
+    if operation not in available:
+        raise OptionError(f"there is no operation {operation!r}", facts={"operations": ", ".join(sorted(available))})
+    target = available[operation]
+    if any((known.tier, known.name) == (TIER, name) for known in target.implementations):
+        raise OptionError(f"{operation} already has an implementation {name!r}", hint="choose another name")
+    probe = checked_here(operation, name, tier=TIER) if check else None
+    if target.terms is not None:
+        implementation = Implementation(TIER, name, refuses, lambda terms: call(*terms), probe)
+    else:
+        implementation = Implementation(TIER, name, refuses, call, probe)
+    target.register(implementation)
+    forget_choices()  # the choice of one operation may depend on another
+
+    def remove() -> None:
+        if implementation in target.implementations:
+            target.implementations.remove(implementation)
+            forget_choices()
+
+    return remove

@@ -1,0 +1,229 @@
+"""The dependencies of a function of transformers: what it calls through namespaces, classes and registries.
+
+They are derived from its bytecode. A kernel that serves a class skips what the stock forward calls: functions of the
+model's file and of torch, methods of the class, entries of a registry. Where one of them was replaced (see
+`replacements`), the stock forward has to run, because it calls the replacement.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+from hf_rocm import patches
+from hf_rocm.patches import ABSENT
+
+# Packages whose functions count as stock.
+OWN = frozenset(("transformers", "torch", "kernels", "hf_rocm"))
+
+# The function for `eager` in transformers' model files, which is the default of registries.
+_EAGER = "eager_attention_forward"
+
+
+class Reference(NamedTuple):
+    """Where a function is looked up: an entry of a namespace or of a registry, or an attribute of a class."""
+
+    holder: Any
+    name: str
+    registry: str | None = None  # the registry's name
+
+    def value(self) -> Any:
+        if is_mapping(self.holder):
+            return self.holder.get(self.name, ABSENT)
+        if self.registry is not None:  # a local entry takes precedence over a global one
+            return self.holder._local_mapping.get(self.name, self.holder._global_mapping.get(self.name, ABSENT))
+        return getattr(self.holder, self.name, ABSENT)
+
+    def beneath(self) -> Any:
+        """The value without hf_rocm's changes."""
+        if self.registry is not None and not is_mapping(self.holder):
+            places = (self.holder._local_mapping, self.holder._global_mapping)
+            values = (patches.original(place, self.name) for place in places)
+            return next((value for value in values if value is not ABSENT), ABSENT)
+        value = patches.original(self.holder, self.name)
+        return self.value() if value is ABSENT else value
+
+    def __str__(self) -> str:
+        if self.registry is not None:
+            return f"{self.name!r} of {self.registry}"
+        if isinstance(self.holder, type):
+            return f"{self.holder.__name__}.{self.name}"
+        home = str(self.holder.get("__name__", "a class"))
+        return f"{self.name} of {home.rpartition('.')[2] if home.startswith('transformers.models.') else home}"
+
+
+class Registry(NamedTuple):
+    """A mapping of transformers whose entries are chosen by a value of the config."""
+
+    name: str
+    mapping: Any
+    default: tuple[Reference, ...]  # what is called if the registry is not used or has no such entry
+
+    def keys(self) -> set[str]:
+        """The keys that it has and those that may be added."""
+        return {*self.mapping, "eager"} if hasattr(self.mapping, "get_interface") else set(self.mapping)
+
+    @property
+    def chosen_by(self) -> str:
+        """A part of the name of the config's values that choose an entry; empty for any."""
+        kind = type(self.mapping).__name__
+        return "attn_implementation" if "Attention" in kind else "experts_implementation" if "Experts" in kind else ""
+
+    def entry(self, key: str) -> Reference:
+        return Reference(self.mapping, key, self.name)
+
+    def references(self, key: str) -> tuple[Reference, ...]:
+        """The dependencies of a call with this key: the entry, and the references of its function."""
+        if key not in self.keys():  # up to 4.57 the name `eager` isn't looked up
+            return self.default
+        place = self.entry(key)
+        function = place.beneath()
+        return (place, *(self.default if function is ABSENT else of_function(function).references))
+
+
+class Dependencies(NamedTuple):
+    """The references of a function. methods: attributes of its class among them, which an instance may override."""
+
+    references: tuple[Reference, ...]
+    registries: tuple[Registry, ...]
+    methods: frozenset[str]
+
+
+def of_class(cls: type) -> Dependencies:
+    """The forward of a class without hf_rocm's changes, and its dependencies."""
+    own = Reference(cls, "forward")
+    forward = own.beneath()
+    derived = of_function(forward, cls)
+    return derived._replace(references=(own, *derived.references))
+
+
+def of_function(function: Any, cls: type | None = None) -> Dependencies:
+    """The references of a function and of the functions of the same file that it calls. cls: the class of `self`."""
+    references: dict[tuple[int, str], Reference] = {}
+    registries: dict[int, Registry] = {}
+    methods: set[str] = set()
+    seen: set[int] = set()
+    waiting = [function]
+    eager: tuple[Reference, ...] = ()
+    while waiting:
+        current = waiting.pop()
+        if not isinstance(current, FunctionType) or id(current) in seen:
+            continue
+        seen.add(id(current))
+        space = current.__globals__
+        for name, value in _enclosed(current):
+            if is_registry(value):
+                registries[id(value)] = Registry(name, value, ())
+            else:
+                waiting.append(value)
+        if hasattr(current, "__wrapped__"):
+            waiting.append(current.__wrapped__)
+            if str(space.get("__name__")).startswith("transformers.utils."):
+                continue  # decorators for deprecations, argument checks and collected outputs
+        for code in _codes(current.__code__):
+            for chain in _chains(code):
+                reference = _resolved(space, chain)
+                if reference is None:
+                    continue
+                value = reference.value()
+                if is_registry(value):
+                    registries[id(value)] = Registry(reference.name, value, ())
+                if reference.name == _EAGER and function is not value:
+                    eager = (reference, *of_function(value).references)
+                elif (callable(value) or is_registry(value)) and not _is_torchs_class(value):
+                    references[id(reference.holder), reference.name] = reference
+                    if getattr(inspect.unwrap(value), "__globals__", None) is space:
+                        waiting.append(value)
+            for name in code.co_names:
+                method = None if cls is None else _method(cls, name)
+                if method is not None:
+                    methods.add(name)
+                    references[id(method.holder), name] = method
+                    value = inspect.getattr_static(cls, name)
+                    waiting.append(getattr(value, "fget", None) or getattr(value, "__func__", value))
+    with_default = tuple(registry._replace(default=eager) for registry in registries.values())
+    return Dependencies(tuple(references.values()), with_default, frozenset(methods))
+
+
+def is_mapping(holder: Any) -> bool:
+    return isinstance(holder, (dict, MappingProxyType))
+
+
+def is_registry(value: Any) -> bool:
+    """Whether a value is one of transformers' interfaces or a model file's own table of functions."""
+    if isinstance(value, dict):
+        return bool(value) and all(isinstance(entry, FunctionType) for entry in value.values())
+    return isinstance(getattr(value, "_global_mapping", None), dict) and hasattr(value, "_local_mapping")
+
+
+def _is_torchs_class(value: Any) -> bool:
+    """Whether a value is a class of torch (Tensor, finfo, no_grad), which files use but nobody replaces."""
+    return isinstance(value, type) and value.__module__.partition(".")[0] == "torch"
+
+
+def _enclosed(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The functions and registries in a closure, for example a decorator's."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if isinstance(value, FunctionType) or is_registry(value):
+            yield name, value
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code and that of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _chains(code: CodeType) -> Iterator[list[str]]:
+    """The global names that code reads, with the attributes that follow: ["nn", "functional", "silu"]."""
+    chain: list[str] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            if chain:
+                yield chain
+            chain = [instruction.argval]
+        elif chain and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain.append(instruction.argval)
+        elif instruction.opname not in ("EXTENDED_ARG", "CACHE"):
+            if chain:
+                yield chain
+            chain = []
+
+
+def _resolved(space: dict[str, Any], chain: list[str]) -> Reference | None:
+    """Resolve a chain through modules of transformers and torch; None for other packages and for builtins."""
+    holder, name = space, chain[0]
+    if name not in space:
+        return None
+    for attribute in chain[1:]:
+        module = holder[name]
+        if not isinstance(module, ModuleType):
+            break
+        if module.__name__.partition(".")[0] not in OWN or attribute not in vars(module):
+            return None
+        holder, name = vars(module), attribute
+    return None if isinstance(holder[name], ModuleType) else Reference(holder, name)
+
+
+def _method(cls: type, name: str) -> Reference | None:
+    """A method or a property of a class, other than those of PyTorch's modules; None if there is none."""
+    if name == "forward":
+        return None
+    for parent in cls.__mro__:
+        if parent is object or parent.__module__ == "torch.nn.modules.module":
+            return None
+        value: Mapping[str, Any] | Any = vars(parent).get(name)
+        if isinstance(value, classmethod):
+            return Reference(vars(parent), name)
+        if isinstance(value, (FunctionType, property, staticmethod)):
+            return Reference(cls, name)
+    return None

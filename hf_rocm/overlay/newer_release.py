@@ -1,0 +1,114 @@
+"""Assess a transformers that is newer than every release that this hf-rocm was checked with, file by file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+from hf_rocm import __version__
+from hf_rocm.overlay.catalog import Catalog, Overlay, release_span
+from hf_rocm.overlay.locate import Installation
+from hf_rocm.overlay.scan import left_out, state_of
+from hf_rocm.overlay.state import FileState, Installed, Match
+
+_LISTED = 8  # most names that a sentence lists
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """One file. go_on: its overlay may be used. sentence: the reason. why: the reason without the file's name."""
+
+    model: str
+    go_on: bool
+    sentence: str
+    why: str = ""
+
+    def to_dict(self) -> dict[str, object]:
+        return {"model": self.model, "go_on": self.go_on, "sentence": self.sentence}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A newer release: the newest release that was checked, and an assessment of every file."""
+
+    release: str
+    newest: str
+    prospects: tuple[Prospect, ...]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: whether the overlays can be used with this release."""
+        usable = [prospect.model for prospect in self.prospects if prospect.go_on]
+        others = [prospect.model for prospect in self.prospects if not prospect.go_on]
+        if not others:
+            return "go on: every selected overlay can be used with it"
+        stay = f"stay on transformers {self.newest}, or upgrade hf-rocm"
+        if not usable:
+            return f"don't go on: no overlay can be used with it, so models stay stock; {stay}"
+        names = ", ".join(usable) if len(usable) <= _LISTED else f"{len(usable)} models"
+        return f"go on with {names}; {', '.join(others)} would stay stock: if you need these, {stay}"
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "newest_checked": self.newest,
+            "verdict": self.verdict,
+            "files": [prospect.to_dict() for prospect in self.prospects],
+        }
+
+
+def outlook(installation: Installation, catalog: Catalog, models: Iterable[str] = ()) -> Outlook | None:
+    """Assess these models (without any: all). Returns None if the release is not newer than those that were checked."""
+    newest = _newest(release for overlay in _newest_overlays(catalog) for release in overlay.record.releases())
+    if newest is None or not _newer(installation.version, newest):
+        return None
+    named = set(models)
+    wanted = named or set(catalog.models()) - set(left_out(installation, catalog).absent)
+    overlays = [overlay for overlay in _newest_overlays(catalog) if overlay.model in wanted]
+    prospects = [_prospect(state_of(installation, catalog, overlay.model, overlay), catalog) for overlay in overlays]
+    return Outlook(installation.version, newest, tuple(prospects))
+
+
+def _prospect(state: FileState, catalog: Catalog) -> Prospect:
+    assert state.overlay is not None
+    known = release_span(state.overlay.record.releases())
+    if state.data is None:
+        return Prospect(state.model, False, f"{state.file.name} is gone")
+    if state.differences:
+        names = ", ".join(difference.name for difference in state.differences)
+        digests = "; ".join(
+            f"{change.name} is {f'{change.found} here' if change.found else 'gone'}, {_seen(change.expected)}"
+            for change in state.differences
+        )
+        return Prospect(state.model, False, f"upstream changed {names}, which its overlay needs ({digests})")
+    if state.match is Match.CHANGED or state.installed is Installed.EDITED:
+        return Prospect(state.model, False, f"{state.file.name} was edited here: {state.detail}")
+    verified = state.match is Match.VERIFIED
+    what = "is a known file" if verified else f"is new, but every definition that its overlay needs is as in {known}"
+    if catalog.find(state.model, state.release) is None:
+        range_ = f"hf-rocm {__version__} supports {state.overlay.requires}"
+        return Prospect(state.model, False, f"{state.file.name} {what}; still, {range_} and refuses other releases")
+    alike = "is new, but every definition that its overlay needs is known"
+    return Prospect(state.model, True, f"{state.file.name} {what}", what if verified else alike)
+
+
+def _seen(expected: Iterable[str]) -> str:
+    return f"expected {' or '.join(expected)}"
+
+
+def _newest_overlays(catalog: Catalog) -> list[Overlay]:
+    overlays = (catalog.newest(model) for model in catalog.models())
+    return [overlay for overlay in overlays if overlay is not None]
+
+
+def _newest(releases: Iterable[str]) -> str | None:
+    ordered: Sequence[str] = sorted(releases, key=Version)
+    return ordered[-1] if ordered else None
+
+
+def _newer(release: str, newest: str) -> bool:
+    try:
+        return Version(release) > Version(newest)
+    except InvalidVersion:
+        return False

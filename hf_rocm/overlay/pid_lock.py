@@ -1,0 +1,98 @@
+"""A lock file for file systems without locks: a claim that names its writer.
+
+The system does not remove it when its writer ends, so it records the host, the process and the process's start time. A
+claim of a process of this host that has ended, or an old claim of another host, is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hf_rocm import files
+from hf_rocm.errors import OverlayError
+
+OLD = 600.0  # seconds; an installer needs a few
+
+
+@contextmanager
+def claimed(path: Path, *, timeout: float) -> Iterator[None]:
+    """Hold the claim file at `path`. Waits up to `timeout` seconds, then raises `OverlayError`."""
+    mine = f"{socket.gethostname()}\n{os.getpid()}\n{_began(os.getpid())}\n{secrets.token_hex(8)}\n"
+
+    def attempt() -> bool | None:
+        if _create(path, mine):
+            return True
+        _clear_away(path)
+        return None
+
+    if files.poll(attempt, timeout=timeout) is None:
+        host, process, *_ = [*_read(path).splitlines(), "?", "?"]
+        raise OverlayError(
+            "another installer is running in this environment",
+            facts={"file": path, "expected": f"the claim within {timeout:g} s", "found": f"{host}, process {process}"},
+            hint="wait for it to finish; if no installer is running there, remove this file",
+        )
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the files are written, and a claim of a process that has ended is ignored
+            if _read(path) == mine:
+                path.unlink(missing_ok=True)
+
+
+def _create(path: Path, text: str) -> bool:
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    draft.write_text(text, encoding="utf-8")
+    try:
+        os.link(draft, path)  # atomic with its content, and never replaces another claim
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+
+
+def _clear_away(path: Path) -> None:
+    """Remove a stale claim; restore it if it was replaced by another one in the meantime."""
+    seen = _read(path)
+    if not seen or _is_live(path, seen):
+        return
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    with suppress(FileNotFoundError):  # another process was faster
+        path.rename(aside)
+        if _read(aside) != seen:
+            with suppress(FileExistsError):
+                os.link(aside, path)
+        aside.unlink()
+
+
+def _is_live(path: Path, text: str) -> bool:
+    host, process, began, *_ = [*text.splitlines(), "", "", ""]
+    if host == socket.gethostname() and process.isdecimal():
+        return _began(int(process)) == began != ""
+    try:
+        return time.time() - path.stat().st_mtime < OLD
+    except FileNotFoundError:
+        return False
+
+
+def _began(process: int) -> str:
+    """Return the start time of a process of this machine in clock ticks; empty if it has ended or is unknown."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return fields[19]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,184 @@
+"""Detect replaced dependencies of a function: compared by identity, and by the package that they come from."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+from hf_rocm.overlay.dependencies import OWN, Reference, is_mapping, is_registry, of_class, of_function
+from hf_rocm.patches import ABSENT
+
+Answer = TypeVar("Answer", bound=Callable[..., object])
+
+_CACHED = type(lru_cache(lambda: None))
+
+_UNKNOWN: Any = object()  # the expected value where a replacement was present from the beginning; equals no value
+
+
+class Watch:
+    """References and their expected values. `unchanged()` compares them all, at about 20 ns per reference.
+
+    strangers: accept values of other packages as expected. Otherwise the watch differs until a value of transformers
+    or torch is present. hf_rocm's own changes are ignored.
+    """
+
+    def __init__(self, references: Iterable[Reference], *, strangers: bool = False) -> None:
+        self.references = tuple({(id(item.holder), item.name): item for item in references}.values())
+        self.expected = [reference.beneath() for reference in self.references]
+        if not strangers:
+            pairs = zip(self.references, self.expected, strict=True)
+            self.expected = [_UNKNOWN if _is_stranger(*pair) else pair[1] for pair in pairs]
+        self._compile()
+
+    def difference(self) -> str | None:
+        """Return what was replaced and by which package, as a sentence; None if nothing differs."""
+        for index, reference in enumerate(self.references):
+            value = reference.beneath()
+            if value is self.expected[index]:
+                continue
+            if self.expected[index] is not _UNKNOWN or _is_stranger(reference, value):
+                return _sentence(reference, value)
+            self.expected[index] = value  # the initial replacement was removed
+        if not self.unchanged():
+            self._compile()  # a change of hf_rocm was applied or undone
+        return None
+
+    def holds(self) -> bool:
+        """Like `unchanged`, but ignores changes of hf_rocm and the removal of initial replacements."""
+        return self.unchanged() or self.difference() is None
+
+    def _compile(self) -> None:
+        current = [reference.value() for reference in self.references]
+        known = [value is not _UNKNOWN for value in self.expected]
+        expected = [value if is_known else _UNKNOWN for value, is_known in zip(current, known, strict=True)]
+        self.unchanged = _compiled(self.references, expected)
+
+
+def constant_in_traces(function: Answer) -> Answer:
+    """Make torch.compile call a function while it traces and treat the result as a constant of the compiled code."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_traces
+def unchanged(code: Any) -> bool:
+    """Whether a function, or the forward of a class without a binding, has the dependencies of the first call."""
+    watch = watches.get(code)
+    if watch is None:
+        dependencies = of_class(code) if isinstance(code, type) else of_function(code)
+        watch = watches[code] = Watch(dependencies.references)
+    return watch.unchanged() or watch.holds()
+
+
+def replacement_among(references: Iterable[Reference], known: frozenset[str] = OWN) -> str | None:
+    """Describe the first reference to a function that is neither stock's nor hf_rocm's, or None.
+
+    known: packages whose functions are not reported. For changes of hf_rocm, the value below them is examined.
+    """
+    for reference in references:
+        value = reference.beneath()
+        if _is_stranger(reference, value) and origin(value).partition(".")[0] not in known:
+            return _sentence(reference, value)
+    return None
+
+
+def origin(value: Any) -> str:
+    """The module that defines a function or a class. functools.wraps hides it from `__module__`."""
+    if isinstance(value, FunctionType):
+        return str(value.__globals__.get("__name__", ""))
+    if isinstance(value, MethodType):
+        return origin(value.__func__)
+    if isinstance(value, (staticmethod, classmethod)):
+        return origin(value.__func__)
+    if isinstance(value, property):
+        return origin(value.fget)
+    if isinstance(value, partial):
+        return origin(value.func)
+    if isinstance(value, _CACHED):
+        return origin(value.__wrapped__)
+    if isinstance(value, BuiltinFunctionType):
+        return value.__module__ or "torch"
+    return str((value if isinstance(value, type) else type(value)).__module__)
+
+
+def _is_stranger(reference: Reference, value: Any) -> bool:
+    if value is ABSENT:
+        return reference.registry is None
+    holder = reference.holder
+    if is_registry(value) or (isinstance(holder, type) and _is_foreign_classes_own(holder, reference.name, value)):
+        return False
+    home = origin(value)
+    package = home.partition(".")[0]
+    if home == "builtins" and not callable(value):
+        return False  # a flag, such as `Cache.is_compileable` in 4.x
+    if package not in OWN:
+        written = isinstance(value, (FunctionType, BuiltinFunctionType, type))
+        return not (written and package in sys.stdlib_module_names)  # imported by the file, such as functools.partial
+    if not isinstance(value, FunctionType) or not isinstance(holder, dict):
+        return False
+    # another model's function, unless the file imports it
+    here = str(holder.get("__name__", home))
+    models = "transformers.models."
+    return home.startswith(models) and here.startswith(models) and home != here and not _imports(here, reference.name)
+
+
+def _is_foreign_classes_own(cls: type, name: str, value: Any) -> bool:
+    """Whether a method is defined in a class of another package, so that it is not a replacement."""
+    if cls.__module__.partition(".")[0] in OWN:
+        return False
+    written = getattr(value, "__qualname__", None)
+    return any(written == f"{parent.__qualname__}.{name}" for parent in cls.__mro__ if name in vars(parent))
+
+
+def _imports(module: str, name: str) -> bool:
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, KeyError):
+        return False
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    return any((alias.asname or alias.name) == name for node in imports for alias in node.names)
+
+
+def _sentence(reference: Reference, value: Any) -> str:
+    if value is ABSENT:
+        return f"{reference} was removed"
+    home = origin(value)
+    return f"{reference} was set to {value!r}" if home == "builtins" else f"{reference} was replaced by {home}"
+
+
+def _compiled(references: tuple[Reference, ...], expected: list[Any]) -> Callable[[], bool]:
+    """Compile all comparisons into one function: a loop would take three times as long.
+
+    Values are compared by identity only: a wrapper may be equal to what it wraps.
+    """
+    space: dict[str, Any] = {}
+    terms = []
+    for number, (reference, value) in enumerate(zip(references, expected, strict=True)):
+        holder, name = reference.holder, reference.name
+        if value is _UNKNOWN or (value is ABSENT and reference.registry is None):
+            terms.append("False")
+            continue
+        place = f"holder_{number}"
+        if reference.registry is not None and not is_mapping(holder):  # a local entry takes precedence
+            if name not in holder._local_mapping:
+                space[f"local_{number}"] = holder._local_mapping
+                terms.append(f"{name!r} not in local_{number}")
+            holder = holder._global_mapping if name not in holder._local_mapping else holder._local_mapping
+        space[place], space[f"value_{number}"] = holder, value
+        if value is ABSENT:
+            terms.append(f"{name!r} not in {place}")
+        else:
+            current = f"{place}[{name!r}]" if is_mapping(holder) else f"{place}.{name}"
+            terms.append(f"{current} is value_{number}")
+    every = " and ".join(terms) or "True"
+    exec(f"def check():\n try: return {every}\n except (KeyError, AttributeError): return False", space)
+    return constant_in_traces(space["check"])
+
+
+# By class or function. These belong to transformers or torch and are never collected.
+watches: dict[Any, Watch] = {}

@@ -1,0 +1,161 @@
+"""Read the files of one transformers installation into `FileState`s."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay import block
+from hf_rocm.overlay.catalog import MODEL, Catalog, Overlay, release_span
+from hf_rocm.overlay.locate import Installation
+from hf_rocm.overlay.state import FileState, LeftOut, examine
+
+
+def survey(installation: Installation, catalog: Catalog, models: Iterable[str] = ()) -> list[FileState]:
+    """Return the state of every named model's file; without names, of every file that has an overlay or a block.
+
+    Without names, models that this transformers lacks are left out. Raises `OverlayError` for a named model that this
+    transformers lacks or that has no overlay.
+    """
+    names = list(dict.fromkeys(models))
+    if not names:
+        served = {overlay.model for overlay in catalog.for_release(installation.version)}
+        present = {model for model in served if not _absent(installation, model)}
+        names = sorted(present | _patched(installation))
+    return [state_of(installation, catalog, model, catalog.find(model, installation.version)) for model in names]
+
+
+def left_out(installation: Installation, catalog: Catalog) -> LeftOut:
+    """The models that a survey without names leaves out."""
+    release = installation.version
+    others = {model: catalog.find(model, release) for model in catalog.models()}
+    absent = [model for model in others if _absent(installation, model)]
+    stock = {
+        model: _why_stock(catalog, model, release)
+        for model, overlay in others.items()
+        if overlay is None and model not in absent
+    }
+    return LeftOut(tuple(absent), stock)
+
+
+def read_file(path: Path) -> bytes | None:
+    """Return a file's bytes; None if it does not exist. Raises for anything but a file (reading a FIFO would block)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OverlayError(
+                f"{path.name} is not a file",
+                facts={"file": path, "expected": "a file", "found": "a device, a pipe or a folder"},
+                hint="reinstall transformers",
+            )
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def state_of(installation: Installation, catalog: Catalog, model: str, overlay: Overlay | None) -> FileState:
+    """Return the state of one model's file with respect to this overlay. Raises `OverlayError` if neither exists."""
+    release = installation.version
+    if not MODEL.fullmatch(model):  # it becomes part of a path
+        raise no_overlay(installation, catalog, model)
+    file = _file(installation, model)
+    data = read_file(file)
+    if data is None and model in catalog.models() and _absent(installation, model):
+        raise _no_model(installation, catalog, model)
+    if overlay is None and (data is None or not block.has_block(data)):
+        raise no_overlay(installation, catalog, model)
+    return examine(
+        model,
+        file,
+        release=release,
+        overlay=overlay,
+        data=data,
+        link=_link(file),
+        recorded_sha256=installation.recorded_sha256(file),
+        ranges=", ".join(catalog.ranges(model)) or "an overlay of this release of hf-rocm",
+        find=installation.file,
+        read=read_file,
+        overlay_of=catalog.by_id,
+    )
+
+
+def _file(installation: Installation, model: str) -> Path:
+    return installation.root / "models" / model / f"modeling_{model}.py"
+
+
+def _link(file: Path) -> Path | None:
+    """The model's folder, its folder of compiled files or the file itself, if that is a symbolic link."""
+    folder = file.parent
+    return next((path for path in (folder, file, folder / "__pycache__") if path.is_symlink()), None)
+
+
+def _absent(installation: Installation, model: str) -> bool:
+    """Whether this transformers was delivered without the model; a deleted file is missing, not absent."""
+    file = _file(installation, model)
+    if os.path.lexists(file):
+        return False
+    return installation.recorded_sha256(file) is None if installation.record else not file.parent.is_dir()
+
+
+def _patched(installation: Installation) -> set[str]:
+    """Models with a block in their file; an earlier release of hf-rocm may have had more overlays than this one."""
+    models = set()
+    for file in installation.root.glob("models/*/modeling_*.py"):
+        if file.name == f"modeling_{file.parent.name}.py" and file.is_file() and block.has_block(file.read_bytes()):
+            models.add(file.parent.name)
+    return models
+
+
+def no_overlay(installation: Installation, catalog: Catalog, model: str | None = None) -> OverlayError:
+    """Return the error for a release without an overlay (of this model), with the releases that have one."""
+    release = installation.version
+    if model is None or model in catalog.models():
+        facts = {
+            "file": installation.root / "__init__.py",
+            "expected": " or ".join(catalog.ranges(model) or catalog.ranges()),
+            "found": release,
+        }
+        if model is not None and (reason := catalog.leaves_out(model, release)):
+            facts["because"] = reason
+        return OverlayError(
+            f"no overlay{f' of {model}' if model else ''} is made for transformers {release}",
+            facts=facts,
+            hint="upgrade hf-rocm, or install a release of transformers from that range",
+        )
+    served = [overlay.model for overlay in catalog.for_release(release)]
+    examples = difflib.get_close_matches(model, served, n=3) or served[:3]
+    return OverlayError(
+        f"hf-rocm has no overlay for {model!r}",
+        facts={
+            "expected": f"one of {len(served)} models, such as {', '.join(examples)}" if served else "none here",
+            "found": model,
+            "transformers": f"{release} ({installation.root})",
+        },
+        hint="omit the name to select every overlay; `hf-rocm status --all` lists them",
+    )
+
+
+def _no_model(installation: Installation, catalog: Catalog, model: str) -> OverlayError:
+    seen = catalog.releases(model)
+    return OverlayError(
+        f"transformers {installation.version} has no model {model}",
+        facts={
+            "file": _file(installation, model),
+            "expected": f"a release that has it: {release_span(seen)}" if seen else "a release that has it",
+            "found": installation.version,
+        },
+        hint="install one of those releases, or omit the name",
+    )
+
+
+def _why_stock(catalog: Catalog, model: str, release: str) -> str:
+    ranges = " or ".join(catalog.ranges(model))
+    return catalog.leaves_out(model, release) or f"the overlay is for transformers {ranges}"

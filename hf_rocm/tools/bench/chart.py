@@ -1,0 +1,185 @@
+"""The chart of a comparison: one panel per case, one bar per side with its quartiles, and the floor as a line."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hf_rocm import files
+from hf_rocm.tools import drawing
+from hf_rocm.tools.bench.measure import Result
+from hf_rocm.tools.bench.record import Segment
+from hf_rocm.tools.bench.report import large, milliseconds
+from hf_rocm.tools.bench.variants import COMPILE, LABELS, LIGER, OURS, OVERHEAD, STOCK, UNCAPTURED
+from hf_rocm.tools.drawing import Box, ChartError, Line, Part, Picture, Words
+
+COLOURS = {
+    STOCK: "#b8c2cc",
+    COMPILE: "#8795a1",
+    OVERHEAD: "#606f7b",
+    LIGER: "#d9b36c",
+    UNCAPTURED: "#eab0a8",
+    OURS: "#d1382b",
+}
+INK, FAINT = "#1f2933", "#66727f"
+
+WIDTH, MARGIN = 860.0, 28.0
+LABEL = 318.0  # where bars begin
+END = 690.0  # end of the longest bar or upper quartile; the numbers follow it
+BAR, GAP = 20.0, 7.0
+NOTE = 11.5  # font size of the footer
+CHARACTER = 0.6  # average width of a character in the widest of the fonts, as a share of the font size
+FLOOR = "#2f855a"
+
+
+class Bar(NamedTuple):
+    """One side of a panel. value: the median; low, high: the quartiles."""
+
+    side: str
+    label: str
+    value: float
+    low: float
+    high: float
+
+
+class Panel(NamedTuple):
+    """One case. The floor and the bars are in milliseconds; unit: what they measure."""
+
+    title: str
+    unit: str
+    kind: str
+    floor: float
+    bars: tuple[Bar, ...]
+
+
+def check(file: Path) -> None:
+    """Raise `ChartError` early if the chart can't be written to this file."""
+    if file.suffix not in ("", ".svg", ".png"):
+        raise ChartError(
+            f"a chart can't be written to {file.name}", hint="use the suffix .svg or .png, or no suffix for both"
+        )
+    if file.suffix == ".png" and not drawing.can_png():
+        drawing.png(Picture(0, 0, (), ""))
+
+
+def save(segments: Sequence[Segment], file: Path, *, title: str | None = None) -> list[Path]:
+    """Draw the cases of segments of one model and machine. Returns the files written.
+
+    file: with the suffix .svg or .png, or without one for both; then the PNG is left out if Pillow is missing.
+    Raises `ChartError`.
+    """
+    check(file)
+    picture = draw(title or f"{segments[0].model['name']} on {segments[0].machine['device']}", segments)
+    wanted: list[tuple[Path, str | bytes]] = []
+    if file.suffix in ("", ".svg"):
+        wanted.append((file.with_suffix(".svg"), drawing.svg(picture)))
+    if file.suffix == ".png" or (file.suffix == "" and drawing.can_png()):
+        wanted.append((file.with_suffix(".png"), drawing.png(picture)))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for path, content in wanted:
+            files.write_output(path, content)
+    except OSError as error:
+        raise ChartError(f"{file} can't be written", facts={"because": error.strerror or error}) from error
+    return [path for path, _ in wanted]
+
+
+def draw(title: str, segments: Sequence[Segment]) -> Picture:
+    """The picture of all cases that have at least one side."""
+    panels = [panel(result) for segment in segments for result in segment.results if result.timings]
+    parts: list[Part] = []
+    y = MARGIN + 18
+    parts.append(Words(MARGIN, y, title, size=19, bold=True))
+    y += 22
+    parts.append(Words(MARGIN, y, _subtitle(segments), size=12.5, colour=FAINT))
+    y += 12
+    for current, longest in zip(panels, _scales(panels), strict=True):
+        y = _draw_panel(parts, current, longest, y + 22)
+    y += 26
+    for line in _notes(segments):
+        parts.append(Words(MARGIN, y, line, size=NOTE, colour=FAINT))
+        y += 16
+    height = y + MARGIN - 22
+    background = Box(0, 0, WIDTH, height, "#ffffff", radius=8)
+    return Picture(WIDTH, height, (background, *parts), title)
+
+
+def panel(result: Result) -> Panel:
+    """One case as a panel, its sides in the order of LABELS."""
+    order = list(LABELS)
+    timings = sorted(result.timings, key=lambda timing: order.index(timing.side))
+    bars = tuple(Bar(timing.side, LABELS[timing.side], *timing.unit) for timing in timings)
+    return Panel(result.case.title, result.case.unit, result.case.kind, result.floor.milliseconds, bars)
+
+
+def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> float:
+    """Add one panel in which `longest` milliseconds reach from LABEL to END; returns where it ends."""
+    scale = (END - LABEL) / longest
+    unit = _END_TO_END if panel.kind == "decode" else panel.unit
+    parts.append(Words(MARGIN, y + 10, panel.title, size=14, bold=True))
+    parts.append(Words(WIDTH - MARGIN, y + 10, unit, size=NOTE, colour=FAINT, anchor="end"))
+    top = y + 22
+    stock = next((bar.value for bar in panel.bars if bar.side == STOCK), None)
+    line = LABEL + panel.floor * scale
+    bottom = top + len(panel.bars) * (BAR + GAP)
+    y = top
+    for bar in panel.bars:
+        ours = bar.side == OURS
+        end = LABEL + max(bar.value * scale, 1)
+        parts.append(Words(LABEL - 10, y + 15, bar.label, size=12.5, anchor="end", bold=ours))
+        parts.append(Box(LABEL, y, end - LABEL, BAR, COLOURS[bar.side], radius=2))
+        low, high = LABEL + bar.low * scale, LABEL + bar.high * scale
+        if high - low >= 1:
+            middle = y + BAR / 2
+            parts.append(Line(low, middle, high, middle, INK))
+            parts.extend(Line(place, middle - 4, place, middle + 4, INK) for place in (low, high))
+        faster = "" if stock is None or bar.side == STOCK else f" ({stock / bar.value:.2f} ×)"
+        parts.append(Words(max(end, high) + 8, y + 15, f"{milliseconds(bar.value)} ms{faster}", size=12.5, bold=ours))
+        y += BAR + GAP
+    parts.append(Line(line, top - 4, line, bottom, FLOOR, dashed=True))
+    parts.append(Words(line, bottom + 12, f"floor {milliseconds(panel.floor)}", size=11, colour=FLOOR, anchor="middle"))
+    return bottom + 14
+
+
+_END_TO_END = "ms a token, end to end through generate"
+
+
+def _scales(panels: Sequence[Panel]) -> list[float]:
+    """The longest bar of each panel: shared by the panels of a kind, unless one of them would be a stub."""
+    longest = [max([panel.floor, *(max(bar.value, bar.high) for bar in panel.bars)]) for panel in panels]
+    scales = []
+    for panel, own in zip(panels, longest, strict=True):
+        kind = [value for other, value in zip(panels, longest, strict=True) if other.kind == panel.kind]
+        scales.append(max(kind) if max(kind) <= 3 * min(kind) else own)
+    return scales
+
+
+def _subtitle(segments: Sequence[Segment]) -> str:
+    least, most = (choose(segment.rounds for segment in segments) for choose in (min, max))
+    rounds = f"{most} round{'' if most == 1 else 's'}" if least == most else f"{least} to {most} rounds"
+    model = segments[0].model
+    return f"median and quartiles of {rounds}; shorter is better; {model['dtype']}, {model['weights']} weights"
+
+
+def _notes(segments: Sequence[Segment]) -> list[str]:
+    """The footer, wrapped to the width of the picture."""
+    machine = segments[0].machine
+    versions = [f"{name} {machine[name]}" for name in ("torch", "ROCm", "transformers", "triton") if name in machine]
+    commits = sorted({segment.commit for segment in segments if segment.commit})
+    forced = [] if "ROCm" in machine else ["hf_rocm forced: not an AMD GPU"]
+    where = [machine["device"], *versions, *([f"commit {', '.join(commits)}"] if commits else []), *forced]
+    copy, matmul = (_both_ends([getattr(segment.rates, name) for segment in segments]) for name in ("copy", "matmul"))
+    floor = f"Floor: the time of a unit's bytes or operations at this machine's measured {copy}B/s (copy) "
+    notes = [", ".join(where), f"{floor}and {matmul}FLOP/s (matmul). ×: how many times faster than stock."]
+    columns = int((WIDTH - 2 * MARGIN) / (CHARACTER * NOTE))
+    return [line for note in notes for line in textwrap.wrap(note, columns, break_on_hyphens=False)]
+
+
+def _both_ends(rates: Sequence[float]) -> str:
+    low, high = large(min(rates)), large(max(rates))
+    if low == high:
+        return low
+    number, prefix = low.split()
+    return f"{number}–{high}" if high.endswith(prefix) else f"{low}–{high}"

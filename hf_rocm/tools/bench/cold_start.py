@@ -1,0 +1,128 @@
+"""What a start costs: the first generation in a fresh process, with cold caches and with warm ones, and its memory.
+
+Each start has a process of its own, since what one compiled or allocated another would find. Two in a row share folders
+for what Triton, PyTorch and hf_rocm keep on disk: the first is cold, the second finds it there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_rocm import files, options
+from hf_rocm.errors import HfRocmError
+from hf_rocm.ops import probe
+from hf_rocm.tools.bench import inputs
+from hf_rocm.tools.bench import rates as machine_rates
+from hf_rocm.tools.bench.cases import Case
+from hf_rocm.tools.bench.clock import now
+from hf_rocm.tools.bench.generating import generate
+from hf_rocm.tools.bench.machine import commit, machine
+from hf_rocm.tools.bench.measure import Progress
+from hf_rocm.tools.bench.record import Segment
+from hf_rocm.tools.bench.roofline import cache_bytes
+from hf_rocm.tools.bench.run import Subject, describe, sides_of
+from hf_rocm.tools.bench.variants import OURS, UNCAPTURED
+
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_ROCM_CACHE")
+
+
+class StartError(HfRocmError):
+    """A fresh process failed."""
+
+
+def starts(subject: Subject, case: Case, sides: Sequence[str], *, segment: str, progress: Progress) -> Segment:
+    """Start each side twice: with empty caches on disk, and with those that the first start filled."""
+    rows = []
+    for side in sides:
+        with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as folder:
+            for caches in ("cold", "cached"):
+                progress(f"{case.title}: a start of {side}, {caches}")
+                rows.append({"side": side, "caches": caches, **start(subject, case, side, Path(folder))})
+    first = rows[0]
+    rates = machine_rates.measure(subject.device, getattr(torch, first["model"]["dtype"]))
+    model = first["model"]
+    for row in rows:
+        del row["model"]
+    return Segment(segment, machine(subject.device), commit(), model, rates, 1, starts=tuple(rows))
+
+
+def start(subject: Subject, case: Case, side: str, folder: Path) -> dict[str, Any]:
+    """One start, in a process whose caches on disk are in `folder`. Raises `StartError` if it fails."""
+    answer = folder / "answer.json"
+    answer.unlink(missing_ok=True)
+    question = {
+        "model": subject.model,
+        "shape": subject.shape,
+        "device": str(subject.device),
+        "dtype": None if subject.dtype is None else str(subject.dtype).removeprefix("torch."),
+        "layers": subject.layers,
+        "case": list(case),
+        "side": side,
+        "answer": str(answer),
+    }
+    environment = {**options.environment(), **{name: str(folder / name.lower()) for name in CACHES}}
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from hf_rocm.tools.bench.cold_start import child; child(sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(question)], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode or not answer.exists():
+        lines = done.stderr.strip().splitlines() or ["nothing"]
+        raise StartError(
+            f"a fresh process with {side} failed",
+            facts={
+                "case": case.title,
+                "exit code": done.returncode,
+                "last lines": " / ".join(line.strip() for line in lines[-3:])[:400],
+            },
+            hint="`hf-rocm bench` with --sides shows whether that side runs",
+        )
+    result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    return result
+
+
+def child(text: str) -> None:
+    """Entry point of the fresh process: measure one start and write the answer."""
+    question = json.loads(text)
+    dtype = None if question["dtype"] is None else getattr(torch, question["dtype"])
+    device = torch.device(question["device"])
+    subject = Subject(question["model"], question["shape"], device, dtype, question["layers"])
+    case = Case(*question["case"])
+    files.write(Path(question["answer"]), json.dumps(_measure(subject, case, question["side"])))
+
+
+def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:
+    """Seconds of each stage. warmup: the difference between the first generation and the third."""
+    device = subject.device
+    began = time.perf_counter()
+    if name in (OURS, UNCAPTURED):
+        probe.ahead()  # as `hf_rocm.from_pretrained` does
+    model = subject.load()
+    (side,), _ = sides_of(model, subject, [name])
+    ready = now(device)
+    ids = inputs.tokens(model, case.batch, case.prompt)
+    with torch.no_grad(), side.turn():
+        first, _, later = (generate(side, ids, case) for _ in range(3))
+    return {
+        "model": describe(subject, model),
+        "prepared": ready - began,
+        "first_call": first.whole,
+        "later_call": later.whole,
+        "warmup": max(0.0, first.whole - later.whole),
+        "first_token": first.first,
+        "later_first_token": later.first,
+        "peak": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "reserved": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+        "weights": sum({parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}.values()),
+        "static_cache": cache_bytes(model, case),
+    }

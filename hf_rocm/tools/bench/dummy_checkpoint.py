@@ -1,0 +1,106 @@
+"""A dummy checkpoint of a named shape: its matrices take no space on disk, and get random values after loading.
+
+Ranks that share a model have to load it as transformers shards it, and that starts from a checkpoint. The matrices of
+this one are a hole in a file: zeros until each rank fills its own part. So a shape of any size is there in a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm.tools.bench.roofline import local
+from hf_rocm.tools.bench.shapes import architecture, default_dtype, deviation
+
+MATRICES, VECTORS, INDEX = "matrices.safetensors", "vectors.safetensors", "model.safetensors.index.json"
+_CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_SMALL = {"vocab_size": 512, "intermediate_size": 64, "moe_intermediate_size": 64}
+
+
+def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = None) -> None:
+    """Write a shape's config and checkpoint. Norms and biases have transformers' initial values, matrices are zeros."""
+    cls, config = architecture(name, layers=layers)
+    with default_dtype(dtype), torch.device("meta"):
+        model = cls(config)
+        model.tie_weights()  # 5.0 ties weights when it loads them; two copies in the file would stay two tensors
+    shapes = {path: tuple(parameter.shape) for path, parameter in model.named_parameters()}
+    matrices = {path: shape for path, shape in shapes.items() if len(shape) > 1}
+    values = _vectors(name, dtype)
+    vectors = {
+        path: torch.full(shape, values[_first_layer(path)], dtype=dtype)
+        for path, shape in shapes.items()
+        if len(shape) < 2
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    config.architectures = [cls.__name__]
+    config.save_pretrained(folder)
+    _hole(folder / MATRICES, matrices, dtype)
+    from safetensors.torch import save_file
+
+    save_file(vectors, str(folder / VECTORS), metadata={"format": "pt"})
+    places = {**dict.fromkeys(matrices, MATRICES), **dict.fromkeys(vectors, VECTORS)}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
+
+
+def fill(model: Any, folder: Path, *, rank: int) -> None:
+    """Fill the matrices of a model loaded from a dummy checkpoint with random values, on a rank only its part of each.
+
+    What all ranks hold in full is the same on all. Each weight's products keep the size of what goes in.
+    """
+    whole = _header(folder / MATRICES)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if path in whole:
+                part: Tensor = local(parameter)
+                shared = tuple(part.shape) != whole[path]
+                seed = zlib.crc32(f"{path} {rank if shared else 'all'}".encode())
+                generator = torch.Generator(part.device).manual_seed(seed)
+                part.normal_(0.0, deviation(whole[path][-1]), generator=generator)
+
+
+def _vectors(name: str, dtype: torch.dtype) -> dict[str, float]:
+    """The value of each vector of the first layer, from a model of the same class with small matrices."""
+    from hf_rocm.tools.bench.known_shapes import shape
+
+    small = {key: value for key, value in _SMALL.items() if key in shape(name).settings}
+    cls, config = architecture(name, layers=1, **small)
+    with default_dtype(dtype):
+        model = cls(config)
+    vectors = {}
+    for path, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            value = parameter.detach().flatten()[0].item()
+            assert bool((parameter == value).all()), path
+            vectors[path] = value
+    return vectors
+
+
+def _first_layer(path: str) -> str:
+    return re.sub(r"\.layers\.\d+\.", ".layers.0.", path)
+
+
+def _hole(file: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for path, shape in shapes.items():
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[path] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(8 + len(text) + end)
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    with file.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(size))
+    return {path: tuple(facts["shape"]) for path, facts in header.items() if path != "__metadata__"}

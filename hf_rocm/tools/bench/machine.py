@@ -1,0 +1,73 @@
+"""The GPU, the versions and the commit of a measurement, which are reported with every number."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from hf_rocm import __version__
+from hf_rocm.device import describe, is_rocm
+
+PACKAGES = ("transformers", "triton", "amd-aiter", "liger-kernel")
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """The facts about this machine and its packages that are reported with every number."""
+    facts = {"device": _name(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
+        arch = describe(device).arch
+        if arch:
+            facts["arch"] = arch
+    facts["hf_rocm"] = __version__
+    facts["torch"] = torch.__version__
+    if is_rocm():
+        facts["ROCm"] = str(torch.version.hip)
+    facts.update({name: version for name in PACKAGES if (version := _version(name))})
+    facts["Python"] = platform.python_version()
+    return facts
+
+
+def commit() -> str | None:
+    """The commit of the checkout that hf_rocm is imported from, with `+` if files changed; None without a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    head = _git(root, "rev-parse", "--short=12", "HEAD")
+    if not head or not (root / "overlays").is_dir():
+        return None
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "hf_rocm", "overlays")
+    return head + ("+" if changed else "")
+
+
+def note(facts: dict[str, str]) -> str:
+    """A note on what numbers from this machine mean."""
+    if "ROCm" in facts:
+        return "measured under ROCm"
+    return "forced without ROCm: the speed of the portable path here, which does not predict that of an AMD GPU"
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

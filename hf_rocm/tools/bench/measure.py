@@ -1,0 +1,250 @@
+"""Time one case on every side: parity first, then interleaved rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_rocm.device import free_memory
+from hf_rocm.errors import HfRocmError
+from hf_rocm.tools.bench import inputs
+from hf_rocm.tools.bench.cases import Case
+from hf_rocm.tools.bench.clock import Spread, now, spread, synchronize, timed
+from hf_rocm.tools.bench.generating import Generated, generate
+from hf_rocm.tools.bench.parity import Parity, Reference, trial
+from hf_rocm.tools.bench.rates import Rates
+from hf_rocm.tools.bench.roofline import Floor, cache_bytes, floor
+from hf_rocm.tools.bench.variants import DECODE_ONLY, OURS, UNCAPTURED, Side
+
+WARM_ROUNDS = 2  # the first compiles and records, the second fills the allocator's pools
+
+# Forwards of an encoder in each of them: a recording is compared with uncaptured forwards most often at first.
+WARM_FORWARDS = 12
+
+Progress = Callable[[str], None]
+
+
+class Timing(NamedTuple):
+    """One side of a case. unit: milliseconds of one unit (a token, a forward). first: until the first token, ms.
+
+    warmup: seconds by which the first call was slower than a later one. peak: largest number of bytes on the device,
+    with the weights and without other sides' caches. rounds: milliseconds of each round, in order. note: how it ran,
+    if that is not obvious. replay: milliseconds on the device for a recorded decode step alone, without transformers'
+    work.
+    """
+
+    side: str
+    unit: Spread
+    first: Spread | None
+    warmup: float
+    peak: int | None
+    rounds: tuple[float, ...]
+    parity: Parity | None
+    note: str | None = None
+    replay: float | None = None
+
+
+class Result(NamedTuple):
+    """One case: its floor, the timed sides, and the reasons of those that were left out."""
+
+    case: Case
+    floor: Floor
+    timings: tuple[Timing, ...]
+    left_out: dict[str, str]
+
+
+class Measurement(NamedTuple):
+    """The state that all cases of a run share."""
+
+    model: Any
+    sides: Sequence[Side]
+    reference: Reference | None
+    rates: Rates
+    rounds: int
+    progress: Progress
+
+
+class Mismatch(HfRocmError):
+    """hf_rocm's numbers are wrong, so nothing is timed."""
+
+
+def measure(run: Measurement, case: Case) -> Result:
+    """Time one case. Raises `Mismatch` if hf_rocm's numbers are wrong; another side with wrong numbers is left out."""
+    left_out: dict[str, str] = {}
+    samples: dict[str, _Samples] = {}
+    for side in run.sides:
+        if case.kind == "prefill" and side.name in DECODE_ONLY:
+            left_out[side.name] = "it differs from another side in decoding only"
+            continue
+        samples[side.name] = _Samples()
+        run.progress(f"{case.title}: checking the numbers of {side.name}")
+        reason = _try(run, side, case, samples[side.name])
+        if reason is not None:
+            left_out[side.name] = reason
+    timings = []
+    running = [side for side in run.sides if side.name not in left_out]
+    together = _all_fit(run.model, case, len(running))
+    for group in [running] if together else [[side] for side in running]:
+        _rounds(run, case, group, samples, left_out)
+        timed = [side for side in group if side.name not in left_out]
+        for side in timed:
+            samples[side.name].replay = side.replay_alone() if case.kind != "prefill" else None
+        timings += [samples[side.name].timing(side, together=together) for side in timed]
+        for side in group:
+            _release(side, forget=True)
+    return Result(case, floor(run.model, case, run.rates), tuple(timings), left_out)
+
+
+def _rounds(
+    run: Measurement, case: Case, sides: Sequence[Side], samples: dict[str, _Samples], left_out: dict[str, str]
+) -> None:
+    """Time sides in interleaved rounds; a side that fails is left out of the rest."""
+    for number in range(WARM_ROUNDS + run.rounds):
+        for side in [side for side in sides if side.name not in left_out]:
+            run.progress(f"{case.title}: {_round(number, run.rounds)}, {side.name}")
+            reason = _turn(side, case, samples[side.name], warm=number < WARM_ROUNDS)
+            if reason is not None:
+                left_out[side.name] = reason
+                _release(side, forget=True)
+
+
+class _Samples:
+    """The measurements of one side."""
+
+    def __init__(self) -> None:
+        self.unit: list[float] = []
+        self.first: list[float] = []
+        self.whole: list[float] = []
+        self.cold: float | None = None
+        self.peak: int | None = None
+        self.parity: Parity | None = None
+        self.replay: float | None = None
+
+    def timing(self, side: Side, *, together: bool) -> Timing:
+        assert self.cold is not None
+        apart = None if together else "its rounds ran in a row, since the caches of all sides do not fit into memory"
+        notes = "; ".join(note for note in (side.note(), apart) if note is not None)
+        warmup = max(0.0, self.cold - spread(self.whole).median / 1000)
+        first = spread(self.first) if self.first else None
+        rounds = tuple(round(1000 * unit, 5) for unit in self.unit)
+        return Timing(
+            side.name, spread(self.unit), first, warmup, self.peak, rounds, self.parity, notes or None, self.replay
+        )
+
+
+def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | None:
+    """Check a side by its first run, which is also its warm-up. Returns why it is left out, or None."""
+    if run.reference is None:
+        return None
+    tried, reason = _first_run(side, samples, lambda: trial(side, case))
+    if tried is None:
+        _release(side, forget=True)
+        return reason
+    if not tried.same:  # this run was not the case's own warm-up
+        samples.cold = samples.peak = None
+        _release(side, forget=True)
+    parity, reason = _guarded(side, lambda: run.reference.judge(tried))  # type: ignore[union-attr]
+    if parity is None:
+        return reason
+    samples.parity = parity
+    if parity.refusal is None:
+        return None
+    _release(side, forget=True)
+    if side.name not in (OURS, UNCAPTURED):
+        return str(parity.refusal)
+    raise Mismatch(
+        f"{side.name} returns wrong numbers, so nothing is timed",
+        facts={
+            "case": case.title,
+            "error": f"{parity.error:.4g}",
+            "allowed": f"{parity.allowed:.4g} (twice eager's {parity.eager:.4g}, plus a rounding step)",
+        },
+        hint="`hf-rocm explain MODEL` lists the kernels that it uses; please report this with its output",
+    )
+
+
+def _turn(side: Side, case: Case, samples: _Samples, *, warm: bool) -> str | None:
+    """One timed run, or the reason why there is none."""
+    device = side.model.device
+
+    def run() -> Generated:
+        with torch.no_grad(), side.turn():
+            if case.kind == "decode":
+                return generate(side, inputs.tokens(side.model, case.batch, case.prompt), case)
+            arguments = inputs.forward_inputs(side.model, case)
+            for _ in range(WARM_FORWARDS - 1 if warm and case.kind == "encode" else 0):
+                side(**arguments)
+            taken = timed(lambda: side(**arguments), device)
+            return Generated(None, taken, taken)
+
+    if samples.cold is None:
+        outcome, reason = _first_run(side, samples, run)
+    else:
+        outcome, reason = _guarded(side, run)
+    if outcome is None:
+        return reason
+    if not warm:
+        samples.unit.append(outcome.each)
+        samples.whole.append(outcome.whole)
+        if outcome.first is not None:
+            samples.first.append(outcome.first)
+    return None
+
+
+def _first_run(side: Side, samples: _Samples, call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Measure the time and peak memory of the side's first run of a case."""
+    device = side.model.device
+    before = _start_of_peak(device)
+    began = now(device)
+    outcome, reason = _guarded(side, call)
+    samples.cold = now(device) - began
+    samples.peak = _peak(device, before, side.model)
+    return outcome, reason
+
+
+def _guarded(side: Side, call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The call's result, or the reason why this side cannot run. For hf_rocm, only a lack of memory is accepted."""
+    try:
+        return call(), None
+    except torch.OutOfMemoryError:
+        return None, "it needs more memory than is available"
+    except Exception as error:  # an exception of stock or of a compiler is a result, not a reason to stop
+        if side.name in (OURS, UNCAPTURED):
+            raise
+        lines = str(error).strip().splitlines() or ["no message"]
+        return None, f"it raised {type(error).__name__}: {lines[0][:200]}"
+
+
+def _release(side: Side, *, forget: bool = False) -> None:
+    (side.forget if forget else side.release)()
+    if side.model.device.type == "cuda":
+        synchronize(side.model.device)
+        torch.cuda.empty_cache()
+
+
+def _all_fit(model: Any, case: Case, count: int) -> bool:
+    """Whether all sides may keep their caches and recordings until their next round."""
+    if case.kind != "decode" or model.device.type != "cuda":
+        return True
+    return (count + 1) * cache_bytes(model, case) < free_memory(model.device) / 2
+
+
+def _start_of_peak(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device, before: int, model: Any) -> int | None:
+    """The peak memory of this side alone: what it added, plus the weights, which all sides share."""
+    if device.type != "cuda":
+        return None
+    weights = sum({parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}.values())
+    return torch.cuda.max_memory_allocated(device) - before + weights
+
+
+def _round(number: int, rounds: int) -> str:
+    return f"warm-up {number + 1}" if number < WARM_ROUNDS else f"round {number - WARM_ROUNDS + 1} of {rounds}"

@@ -1,0 +1,158 @@
+"""hf-rocm bench ops: check and time every implementation of an operation that this machine supports, on the same
+inputs.
+
+PyTorch's own GEMM and attention are timed once for each library and backend that PyTorch can use.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_rocm import options
+from hf_rocm.device import describe
+from hf_rocm.errors import OptionError
+from hf_rocm.ops import blas_backend
+from hf_rocm.ops.registry import Choice, Implementation, Operation, operations
+from hf_rocm.tools.bench.clock import device_time
+from hf_rocm.tools.bench.measure import Progress
+from hf_rocm.tools.bench.ops_cases import OpCase
+from hf_rocm.tools.bench.parity import compare
+from hf_rocm.tools.bench.rates import LARGE, Rates
+
+SETS = 16  # the largest number of input sets; they alternate, so that large inputs are not cached
+
+
+class Line(NamedTuple):
+    """One implementation of one case. share: of the rate at the floor. reason: why it was not timed."""
+
+    operation: str
+    case: str
+    implementation: str
+    microseconds: float | None
+    floor: float
+    share: float | None
+    bound: str
+    reason: str | None = None
+
+
+class _Candidate(NamedTuple):
+    name: str
+    implementation: Implementation[Any]
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@torch.inference_mode()
+def compare_all(cases: Sequence[OpCase], rates: Rates, device: torch.device, progress: Progress) -> Iterator[Line]:
+    """Time every candidate of every case; one that refuses, fails or is wrong is returned with the reason."""
+    for case in cases:
+        progress(f"{case.operation}: {case.title}")
+        operation = operations()[case.operation]
+        generator = torch.Generator(device).manual_seed(0)
+        inputs = case.inputs(generator)
+        key = _key(operation, case, inputs)
+        eager, exact = _oracle(case, inputs)
+        for candidate in _candidates(operation):
+            yield _line(case, candidate, operation, key, inputs, (eager, exact), rates, generator)
+        operation.forget()
+
+
+def _line(
+    case: OpCase,
+    candidate: _Candidate,
+    operation: Operation[Any],
+    key: tuple[Any, ...],
+    inputs: tuple[Tensor, ...],
+    oracle: tuple[list[Tensor], list[Tensor]],
+    rates: Rates,
+    generator: torch.Generator,
+) -> Line:
+    device = inputs[0].device
+    spec = operation.spec_type(*key)
+    floor = max(case.bytes / rates.copy, case.flops / rates.matmul)
+    bound = "memory" if case.bytes / rates.copy >= case.flops / rates.matmul else "products"
+    reason = candidate.implementation.refuses(spec, describe(device))
+    if reason is None:
+        operation.keep(Choice(spec, candidate.implementation, ()))
+        try:
+            with candidate.within():
+                reason = _wrong(_outputs(case.call(*inputs)), *oracle)
+                if reason is None:
+                    sets = [inputs, *(case.inputs(generator) for _ in range(_sets(case, device) - 1))]
+                    calls = [lambda arguments=arguments: case.call(*arguments) for arguments in sets]
+                    seconds = statistics.median(device_time(calls, device))
+                    name = f"{candidate.implementation.tier}: {candidate.name}"
+                    return Line(
+                        case.operation, case.title, name, 1e6 * seconds, 1e6 * floor, floor / seconds, bound, None
+                    )
+        except Exception as error:  # noqa: BLE001 (backends raise different exceptions for a call that they do not support)
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:160]}"
+    name = f"{candidate.implementation.tier}: {candidate.name}"
+    return Line(case.operation, case.title, name, None, 1e6 * floor, None, bound, reason)
+
+
+def _key(operation: Operation[Any], case: OpCase, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """The specification that the router builds for this call."""
+    operation.forget()
+    case.call(*inputs)
+    try:
+        (key,) = operation.choices
+    except ValueError:
+        raise OptionError(f"{case.operation} was not routed once for {case.title}") from None
+    return key
+
+
+def _oracle(case: OpCase, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """The eager tier in the inputs' dtype, and in fp64."""
+    wide = tuple(tensors.double() if tensors.is_floating_point() else tensors for tensors in inputs)
+    with options.override(tier="eager"):
+        return _outputs(case.call(*inputs)), _outputs(case.call(*wide))
+
+
+def _wrong(actual: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> str | None:
+    for one, its_eager, its_exact in zip(actual, eager, exact, strict=True):
+        reason = compare(one, its_eager, its_exact).refusal
+        if reason is not None:
+            return reason
+    return None
+
+
+def _outputs(result: Any) -> list[Tensor]:
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def _candidates(operation: Operation[Any]) -> Iterator[_Candidate]:
+    for implementation in operation.implementations:
+        variants = list(_variants(operation.name)) if implementation.tier == "torch" else []
+        yield _Candidate(implementation.name, implementation)
+        for name, within in variants:
+            yield _Candidate(f"{implementation.name}, {name}", implementation, within)
+
+
+def _variants(operation: str) -> Iterator[tuple[str, Callable[[], AbstractContextManager[Any]]]]:
+    """PyTorch's other libraries or backends for the operation."""
+    if operation == "linear":
+        for name in blas_backend.LIBRARIES:
+            try:
+                blas_backend.check(name)
+            except OptionError:
+                continue
+            yield name, lambda name=name: blas_backend.prefer(name)  # type: ignore[misc]
+    if operation in ("attention", "decode_attention"):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        for backend in SDPBackend.__members__.values():
+            if backend.name not in ("ERROR", "OVERRIDEABLE"):
+                yield backend.name.lower(), lambda backend=backend: sdpa_kernel(backend)  # type: ignore[misc]
+
+
+def _sets(case: OpCase, device: torch.device) -> int:
+    """The number of sets that are together larger than any cache; tiny inputs are cached in a model too."""
+    if device.type != "cuda":
+        return 2
+    return int(min(SETS, max(2, LARGE // max(case.bytes, 1) + 1)))

@@ -1,0 +1,267 @@
+"""The calls of `hf-rocm bench ops`: each operation at the shapes of a model, with its bytes and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm import ops
+from hf_rocm.tools.bench.known_shapes import SHAPES, Shape
+
+OPERATIONS = (
+    "linear",
+    "fused_linear",
+    "attention",
+    "decode_attention",
+    "rms_norm",
+    "add_rms_norm",
+    "act_and_mul",
+    "rope",
+    "experts",
+)
+TOKENS = (1, 4, 8)  # of a decode step: the rows of the experts' GEMMs
+MIXTURE = "qwen3-30b-a3b"  # the mixture whose experts are measured if the shape has none
+FEW = 16  # the largest number of rows of fused linear kernels
+ROUTING = "routing"  # not an operation: the router's overhead
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One call. inputs: makes a set of tensors with a generator, the first in the case's dtype; call: runs on such a
+    set.
+
+    bytes, flops: lower bounds for one call.
+    """
+
+    operation: str
+    title: str
+    inputs: Callable[[torch.Generator], tuple[Tensor, ...]]
+    call: Callable[..., Any]
+    bytes: float
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The requested sizes. rows: M of the GEMMs; keys: cache lengths of decode attention."""
+
+    rows: Sequence[int]
+    batches: Sequence[int]
+    keys: Sequence[int]
+    prompt: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def item(self) -> int:
+        return self.dtype.itemsize
+
+    def draw(self, generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=self.device, dtype=self.dtype) * scale
+
+
+def cases(names: Sequence[str], shape: Shape, sizes: Sizes) -> Iterator[OpCase]:
+    """Every case of these operations at a decoder's shape."""
+    for name in names:
+        yield from _CASES[name](_Dims(shape), sizes)
+
+
+class _Dims:
+    def __init__(self, shape: Shape) -> None:
+        settings = shape.settings
+        self.hidden: int = settings["hidden_size"]
+        self.intermediate: int = settings["intermediate_size"]
+        self.heads: int = settings["num_attention_heads"]
+        self.kv_heads: int = settings.get("num_key_value_heads", self.heads)
+        self.head_dim: int = settings.get("head_dim", self.hidden // self.heads)
+        self.vocabulary: int = settings["vocab_size"]
+        self.mixture = settings if "moe_intermediate_size" in settings else SHAPES[MIXTURE].settings
+
+
+def _linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
+    width = dims.heads * dims.head_dim
+    products = {
+        "qkv": (width + 2 * dims.kv_heads * dims.head_dim, dims.hidden),
+        "o": (dims.hidden, width),
+        "gate/up": (2 * dims.intermediate, dims.hidden),
+        "down": (dims.hidden, dims.intermediate),
+        "head": (dims.vocabulary, dims.hidden),
+    }
+    for rows in sizes.rows:
+        for name, (n, k) in products.items():
+            if name == "head" and rows > 64:
+                continue  # for a prompt, the head runs for the last position only
+
+            def inputs(generator: torch.Generator, m: int = rows, n: int = n, k: int = k) -> tuple[Tensor, ...]:
+                return sizes.draw(generator, m, k), sizes.draw(generator, n, k, scale=k**-0.5)
+
+            read = sizes.item * (n * k + rows * (n + k))
+            yield OpCase("linear", f"{name}, M {rows}, N {n}, K {k}", inputs, ops.linear, read, 2.0 * rows * n * k)
+
+
+def _fused_linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
+    """The four GEMMs of a layer with fused prologues and epilogues, for the few rows that such kernels support."""
+    width = dims.heads * dims.head_dim
+    products = {
+        "norm, qkv": (width + 2 * dims.kv_heads * dims.head_dim, dims.hidden, True, False),
+        "o, + residual": (dims.hidden, width, False, False),
+        "norm, gate/up, gate": (2 * dims.intermediate, dims.hidden, True, True),
+        "down, + residual": (dims.hidden, dims.intermediate, False, False),
+    }
+    for rows in (row for row in sizes.rows if row <= FEW):
+        for name, (n, k, normed, gated) in products.items():
+
+            def inputs(
+                generator: torch.Generator, m: int = rows, n: int = n, k: int = k, normed: bool = normed
+            ) -> tuple[Tensor, ...]:
+                further = sizes.draw(generator, k) if normed else sizes.draw(generator, m, n)
+                return sizes.draw(generator, m, k), sizes.draw(generator, n, k, scale=k**-0.5), further
+
+            def call(x: Tensor, weight: Tensor, further: Tensor, normed: bool = normed, gated: bool = gated) -> Tensor:
+                if not normed:
+                    return ops.fused_linear(x, weight, residual=further)
+                activation = "silu" if gated else None
+                return ops.fused_linear(x, weight, norm=ops.Norm(further, 1e-5), activation=activation)
+
+            read = sizes.item * (n * k + rows * (n + k))
+            yield OpCase("fused_linear", f"{name}, M {rows}, N {n}, K {k}", inputs, call, read, 2.0 * rows * n * k)
+
+
+def _attention(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
+    h, hkv, d, s = dims.heads, dims.kv_heads, dims.head_dim, sizes.prompt
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return ops.attention(query, key, value, scale=d**-0.5, causal=True)[0]
+
+    for b in sizes.batches:
+
+        def inputs(generator: torch.Generator, b: int = b) -> tuple[Tensor, ...]:
+            query = sizes.draw(generator, b, s, h, d).transpose(1, 2)
+            return query, sizes.draw(generator, b, hkv, s, d), sizes.draw(generator, b, hkv, s, d)
+
+        read = sizes.item * b * s * d * (2 * h + 2 * hkv)
+        yield OpCase("attention", f"causal, batch {b}, {s} tokens", inputs, call, read, 2.0 * b * h * d * s * (s + 1))
+
+
+def _decode(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
+    h, hkv, d = dims.heads, dims.kv_heads, dims.head_dim
+
+    def call(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        return ops.decode_attention(query, key, value, lengths, scale=d**-0.5)
+
+    for keys in sizes.keys:
+        for b in sizes.batches:
+
+            def inputs(generator: torch.Generator, b: int = b, keys: int = keys) -> tuple[Tensor, ...]:
+                query = sizes.draw(generator, b, 1, h, d).transpose(1, 2)
+                lengths = torch.full((b,), keys, dtype=torch.int32, device=sizes.device)
+                return query, sizes.draw(generator, b, hkv, keys, d), sizes.draw(generator, b, hkv, keys, d), lengths
+
+            read = sizes.item * b * d * (2 * hkv * keys + 2 * h)
+            flops = 4.0 * b * h * d * keys
+            yield OpCase("decode_attention", f"batch {b}, {keys} keys", inputs, call, read, flops)
+
+
+def _rms_norm(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
+    for m, width in _elementwise(dims, sizes):
+
+        def inputs(generator: torch.Generator, m: int = m, width: int = width) -> tuple[Tensor, ...]:
+            return sizes.draw(generator, m, width), sizes.draw(generator, width)
+
+        def call(x: Tensor, weight: Tensor) -> Tensor:
+            return ops.rms_norm(x, weight, eps=1e-5)
+
+        yield OpCase("rms_norm", f"{m} × {width}", inputs, call, sizes.item * (2 * m + 1) * width)
+
+
+def _add_rms_norm(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
+    for m, width in _elementwise(dims, sizes):
+
+        def inputs(generator: torch.Generator, m: int = m, width: int = width) -> tuple[Tensor, ...]:
+            return sizes.draw(generator, m, width), sizes.draw(generator, m, width), sizes.draw(generator, width)
+
+        def call(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return ops.add_rms_norm(x, residual, weight, eps=1e-5)
+
+        yield OpCase("add_rms_norm", f"{m} × {width}", inputs, call, sizes.item * (4 * m + 1) * width)
+
+
+def _act_and_mul(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
+    for m, width in _elementwise(dims, sizes, wide=dims.intermediate):
+
+        def inputs(generator: torch.Generator, m: int = m, width: int = width) -> tuple[Tensor, ...]:
+            return (sizes.draw(generator, m, 2 * width),)
+
+        def call(x: Tensor) -> Tensor:
+            return ops.act_and_mul(x, activation="silu")
+
+        yield OpCase("act_and_mul", f"{m} × {width}", inputs, call, sizes.item * 3 * m * width)
+
+
+def _rope(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
+    d = dims.head_dim
+    for m, width in _elementwise(dims, sizes):
+        h = width // d
+        hkv = max(1, h * dims.kv_heads // dims.heads)
+
+        def inputs(generator: torch.Generator, m: int = m, h: int = h, hkv: int = hkv) -> tuple[Tensor, ...]:
+            angles = torch.rand(1, m, d // 2, generator=generator, device=sizes.device).repeat(1, 1, 2) * 6.28
+            query = sizes.draw(generator, 1, m, h, d).transpose(1, 2)
+            key = sizes.draw(generator, 1, m, hkv, d).transpose(1, 2)
+            return query, key, angles.cos().to(sizes.dtype), angles.sin().to(sizes.dtype)
+
+        read = sizes.item * m * d * (2 * h + 2 * hkv + 2)
+        yield OpCase("rope", f"{m} tokens, {h} + {hkv} heads of {d}", inputs, ops.rope, read)
+
+
+def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
+    """Cases of a mixture of experts: every token has its own experts, the same in every set of inputs."""
+    mixture = dims.mixture
+    h, i, k = mixture["hidden_size"], mixture["moe_intermediate_size"], mixture["num_experts_per_tok"]
+    e = mixture["num_experts"] if sizes.device.type == "cuda" else k  # all experts would take too long on a CPU
+
+    def call(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return ops.experts(x, gate_up, down, ids, weights)
+
+    for tokens in TOKENS:
+        chosen = torch.rand(tokens, e, generator=torch.Generator().manual_seed(tokens)).argsort(-1)[:, :k]
+
+        def inputs(generator: torch.Generator, tokens: int = tokens, chosen: Tensor = chosen) -> tuple[Tensor, ...]:
+            return (
+                sizes.draw(generator, tokens, h),
+                sizes.draw(generator, e, 2 * i, h, scale=h**-0.5),
+                sizes.draw(generator, e, h, i, scale=i**-0.5),
+                chosen.to(sizes.device),
+                torch.rand(tokens, k, generator=generator, device=sizes.device),
+            )
+
+        met = len(chosen.unique())
+        title = f"{tokens} {'token' if tokens == 1 else 'tokens'}, {k} of {e} experts each, {met} in all, {h} × {i}"
+        read = sizes.item * (3 * met * h * i + 2 * tokens * h)
+        yield OpCase("experts", title, inputs, call, read, 6.0 * tokens * k * h * i)
+
+
+LARGE = (4096, 8192)  # a size at which a kernel is limited by memory bandwidth only
+
+
+def _elementwise(dims: _Dims, sizes: Sizes, *, wide: int | None = None) -> list[tuple[int, int]]:
+    """The model's width with each number of rows, and one size that is large on every machine."""
+    large = [LARGE] if sizes.device.type == "cuda" else []
+    return [*((rows, wide or dims.hidden) for rows in sizes.rows), *large]
+
+
+_CASES: dict[str, Callable[[_Dims, Sizes], Iterator[OpCase]]] = {
+    "linear": _linear,
+    "fused_linear": _fused_linear,
+    "attention": _attention,
+    "decode_attention": _decode,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "act_and_mul": _act_and_mul,
+    "rope": _rope,
+    "experts": _experts,
+}

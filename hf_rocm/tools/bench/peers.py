@@ -1,0 +1,90 @@
+"""Collective operations of the benchmark and their cost: all ranks call every method together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_rocm.tools.bench.cases import Case
+from hf_rocm.tools.bench.clock import timed
+from hf_rocm.tools.bench.roofline import local
+from hf_rocm.tools.bench.scaling import Exchange
+
+LARGE = 2**26  # bytes of a sum that is limited by bandwidth, on GPUs
+
+
+class Peers:
+    """The ranks of the default process group, with one device of this kind per rank."""
+
+    def __init__(self, world: int, device: torch.device) -> None:
+        self.world, self.device = world, device
+
+    def slowest(self, value: float) -> float:
+        """The maximum over all ranks."""
+        largest = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest.item())
+
+    def unlike(self, tokens: Tensor) -> list[int]:
+        """The ranks whose tokens differ from those of rank 0."""
+        everyone = [torch.empty_like(tokens) for _ in range(self.world)]
+        dist.all_gather(everyone, tokens.contiguous())
+        return [rank for rank, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
+
+    def sum_seconds(self, message: Tensor, *, calls: int = 10, tries: int = 5) -> float:
+        """Seconds of one all-reduce in a sequence: the best of several tries, each on the slowest rank."""
+
+        def several() -> None:
+            for _ in range(calls):
+                dist.all_reduce(message)
+
+        several()
+        return min(self.slowest(timed(several, self.device)) for _ in range(tries)) / calls
+
+    def wire(self) -> float:
+        """Bytes per second that each rank sends in a large sum."""
+        size = LARGE if self.device.type == "cuda" else LARGE // 16
+        share = 2 * (self.world - 1) / self.world
+        return share * size / self.sum_seconds(torch.zeros(size // 4, device=self.device))
+
+    def facts(self, told: Exchange, case: Case) -> dict[str, Any]:
+        """The record of an exchange: computed, except for the measured time of one sum."""
+        message = torch.zeros(max(1, told.message // 4), dtype=torch.float32, device=self.device)
+        return {
+            "sums": told.sums,
+            "message": told.message,
+            "gathered": told.gathered,
+            "sent": told.sent,
+            "sent_per_token": told.sent / _tokens(case),
+            "sum_microseconds": 1e6 * self.sum_seconds(message),
+        }
+
+    def interconnect(self) -> dict[str, Any]:
+        """The interconnect. apart: pairs of GPUs that cannot read each other's memory."""
+        if self.device.type != "cuda":
+            return {"backend": "gloo"}
+        pairs = [(one, other) for other in range(self.world) for one in range(other)]
+        apart = [f"{one}-{other}" for one, other in pairs if not torch.cuda.can_device_access_peer(one, other)]
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        return {"backend": f"{'RCCL' if torch.version.hip else 'NCCL'} {version}", "apart": apart}
+
+
+def exchanged(model: Any, case: Case, ranks: int) -> Exchange:
+    """The exchange of one unit of a case, given the parts of the model that this release of transformers shards."""
+    config = model.config.get_text_config()
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    divided = [local(parameter).shape[0] < config.vocab_size for parameter in (table, head)]
+    item = table.element_size()
+    return Exchange(
+        ranks,
+        2 * config.num_hidden_layers + int(divided[0]),
+        _tokens(case) * config.hidden_size * item,
+        case.batch * config.vocab_size * item if divided[1] else 0,
+    )
+
+
+def _tokens(case: Case) -> int:
+    return case.batch * (1 if case.kind == "decode" else case.prompt)

@@ -1,0 +1,276 @@
+"""One rank of `hf-rocm bench --tp N`: loads its part of the model as transformers shards it, stock and prepared.
+
+All ranks must make the same decisions, or they wait for each other forever: nothing here depends on the clock or the
+free memory of one rank alone, and a side that fails ends the run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_rocm import files, options
+from hf_rocm.errors import HfRocmError
+from hf_rocm.loading.prepare import prepare, restore
+from hf_rocm.loading.pretrained import from_pretrained
+from hf_rocm.tools.bench import inputs
+from hf_rocm.tools.bench import rates as machine_rates
+from hf_rocm.tools.bench.cases import Case
+from hf_rocm.tools.bench.clock import now, spread, timed
+from hf_rocm.tools.bench.dummy_checkpoint import fill
+from hf_rocm.tools.bench.generating import Generated, generate
+from hf_rocm.tools.bench.machine import commit, machine
+from hf_rocm.tools.bench.measure import WARM_ROUNDS, Mismatch, Result, Timing
+from hf_rocm.tools.bench.parity import ReferenceInPlace, trial
+from hf_rocm.tools.bench.peers import Peers, exchanged
+from hf_rocm.tools.bench.record import Segment
+from hf_rocm.tools.bench.roofline import floor, local
+from hf_rocm.tools.bench.run import Subject, describe
+from hf_rocm.tools.bench.variants import OURS, STOCK, UNCAPTURED, Side, silence
+
+LIMIT = timedelta(minutes=30)  # for one collective: another rank may be compiling a kernel
+JUDGED_PROMPT = 1024  # the longest prompt of the reference, whose scores must fit on every rank
+
+
+class Question(NamedTuple):
+    """The task of all ranks. folder: the checkpoint; blank: whether its matrices must be filled."""
+
+    folder: str
+    blank: bool
+    subject: dict[str, Any]
+    cases: list[Case]
+    sides: list[str]
+    rounds: int
+    segment: str
+    world: int
+    port: int
+
+
+def main(folder: str, rank: int) -> int:
+    """Write the answer, or the error, to files in `folder`. Returns the exit code.
+
+    After a failure the process must end at once (`os._exit`): an orderly exit would wait for ranks that are stuck.
+    """
+    place = Path(folder)
+    try:
+        data = json.loads((place / "question.json").read_text(encoding="utf-8"))
+        question = Question(**{**data, "cases": [Case(*case) for case in data["cases"]]})
+        answer = _Rank(question, rank, place).run()
+        if rank == 0:
+            files.write(place / "answer.json", json.dumps(answer.to_dict()))
+        dist.barrier()
+    except BaseException as error:  # noqa: BLE001 - the command that started this process reports any error
+        traceback.print_exc()
+        files.write(place / f"failed-{rank}.json", json.dumps({"at": time.time(), **_words(error)}))
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+def _words(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, HfRocmError):
+        return error.to_dict()
+    lines = str(error).strip().splitlines() or ["no message"]
+    return {"message": f"{type(error).__name__}: {lines[0][:300]}", "facts": {}, "hint": None}
+
+
+class _Rank:
+    def __init__(self, question: Question, rank: int, place: Path) -> None:
+        self.asked, self.rank, self.place = question, rank, place
+        gpu = question.subject["device"] == "cuda"
+        self.device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+        if gpu:
+            torch.cuda.set_device(self.device)
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", question.port, question.world, is_master=False, timeout=LIMIT
+        )
+        dist.init_process_group(
+            "nccl" if gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=question.world,
+            timeout=LIMIT,
+            device_id=self.device if gpu else None,
+        )
+        self.peers = Peers(question.world, self.device)
+        dtype = getattr(torch, question.subject["dtype"])
+        self.subject = Subject(**{**question.subject, "device": self.device, "dtype": dtype})
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            files.write(self.place / "progress", text)
+
+    def run(self) -> Segment:
+        asked = self.asked
+        self.say(f"{self.subject.name}: loading each rank's part")
+        stock = restore(self._load())
+        if asked.blank:
+            fill(stock, Path(asked.folder), rank=self.rank)
+        made = self._sides(stock)
+        self.say(f"{self.subject.name}: measuring the rates of copies, GEMMs and all-reduces")
+        rates = machine_rates.measure(self.device, _dtype(stock))
+        wire = self.peers.wire()
+        reference = ReferenceInPlace(stock)
+        results, exchanges = [], []
+        with options.override(graphs_memory="50%"):
+            for case in asked.cases:
+                exchange = exchanged(stock, case, asked.world)
+                least = floor(stock, case, rates, ranks=asked.world, exchange=exchange.sent / wire)
+                results.append(Result(case, least, tuple(self._measure(case, made, reference)), {}))
+                exchanges.append({"case": case.title, **self.peers.facts(exchange, case)})
+        return Segment(
+            asked.segment,
+            machine(self.device),
+            commit(),
+            describe(self.subject, stock),
+            rates,
+            asked.rounds,
+            results=tuple(results),
+            parallel={"tp": asked.world, "world": asked.world, **self.peers.interconnect(), "wire": wire}
+            | {"exchanges": exchanges},
+        )
+
+    def _load(self) -> Any:
+        model = from_pretrained(self.asked.folder, force=False, dtype=self.subject.dtype, tp_plan="auto").eval()
+        silence(model)
+        return model
+
+    def _sides(self, stock: Any) -> list[Side]:
+        """The stock and the prepared model over the same parameters: a copy would call the sharded layers of stock."""
+        wanted = self.asked.sides
+        made = {STOCK: Side(STOCK, stock)}
+        if {OURS, UNCAPTURED} & set(wanted):
+            ours = self._load()
+            for module, other in zip(ours.modules(), stock.modules(), strict=True):
+                assert module._parameters.keys() == other._parameters.keys()
+                module._parameters.update(other._parameters)
+            prepare(ours, force=True)
+            made[OURS] = Side(OURS, ours)
+            made[UNCAPTURED] = Side(UNCAPTURED, ours, {"disable_compile": True})
+        return [made[name] for name in wanted]
+
+    def _measure(self, case: Case, sides: list[Side], reference: ReferenceInPlace) -> list[Timing]:
+        """Check the parity of every side, then time them in interleaved rounds."""
+        taken = {side.name: _Taken() for side in sides}
+        for side in sides:
+            self.say(f"{case.title}: checking the numbers of {side.name}")
+            before = self._start_of_peak()
+            began = now(self.device)
+            tried = trial(side, case, most=JUDGED_PROMPT)
+            taken[side.name].cold = self.peers.slowest(now(self.device) - began)
+            taken[side.name].peak = self._peak(before, side.model)
+            taken[side.name].tokens = tried.tokens
+            self._same_everywhere(side, case, tried.tokens)
+            parity = reference.judge(tried)
+            taken[side.name].parity = parity
+            if parity.refusal is not None:
+                raise Mismatch(
+                    f"{side.name} returns wrong numbers over {self.asked.world} ranks, so nothing is timed",
+                    facts={"case": case.title, "error": f"{parity.error:.4g}", "allowed": f"{parity.allowed:.4g}"},
+                    hint="`hf-rocm bench` without --tp shows whether one device has the same; please report this",
+                )
+        for number in range(WARM_ROUNDS + self.asked.rounds):
+            for side in sides:
+                self.say(f"{case.title}: round {number + 1} of {WARM_ROUNDS + self.asked.rounds}, {side.name}")
+                run = self._turn(side, case)
+                if number >= WARM_ROUNDS:
+                    taken[side.name].runs.append(run)
+        first = taken[sides[0].name]
+        timings = [
+            taken[side.name].timing(side, None if side is sides[0] else self._against(first, taken[side.name], case))
+            for side in sides
+        ]
+        for side in sides:
+            side.release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return timings
+
+    def _turn(self, side: Side, case: Case) -> Generated:
+        """One run, which all ranks begin together and which ends with the last of them."""
+        self.peers.slowest(0.0)
+        with torch.no_grad(), side.turn():
+            if case.kind == "decode":
+                run = generate(side, inputs.tokens(side.model, case.batch, case.prompt), case)
+            else:
+                arguments = inputs.forward_inputs(side.model, case)
+                seconds = timed(lambda: side(**arguments), self.device)
+                run = Generated(None, seconds, seconds)
+        first = None if run.first is None else self.peers.slowest(run.first)
+        return Generated(first, self.peers.slowest(run.each), self.peers.slowest(run.whole))
+
+    def _same_everywhere(self, side: Side, case: Case, tokens: Tensor) -> None:
+        """Raise `Mismatch` on every rank unless all chose the same tokens."""
+        apart = self.peers.unlike(tokens)
+        if apart:
+            raise Mismatch(
+                f"{side.name}: the ranks chose different tokens, so nothing is timed",
+                facts={"case": case.title, "unlike rank 0": ", ".join(map(str, apart))},
+                hint="please report this with `hf-rocm env`",
+            )
+
+    def _against(self, first: _Taken, other: _Taken, case: Case) -> str | None:
+        """How many tokens agree with those of the first side: after the first difference they cannot be compared."""
+        assert first.tokens is not None and other.tokens is not None
+        if case.kind != "decode":
+            return None
+        new = min(case.new, first.tokens.shape[1])
+        differ = (first.tokens != other.tokens)[:, -new:].any(dim=0)
+        if not bool(differ.any()):
+            return f"all {new} new tokens agree with those of {self.asked.sides[0]}"
+        same = int(differ.nonzero()[0].item())
+        agree = f"the first {same} new tokens agree with those of {self.asked.sides[0]}"
+        return f"{agree}; there, two logits differ by less than rounding"
+
+    def _start_of_peak(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def _peak(self, before: int, model: Any) -> int | None:
+        """On the rank with the most memory in use: what a side added, plus the rank's part of the weights."""
+        if self.device.type != "cuda":
+            return None
+        weights = sum(
+            {part.data_ptr(): part.nbytes for parameter in model.parameters() for part in [local(parameter)]}.values()
+        )
+        return int(self.peers.slowest(torch.cuda.max_memory_allocated(self.device) - before + weights))
+
+
+class _Taken:
+    """The measurements of one side, on the slowest rank."""
+
+    def __init__(self) -> None:
+        self.runs: list[Generated] = []
+        self.cold = 0.0
+        self.peak: int | None = None
+        self.parity: Any = None
+        self.tokens: Tensor | None = None
+
+    def timing(self, side: Side, compared: str | None) -> Timing:
+        firsts = [run.first for run in self.runs if run.first is not None]
+        notes = [note for note in (side.note(), compared) if note is not None]
+        return Timing(
+            side.name,
+            spread([run.each for run in self.runs]),
+            spread(firsts) if firsts else None,
+            max(0.0, self.cold - spread([run.whole for run in self.runs]).median / 1000),
+            self.peak,
+            tuple(round(1000 * run.each, 5) for run in self.runs),
+            self.parity,
+            "; ".join(notes) or None,
+        )
+
+
+def _dtype(model: Any) -> torch.dtype:
+    dtype: torch.dtype = next(model.parameters()).dtype
+    return dtype

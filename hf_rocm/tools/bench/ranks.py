@@ -1,0 +1,239 @@
+"""`hf-rocm bench --tp N`: start N ranks that share one model, wait for them, and return what rank 0 recorded.
+
+The ranks are plain processes with their own store, so that the end of one is detected at once, even while the others
+wait for it, and its exception or signal can be reported. Then all are stopped, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_rocm import options
+from hf_rocm.distributed import heads
+from hf_rocm.errors import HfRocmError, OptionError, RankError
+from hf_rocm.tools.bench import dummy_checkpoint
+from hf_rocm.tools.bench.cases import Case
+from hf_rocm.tools.bench.measure import Progress
+from hf_rocm.tools.bench.record import Segment
+from hf_rocm.tools.bench.run import Subject
+from hf_rocm.tools.bench.shapes import architecture
+from hf_rocm.tools.bench.variants import OURS, STOCK, UNCAPTURED
+
+SIDES = (STOCK, UNCAPTURED, OURS)
+_ALIKE = ("Mismatch", "RankError")  # raised by every rank if one raises it
+_PAUSE = 0.05
+_LAST_WORDS = 60.0  # seconds for the other ranks to end after the first one has
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
+_CHILD = """
+import ctypes, os, sys
+if sys.platform == "linux":  # a rank must not outlive the command that started it, however that ends
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != {parent}:
+        os._exit(1)
+sys.path[:] = {path!r}
+from hf_rocm.tools.bench.rank import main
+code = main(sys.argv[1], int(sys.argv[2]))
+sys.stdout.flush(), sys.stderr.flush()
+os._exit(code)
+"""
+
+
+def bench_ranks(
+    subject: Subject,
+    cases: Sequence[Case],
+    names: Sequence[str],
+    *,
+    ranks: int,
+    rounds: int,
+    segment: str,
+    progress: Progress,
+) -> Segment:
+    """Measure every case on every side, over `ranks` ranks of this machine with one GPU each (or the CPU for all).
+
+    Raises `OptionError` before anything is started if that is impossible; `RankError` with the cause if a rank failed;
+    `Mismatch` if numbers are wrong.
+    """
+    check(subject, names, ranks)
+    with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as name:
+        place = Path(name)
+        folder = subject.model
+        dtype = subject.dtype or (torch.bfloat16 if subject.device.type == "cuda" else torch.float32)
+        if subject.shape is not None:
+            progress(f"{subject.name}: writing a dummy checkpoint")
+            folder = str(place / "checkpoint")
+            dummy_checkpoint.write(Path(folder), subject.shape, dtype=dtype, layers=subject.layers)
+        # a store of this process outlives every rank, and its port is free for certain
+        store: Any = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False
+        )
+        question = {
+            "folder": folder,
+            "blank": subject.shape is not None,
+            "subject": {
+                "model": subject.model,
+                "shape": subject.shape,
+                "device": subject.device.type,
+                "dtype": str(dtype).removeprefix("torch."),
+                "layers": subject.layers,
+            },
+            "cases": [list(case) for case in cases],
+            "sides": list(names),
+            "rounds": rounds,
+            "segment": segment,
+            "world": ranks,
+            "port": store.port,
+        }
+        (place / "question.json").write_text(json.dumps(question), encoding="utf-8")
+        _follow(place, subject, ranks, progress)
+        answer: dict[str, Any] = json.loads((place / "answer.json").read_text(encoding="utf-8"))
+    return Segment.from_dict(answer)
+
+
+def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
+    """Raise `OptionError` or `RankError` on what can't be shared by so many ranks here. Starts nothing."""
+    if subject.encoder:
+        raise OptionError(f"{subject.name} is an encoder", hint="--tp compares decoders; leave it out")
+    others = [name for name in names if name not in SIDES]
+    if others:
+        raise OptionError(
+            f"the side {others[0]!r} is not compared over several ranks",
+            facts={"known": ", ".join(SIDES)},
+            hint="name others with --sides",
+        )
+    if subject.device.type == "cuda":
+        there = torch.cuda.device_count()
+        if subject.device.index:
+            raise OptionError(
+                "--tp takes the first GPUs of this machine",
+                facts={"--device": subject.device},
+                hint="leave --device out, and choose with HIP_VISIBLE_DEVICES (CUDA_VISIBLE_DEVICES on NVIDIA)",
+            )
+        if there < ranks:
+            raise OptionError(
+                f"--tp {ranks} needs {ranks} GPUs",
+                facts={"found": there},
+                hint=f"--tp {there}, or --device cpu to see that it works" if there > 1 else "leave --tp out",
+            )
+    heads.check(_config(subject), ranks, {"tp_plan": "auto"})
+
+
+def _config(subject: Subject) -> Any:
+    if subject.shape is not None:
+        return architecture(subject.shape, layers=subject.layers)[1]
+    from transformers import AutoConfig
+
+    assert subject.model is not None
+    try:
+        return AutoConfig.from_pretrained(subject.model)
+    except (OSError, ValueError):
+        return None  # loading it will raise the full error
+
+
+def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> None:
+    """Start the ranks and wait for their end; raise as soon as one has failed."""
+    message = ""
+    with _started(place, subject, ranks) as processes:
+        deadline = None
+        while True:
+            codes = [process.poll() for process in processes]
+            if any(codes):
+                raise _cause(place, codes)
+            if all(code == 0 for code in codes):
+                return
+            if deadline is None and 0 in codes:
+                deadline = time.monotonic() + _LAST_WORDS
+            if deadline is not None and time.monotonic() > deadline:
+                stuck = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
+                raise RankError(f"rank {stuck} did not end with the others", hint="run it again, and report it")
+            with contextlib.suppress(OSError):
+                words = (place / "progress").read_text(encoding="utf-8")
+                if words != message:
+                    message = words
+                    progress(words)
+            time.sleep(_PAUSE)
+
+
+@contextmanager
+def _started(place: Path, subject: Subject, ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The ranks' processes; whatever still runs at the end is ended."""
+    environment = options.environment()
+    if subject.device.type == "cpu":
+        environment |= _NO_GPU  # transformers shards over whatever accelerator it sees
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // ranks)))
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            with (place / f"log-{rank}").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", _CHILD.format(path=sys.path, parent=os.getpid()), str(place), str(rank)],
+                        env=environment | _numbers(rank, ranks),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        yield processes
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for process in processes:
+            process.wait()
+
+
+def _numbers(rank: int, ranks: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+
+
+def _cause(place: Path, codes: Sequence[int | None]) -> HfRocmError:
+    """Who failed first and why: a rank that a signal ended, else the earliest that said something."""
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            return RankError(
+                f"rank {rank} was killed by {_signal(-code)}",
+                facts={"last lines": _tail(place / f"log-{rank}")},
+                hint="the kernel kills processes that need too much memory (sudo dmesg | tail); "
+                "a crash in a library leaves a message above",
+            )
+    errors = {}
+    for rank in range(len(codes)):
+        with contextlib.suppress(OSError, ValueError):
+            errors[rank] = json.loads((place / f"failed-{rank}.json").read_text(encoding="utf-8"))
+    if not errors:
+        rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
+        return RankError(f"rank {rank} ended with exit code {code}", facts={"last lines": _tail(place / f"log-{rank}")})
+    first = min(errors, key=lambda rank: errors[rank]["at"])
+    first_error = errors[first]
+    alike = first_error.get("error") in _ALIKE
+    return RankError(
+        first_error["message"] if alike else f"rank {first} failed: {first_error['message']}",
+        facts=first_error["facts"] or {"last lines": _tail(place / f"log-{first}")},
+        hint=first_error["hint"] or "the same without --tp shows whether it needs several ranks to happen",
+    )
+
+
+def _signal(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def _tail(log: Path) -> str:
+    """The last non-empty lines, on one line."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-3:])[-400:] or "none"

@@ -1,0 +1,218 @@
+"""Results as rows of text: for a terminal, and as Markdown for the documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hf_rocm.tools.bench.clock import Spread
+from hf_rocm.tools.bench.machine import note
+from hf_rocm.tools.bench.measure import Result, Timing
+from hf_rocm.tools.bench.record import Segment
+from hf_rocm.tools.bench.variants import COMPILE, LABELS, OURS, OVERHEAD, STOCK
+
+Row = tuple[str, ...]
+
+
+def heading(segment: Segment) -> list[str]:
+    """The heading: the model, the machine, its rates, and what numbers from it mean."""
+    model, rates = segment.model, segment.rates
+    machine = dict(segment.machine)
+    size = f", {model['matrix_bytes'] / 1e9:.2f} GB of matrices" if "matrix_bytes" in model else ""
+    return [
+        f"{model['name']}: {model['class']}, {model['weights']} weights, {model['dtype']}{size}",
+        ", ".join([machine.pop("device"), *(f"{name} {value}" for name, value in machine.items())])
+        + (f", commit {segment.commit}" if segment.commit else ""),
+        f"copies {large(rates.copy)}B/s and multiplies {large(rates.matmul)}FLOP/s, measured in this run; medians of "
+        + (f"{segment.rounds} interleaved rounds (quartiles)" if segment.results else f"{segment.rounds} replays"),
+        *parallel(segment),
+        note(machine),
+    ]
+
+
+def parallel(segment: Segment) -> list[str]:
+    """The number of ranks and their interconnect; empty for one device."""
+    setup = segment.parallel
+    if setup is None:
+        return []
+    apart = setup.get("apart")
+    ways = "" if apart is None else "; the GPUs reach each other" if not apart else f"; {', '.join(apart)} do not"
+    return [
+        f"tensor parallel over {setup['tp']} ranks, {setup['backend']}{ways}; in large sums each rank sends "
+        f"{large(setup['wire'])}B/s. Matrices, floor and peak are those of one rank"
+    ]
+
+
+def exchange(segment: Segment, result: Result) -> list[str]:
+    """The data that ranks exchange in one unit of a case: computed, except for the measured time of one sum."""
+    for record in (segment.parallel or {}).get("exchanges", ()):
+        if record["case"] == result.case.title:
+            unit = "step" if result.case.kind == "decode" else "prompt"
+            gathered = f" and {large(record['gathered'])}B of logits" if record["gathered"] else ""
+            return [
+                f"a {unit} exchanges {record['sums']} sums of {large(record['message'])}B{gathered}; each rank sends "
+                f"{large(record['sent'])}B ({large(record['sent_per_token'])}B a token, computed). "
+                f"One such sum, of ten in a row with nothing between them, took {record['sum_microseconds']:.1f} µs"
+            ]
+    return []
+
+
+def title(result: Result) -> str:
+    """A case and its floor."""
+    floor = result.floor
+    bound = f"{large(floor.bytes)}B" if floor.by == "memory" else f"{large(floor.flops)}FLOP"
+    return f"{result.case.title}: floor {milliseconds(floor.milliseconds)} {result.case.unit} ({bound})"
+
+
+def header(result: Result) -> Row:
+    rate = "samples/s" if result.case.kind == "encode" else "tokens/s"
+    share = "of copy rate" if result.floor.by == "memory" else "of matmul rate"
+    row = ("side", result.case.unit, rate, "× stock", "× floor", share)
+    return (*row, "first token, ms", "warm-up, s", "peak, GB") if result.case.kind == "decode" else (*row, "peak, GB")
+
+
+def rows(result: Result) -> list[Row]:
+    """One row per side, in the order of the run."""
+    stock = _median(result, STOCK)
+    return [_row(result, timing, stock) for timing in result.timings]
+
+
+def reasons(result: Result, missing: dict[str, str]) -> list[str]:
+    """The sides without a row, and why."""
+    return [f"{LABELS.get(side, side)}: {reason}" for side, reason in {**missing, **result.left_out}.items()]
+
+
+def notes(result: Result) -> list[str]:
+    """Notes on how sides ran."""
+    return [
+        f"{LABELS.get(timing.side, timing.side)}: {note}"
+        for timing in result.timings
+        for note in (timing.note, _alone(result, timing))
+        if note is not None
+    ]
+
+
+def _alone(result: Result, timing: Timing) -> str | None:
+    if timing.replay is None:
+        return None
+    ratio = timing.replay / result.floor.milliseconds
+    return f"a recorded step alone takes {milliseconds(timing.replay)} ms, {ratio:.2f} × the floor"
+
+
+def gains(result: Result) -> dict[str, float]:
+    """The speed-up of hf_rocm over stock, and over the faster of stock's compiled forms."""
+    ours = _median(result, OURS)
+    compiled = [each for side in (COMPILE, OVERHEAD) if (each := _median(result, side)) is not None]
+    ratios: dict[str, float] = {}
+    if ours is None:
+        return ratios
+    stock = _median(result, STOCK)
+    if stock is not None:
+        ratios["stock"] = stock / ours
+    if compiled:
+        ratios["stock with torch.compile"] = min(compiled) / ours
+    ratios["the floor"] = result.floor.milliseconds / ours
+    return ratios
+
+
+def comparison(result: Result) -> list[str]:
+    """The speed of hf_rocm relative to stock and to the faster compiled form of stock, and whether it is above the
+    noise.
+
+    Two sides differ where their quartiles do not overlap. A side whose quartiles span a fifth of its median is noisy.
+    """
+    sides = {timing.side: timing.unit for timing in result.timings}
+    ours = sides.get(OURS)
+    if ours is None:
+        return []
+    compiled = [sides[side] for side in (COMPILE, OVERHEAD) if side in sides]
+    others = {"stock": sides.get(STOCK), "stock with torch.compile": min(compiled, default=None)}
+    different: list[str] = []
+    alike: list[str] = []
+    for name, other in others.items():
+        if other is not None:
+            overlaps = ours.low <= other.high and other.low <= ours.high
+            ratio = other.median / ours.median
+            words = f"{ratio:.2f} × as fast as {name}" if ratio >= 1 else f"takes {1 / ratio:.2f} × the time of {name}"
+            (alike if overlaps else different).append(words)
+    lines = [f"hf_rocm: {', '.join(different)}"] if different else []
+    if alike:
+        lines.append(f"hf_rocm: {', '.join(alike)}, within the noise: the quartiles overlap")
+    if len(result.timings[0].rounds) == 1:
+        lines.append("one round shows no spread: use --rounds 5 or more")
+    noisy = [LABELS.get(side, side) for side, unit in sides.items() if unit.high - unit.low > unit.median / 5]
+    if noisy and lines:
+        lines.append(f"noisy: the quartiles of {', '.join(noisy)} span more than 20 % of the median; use more --rounds")
+    return lines
+
+
+def kernels_by_case(segment: Segment) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The lines of `bench ops` by operation and case, in their order; the fastest implementation first."""
+    by_case: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in segment.kernels:
+        by_case.setdefault((line["operation"], line["case"]), []).append(line)
+    for lines in by_case.values():
+        lines.sort(key=lambda line: (line["microseconds"] is None, line["microseconds"] or 0.0))
+    return by_case
+
+
+def kernel_row(line: dict[str, Any]) -> Row:
+    """One timed implementation."""
+    taken, floor = line["microseconds"], line["floor"]
+    if not floor:
+        return (line["implementation"], f"{taken:.2f}", "", "")
+    return (line["implementation"], f"{taken:.1f}", f"{taken / floor:.2f}", f"{100 * line['share']:.0f} %")
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    rule = ["---", *("---:" for _ in header[1:])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *lines))
+
+
+def milliseconds(value: float) -> str:
+    """Milliseconds with three significant digits."""
+    return (
+        f"{value:.0f}"
+        if value >= 100
+        else f"{value:.1f}"
+        if value >= 20
+        else f"{value:.2f}"
+        if value >= 1
+        else (f"{value:.3f}")
+    )
+
+
+def large(value: float) -> str:
+    """A number with a unit prefix."""
+    power, prefix = next(((prefix, name) for prefix, name in _PREFIXES if value >= prefix), (1e6, "M"))
+    return f"{value / power:.{2 if value < 100 * power else 0}f} {prefix}"
+
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def _row(result: Result, timing: Timing, stock: float | None) -> Row:
+    case, median = result.case, timing.unit.median
+    rate = case.rate(median)
+    row = (
+        LABELS.get(timing.side, timing.side),
+        _spread(timing.unit),
+        f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}",
+        "" if stock is None else f"{stock / median:.2f}",
+        f"{median / result.floor.milliseconds:.2f}",
+        f"{100 * result.floor.milliseconds / median:.0f} %",
+    )
+    peak = "" if timing.peak is None else f"{timing.peak / 1e9:.2f}"
+    if case.kind != "decode":
+        return (*row, peak)
+    first = "" if timing.first is None else milliseconds(timing.first.median)
+    return (*row, first, f"{timing.warmup:.1f}", peak)
+
+
+def _spread(spread: Spread) -> str:
+    return f"{milliseconds(spread.median)} ({milliseconds(spread.low)}–{milliseconds(spread.high)})"
+
+
+def _median(result: Result, side: str) -> float | None:
+    return next((timing.unit.median for timing in result.timings if timing.side == side), None)

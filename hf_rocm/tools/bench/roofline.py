@@ -1,0 +1,167 @@
+"""The roofline: the time for the necessary bytes and operations at the rates measured on this machine.
+
+A decode step reads each weight and each cached key and value once; a prefill multiplies every token with every weight.
+Embedding tables do not count, since only a few rows are read. With several ranks, each has its part of all this, and
+the time of its messages is added.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from hf_rocm.tools.bench.cases import Case
+from hf_rocm.tools.bench.rates import Rates
+
+
+class Floor(NamedTuple):
+    """milliseconds, bytes, flops: of one timed unit. by: the limit, `memory` or `products`. exchange: the milliseconds
+    of the ranks' messages, by their bytes alone."""
+
+    milliseconds: float
+    bytes: float
+    flops: float
+    by: str
+    exchange: float = 0.0
+
+
+def floor(model: Any, case: Case, rates: Rates, *, ranks: int = 1, exchange: float = 0.0) -> Floor:
+    """The floor of one unit of a case: a token (of every row) in decoding, else the whole forward.
+
+    ranks: how many share the model, each with its part of the weights and heads. exchange: seconds for the messages of
+    each.
+    """
+    read, flops = (decode_work if case.kind == "decode" else forward_work)(model, case, ranks)
+    memory, products = read / rates.copy, flops / rates.matmul
+    by = "memory" if memory >= products else "products"
+    return Floor(1000 * (max(memory, products) + exchange), read, flops, by, 1000 * exchange)
+
+
+def decode_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
+    """Bytes and operations of one step on one rank, halfway through the new tokens."""
+    context = case.prompt + case.new // 2
+    cached = sum(_seen(context, window) for window in windows(model)) * _key_bytes(model) / ranks
+    weights = Weights.of(model)
+    read = weights.bytes(tokens=case.batch) + case.batch * cached
+    attention = 4 * _query_width(model) * sum(_seen(context, window) for window in windows(model)) / ranks
+    return read, case.batch * (weights.flops() + attention)
+
+
+def forward_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
+    """Bytes and operations of one forward over the prompt; of a causal model's head, one position a row."""
+    length = case.prompt or _positions(model)
+    causal = case.kind == "prefill"
+    weights = Weights.of(model)
+    pairs = sum(_pairs(length, window, causal=causal) for window in windows(model))
+    products = weights.flops() * length - (2 * weights.head * (length - 1) if causal else 0)
+    flops = case.batch * (products + 4 * _query_width(model) * pairs / ranks)
+    return weights.bytes(tokens=case.batch * length), flops
+
+
+class Weights(NamedTuple):
+    """The matrices of a model (of a shared one: this rank's), in elements. dense: read by every token. routed: of all
+    experts together; a token takes `share` of them. head: the part of dense that turns the last state into logits.
+    """
+
+    dense: int
+    routed: int
+    share: float
+    head: int
+    item: int
+
+    @classmethod
+    def of(cls, model: Any) -> Weights:
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        counted: set[int] = set()
+        dense = routed = 0
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                continue
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim < 2 or id(parameter) in counted:
+                    continue
+                counted.add(id(parameter))
+                if "experts" in name.split(".") and "shared_experts" not in name:
+                    routed += local(parameter).numel()
+                else:
+                    dense += local(parameter).numel()
+        item = next(model.parameters()).element_size()
+        return cls(dense, routed, _expert_share(model), local(head.weight).numel() if head is not None else 0, item)
+
+    def bytes(self, *, tokens: int) -> float:
+        """Elements read for this many tokens: of the experts, the number expected if tokens are spread evenly."""
+        chosen = 1 - (1 - self.share) ** tokens
+        return self.item * (self.dense + self.routed * chosen)
+
+    def flops(self) -> float:
+        """The number of operations per token."""
+        return 2 * (self.dense + self.routed * self.share)
+
+
+def local(parameter: Any) -> Any:
+    """This rank's part of a parameter, in the same memory; all of it if it is not sharded."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def windows(model: Any) -> list[int | None]:
+    """The window of each attention layer in tokens; None for full attention."""
+    config = _text(model)
+    layers = getattr(config, "num_hidden_layers", 0)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def cache_bytes(model: Any, case: Case) -> int:
+    """Bytes of the keys and values of a whole decode case in a static cache."""
+    length = case.prompt + case.new
+    return int(case.batch * sum(_seen(length, window) for window in windows(model)) * _key_bytes(model))
+
+
+def _seen(context: int, window: int | None) -> int:
+    return context if window is None else min(context, window)
+
+
+def _pairs(length: int, window: int | None, *, causal: bool) -> float:
+    """The number of visible pairs of query and key."""
+    if not causal:
+        return length * length
+    width = _seen(length, window)
+    return width * (width + 1) / 2 + (length - width) * width
+
+
+def _key_bytes(model: Any) -> int:
+    """Bytes of one position's keys and values in one layer."""
+    config = _text(model)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * kv_heads * _head_dim(config) * next(model.parameters()).element_size()
+
+
+def _query_width(model: Any) -> int:
+    config = _text(model)
+    return int(config.num_attention_heads * _head_dim(config))
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _expert_share(model: Any) -> float:
+    config = _text(model)
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 0)
+    return getattr(config, "num_experts_per_tok", 0) / experts if experts else 0.0
+
+
+def _positions(model: Any) -> int:
+    """The number of tokens of an image."""
+    config = model.config
+    return int((config.image_size // config.patch_size) ** 2)
+
+
+def _text(model: Any) -> Any:
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

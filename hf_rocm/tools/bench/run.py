@@ -1,0 +1,99 @@
+"""One run of the benchmark: the model, its sides, the machine's rates, and the requested cases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_rocm import options
+from hf_rocm.errors import OptionError
+from hf_rocm.tools.bench import rates as machine_rates
+from hf_rocm.tools.bench.cases import Case
+from hf_rocm.tools.bench.known_shapes import SHAPES
+from hf_rocm.tools.bench.machine import commit, machine
+from hf_rocm.tools.bench.measure import Measurement, Progress, measure
+from hf_rocm.tools.bench.parity import Reference
+from hf_rocm.tools.bench.record import Segment
+from hf_rocm.tools.bench.roofline import Weights
+from hf_rocm.tools.bench.shapes import build
+from hf_rocm.tools.bench.variants import Side, sides
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The measured model: a checkpoint, or a named shape with random weights."""
+
+    model: str | None
+    shape: str | None
+    device: torch.device
+    dtype: torch.dtype | None = None
+    layers: int | None = None
+
+    @property
+    def name(self) -> str:
+        layers = f", {self.layers} layer{'s' * (self.layers != 1)}" if self.layers is not None else ""
+        return f"{self.shape or self.model}{layers}"
+
+    @property
+    def encoder(self) -> bool:
+        return self.shape is not None and SHAPES[self.shape].encoder
+
+    def load(self) -> Any:
+        """The stock model, in eval mode, on its device. bf16 on a GPU and fp32 on a CPU, unless a dtype is given."""
+        dtype = self.dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        if self.shape is not None:
+            return build(self.shape, device=self.device, dtype=dtype, layers=self.layers)
+        assert self.model is not None
+        from hf_rocm.loading.pretrained import from_pretrained
+
+        return from_pretrained(self.model, force=False, dtype=dtype).to(self.device).eval()
+
+
+def bench(
+    subject: Subject,
+    cases: Sequence[Case],
+    names: Sequence[str],
+    *,
+    rounds: int,
+    segment: str,
+    progress: Progress,
+    parity: bool = True,
+) -> Segment:
+    """Measure every case on every side, interleaved. Raises `Mismatch` if hf_rocm's numbers are wrong."""
+    progress(f"{subject.name}: building the model")
+    model = subject.load()
+    reference = Reference(model) if parity else None
+    made, missing = sides_of(model, subject, names)
+    progress(f"{subject.name}: measuring the rates of copies and GEMMs")
+    dtype = next(model.parameters()).dtype
+    rates = machine_rates.measure(subject.device, dtype)
+    run = Measurement(model, made, reference, rates, rounds, progress)
+    with options.override(graphs_memory="50%"):  # recordings must stay until the next round
+        results = tuple(measure(run, case) for case in cases)
+    return Segment(
+        segment, machine(subject.device), commit(), describe(subject, model), rates, rounds, missing, results
+    )
+
+
+def sides_of(model: Any, subject: Subject, names: Sequence[str]) -> tuple[list[Side], dict[str, str]]:
+    """The sides of a loaded model, and the reasons of those that are not available here."""
+    made, missing = sides(model, list(names), encoder=subject.encoder)
+    if not made:
+        raise OptionError("none of these sides is available here", facts=missing, hint="name others with --sides")
+    return made, missing
+
+
+def describe(subject: Subject, model: Any) -> dict[str, Any]:
+    """The facts about the model that are reported with the numbers."""
+    weights = Weights.of(model)
+    return {
+        "name": subject.name,
+        "class": type(model).__name__,
+        "weights": "random" if subject.shape is not None else "its own",
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "matrix_bytes": weights.item * (weights.dense + weights.routed),
+    }

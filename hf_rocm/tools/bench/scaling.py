@@ -1,0 +1,120 @@
+"""The data that tensor parallelism exchanges per token, and its effect on the speed-up: computed, not measured.
+
+Every decoder layer sums its activations over the ranks twice: after the attention's output projection and after the
+MLP's down projection. A message is [B, S, hidden]; at batch 1 that is a few kilobytes, too
+small to saturate a link, so the latency of an all-reduce matters, and so does the part of a step that can be divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A dense decoder, in elements. matrices: read by each token (embeddings are looked up); keys: of one token's
+    keys and values; item: bytes of an element."""
+
+    hidden: int
+    layers: int
+    kv_heads: int
+    vocabulary: int
+    matrices: int
+    keys: int
+    item: int = 2
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], *, item: int = 2) -> Decoder:
+        """From a config's settings, as `bench` has them for its shapes; layers of one kind, each MLP with a gate."""
+        hidden, layers = settings["hidden_size"], settings["num_hidden_layers"]
+        heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
+        head = settings.get("head_dim") or hidden // heads
+        attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head
+        layer = attention + 3 * hidden * settings["intermediate_size"]
+        return cls(
+            hidden,
+            layers,
+            kv_heads,
+            settings["vocab_size"],
+            layers * layer + settings["vocab_size"] * hidden,
+            2 * layers * kv_heads * head,
+            item,
+        )
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all matrices, the table of embeddings with them."""
+        return self.item * (self.matrices + self.vocabulary * self.hidden)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The exchanges of one step. sums: all-reduces; message: bytes of each; gathered: bytes of the logits that the
+    ranks put together, where the head is divided too."""
+
+    ranks: int
+    sums: int
+    message: int
+    gathered: int = 0
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one rank sends in a step, with the ring algorithm.
+
+        2 (N − 1) / N of an all-reduce, (N − 1) / N of an all-gather. No algorithm without in-network reduction
+        sends less; a tree sends as much, in fewer and larger steps.
+        """
+        share = (self.ranks - 1) / self.ranks
+        return share * (2 * self.sums * self.message + self.gathered)
+
+
+def exchange(decoder: Decoder, ranks: int, *, tokens: int = 1, embedding: bool = False, head: bool = False) -> Exchange:
+    """The exchanges of a forward over so many tokens (batch × length).
+
+    embedding, head: whether the table and the head are divided too, which differs between releases of transformers.
+    Of the head, one position is gathered.
+    """
+    if ranks == 1:
+        return Exchange(1, 0, 0)
+    sums = 2 * decoder.layers + (1 if embedding else 0)
+    return Exchange(
+        ranks, sums, tokens * decoder.hidden * decoder.item, decoder.vocabulary * decoder.item if head else 0
+    )
+
+
+def step_seconds(decoder: Decoder, ranks: int, bandwidth: float, *, batch: int = 1, context: int = 0) -> float:
+    """Lower bound in seconds of a decode step on one rank, without the exchanges.
+
+    bandwidth: bytes a second of one GPU's memory.
+    """
+    read = decoder.item * (decoder.matrices + batch * context * decoder.keys)
+    return read / ranks / bandwidth
+
+
+def wire_seconds(message: int, ranks: int, link: float) -> float:
+    """Lower bound in seconds of one all-reduce by its bytes, with the ring algorithm.
+
+    link: bytes a second of each link, in each direction.
+    """
+    return 2 * (ranks - 1) / ranks * message / link
+
+
+def nodes_wire_seconds(message: int, *, nodes: int, per_node: int, link: float, nic: float) -> float:
+    """The same over several nodes: scattered within each, summed across by as many NICs as GPUs, gathered within.
+
+    nic: bytes a second of one GPU's share of the network, in each direction.
+    """
+    within = wire_seconds(message, per_node, link)
+    across = wire_seconds(message, nodes, nic) / per_node
+    return within + across
+
+
+def allowed_seconds(decoder: Decoder, fewer: int, more: int, bandwidth: float) -> float:
+    """The latency that an all-reduce over `more` ranks may add before the additional ranks make decoding slower.
+
+    Relative to an all-reduce over `fewer` ranks, at batch 1.
+    """
+    saved = step_seconds(decoder, fewer, bandwidth) - step_seconds(decoder, more, bandwidth)
+    return saved / (2 * decoder.layers)

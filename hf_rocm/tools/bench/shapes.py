@@ -1,0 +1,66 @@
+"""Models of known shapes with random weights: what is measured where there is no checkpoint.
+
+Speed doesn't depend on what the weights say (a mixture's routing excepted: random weights spread tokens evenly).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hf_rocm.errors import OptionError
+from hf_rocm.tools.bench.known_shapes import shape
+
+
+def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
+    """A model of that shape, made on the device in its dtype at once, stock and in eval mode.
+
+    layers: fewer (or more) layers than the shape has. Raises `OptionError` where this transformers lacks the model.
+    """
+    cls, config = architecture(name, layers=layers)
+    with default_dtype(dtype), torch.device(device):
+        model = cls(config).eval()
+    _fill(model)
+    return model
+
+
+def architecture(name: str, *, layers: int | None = None, **settings: Any) -> tuple[Any, Any]:
+    """The model's class and a config of that shape. settings: of the config, instead of the shape's own.
+
+    Raises `OptionError` where this transformers lacks the model.
+    """
+    import transformers
+
+    named = shape(name)
+    cls, config_cls = getattr(transformers, named.model, None), getattr(transformers, named.config, None)
+    if cls is None or config_cls is None:
+        raise OptionError(f"transformers {transformers.__version__} has no {named.model}", hint="name another --config")
+    depth = {} if layers is None else {"num_hidden_layers": layers}
+    return cls, config_cls(**{**named.settings, **depth, **settings})
+
+
+def _fill(model: torch.nn.Module) -> None:
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, deviation(parameter.shape[-1]), generator=generator)
+
+
+def deviation(inputs: int) -> float:
+    """Of weights whose products keep the size of what goes in, so that no depth over- or underflows."""
+    return 1 / math.sqrt(inputs)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

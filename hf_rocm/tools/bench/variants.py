@@ -1,0 +1,233 @@
+"""The sides of a comparison: copies of one model that share its weights, each run in its own way.
+
+Sharing means that two sides differ in nothing but what runs, that both fit where one does, and that no side is warmed
+up again because another one moved the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from hf_rocm import patches
+from hf_rocm.errors import OptionError
+
+STOCK, COMPILE, OVERHEAD, LIGER = "stock", "compile", "reduce-overhead", "liger"
+OURS, UNCAPTURED = "hf_rocm", "no-graphs"
+
+LABELS = {
+    STOCK: "stock",
+    COMPILE: "stock + torch.compile",
+    OVERHEAD: "stock + torch.compile, reduce-overhead",
+    LIGER: "stock + Liger-Kernel",
+    UNCAPTURED: "hf_rocm without graphs",
+    OURS: "hf_rocm",
+}
+# torch.compile: over a static cache, as transformers compiles a decode step; in mode `default` unless it says otherwise
+DEFAULT = (STOCK, COMPILE, OURS)
+
+# Sides that only differ in decoding and in encoders: transformers compiles no prefill, and we record none.
+DECODE_ONLY = (COMPILE, OVERHEAD, UNCAPTURED)
+
+
+@dataclass
+class Side:
+    """One side. arguments: for `generate`. turn: a context that is open while this side runs."""
+
+    name: str
+    model: Any
+    arguments: dict[str, Any] = field(default_factory=dict)
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    forward: Callable[..., Any] | None = None  # instead of the model's, where no `generate` is involved
+
+    def __call__(self, **inputs: Any) -> Any:
+        return (self.forward or self.model)(**inputs)
+
+    def release(self) -> None:
+        """Let go of caches and recorded graphs."""
+        self.model.__dict__.pop("_cache", None)  # transformers before 5.15 keeps its static cache there
+        if self.name in (OURS, UNCAPTURED):
+            _release_graphs(self.model)
+
+    def note(self) -> str | None:
+        """How it ran, where that can't be seen from its name."""
+        return _forwards_note(self.model) or _graph_note(self.model) if self.name == OURS else None
+
+    def replay_alone(self) -> float | None:
+        """Milliseconds of the device for the step or forward that was recorded last; None if none was."""
+        return _replay_alone(self.model) if self.name == OURS else None
+
+    def forget(self) -> None:
+        """Let go of compiled code too: the next shape is compiled as if it were the first, and not for any size."""
+        self.release()
+        if self.name in (COMPILE, OVERHEAD):
+            self.model.__dict__.pop("_compiled_call", None)
+            torch._dynamo.reset()
+
+
+def _graph_note(model: Any) -> str | None:
+    """Whether steps were replayed, and if not, why."""
+    from hf_rocm.generation import state
+
+    known = state.known(model)
+    if known is None:
+        return None
+    if known.disabled is not None:
+        return f"uncaptured: {known.disabled}"
+    turned_away = "; ".join(known.turned_away)
+    return f"{known.replayed} steps replayed" + (f"; uncaptured: {turned_away}" if turned_away else "")
+
+
+def _forwards_note(model: Any) -> str | None:
+    """The same for forwards of an encoder."""
+    from hf_rocm.forwards import state
+
+    known = state.known(model)
+    if known is None:
+        return None
+    if known.disabled is not None:
+        return f"uncaptured: {known.disabled}"
+    turned_away = "; ".join(known.turned_away)
+    return f"{known.replayed} forwards replayed" + (f"; uncaptured: {turned_away}" if turned_away else "")
+
+
+_IN_A_ROW = 16  # replays that are timed at once, so that the device never waits for the host
+
+
+def _replay_alone(model: Any) -> float | None:
+    from hf_rocm.forwards.state import known as known_forwards
+    from hf_rocm.generation.state import known as known_steps
+    from hf_rocm.tools.bench.clock import device_time, spread
+
+    steps, forwards = known_steps(model), known_forwards(model)
+    recording = None if forwards is None else forwards.latest_recording()
+    if recording is None and steps is not None:
+        recording = steps.pool.latest_recording()
+    if recording is None:
+        return None
+    return spread(device_time([recording.again] * _IN_A_ROW, model.device, record=False)).median
+
+
+def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> tuple[list[Side], dict[str, str]]:
+    """The sides of these names over one stock model, and for those that can't be had here, why not.
+
+    `model` itself becomes the hf_rocm side, if that is among them. Raises `OptionError` on an unknown name.
+    """
+    unknown = [name for name in names if name not in LABELS]
+    if unknown:
+        raise OptionError(f"there is no side {unknown[0]!r}", facts={"known": ", ".join(LABELS)})
+    made, missing = [], {}
+    silence(model)
+    for name in names:
+        reason = _missing(name, encoder=encoder)
+        if reason is None:
+            made.append(_MAKERS[name](name, model, encoder))
+        else:
+            missing[name] = reason
+    if any(side.name in (OURS, UNCAPTURED) for side in made):
+        from hf_rocm.loading.prepare import prepare
+
+        prepare(model, force=True)
+    return made, missing
+
+
+def twin(model: Any) -> Any:
+    """A copy of a stock model with the very same parameters and buffers, so that it takes no memory worth mentioning.
+
+    What is fused later in the model is where the copy finds it too. A copy of a prepared model would not do: restoring
+    it takes the shared parameters out of the fused blocks.
+    """
+    from hf_rocm.loading.prepare import REPORT, restore
+
+    assert REPORT not in model.__dict__, "twins are made before the model is prepared"
+    shared = [*model.parameters(), *model.buffers()]
+    return restore(copy.deepcopy(model, {id(each): each for each in shared}))
+
+
+def _missing(name: str, *, encoder: bool) -> str | None:
+    if name == LIGER and find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed"
+    if encoder and name == UNCAPTURED:
+        return "it differs in decoding only"
+    return None
+
+
+def _stock(name: str, model: Any, encoder: bool) -> Side:
+    return Side(name, twin(model))
+
+
+def _compiled(name: str, model: Any, encoder: bool) -> Side:
+    """Stock as transformers compiles it by itself: only the decode step, over a static cache. Encoders: the forward."""
+    mode = "default" if name == COMPILE else "reduce-overhead"
+    copied = twin(model)
+    if encoder:
+        return Side(name, copied, forward=torch.compile(copied.forward, mode=mode))
+    from transformers import CompileConfig
+
+    settings: Any = CompileConfig(fullgraph=False, mode=mode)
+    settings._compile_all_devices = True
+    return Side(name, copied, {"cache_implementation": "static", "compile_config": settings})
+
+
+def _ours(name: str, model: Any, encoder: bool) -> Side:
+    # what switches transformers' own compiled step off switches recorded steps off too
+    return Side(name, model, {"disable_compile": True} if name == UNCAPTURED else {})
+
+
+def _liger(name: str, model: Any, encoder: bool) -> Side:
+    """Liger's kernels in one copy. What it patches in transformers itself is only in place during its turns."""
+    from liger_kernel.transformers import monkey_patch
+
+    copied = twin(model)
+    kind = getattr(copied.config, "model_type", "")
+    apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
+    if apply is None:
+        raise OptionError(f"Liger-Kernel has nothing for {kind}", hint="leave the side liger out")
+    module = importlib.import_module(type(copied).__module__)
+    before = dict(vars(module))
+    apply(model=copied, cross_entropy=False, fused_linear_cross_entropy=False)
+    patched = {key: value for key, value in vars(module).items() if before.get(key) is not value}
+    for key, value in patched.items():
+        patches.exchange(module, key, value, before.get(key, patches.ABSENT))
+    changes = [patches.Change(module, key, partial(_ignoring_the_change, value)) for key, value in patched.items()]
+    return Side(name, copied, turn=lambda: patches.applied(*changes))
+
+
+def _ignoring_the_change(value: Any, _: patches.Change) -> Any:
+    return value
+
+
+_MAKERS: dict[str, Callable[[str, Any, bool], Side]] = {
+    STOCK: _stock,
+    COMPILE: _compiled,
+    OVERHEAD: _compiled,
+    LIGER: _liger,
+    OURS: _ours,
+    UNCAPTURED: _ours,
+}
+
+
+def silence(model: Any) -> None:
+    """Generate exactly as many tokens as asked for, whatever they are."""
+    settings = getattr(model, "generation_config", None)
+    if settings is not None:
+        settings.eos_token_id = None
+        settings.pad_token_id = 0
+        settings.do_sample = False
+        settings.temperature = settings.top_p = settings.top_k = None
+
+
+def _release_graphs(model: Any) -> None:
+    from hf_rocm.forwards import state as forwards
+    from hf_rocm.generation import state
+
+    state.release(model)
+    forwards.release(model)

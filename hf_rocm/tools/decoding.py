@@ -1,0 +1,49 @@
+"""The part of `explain` on decoding: whether steps are recorded and replayed, which are not, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def decoding(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
+    """Sentences about this model's `generate`; none for a model that is not prepared or doesn't generate."""
+    graphs = report.get("graphs")
+    if graphs is None or not hasattr(model, "generate"):
+        return ()
+    from hf_rocm.generation import continuous_batching, suspects
+    from hf_rocm.generation.decide import generator_of, refuses_device, refuses_model
+
+    model = generator_of(model)
+    batches = continuous_batching.attention_of(model), continuous_batching.describe(model)
+    of_batches = [line for line in batches if line is not None]
+    if graphs["off"] is not None:
+        return (f"steps run uncaptured: {graphs['off']}", *of_batches)
+    from hf_rocm.generation.inputs import noted
+    from hf_rocm.generation.inputs import refuses as refuses_inputs
+    from hf_rocm.generation.state import known
+
+    state = known(model)
+    required = state is not None and state.required
+    reason = (state.disabled if state is not None else None) or refuses_model(model) or refuses_device(model)
+    fault = None if reason is not None else suspects.fault_of(model.device)
+    reason = reason or suspects.refuses(model.device, required=required)
+    lines = ["steps are recorded and replayed" if reason is None else f"steps run uncaptured: {reason}"]
+    if state is not None:
+        caches, nbytes = state.pool.summary()
+        if state.calls:  # of generate, over a cache of hf_rocm
+            lines.append(
+                f"{state.recorded} steps recorded, {state.replayed} replayed in {state.calls} calls of generate"
+            )
+        if state.compared:
+            lines.append(f"{state.compared} of the replayed steps were compared again with uncaptured steps")
+        if caches:
+            lines.append(f"{caches} caches ({nbytes / 2**20:.1f} MiB) are kept for the next call")
+        if fault is not None and required:
+            lines.append(f"recorded because graphs are required, though {suspects.reason(fault)}")
+        lines += [f"uncaptured × {count}: {why}" for why, count in state.turned_away.most_common()]
+    left = noted(model) or refuses_inputs(model)
+    if left is not None:
+        lines.append(f"the steps' inputs are prepared by transformers: {left}")
+    return (*lines, *of_batches)

@@ -1,0 +1,85 @@
+"""The aiter installation on disk: its cache of compiled modules, its tuned table, and whether it can be imported."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+
+from hf_rocm.tools.doctor.facts import Aiter, JitCache
+from hf_rocm.tools.doctor.machine import Machine
+
+IMPORT_SECONDS = 120.0
+# the module that `import aiter` itself needs, by release; without it the import starts a compiler
+CORE = ("module_aiter_core", "module_aiter_enum")
+TABLES = ("bf16_tuned_gemm.csv", "tuned_gemm.csv")
+# the architecture, in tables that have only the number of compute units
+UNITS = {"304": "gfx942", "80": "gfx942", "256": "gfx950"}
+
+
+def collect(machine: Machine) -> Aiter:
+    package = machine.aiter()
+    if package.path is None or not package.amd:
+        return Aiter(package)
+    cache = _cache(machine, package.path)
+    built = any(name.startswith(CORE) for name in cache.modules)
+    # A build that is killed leaves locks behind, so aiter is imported only if its core modules are already compiled.
+    answer = machine.ask("aiter", timeout=IMPORT_SECONDS) if built else None
+    return Aiter(
+        package,
+        cache=cache,
+        installed=_modified(machine, f"{package.path}/__init__.py"),
+        torch_installed=_modified(machine, f"{machine.torch().path}/version.py"),
+        rows=_rows(machine, package.path),
+        answer=answer,
+    )
+
+
+def _cache(machine: Machine, package: str) -> JitCache:
+    """aiter's cache: AITER_JIT_DIR, else the package's own folder if it is writable, else a folder in the home."""
+    environment = machine.environment
+    named, own = environment.get("AITER_JIT_DIR", ""), f"{package}/jit"
+    home = f"{environment.get('HOME', '')}/.aiter/jit"
+    node = machine.look(own)
+    folder = named or (own if node is not None and node.writable else home)
+    here = machine.look(folder)
+    writable = here.writable if here else _creatable(machine, folder)
+    return JitCache(
+        folder,
+        writable,
+        modules={
+            name: _modified(machine, f"{folder}/{name}") for name in machine.names(folder) if name.endswith(".so")
+        },
+        locks={
+            name: _modified(machine, f"{folder}/build/{name}")
+            for name in machine.names(f"{folder}/build")
+            if name.startswith("lock_") or name.endswith(".lock")
+        },
+    )
+
+
+def _creatable(machine: Machine, folder: str) -> bool:
+    """Whether the nearest existing parent folder is writable."""
+    while "/" in folder.rstrip("/"):
+        folder = folder.rstrip("/").rsplit("/", 1)[0] or "/"
+        node = machine.look(folder)
+        if node is not None:
+            return node.writable
+        if folder == "/":
+            break
+    return False
+
+
+def _rows(machine: Machine, package: str) -> dict[str, int]:
+    """The number of tuned GEMMs for each architecture in the table that aiter ships."""
+    counted: Counter[str] = Counter()
+    for name in TABLES:
+        text = machine.text(f"{package}/configs/{name}")
+        for row in csv.DictReader(io.StringIO(text or "")):
+            counted[row.get("gfx") or UNITS.get(row.get("cu_num") or "", "another GPU")] += 1
+    return dict(counted)
+
+
+def _modified(machine: Machine, path: str) -> float:
+    node = machine.look(path)
+    return node.modified if node else 0.0

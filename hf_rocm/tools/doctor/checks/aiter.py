@@ -1,0 +1,162 @@
+"""aiter: whether the right package is installed and importable, its cache writable, its table tuned for this GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packaging.version import Version
+
+from hf_rocm.architectures import INSTINCT, NEWEST_AITER, RADEON
+from hf_rocm.tools.doctor.facts import Aiter, Facts, JitCache
+from hf_rocm.tools.doctor.report import Finding, number, ok, problem, warning
+
+GET = "scripts/install-aiter, in a clone of hf_rocm, picks the release that fits (or: pip install amd-aiter)"
+RADEON_SINCE = Version("0.1.19")
+# releases whose import hides failures and then lacks functions
+TRUNCATES = (Version("0.1.12"), Version("0.1.14.post1"))
+MINUTE, HOUR = 60.0, 3600.0  # the time in which an installation writes its files; longer than any build takes
+
+
+def aiter(facts: Facts) -> Iterator[Finding]:
+    here = facts.aiter
+    if here.found.path is None:
+        if any(gfx in INSTINCT for gfx in facts.gpus):
+            yield warning(
+                "aiter",
+                "aiter, which has AMD's fastest kernels for this GPU, is not installed",
+                means="attention, linear layers and norms use Triton's and PyTorch's kernels: correct, but slower",
+                fix=GET,
+            )
+        elif any(gfx in RADEON for gfx in facts.gpus):
+            yield ok("aiter", "not installed; its support for Radeon is experimental (some HIP and Triton kernels)")
+        return
+    if not here.found.amd:
+        yield problem(
+            "aiter",
+            f"the package `aiter` here ({here.found.version or 'version unknown'}) is an unrelated asyncio helper, "
+            f"not AMD's aiter",
+            means="AMD's package is amd-aiter; this one hides it, so none of AMD's kernels are used",
+            fix="pip uninstall -y aiter && pip install amd-aiter",
+        )
+        return
+    yield from _release(facts, here)
+    yield from _import(here)
+    if here.cache is not None:
+        yield from _cache(here, here.cache, facts.now)
+    yield from _table(facts, here)
+
+
+def _release(facts: Facts, here: Aiter) -> Iterator[Finding]:
+    version, name = facts.version_of("amd-aiter"), f"amd-aiter {here.found.version or '(version unknown)'}"
+    radeon = [gfx for gfx in dict.fromkeys(facts.gpus) if gfx in RADEON]
+    unserved = [gfx for gfx in dict.fromkeys(facts.gpus) if gfx not in INSTINCT + RADEON]
+    if radeon and version is not None and version < RADEON_SINCE:
+        yield warning(
+            "aiter",
+            f"{name} is older than {RADEON_SINCE}, the first release that supports {' and '.join(radeon)}",
+            means="none of its kernels are used on this card",
+            fix=GET,
+        )
+    elif unserved and len(unserved) == len(set(facts.gpus)):
+        yield ok("aiter", f"{name}; it has no kernels for {' and '.join(unserved)}, so it is not used")
+    elif version is not None and Version(version.public) > Version(NEWEST_AITER):
+        yield warning(
+            "aiter",
+            f"{name} is newer than {NEWEST_AITER}, the newest release that hf_rocm was checked with",
+            means="its kernels are used only if you select aiter, after they passed their checks on this machine",
+            fix=f"{GET}; or HF_ROCM_TIER=aiter, then `hf-rocm verify MODEL`",
+        )
+    else:
+        yield ok("aiter", name)
+
+
+def _import(here: Aiter) -> Iterator[Finding]:
+    answer = here.answer
+    if answer is None:
+        yield ok(
+            "aiter-import",
+            "not tried: the first import compiles for minutes (`hf-rocm warmup MODEL` does this in advance)",
+        )
+    elif answer.error:
+        yield problem(
+            "aiter-import",
+            f"aiter can't be imported: {answer.error}",
+            means="none of its kernels are used; PyTorch's run instead",
+            fix=_mend(answer.error, here),
+        )
+    elif answer.facts.get("missing"):
+        yield problem(
+            "aiter-import",
+            f"aiter was imported in part: {', '.join(answer.facts['missing'])} missing",
+            means=f"releases {TRUNCATES[0]} to {TRUNCATES[1]} hide the error that stopped the import; "
+            "PyTorch replaces the missing functions",
+            fix="AITER_LOG_LEVEL=INFO python -c 'import aiter' shows the error; a newer release raises it: " + GET,
+        )
+    else:
+        yield ok("aiter-import", "it can be imported and has all functions that hf_rocm calls")
+
+
+def _mend(error: str, here: Aiter) -> str:
+    if "undefined symbol" in error or "has no attribute" in error:
+        return _clear(here.cache) if here.cache else GET
+    if "ROCm version file" in error or "rocminfo" in error or "hipconfig" in error:
+        return "fix the line on tools above: aiter reads ROCm's version and runs rocminfo"
+    if "No module named" in error:
+        missing = error.rsplit("No module named", 1)[1].strip(" '\"").split(".")[0]
+        return f"pip install {missing}" if missing not in ("aiter", "torch", "triton") else GET
+    return f"python -c 'import aiter' shows the whole error; a release that fits: {GET}"
+
+
+def _cache(here: Aiter, cache: JitCache, now: float) -> Iterator[Finding]:
+    if not cache.writable:
+        yield problem(
+            "aiter-cache",
+            f"aiter cannot write its compiled modules to {cache.folder}",
+            means="it compiles again in every process, or fails",
+            fix="export AITER_JIT_DIR=$HOME/.cache/aiter-jit",
+        )
+        return
+    newest = max(here.installed, here.torch_installed)
+    stale = sorted(name for name, built in cache.modules.items() if built < newest - MINUTE)
+    locks = sorted(name for name, taken in cache.locks.items() if now - taken > HOUR)
+    if stale:
+        what = "torch" if here.torch_installed >= here.installed else "aiter"
+        yield warning(
+            "aiter-cache",
+            f"{number(len(stale), 'compiled module')} in {cache.folder} older than the installed {what}",
+            means="loading them can fail with an undefined symbol, or crash",
+            fix=_clear(cache),
+        )
+    if locks:
+        yield warning(
+            "aiter-cache",
+            f"{number(len(locks), 'lock')} in {cache.folder}/build, more than an hour old ({', '.join(locks[:3])})",
+            means="a build was interrupted; the next one may wait for it forever",
+            fix=f"rm -f {cache.folder}/build/lock_*",
+        )
+    if not stale and not locks:
+        yield ok("aiter-cache", f"{number(len(cache.modules), 'compiled module')} in {cache.folder}")
+
+
+def _clear(cache: JitCache | None) -> str:
+    assert cache is not None
+    return f"rm -rf {cache.folder}/module_*.so {cache.folder}/build, then hf-rocm warmup MODEL"
+
+
+def _table(facts: Facts, here: Aiter) -> Iterator[Finding]:
+    named = facts.set("AITER_CONFIG_GEMM_BF16")
+    for gfx in dict.fromkeys(name for name in facts.gpus if name in INSTINCT):
+        rows = here.rows.get(gfx, 0)
+        if rows or named:
+            yield ok(
+                "aiter-table",
+                f"tuned GEMMs for {gfx} in aiter's table: {rows}{f'; yours: {named}' if named else ''}",
+            )
+        else:
+            yield warning(
+                "aiter-table",
+                f"aiter's table has no tuned GEMM for {gfx}",
+                means="linear layers use the library's default choice, which is often as good; tuning may gain a "
+                "little",
+                fix="hf-rocm tune MODEL",
+            )

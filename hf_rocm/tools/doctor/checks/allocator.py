@@ -1,0 +1,83 @@
+"""PyTorch's allocator: which of its variables takes effect, and whether the settings work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_rocm.environment import ALLOCATOR, PORTABLE, conflicting, expands, without
+from hf_rocm.tools.doctor.facts import Facts
+from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
+
+MIB = 2**20
+
+
+def allocator(facts: Facts) -> Iterator[Finding]:
+    if not facts.torch.hip:
+        return
+    given = {name: facts.set(name) for name in ALLOCATOR if facts.set(name)}
+    if len(set(given.values())) > 1:
+        first = next(iter(given))
+        yield warning(
+            "allocator",
+            f"{' and '.join(given)} are set to different values",
+            means=f"PyTorch reads only one of them ({first}, if this release supports it)",
+            fix=f"unset {' '.join(list(given)[1:])}",
+        )
+    settings = next(iter(given.values()), "")
+    if conflicting(settings):
+        yield problem(
+            "allocator",
+            f"{next(iter(given))}={settings}: max_split_size_mb together with expandable_segments",
+            means="memory grows until the card is full, and on some cards live tensors were read back as zeros "
+            "(pytorch#123548, ROCm#6603)",
+            fix=f"export {next(iter(given))}={without(settings, 'max_split_size_mb')}",
+        )
+        return
+    yield from _tried(facts, settings)
+
+
+def blamed(facts: Facts) -> bool:
+    """Whether the settings made torch fail, while they were tested or when it opened the GPU."""
+    answer = facts.torch_answer
+    return bool(answer.error) and ("allocator" in answer.stage or "allocator config" in str(answer.error).lower())
+
+
+def _tried(facts: Facts, settings: str) -> Iterator[Finding]:
+    """Findings of a child process run with these settings."""
+    answer = facts.torch_answer
+    words = f"with {settings}" if settings else "with its defaults"
+    tried = answer.facts.get("allocator")
+    if blamed(facts):
+        assert answer.error is not None
+        yield _refused(words, answer.error)
+    elif not tried:
+        if settings:
+            yield ok("allocator", f"{settings}; not tested: there is no GPU")
+    elif tried["error"]:
+        yield _refused(words, tried["error"])
+    elif expands(settings) and tried.get("expandable") is False:
+        yield warning(
+            "allocator",
+            f"{settings}: expandable segments have no effect here",
+            means="this build, or this release, ignores the setting: PyTorch 2.9 does so in PYTORCH_ALLOC_CONF",
+            fix=f"export {PORTABLE}={settings}, or leave it out",
+        )
+    elif tried["reserved_after_8"] > tried["reserved_after_2"] + 512 * MIB:
+        grown = (tried["reserved_after_8"] - tried["reserved_after_2"]) // MIB
+        yield warning(
+            "allocator",
+            f"freed memory was not reused {words}: {grown} MiB more after six rounds of the same requests",
+            means="long runs fill the card",
+            fix="leave the setting out, or try expandable_segments:True alone",
+        )
+    else:
+        yield ok("allocator", f"tried {words}: memory is reused, and live tensors keep their values")
+
+
+def _refused(words: str, error: str) -> Finding:
+    return problem(
+        "allocator",
+        f"the allocator fails {words}: {error}",
+        means="every model fails in the same way",
+        fix=f"unset {' '.join(ALLOCATOR)}",
+    )

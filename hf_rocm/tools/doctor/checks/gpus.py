@@ -1,0 +1,114 @@
+"""The architectures of the GPUs, the tiers that support them, and overrides that make them pass for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_rocm import __version__
+from hf_rocm.architectures import KNOWN, gfx_of_version, tiers
+from hf_rocm.tools.doctor.facts import Facts
+from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
+
+OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
+CARVE_OUT = "https://github.com/ROCm/hip/issues/3892"
+GIB = 2**30
+
+
+def gpus(facts: Facts) -> Iterator[Finding]:
+    """The tiers of each architecture, and problems of different architectures in one machine."""
+    if facts.system.name != "Linux":
+        return
+    different = tuple(dict.fromkeys(facts.gpus))
+    for gfx in different:
+        yield _tiers(facts, gfx)
+    if len(different) > 1:
+        yield _mixed(facts, different)
+
+
+def _tiers(facts: Facts, gfx: str) -> Finding:
+    known = KNOWN.get(gfx)
+    built = facts.torch_answer.facts.get("built_for")
+    has = {True: "built for it", False: "not built for it"}[gfx in built] if built else "unknown"
+    words = "; ".join(f"{tier}: {what}" for tier, what in {**tiers(gfx), "torch": has}.items())
+    if known:
+        return ok("tiers", f"{gfx} ({known.family}: {known.cards}); {words}")
+    return warning(
+        "tiers",
+        f"hf_rocm {__version__} has no data on the architecture {gfx}; {words}",
+        means="its models use PyTorch's kernels, and Triton kernels that pass their check on this machine",
+        fix="pip install --upgrade hf-rocm, or report it with the output of `hf-rocm env`",
+    )
+
+
+def _mixed(facts: Facts, different: tuple[str, ...]) -> Finding:
+    integrated = [gfx for gfx in different if gfx in KNOWN and KNOWN[gfx].integrated]
+    if integrated and len(integrated) < len(different):
+        keep = ",".join(str(index) for index, gfx in enumerate(facts.gpus) if gfx not in integrated)
+        why = f"{', '.join(integrated)} is part of the CPU; torch may select it, or fail on it"
+        hide = f"export HIP_VISIBLE_DEVICES={keep}"
+    else:
+        keep = ",".join(str(index) for index, gfx in enumerate(facts.gpus) if gfx == different[0])
+        why = "kernels are checked and tuned for one architecture; aiter assumes one for all GPUs of a process"
+        hide = f"export HIP_VISIBLE_DEVICES={keep}, one architecture for each process"
+    if facts.set("HIP_VISIBLE_DEVICES") or facts.set("ROCR_VISIBLE_DEVICES"):
+        return ok("mixed", f"{' and '.join(different)} in this machine; the variables above select among them")
+    return warning("mixed", f"{' and '.join(different)} are in one machine", means=why, fix=hide)
+
+
+def shared_memory(facts: Facts) -> Iterator[Finding]:
+    """How much of the host's memory an integrated GPU can use."""
+    gpu = facts.shares_memory
+    if gpu is None:
+        return
+    total, carved_out, mapped = int(str(gpu["total"])), facts.driver.carved_out, facts.driver.mapped
+    what = f"{gpu['name']} shares the host's memory: torch can use {total / GIB:.1f} GiB"
+    if carved_out and mapped > total and total <= carved_out:
+        yield warning(
+            "shared-memory",
+            f"{what}, the part that the firmware carved out, and none of the {mapped / GIB:.1f} GiB that the driver "
+            "may map",
+            means="larger models and caches do not fit, and the host cannot use the rest of that part",
+            fix="set the smallest carve-out in the firmware (512 MiB), and ttm.pages_limit=BYTES/4096 on the kernel's "
+            "command line",
+            link=CARVE_OUT,
+        )
+    else:
+        yield ok("shared-memory", f"{what}; memory that the host's processes use is not available")
+
+
+def override(facts: Facts) -> Iterator[Finding]:
+    value = facts.set(OVERRIDE)
+    if facts.system.name != "Linux" or not value:
+        return
+    pretended = gfx_of_version(value)
+    real = tuple(dict.fromkeys(facts.driver.gpus))
+    if pretended is None:
+        yield warning(
+            "override",
+            f"{OVERRIDE}={value} is not of the form 11.0.0",
+            means="the runtime ignores it, or fails",
+            fix=f"unset {OVERRIDE}",
+        )
+    elif real and set(real) == {pretended}:
+        yield ok("override", f"{OVERRIDE}={value} names the card's real architecture ({pretended}); it can be removed")
+    else:
+        yield _pretence(facts, value, pretended, real)
+
+
+def _pretence(facts: Facts, value: str, pretended: str, real: tuple[str, ...]) -> Finding:
+    known = f"{' and '.join(real)} pass{'es' * (len(real) == 1)} for {pretended}"
+    what = f"{OVERRIDE}={value}: {known if real else f'every GPU passes for {pretended}'}"
+    means = "kernels for another card run on this one; they can crash or return wrong numbers"
+    if len(facts.gpus) > 1:
+        means += "; it applies to all GPUs"
+    built = facts.torch_answer.facts.get("built_for", ())
+    if real and all(gpu in built for gpu in real):
+        means += f"; this torch was built for {' and '.join(real)} and doesn't need it"
+        return problem("override", what, means=means, fix=f"unset {OVERRIDE}")
+    return warning(
+        "override",
+        what,
+        means=means,
+        fix=f"unset {OVERRIDE}, with a torch that was built for {' and '.join(real) or 'this card'}; "
+        "if you must keep it, run `hf-rocm verify MODEL`",
+    )

@@ -1,0 +1,263 @@
+"""Known faults of machines like this one: a rule for each, with the report and the fix.
+
+The line of a rule that does not apply is shown only with `--all`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from hf_rocm.known_faults import GRAPH_FAULTS, STALLING_KERNELS, graph_faults, mapped_copy_fault
+from hf_rocm.tools.doctor.checks.torch import INDEXES, install
+from hf_rocm.tools.doctor.facts import Facts, version
+from hf_rocm.tools.doctor.report import Finding, number, ok, problem, warning
+
+BACKWARD = "https://github.com/ROCm/TheRock/issues/7696"
+FOUR_BIT = "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2087"
+CONV3D = "https://github.com/Comfy-Org/ComfyUI/issues/15895"
+ROPE = (
+    "https://github.com/huggingface/kernels-community/blob/fe12b7b485c167eff1764dc9c173958bd2a23e45/"
+    "aiter-rope/torch-ext/aiter_rope/layers.py"
+)
+SINKS = "https://github.com/huggingface/kernels-community/pull/992"
+PADDED_ROWS = "https://github.com/unslothai/unsloth/pull/9848"
+
+# The newest version of the hub's rotary kernel that is known to rotate every row by the first row's positions.
+ROPE_OF_ONE_ROW = 2
+# From this major release on, masks are not corrected for rows without a visible key, whatever the torch release.
+MASKS_UNCORRECTED = 5
+# A Conv3d counts as slow if it takes SLOWER times as long as the equivalent GEMM, and more than NOTICEABLE seconds.
+SLOWER, NOTICEABLE = 20.0, 0.2
+
+
+class Rule(NamedTuple):
+    """One reported fault. name: the check's name; topic: its description, for machines without it; link: the report."""
+
+    name: str
+    topic: str
+    link: str
+    look: Callable[[Facts], Iterator[Finding]]
+
+
+def known(facts: Facts) -> Iterator[Finding]:
+    """Apply every rule."""
+    if facts.system.name != "Linux" or not facts.amd:
+        return
+    for rule in RULES:
+        applied = list(rule.look(facts))
+        yield from applied
+        if not applied:
+            yield ok(rule.name, f"not here: {rule.topic}", link=rule.link, shown=False)
+
+
+def _graphs(facts: Facts) -> Iterator[Finding]:
+    """Releases of ROCm whose graph replays go wrong."""
+    if not facts.torch.hip:
+        return
+    release = facts.rocm_release
+    for gfx in dict.fromkeys(facts.gpus):
+        for fault in graph_faults(gfx, release):
+            here = f"ROCm {release}" if release else "a ROCm of unknown release"
+            reported = f" (reported for {fault.releases})" if fault.first is not None else ""
+            if facts.set("HF_ROCM_GRAPHS") == "0":
+                yield ok("graphs", f"{here} on {gfx}: {fault.what}{reported}; HF_ROCM_GRAPHS=0: no steps are recorded")
+                continue
+            yield warning(
+                "graphs",
+                f"{here} on {gfx}: {fault.what}{reported}",
+                means="recorded decode steps, torch.compile's reduce-overhead and vLLM replay such graphs; "
+                "hf_rocm compares its replays with uncaptured steps; the others do not",
+                fix=_without_fault(gfx),
+                link=fault.link,
+            )
+
+
+def graph_events(facts: Facts) -> Iterator[Finding]:
+    """Replays that differed from their steps on this machine, from the ledger."""
+    if facts.graph_events:
+        last = facts.graph_events[-1]
+        yield warning(
+            "graph-events",
+            f"{number(len(facts.graph_events), 'replay')} differed from the uncaptured step on this machine; "
+            f"the last one, {last}",
+            means="hf_rocm stopped recording steps in that process; other users of HIP graphs would not notice such a "
+            "replay",
+            fix=f"{last.command}   # compares again; HF_ROCM_GRAPHS=0 records no steps",
+        )
+
+
+def _without_fault(gfx: str) -> str:
+    index = next((release for release in INDEXES if not graph_faults(gfx, release)), None)
+    off = "export HF_ROCM_GRAPHS=0   # no recorded steps, and slower"
+    return f"{install(gfx)}; or {off}" if index else off
+
+
+def _mapped_copies(facts: Facts) -> Iterator[Finding]:
+    """Copies from a mapped file to the GPU."""
+    fault = mapped_copy_fault(facts.system.release, facts.gpus)
+    if fault is None:
+        return
+    if fault.name == "twice":
+        yield ok(
+            "mapped-copies",
+            f"{fault.what}; hf_rocm.from_pretrained copies weights through ordinary memory here",
+            link=fault.link,
+        )
+        return
+    yield warning(
+        "mapped-copies",
+        f"{fault.what}, from a mapped file to the GPU",
+        means="plain transformers loads for minutes; hf_rocm.from_pretrained copies weights through ordinary memory",
+        fix="boot another kernel; until then load through hf_rocm.from_pretrained",
+        link=fault.link,
+    )
+
+
+def _four_bit(facts: Facts) -> Iterator[Finding]:
+    """Numerical errors of bitsandbytes' products of 4-bit weights."""
+    answer = facts.bitsandbytes
+    if answer is None:
+        return
+    here = facts.packages.get("bitsandbytes", "")
+    wrong = {gpu: why for gpu, why in dict(answer.facts.get("products", {})).items() if why}
+    gpus = [str(device["arch"]) for device in facts.devices]
+    if answer.error:
+        yield problem(
+            "bitsandbytes",
+            f"bitsandbytes {here} failed at {answer.stage}: {answer.error}",
+            means="4-bit models loaded through it fail as well",
+            fix="pip install --upgrade bitsandbytes, or quantize= of hf_rocm.from_pretrained",
+            link=FOUR_BIT,
+        )
+    elif wrong:
+        where = "; ".join(f"GPU {gpu} ({gpus[int(gpu)]}): {why}" for gpu, why in wrong.items())
+        arches = ";".join(dict.fromkeys(gpus[int(gpu)] for gpu in wrong))
+        yield problem(
+            "bitsandbytes",
+            f"bitsandbytes {here} multiplies 4-bit weights wrongly: {where}",
+            means="its 4-bit models generate garbage, without an error",
+            fix=f"build it from source with -DCOMPUTE_BACKEND=hip -DBNB_ROCM_ARCH={arches}, "
+            "or quantize= of hf_rocm.from_pretrained",
+            link=FOUR_BIT,
+        )
+    elif answer.facts.get("products"):
+        yield ok("bitsandbytes", f"bitsandbytes {here}: products of NF4 weights are correct, for 1 and for 8 rows")
+
+
+def _conv3d(facts: Facts) -> Iterator[Finding]:
+    """MIOpen's Conv3d as vision towers use it, for a named model that has one."""
+    answer, named = facts.patch_embedding, facts.model
+    if answer is None or named is None:
+        return
+    fix = "use hf_rocm.from_pretrained or hf_rocm.prepare(model), which compute it as a GEMM"
+    if answer.error:
+        yield problem(
+            "patch-embedding",
+            f"{named.name} embeds images by a Conv3d, which failed here: {answer.error}",
+            means="its first image will fail too; MIOpen computes Conv3d, and aborts on several GPUs and releases",
+            fix=fix,
+            link=CONV3D,
+        )
+        return
+    for gpu, times in dict(answer.facts.get("seconds", {})).items():
+        convolution, product = times
+        words = (
+            f"the Conv3d of a patch embedding takes {convolution * 1e3:.1f} ms, the equivalent GEMM {product * 1e3:.1f}"
+        )
+        if convolution > NOTICEABLE and convolution > SLOWER * product:
+            yield warning(
+                "patch-embedding",
+                f"GPU {gpu}: {words}",
+                means=f"{named.name} waits for it with every image",
+                fix=fix,
+                link=CONV3D,
+            )
+        else:
+            yield ok("patch-embedding", f"GPU {gpu}: {words} ms")
+
+
+def _backward(facts: Facts) -> Iterator[Finding]:
+    """AOTriton's backward kernel of ROCm 10."""
+    release = version(facts.rocm_release)
+    if "gfx950" not in facts.gpus or release is None or release.major != 10:
+        return
+    yield warning(
+        "backward",
+        f"ROCm {release} on gfx950: AOTriton 0.13b selects a slower backward kernel for SDPA",
+        means="training of several Hugging Face models was 9 to 25 % slower than before; inference is not affected",
+        fix="for training: a torch whose AOTriton is 0.11.2b (rebuilt with it), or one for ROCm 7",
+        link=BACKWARD,
+    )
+
+
+def _rope(facts: Facts) -> Iterator[Finding]:
+    """The hub's rotary kernel, which applies the first row's positions to all rows."""
+    pinned = facts.transformers.hub_rope
+    if pinned is None or pinned > ROPE_OF_ONE_ROW or not hub_is_on(facts):
+        return
+    yield warning(
+        "hub-rope",
+        f"with use_kernels=True, transformers {facts.transformers.version} uses aiter-rope v{pinned}",
+        means="it applies the first row's positions to all rows: batches whose first row is padded are wrong, "
+        "without an error",
+        fix="load without use_kernels=True (hf_rocm has a rotary kernel of its own); `hf-rocm verify MODEL` shows it",
+        link=ROPE,
+    )
+
+
+def _sinks(facts: Facts) -> Iterator[Finding]:
+    """The hub's flash attention, to which transformers passes no attention sinks."""
+    if not facts.transformers.hub_flash or not hub_is_on(facts):
+        return
+    named = facts.model
+    concerned = f" ({named.name} has sinks)" if named is not None and named.sinks else ""
+    yield warning(
+        "hub-flash",
+        f"transformers {facts.transformers.version} loads flash_attention_2 and _3 from the hub (aiter-flash-attn) on "
+        f"ROCm, and may not pass it attention sinks{concerned}",
+        means="its parameter is called `sink`, and unknown names are dropped: gpt-oss then runs without sinks, "
+        "without an error",
+        fix="keep sdpa for models with sinks; `hf-rocm verify MODEL` shows it",
+        link=SINKS,
+    )
+
+
+def _padded_rows(facts: Facts) -> Iterator[Finding]:
+    """Left-padded query rows without a visible key, which become NaN in fp16."""
+    named = facts.model
+    here = version(facts.transformers.version)
+    if named is None or named.dtype != "float16" or here is None or here.major < MASKS_UNCORRECTED:
+        return
+    yield warning(
+        "padded-rows",
+        f"{named.name} is in float16, in which padding tokens without a visible key can become NaN",
+        means="the NaN spread through a left-padded row, whose text then ends at once",
+        fix='dtype="bfloat16", or rows of one length; `hf-rocm verify MODEL` shows whether it happens here',
+        link=PADDED_ROWS,
+    )
+
+
+def hub_is_on(facts: Facts) -> bool:
+    """Whether hub kernels can be used: `kernels` is installed, in the range that transformers accepts."""
+    here, wanted = facts.version_of("kernels"), facts.transformers.kernels
+    try:
+        return (
+            here is not None and wanted is not None and Requirement(wanted).specifier.contains(here, prereleases=True)
+        )
+    except InvalidRequirement:
+        return False
+
+
+RULES = (
+    Rule("graphs", "a GPU and a ROCm whose graph replays go wrong", GRAPH_FAULTS[0].link, _graphs),
+    Rule("mapped-copies", "slow copies from mapped files", next(iter(STALLING_KERNELS.values())), _mapped_copies),
+    Rule("bitsandbytes", "wrong 4-bit products of bitsandbytes", FOUR_BIT, _four_bit),
+    Rule("patch-embedding", "a named model whose images go through MIOpen's Conv3d", CONV3D, _conv3d),
+    Rule("backward", "a slower backward of SDPA (gfx950, ROCm 10)", BACKWARD, _backward),
+    Rule("hub-rope", "a hub kernel that rotates all rows by the first row's positions", ROPE, _rope),
+    Rule("hub-flash", "flash attention from the hub without sinks", SINKS, _sinks),
+    Rule("padded-rows", "a named model in float16, whose padded rows may become NaN", PADDED_ROWS, _padded_rows),
+)

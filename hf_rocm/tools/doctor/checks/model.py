@@ -1,0 +1,100 @@
+"""Whether a named model fits on the disk, in the host's memory and on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_rocm.budget import of_one_pool
+from hf_rocm.tools.doctor.facts import Facts, version
+from hf_rocm.tools.doctor.model import BYTES, ModelFacts
+from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
+
+GIB = 2**30
+# memory for the runtime, its libraries' workspaces and the activations of a short prompt
+RUNTIME = 2 * GIB
+
+
+def model(facts: Facts) -> Iterator[Finding]:
+    named = facts.model
+    if named is None:
+        return
+    if named.folder is None:
+        room = f"; {_size(named.free)} are free on the disk for it" if named.free is not None else ""
+        yield ok("model", f"{named.name} is not on this machine yet, so its size is unknown{room}")
+        return
+    if not named.weights:
+        yield problem(
+            "model",
+            f"{named.name}: no weights in {named.folder}",
+            means="it cannot be loaded",
+            fix=f"hf download {named.name}"
+            if "/" in named.name and named.folder != named.name
+            else "name the folder of the checkpoint",
+        )
+        return
+    needed = _needed(facts, named)
+    words = f"{named.name}: {_size(named.weights)} of weights{f' in {named.dtype}' if named.dtype else ''}"
+    if needed > named.weights:
+        words += f", {_size(needed)} once loaded in fp32"
+    yield ok("model", words)
+    yield from _on_gpu(facts, named, needed)
+    yield from _on_host(named)
+
+
+def _needed(facts: Facts, named: ModelFacts) -> int:
+    """Bytes after a plain from_pretrained, which converts to fp32 in releases before 5."""
+    here = version(facts.transformers.version)
+    width = BYTES.get(named.dtype or "", 4)
+    if here is not None and here.major < 5 and width < 4 and not named.quantized:
+        return named.weights * 4 // width
+    return named.weights
+
+
+def _on_gpu(facts: Facts, named: ModelFacts, needed: int) -> Iterator[Finding]:
+    if not facts.devices:
+        return
+    free = [int(str(device["free"])) for device in facts.devices]
+    shared = facts.shares_memory
+    if shared is not None and named.memory is not None:
+        total = int(str(shared["total"]))
+        free[0] = min(of_one_pool(free[0], named.memory, facts.driver.carved_out), total)
+    left = free[0] - needed - RUNTIME
+    if left >= 0:
+        tokens = f", room for about {left // named.per_token:,} tokens of cache" if named.per_token else ""
+        yield ok("model-memory", f"fits on GPU 0: {_size(free[0])} free{tokens}")
+    elif free[0] >= named.weights + RUNTIME:
+        yield warning(
+            "model-memory",
+            f"GPU 0 has {_size(free[0])} free: enough for the checkpoint, but not in fp32",
+            means="from_pretrained runs out of memory",
+            fix='pass dtype="auto" (torch_dtype before 4.56)',
+        )
+    elif sum(free) >= needed + RUNTIME * len(free):
+        yield warning(
+            "model-memory",
+            f"GPU 0 has {_size(free[0])} free, all {len(free)} together {_size(sum(free))}",
+            means="it fits on several GPUs only",
+            fix='pass device_map="auto", or tp_plan="auto" under torchrun',
+        )
+    else:
+        yield problem(
+            "model-memory",
+            f"{_size(sum(free))} are free on the GPUs, and {_size(needed + RUNTIME)} are needed",
+            means="it does not fit there in this form",
+            fix='quantize="fp8" or "int8" in hf_rocm.from_pretrained halves it; or free memory (rocm-smi --showpids)',
+        )
+
+
+def _on_host(named: ModelFacts) -> Iterator[Finding]:
+    if named.memory is not None and named.memory < named.weights // 2:
+        yield warning(
+            "model-host",
+            f"{_size(named.memory)} of the host's memory are free, for {_size(named.weights)} of weights",
+            means="loading reads the files through the page cache: slow, and on integrated GPUs it may fail",
+            fix="stop what else uses memory, or load on a machine with more",
+        )
+
+
+def _size(count: int | None) -> str:
+    count = count or 0
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"

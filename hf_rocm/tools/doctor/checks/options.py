@@ -1,0 +1,59 @@
+"""hf_rocm's own variables: whether they are valid, and whether they disable something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_rocm import options as settings
+from hf_rocm.errors import OptionError
+from hf_rocm.tools.doctor.facts import Facts
+from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
+from hf_rocm.tools.redact import SECRET
+from hf_rocm.variables import unknown
+
+# values that disable something which is on by default
+RESTRICTING = {
+    "HF_ROCM_PROBE": ("0", "kernels are used without a check on this machine"),
+    "FORCE_EAGER_ATTENTION": ("1", "attention runs in plain PyTorch, slowly"),
+    "USE_AITER_ATTENTION": ("0", "attention runs without aiter"),
+    "USE_AITER_GEMM": ("0", "linear layers run without aiter"),
+    "USE_AITER_MOE": ("0", "mixtures of experts run without aiter"),
+    "USE_OPTIMIZED_OPS": ("0", "activations, norms and rotations run without aiter"),
+}
+
+
+def options(facts: Facts) -> Iterator[Finding]:
+    try:
+        parsed = settings.parse(facts.environment)
+    except OptionError as error:
+        allowed = "; ".join(f"{label}: {value}" for label, value in error.facts.items())
+        yield problem(
+            "options",
+            error.message,
+            means=f"loading a model raises this ({allowed})" if allowed else "loading a model raises this",
+            fix=error.hint or f"unset {error.message.split('=')[0]}",
+        )
+        return
+    names = [name for name in facts.environment if not SECRET.search(name)]  # such names are left out of the report
+    strange = unknown(names, (variable.name for variable in settings.VARIABLES))
+    if strange:
+        yield warning(
+            "options",
+            f"{', '.join(strange)} {'is not an option' if len(strange) == 1 else 'are no options'} of hf_rocm",
+            means="misspelt or from another release: no effect",
+            fix="; ".join(f"unset {name}" + (f", or name it {near}" if near else "") for name, near in strange.items()),
+        )
+    restricted = {name: why for name, (value, why) in RESTRICTING.items() if facts.set(name) == value}
+    if parsed.tiers and facts.set("HF_ROCM_TIER"):
+        restricted["HF_ROCM_TIER"] = f"named tiers must work or raise ({facts.set('HF_ROCM_TIER')})"
+    if restricted:
+        yield warning(
+            "options",
+            ", ".join(f"{name}={facts.set(name)}" for name in restricted),
+            means="; ".join(restricted.values()),
+            fix=f"unset {' '.join(restricted)}, unless that is what you want",
+        )
+        return
+    given = [f"{option.name}={facts.set(option.name)}" for option in settings.VARIABLES if facts.set(option.name)]
+    if given or not strange:
+        yield ok("options", ", ".join(given) or "hf_rocm's own variables are unset: everything is automatic")

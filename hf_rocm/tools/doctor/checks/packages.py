@@ -1,0 +1,96 @@
+"""Packages that are made for NVIDIA GPUs, and their effect on a machine with AMD GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packaging.version import Version
+
+from hf_rocm.tools.doctor.facts import Facts
+from hf_rocm.tools.doctor.report import Finding, ok, warning
+
+# package → what happens, what to use instead
+NVIDIA_ONLY = {
+    "transformer-engine": ("its kernels are for CUDA", "pip uninstall transformer-engine; AMD has its own build"),
+    "xformers": ("builds from PyPI are for CUDA", "pip uninstall xformers; SDPA replaces it"),
+    "tensorrt": ("it runs NVIDIA's engines only", "MIGraphX is AMD's"),
+    "tensorrt-llm": ("it runs NVIDIA's engines only", "vLLM and SGLang have ROCm builds"),
+    "cupy-cuda12x": ("it is built for CUDA", "pip uninstall cupy-cuda12x; CuPy has ROCm builds"),
+    "cupy-cuda11x": ("it is built for CUDA", "pip uninstall cupy-cuda11x; CuPy has ROCm builds"),
+    "jax-cuda12-plugin": ("it looks for CUDA", "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt; ROCm has plugins too"),
+    "deep-ep": ("it needs NVSHMEM", "leave expert parallelism to RCCL"),
+    "nvidia-dali-cuda120": ("it is built for CUDA", "rocAL is AMD's"),
+}
+MANAGEMENT = ("pynvml", "nvidia-ml-py")
+BITSANDBYTES_ROCM = Version("0.50")
+
+
+def packages(facts: Facts) -> Iterator[Finding]:
+    if not facts.amd:
+        return
+    warnings = list(_found(facts))
+    yield from warnings
+    if not warnings:
+        yield ok("packages", "none that are made for NVIDIA GPUs only")
+
+
+def _found(facts: Facts) -> Iterator[Finding]:
+    yield from _flash_attn(facts)
+    yield from _bitsandbytes(facts)
+    for name in MANAGEMENT:
+        if facts.packages.get(name):
+            yield warning(
+                "packages",
+                f"{name} {facts.packages[name]} is installed",
+                means="it can be imported, but nvmlInit fails here, so code that uses it sees no GPU",
+                fix="use hf_rocm.gpu_available() instead (amdsmi is AMD's counterpart)",
+            )
+    for name, (why, instead) in NVIDIA_ONLY.items():
+        if facts.packages.get(name):
+            yield warning("packages", f"{name} {facts.packages[name]} is installed", means=why, fix=instead)
+    yield from _leftovers(facts)
+
+
+def _flash_attn(facts: Facts) -> Iterator[Finding]:
+    here = facts.packages.get("flash-attn")
+    if here and facts.files.get("flash_attn_cuda"):
+        yield warning(
+            "packages",
+            f"flash-attn {here} is a CUDA build",
+            means='importing it fails on libcudart, and so does attn_implementation="flash_attention_2"',
+            fix="pip uninstall flash-attn; SDPA and hf_rocm's attention don't need it",
+        )
+
+
+def _bitsandbytes(facts: Facts) -> Iterator[Finding]:
+    here = facts.version_of("bitsandbytes")
+    if here is None:
+        return
+    if not facts.files.get("bitsandbytes_rocm", True):
+        yield warning(
+            "packages",
+            f"bitsandbytes {here} has no library for ROCm",
+            means="4-bit and 8-bit loading through it fails",
+            fix=f"pip install --upgrade 'bitsandbytes>={BITSANDBYTES_ROCM}', or quantize= of hf_rocm.from_pretrained",
+        )
+    elif here < BITSANDBYTES_ROCM and facts.bitsandbytes is None:  # else its products were tested
+        yield warning(
+            "packages",
+            f"bitsandbytes {here} is older than {BITSANDBYTES_ROCM}",
+            means="4-bit layers of older builds gave NaN or crashed on several AMD GPUs",
+            fix=f"pip install --upgrade 'bitsandbytes>={BITSANDBYTES_ROCM}'",
+        )
+
+
+def _leftovers(facts: Facts) -> Iterator[Finding]:
+    """CUDA libraries that `pip install torch` installed: harmless with a ROCm torch, but gigabytes."""
+    left = [
+        name for name in facts.packages if name.startswith("nvidia-") and name.endswith(("-cu11", "-cu12", "-cu13"))
+    ]
+    if left and facts.torch.hip:
+        yield warning(
+            "packages",
+            f"{len(left)} CUDA libraries of another torch are left behind (nvidia-…)",
+            means="they take gigabytes on disk and are not used; a CUDA torch was probably installed here before",
+            fix="pip list | grep -oE '^nvidia-[^ ]+' | xargs pip uninstall -y",
+        )

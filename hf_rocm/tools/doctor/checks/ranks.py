@@ -1,0 +1,122 @@
+"""The variables that a launcher sets for a rank: whether they are complete, and whether the rank has a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_rocm.tools.doctor.checks.driver import VISIBLE
+from hf_rocm.tools.doctor.facts import Facts
+from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
+
+NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+# prefixes of interfaces that other machines cannot reach
+OWN = ("lo", "docker")
+
+
+def ranks(facts: Facts) -> Iterator[Finding]:
+    """Findings on the ranks' variables; none if no launcher has set any."""
+    there = [name for name in NEEDED if facts.set(name)]
+    if facts.system.name == "Linux":
+        yield from _interfaces(facts)
+    if not there:
+        return
+    missing = [name for name in NEEDED if name not in there]
+    strange = [f"{name}={facts.set(name)}" for name in NUMBERS if facts.set(name) and not facts.set(name).isdecimal()]
+    if missing:
+        yield warning(
+            "several",
+            f"{', '.join(there)} set, but not {', '.join(missing)}",
+            means="torch.distributed treats this process as one of several, and fails or waits for the others",
+            fix=f"start it with torchrun, which sets all of them; else unset {' '.join(there)}",
+        )
+    elif strange:
+        yield _mistaken(", ".join(strange) + ": not a number")
+    elif int(facts.set("RANK")) >= int(facts.set("WORLD_SIZE")):
+        yield _mistaken(f"RANK={facts.set('RANK')} among WORLD_SIZE={facts.set('WORLD_SIZE')}: ranks count from 0")
+    else:
+        yield ok("several", ", ".join(f"{name} {facts.set(name)}" for name in NEEDED[:3]))
+        yield from _elsewhere(facts)
+    if not strange:
+        yield from _gpus(facts)
+
+
+def _mistaken(what: str) -> Finding:
+    return problem(
+        "several",
+        what,
+        means="torch.distributed cannot start",
+        fix="start it with torchrun, which numbers the ranks",
+    )
+
+
+def _gpus(facts: Facts) -> Iterator[Finding]:
+    """A rank uses the GPU with its local number."""
+    count = len(facts.devices)
+    if not count:
+        return
+    hidden = [f"{name}={facts.environment[name]}" for name in VISIBLE if name in facts.environment]
+    seen = f"{count} GPU{'s' * (count != 1)}" + (f" ({', '.join(hidden)})" if hidden else "")
+    local, together = facts.set("LOCAL_RANK"), facts.set("LOCAL_WORLD_SIZE")
+    if together.isdecimal() and int(together) > count:
+        yield problem(
+            "several",
+            f"{together} ranks on this machine, and each sees {seen}",
+            means="several would use one GPU, which RCCL refuses (Duplicate GPU detected)",
+            fix=f"torchrun --nproc-per-node {count} …" + (f", or unset {_names(hidden)}" if hidden else ""),
+        )
+    elif local.isdecimal() and int(local) >= count:
+        yield problem(
+            "several",
+            f"LOCAL_RANK={local}, and this process sees {seen}",
+            means="the rank uses the GPU with its number, which does not exist (invalid device ordinal)",
+            fix=f"unset {_names(hidden)}; or, where a scheduler shows each rank its own GPU only: export LOCAL_RANK=0"
+            if hidden
+            else f"torchrun --nproc-per-node {count} …",
+        )
+
+
+def _names(settings: list[str]) -> str:
+    return " ".join(setting.split("=")[0] for setting in settings)
+
+
+def _interfaces(facts: Facts) -> Iterator[Finding]:
+    """Variables that name a missing interface, on which gloo and RCCL fail."""
+    there = facts.host.interfaces
+    if not there:
+        return
+    wrong = []
+    named = facts.set("GLOO_SOCKET_IFNAME")
+    wrong += [f"GLOO_SOCKET_IFNAME={named}" for part in named.split(",") if part and part not in there][:1]
+    wanted = facts.set("NCCL_SOCKET_IFNAME")
+    if wanted and not wanted.startswith("^") and not any(_matches(part, wanted) for part in there):
+        wrong.append(f"NCCL_SOCKET_IFNAME={wanted}")
+    if wrong:
+        yield problem(
+            "several",
+            f"{', '.join(wrong)}: no such network interface here",
+            means="ranks cannot reach each other: their start fails",
+            fix=f"name one of {', '.join(there)}, or unset {_names(wrong)}",
+        )
+
+
+def _matches(interface: str, wanted: str) -> bool:
+    """RCCL matches prefixes; `=eth0` is an exact name."""
+    if wanted.startswith("="):
+        return interface in wanted[1:].split(",")
+    return any(part and interface.startswith(part) for part in wanted.split(","))
+
+
+def _elsewhere(facts: Facts) -> Iterator[Finding]:
+    """A host name that does not resolve to this host, with ranks on others: gloo then offers its loopback address."""
+    here, everywhere = facts.set("LOCAL_WORLD_SIZE"), facts.set("WORLD_SIZE")
+    several = here.isdecimal() and int(here) < int(everywhere)
+    if facts.host.resolves is False and several and not facts.set("GLOO_SOCKET_IFNAME"):
+        outward = [interface for interface in facts.host.interfaces if not interface.startswith(OWN)]
+        yield warning(
+            "several",
+            "this machine's host name does not resolve to one of its addresses",
+            means="gloo uses the loopback address instead, which ranks on other machines cannot reach",
+            fix=f"export GLOO_SOCKET_IFNAME={outward[0] if outward else 'the interface that connects them'}, "
+            "on every machine, or add the name to /etc/hosts",
+        )

@@ -1,0 +1,88 @@
+"""ROCm's user space: its release, and whether the tools that aiter runs are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_rocm.tools.doctor import rocminfo
+from hf_rocm.tools.doctor.facts import Facts, short, version
+from hf_rocm.tools.doctor.report import Finding, counted, ok, problem, warning
+
+# the oldest ROCm of the builds of PyTorch 2.6, the oldest release that hf_rocm supports
+OLDEST = "6.1"
+
+
+def rocm(facts: Facts) -> Iterator[Finding]:
+    if facts.system.name != "Linux" or not facts.amd:
+        return
+    yield _version(facts)
+    if facts.rocm.rocminfo is not None:
+        yield from _rocminfo(facts)
+    yield _tools(facts)
+
+
+def _version(facts: Facts) -> Finding:
+    here, built = version(facts.rocm.version), version(short(facts.rocm_release or ""))
+    if here is None:
+        own = facts.packages.get("rocm-sdk-core") or facts.packages.get("rocm")
+        if own:
+            return ok("rocm", f"ROCm {own}, as a Python package")
+        carried = f"; torch includes the libraries of ROCm {built}" if built else ""
+        return ok("rocm", f"no ROCm under /opt/rocm{carried}")
+    if here.release < version(OLDEST).release:  # type: ignore[union-attr]
+        return problem(
+            "rocm",
+            f"ROCm {here} is older than those that supported releases of PyTorch are built for ({OLDEST})",
+            means="kernels that are compiled here (aiter, Triton) do not match the libraries of torch",
+            fix=f"install a newer ROCm (AMD's guide: rocm.docs.amd.com){_like(facts)}",
+        )
+    if built is not None and here.release[:1] != built.release[:1]:
+        return warning(
+            "rocm",
+            f"ROCm {here} is installed, and torch was built for ROCm {built}",
+            means="torch uses its own libraries, but kernels that are compiled here (aiter) are linked against the "
+            "installed ones",
+            fix=f"install a torch for ROCm {here.major} or ROCm {built.major}.{built.minor}",
+        )
+    return ok("rocm", f"ROCm {here}" + (f", torch's is {built}" if built else ""))
+
+
+def _like(facts: Facts) -> str:
+    built = version(short(facts.rocm_release or ""))
+    return f": {built.major}.{built.minor}, the release of torch" if built else ""
+
+
+def _rocminfo(facts: Facts) -> Iterator[Finding]:
+    ran = facts.rocm.rocminfo
+    assert ran is not None
+    complaint = rocminfo.complaint(ran.text)
+    if ran.code is None:
+        yield warning(
+            "rocminfo",
+            "rocminfo timed out",
+            means="the driver hangs, or another process blocks the GPU; aiter runs rocminfo when it is imported",
+            fix="sudo dmesg | grep -iE 'amdgpu|kfd' | tail",
+        )
+    elif not facts.rocm.agents:
+        yield warning(
+            "rocminfo",
+            f"rocminfo lists no GPU{f': {complaint}' if complaint else ''}",
+            means="the runtime cannot use the card, so torch cannot either",
+            fix="see the line on the driver above; rocminfo prints the same message until it is fixed",
+        )
+    else:
+        yield ok("rocminfo", counted(f"{agent.card or 'a GPU'} ({agent.name})" for agent in facts.rocm.agents))
+
+
+def _tools(facts: Facts) -> Finding:
+    missing = [name for name, there in facts.rocm.tools.items() if not there]
+    if not missing:
+        return ok("tools", "rocminfo, hipconfig and hipcc are installed")
+    if not facts.aiter.found.amd:
+        return ok("tools", f"no {', '.join(missing)}: aiter would need them, torch does not")
+    return problem(
+        "tools",
+        f"{', '.join(missing)} not found on PATH or in /opt/rocm/bin",
+        means="aiter runs them when it is imported and when it compiles, so it cannot be used",
+        fix="sudo apt install rocminfo hipcc rocm-dev, or export PATH=$PATH:/opt/rocm/bin if they are elsewhere",
+    )

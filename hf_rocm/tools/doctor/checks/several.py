@@ -1,0 +1,143 @@
+"""Several GPUs: whether they reach each other, whether torch has RCCL, and whether the ranks' variables are valid.
+
+The checks are RCCL's own warnings at startup, which its log shows with NCCL_DEBUG=WARN only, and the advice of its
+documentation and NCCL's on the variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_rocm.tools.doctor.checks.ranks import ranks
+from hf_rocm.tools.doctor.facts import Facts, version
+from hf_rocm.tools.doctor.report import Finding, ok, warning
+
+GIB = 2**30
+SWITCHES = (
+    "NCCL_DEBUG",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "HSA_FORCE_FINE_GRAIN_PCIE",
+    "HSA_NO_SCRATCH_RECLAIM",
+    "RCCL_MSCCL_ENABLE",
+    "RCCL_MSCCL_FORCE_ENABLE",
+)
+# for debugging, according to NCCL's documentation; and their effect
+TAKING = {
+    "NCCL_SHM_DISABLE": "GPUs that cannot read each other's memory exchange data through the network instead of host "
+    "memory",
+    "NCCL_IB_DISABLE": "machines exchange data through plain sockets",
+}
+FIXING = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
+LOCKED = 64 * 2**20
+
+
+def several(facts: Facts) -> Iterator[Finding]:
+    yield from ranks(facts)
+    peers = facts.torch_answer.facts.get("peers")
+    if not facts.torch.hip or not peers:
+        return
+    yield from _reach(facts, peers)
+    yield from _library(facts)
+    yield from _switches(facts)
+    yield from _host(facts, len(peers))
+
+
+def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
+    count = len(peers)
+    cut = [(one, other) for one in range(count) for other in range(count) if not peers[one][other]]
+    collectives = facts.torch_answer.facts.get("collectives")
+    there = [f"{name}={facts.set(name)}" for name in SWITCHES if facts.set(name)]
+    if not collectives:
+        yield warning(
+            "several",
+            f"{count} GPUs, and this torch has no RCCL",
+            means="tensor parallelism and data parallel training cannot use them",
+            fix="install a torch with RCCL (the wheels of pytorch.org have it)",
+        )
+    if cut or facts.set("NCCL_P2P_DISABLE") == "1":
+        pairs = ", ".join(f"{one}-{other}" for one, other in cut if one < other) or "switched off by NCCL_P2P_DISABLE"
+        fine = "" if facts.set("HSA_FORCE_FINE_GRAIN_PCIE") == "1" else "; over PCIe: HSA_FORCE_FINE_GRAIN_PCIE=1"
+        yield warning(
+            "several",
+            f"GPUs cannot read each other's memory ({pairs})",
+            means="data goes through the host: slow, and it hangs with the IOMMU of some boards",
+            fix="boot with iommu=pt (BIOS: IOMMU on, ACS off); in a container add --ipc=host; unset NCCL_P2P_DISABLE"
+            + fine,
+        )
+    elif collectives:
+        yield ok("several", "; ".join([f"{count} GPUs reach each other", f"RCCL {collectives}", *there]))
+    if facts.container and facts.shared_memory is not None and facts.shared_memory < GIB:
+        yield warning(
+            "several",
+            f"/dev/shm of this container has {facts.shared_memory / 2**20:.0f} MiB",
+            means="RCCL and data loaders share memory through it, and fail with a bus error when it is full",
+            fix="start the container with --ipc=host, or --shm-size 16G",
+        )
+
+
+def _library(facts: Facts) -> Iterator[Finding]:
+    """The RCCL that torch was built with, and the one that was loaded, which may be another."""
+    built, loaded = facts.torch_answer.facts.get("collectives"), facts.torch_answer.facts.get("collectives_loaded")
+    if not built or not loaded:
+        return
+    one, other = version(built), version(loaded["version"])
+    if one is not None and other is not None and one.release[:2] != other.release[:2]:
+        yield warning(
+            "several",
+            f"this torch was built with RCCL {built}, and {loaded['path']} is {loaded['version']}",
+            means="the loader finds another ROCm's library first; collectives may fail or hang",
+            fix="remove its folder from LD_LIBRARY_PATH, and the file from LD_PRELOAD",
+        )
+
+
+def _switches(facts: Facts) -> Iterator[Finding]:
+    taking = {name: means for name, means in TAKING.items() if facts.set(name) not in ("", "0")}
+    if taking:
+        yield warning(
+            "several",
+            ", ".join(f"{name}={facts.set(name)}" for name in taking),
+            means="; ".join(taking.values()) + ": much slower, and meant for debugging",
+            fix=f"unset {' '.join(taking)}",
+        )
+    fixed = [name for name in FIXING if facts.set(name)]
+    if fixed:
+        yield warning(
+            "several",
+            ", ".join(f"{name}={facts.set(name)}" for name in fixed),
+            means="RCCL selects these by message size and topology; with fixed values most sizes are slower",
+            fix=f"unset {' '.join(fixed)}, unless you measured that they help",
+        )
+    if facts.set("NCCL_DEBUG").upper() in ("INFO", "TRACE"):
+        yield warning(
+            "several",
+            f"NCCL_DEBUG={facts.set('NCCL_DEBUG')}",
+            means="RCCL logs every operation, on every rank",
+            fix="export NCCL_DEBUG=WARN",
+        )
+
+
+def _host(facts: Facts, count: int) -> Iterator[Finding]:
+    host = facts.host
+    if host.numa_balancing:
+        yield warning(
+            "several",
+            "the kernel moves memory between the CPUs' nodes (kernel.numa_balancing is on)",
+            means="GPUs wait while pages that they share move; RCCL warns of it when it starts",
+            fix="sudo sysctl kernel.numa_balancing=0",
+        )
+    if host.iommu is not None and "pt" not in host.iommu.split(",") and "cray" not in facts.system.release:
+        yield warning(
+            "several",
+            f"{count} GPUs, and the kernel was started without iommu=pt",
+            means="RCCL warns that transfers may become unstable or hang",
+            fix="add iommu=pt to the kernel's command line (GRUB_CMDLINE_LINUX), then reboot",
+        )
+    if host.networks and host.locked is not None and host.locked < LOCKED:
+        yield warning(
+            "several",
+            f"{', '.join(host.networks)}, and a process may lock {host.locked / 2**10:.0f} KiB of memory",
+            means="InfiniBand and RoCE need locked memory; transfers between machines fail to start",
+            fix="ulimit -l unlimited (in a container: --ulimit memlock=-1)",
+        )

@@ -1,0 +1,167 @@
+"""Whether the installed torch supports this GPU and works on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hf_rocm.known_faults import graph_faults
+from hf_rocm.tools.doctor.checks.allocator import blamed
+from hf_rocm.tools.doctor.facts import Facts, short, version
+from hf_rocm.tools.doctor.report import Finding, counted, ok, problem, warning
+
+INDEX = "https://download.pytorch.org/whl/rocm"
+# PyTorch's own builds for ROCm, the one to prefer first
+INDEXES = ("7.2", "7.1")
+OLDEST = "2.6"
+FLASH = "https://github.com/unslothai/unsloth/pull/8821"
+
+
+def torch(facts: Facts) -> Iterator[Finding]:
+    if facts.system.name not in ("Linux", "Windows"):
+        return
+    yield _build(facts)
+    if facts.torch.version is None:
+        return
+    if facts.torch_answer.error and not facts.torch_answer.facts:
+        yield _not_importable(facts)
+        return
+    if facts.torch.hip and facts.amd:
+        yield from _at_work(facts)
+
+
+def install(*gpus: str, force: bool = True) -> str:
+    """The command that installs PyTorch's build for these GPUs, if possible with a ROCm release without known faults
+    of graph replays on them."""
+    sound = (release for release in INDEXES if not any(graph_faults(gfx, release) for gfx in gpus))
+    again = "--force-reinstall " if force else ""
+    return f"pip install {again}torch --index-url {INDEX}{next(sound, INDEXES[0])}"
+
+
+def _build(facts: Facts) -> Finding:
+    torch_facts = facts.torch
+    if torch_facts.version is None:
+        return problem(
+            "torch", "torch is not installed", means="nothing can run", fix=install(*facts.gpus, force=False)
+        )
+    made = (
+        f"ROCm {short(facts.rocm_release or torch_facts.hip)}"
+        if torch_facts.hip
+        else f"CUDA {torch_facts.cuda}"
+        if torch_facts.cuda
+        else "the CPU"
+    )
+    what = f"{torch_facts.version}, built for {made}"
+    if facts.amd and not torch_facts.hip:
+        return problem(
+            "torch",
+            f"{what}, on a machine with an AMD GPU",
+            means="it cannot see the GPU: models run on the CPU, without an error; a plain `pip install torch` has "
+            "this effect",
+            fix=install(*facts.gpus),
+        )
+    here = version(torch_facts.version)
+    if here is not None and here.release < version(OLDEST).release:  # type: ignore[union-attr]
+        return problem(
+            "torch", f"{what}, older than {OLDEST}", means="hf_rocm does not support it", fix=install(*facts.gpus)
+        )
+    return ok("torch", what)
+
+
+def _not_importable(facts: Facts) -> Finding:
+    get = install(*facts.gpus)
+    return problem(
+        "torch-import",
+        f"torch cannot be imported: {facts.torch_answer.error}",
+        means="libraries that it needs are missing, or belong to another ROCm (LD_LIBRARY_PATH is searched first)",
+        fix=f"unset LD_LIBRARY_PATH and try again; else {get}" if facts.set("LD_LIBRARY_PATH") else get,
+    )
+
+
+def _at_work(facts: Facts) -> Iterator[Finding]:
+    answer = facts.torch_answer
+    if answer.error and not blamed(facts):
+        yield problem(
+            "torch-gpu",
+            f"torch failed at {answer.stage}: {answer.error}",
+            means="models will fail in the same way; facts that depend on it are missing below",
+            fix="AMD_LOG_LEVEL=3 python -c 'import torch; torch.ones(1).cuda()' shows what the runtime did last",
+        )
+    missing = _missing(facts)
+    if missing:
+        yield _not_built(facts, missing)
+    elif answer.facts.get("available") is False and not answer.error:
+        yield problem(
+            "torch-gpu",
+            f"torch sees no GPU: {answer.facts.get('why_not') or 'no reason given'}",
+            means="models run on the CPU",
+            fix="fix the lines above first (driver, visible-devices); then AMD_LOG_LEVEL=3 shows what the runtime does",
+        )
+    served = [(index, device) for index, device in enumerate(facts.devices) if device["arch"] not in missing]
+    wrong = [_wrong(index, device) for index, device in served if device.get("product")]
+    yield from wrong
+    if served and not wrong and not answer.error:
+        names = counted(f"{device['name']} ({device['arch']}, {_gib(device['total'])})" for _, device in served)
+        yield ok(
+            "torch-gpu",
+            f"{names}: a test product on each is correct" if len(served) > 1 else f"{names}: a test product is correct",
+        )
+    yield from _flash(facts)
+
+
+def _not_built(facts: Facts, missing: list[str]) -> Finding:
+    built = facts.torch_answer.facts["built_for"]
+    others = [str(index) for index, device in enumerate(facts.devices) if device["arch"] not in missing]
+    what = f"this torch was not built for {' and '.join(missing)}, only for {', '.join(built)}"
+    means = "kernels fail on it with 'no kernel image is available for execution on the device'"
+    if others:
+        return warning("torch-gpu", what, means=means, fix=f"export HIP_VISIBLE_DEVICES={','.join(others)}")
+    return problem("torch-gpu", what, means=means, fix=f"{install(*missing)}, or AMD's wheels for that card (TheRock)")
+
+
+def _missing(facts: Facts) -> list[str]:
+    """The architectures of this machine for which torch has no kernels."""
+    built = facts.torch_answer.facts.get("built_for")
+    if not built:
+        return []
+    met = [str(device["arch"]) for device in facts.devices] or list(facts.gpus)
+    plain = {arch.split(":")[0] for arch in built}
+    return [arch for arch in dict.fromkeys(met) if arch not in plain and not _generic(arch, plain)]
+
+
+def _generic(gfx: str, built: set[str]) -> bool:
+    """Newer builds may contain `gfx11-generic`, which supports all of gfx11xx."""
+    return any(arch.endswith("-generic") and gfx.startswith(arch.split("-")[0]) for arch in built)
+
+
+def _wrong(index: int, device: Mapping[str, Any]) -> Finding:
+    return problem(
+        "torch-gpu",
+        f"GPU {index} ({device['arch']}) computes wrong products: {device['product']}",
+        means="every model returns wrong results on it",
+        fix="unset HSA_OVERRIDE_GFX_VERSION, ROCBLAS_* and HIPBLASLT_*; else reinstall torch",
+    )
+
+
+def _flash(facts: Facts) -> Iterator[Finding]:
+    """SDPA's flash kernel is AOTriton's, which some builds lack, or enable for some architectures only on request."""
+    reasons = {str(device["arch"]): device.get("flash", "") for device in facts.devices if "flash" in device}
+    for gfx, reason in reasons.items():
+        if not reason:
+            yield ok("flash", f"SDPA has a flash kernel (AOTriton) for {gfx}")
+        else:
+            gate = "experimental" in str(reason).lower()
+            yield warning(
+                "flash",
+                f"SDPA has no flash kernel for {gfx}: {reason}",
+                means="attention falls back to plain products: slow, and memory grows with the square of the length "
+                "(at 4,096 tokens on a gfx1200 about 12 times slower, with 16 times the memory)",
+                fix="export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1, then `hf-rocm verify MODEL`"
+                if gate
+                else f"use a torch whose AOTriton has {gfx}: {install(gfx)}",
+                link=FLASH,
+            )
+
+
+def _gib(count: object) -> str:
+    return f"{int(str(count)) / 2**30:.0f} GiB"

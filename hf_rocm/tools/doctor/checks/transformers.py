@@ -1,0 +1,157 @@
+"""transformers, its overlays, and other packages that replace parts of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
+
+from hf_rocm.tools.doctor.facts import Facts, version
+from hf_rocm.tools.doctor.report import Finding, number, ok, problem, warning
+
+KERNELS = "https://github.com/huggingface/transformers/issues/47455"
+GOOD = ("verified", "compatible")
+
+
+def transformers(facts: Facts) -> Iterator[Finding]:
+    state = facts.transformers
+    if state.version is None:
+        yield problem(
+            "transformers",
+            f"transformers cannot be found: {state.refused or 'it is not installed'}",
+            means="there is nothing to speed up",
+            fix=state.hint or "pip install transformers",
+        )
+        return
+    yield _release(facts)
+    yield _overlays(facts)
+    yield from _kernels(facts)
+    yield from _dtype(facts)
+    yield from _others(facts)
+
+
+def _release(facts: Facts) -> Finding:
+    state = facts.transformers
+    if state.outlook is None:
+        return ok("transformers", str(state.version))
+    what = f"{state.version} is newer than every release that this hf-rocm was checked with"
+    if state.outlook.startswith("go on: "):
+        return ok("transformers", f"{what}; {state.outlook}")
+    return warning(
+        "transformers",
+        what,
+        means=state.outlook,
+        fix="python -m hf_rocm.check_version   # lists the reason for every file; or pip install --upgrade hf-rocm",
+    )
+
+
+def _overlays(facts: Facts) -> Finding:
+    seen = facts.transformers
+    if seen.refused:
+        return warning(
+            "overlays",
+            f"the overlays cannot be read: {seen.refused}",
+            means="plain transformers stays stock; hf_rocm.from_pretrained may work anyway",
+            fix=seen.hint or "hf-rocm status",
+        )
+    states = {tuple(state.split("/")): count for state, count in seen.overlays.items()}
+    if not states:
+        return warning(
+            "overlays",
+            f"there is no overlay for transformers {seen.version}",
+            means="its models stay stock",
+            fix="pip install --upgrade hf-rocm, or install a release of transformers that it covers (4.53 to 5.x)",
+        )
+    bad = _count(states, lambda installed, match: installed == "edited" or (installed != "no" and match not in GOOD))
+    old = _count(states, lambda installed, match: installed == "old")
+    installed = _count(states, lambda installed, match: installed == "yes" and match in GOOD)
+    usable = _count(states, lambda installed, match: match in GOOD)
+    if bad:
+        return problem(
+            "overlays",
+            f"{number(bad, 'installed overlay')} on files that were changed later",
+            means="those models stay stock, and their overlays cannot be uninstalled",
+            fix="hf-rocm status   # names them and what to do",
+        )
+    if foreign := _count(states, lambda installed, match: installed == "foreign"):
+        return problem(
+            "overlays",
+            f"{number(foreign, 'block')} with code that is not from this hf-rocm's overlays",
+            means="that code runs when those models are imported",
+            fix="hf-rocm install-overlays   # replaces it; hf-rocm status names the files",
+        )
+    if old:
+        return warning(
+            "overlays",
+            f"{number(old, 'overlay')} of another hf-rocm release",
+            means="they are inert, and their models stay stock",
+            fix="hf-rocm install-overlays",
+        )
+    changed = _count(states, lambda installed, match: match == "changed")
+    if changed:
+        what = "file differs from its release" if changed == 1 else "files differ from their release"
+        return warning(
+            "overlays",
+            f"{changed} model {what}; {usable} overlays match, {installed or 'none'} installed",
+            means=f"{'its model stays' if changed == 1 else 'their models stay'} stock",
+            fix="hf-rocm status   # names what differs",
+        )
+    if installed:
+        return ok("overlays", f"{installed} of {usable} installed, all on matching files")
+    return ok(
+        "overlays",
+        f"{usable} match, none installed: hf_rocm.from_pretrained does not need them; for AutoModel: hf-rocm "
+        f"install-overlays",
+    )
+
+
+def _count(states: Mapping[tuple[str, ...], int], meant: object) -> int:
+    assert callable(meant)
+    return sum(count for (installed, match), count in states.items() if meant(installed, match))
+
+
+def _kernels(facts: Facts) -> Iterator[Finding]:
+    """transformers requires a narrow range of `kernels`, and uses no hub kernel with another version."""
+    here, wanted = facts.version_of("kernels"), facts.transformers.kernels
+    if here is None or wanted is None:
+        return
+    try:
+        inside = Requirement(wanted).specifier.contains(here, prereleases=True)
+    except InvalidRequirement:
+        return
+    if inside:
+        yield ok("kernels", f"kernels {here}, as transformers {facts.transformers.version} requires ({wanted})")
+        return
+    yield warning(
+        "kernels",
+        f"kernels {here} is outside the range of transformers {facts.transformers.version} ({wanted})",
+        means="kernels from the hub are off: use_kernels=True and flash attention from the hub fail or change nothing, "
+        "FP8 checkpoints in blocks can't be loaded, MXFP4 and GGUF ones are unpacked to 16 bits; hf_rocm needs none",
+        fix=f"pip install '{wanted}' (or pip uninstall kernels)",
+        link=KERNELS,
+    )
+
+
+def _dtype(facts: Facts) -> Iterator[Finding]:
+    here = version(facts.transformers.version)
+    if here is not None and here < Version("5"):
+        yield warning(
+            "dtype",
+            f"transformers {here} loads in fp32 by default",
+            means="twice the memory and a fraction of the speed; aiter serves bf16 and fp16 only",
+            fix='pass torch_dtype="auto" (or dtype="auto" from 4.56) to from_pretrained',
+        )
+
+
+def _others(facts: Facts) -> Iterator[Finding]:
+    """Precedence among packages that replace the same part; the user installed them, so they take precedence."""
+    wins = []
+    if facts.version_of("kernels"):
+        wins.append("use_kernels=True: the hub's kernels take precedence for the layers that they replace")
+    if facts.packages.get("liger-kernel"):
+        wins.append("Liger: its classes take precedence where it is applied (norms, MLPs, losses)")
+    if facts.packages.get("unsloth"):
+        wins.append("Unsloth: the forwards that it replaces take precedence")
+    if wins:
+        yield ok("patches", f"{'; '.join(wins)}; hf_rocm accelerates the rest, which `hf-rocm explain MODEL` lists")

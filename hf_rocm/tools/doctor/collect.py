@@ -1,0 +1,171 @@
+"""Collect the facts of a machine. A part that cannot be read counts as absent; the others are read anyway."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hf_rocm.architectures import KFD_NODES, driver_version, gfx_of_node, least_of_cards
+from hf_rocm.tools.doctor import aiter, rocminfo
+from hf_rocm.tools.doctor.facts import Driver, Facts, Host, Rocm
+from hf_rocm.tools.doctor.machine import Answer, Machine
+from hf_rocm.tools.doctor.model import ModelFacts, model_facts
+
+PCI = "/sys/bus/pci/devices"
+DISPLAY, ACCELERATOR = "0x03", "0x12"
+TOOL_SECONDS, TORCH_SECONDS, KERNEL_SECONDS = 30.0, 240.0, 120.0
+TOOLS = ("rocminfo", "hipconfig", "hipcc")
+
+Progress = Callable[[str], None]
+
+
+def collect(machine: Machine, *, model: str | None = None, progress: Progress | None = None) -> Facts:
+    """Collect all facts. Takes as long as the slower of `import torch` and `import aiter`, which run in parallel.
+
+    A torch that is not built for ROCm is not imported, since it cannot use the GPU.
+    """
+    say = progress or (lambda text: None)
+    system = machine.system
+    environment = dict(machine.environment)
+    say("importing torch and aiter, each in its own process")
+    named = _model(machine, environment, model) if model else None
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        torch = pool.submit(machine.ask, "torch", timeout=TORCH_SECONDS) if machine.torch().hip else None
+        found_aiter = pool.submit(aiter.collect, machine)
+        rocm = pool.submit(_rocm, machine, environment)
+        answer = torch.result() if torch else Answer()
+        usable = bool(machine.torch().hip and answer.facts.get("devices") and not answer.error)
+        return Facts(
+            system=system,
+            groups=machine.groups,
+            container=_container(machine, environment),
+            wsl=system.name == "Linux" and "microsoft" in system.release.lower(),
+            driver=_driver(machine),
+            environment=environment,
+            packages=machine.packages(),
+            torch=machine.torch(),
+            files=_files(machine),
+            transformers=machine.transformers(),
+            shared_memory=machine.free_bytes("/dev/shm"),
+            host=_host(machine),
+            now=time.time(),
+            model=named,
+            rocm=rocm.result(),
+            torch_answer=answer,
+            aiter=found_aiter.result(),
+            graph_events=machine.graph_events(),
+            bitsandbytes=_tried(machine, "bitsandbytes", usable and "bitsandbytes" in machine.packages()),
+            patch_embedding=_tried(machine, "patch-embedding", usable and named is not None and named.conv3d),
+        )
+
+
+def _tried(machine: Machine, task: str, wanted: bool) -> Answer | None:
+    return machine.ask(task, timeout=KERNEL_SECONDS) if wanted else None
+
+
+def _driver(machine: Machine) -> Driver:
+    render = {f"/dev/dri/{name}": machine.look(f"/dev/dri/{name}") for name in machine.names("/dev/dri")}
+    return Driver(
+        loaded=machine.look("/sys/module/amdgpu") is not None,
+        version=driver_version(machine.text),
+        kfd=machine.look("/dev/kfd"),
+        render={path: node for path, node in render.items() if node and "renderD" in path},
+        cards=tuple(_cards(machine)),
+        gpus=tuple(_gpus(machine)),
+        dxg=machine.look("/dev/dxg") is not None,
+        carved_out=least_of_cards(machine.text(f"{PCI}/{name}/mem_info_vram_total") for name in machine.names(PCI)),
+        mapped=least_of_cards(machine.text(f"{PCI}/{name}/mem_info_gtt_total") for name in machine.names(PCI)),
+    )
+
+
+def _cards(machine: Machine) -> list[str]:
+    cards = []
+    for name in machine.names(PCI):
+        kind = (machine.text(f"{PCI}/{name}/class") or "").strip()
+        vendor = (machine.text(f"{PCI}/{name}/vendor") or "").strip()
+        if vendor and kind.startswith((DISPLAY, ACCELERATOR)):
+            cards.append(vendor)
+    return cards
+
+
+def _gpus(machine: Machine) -> list[str]:
+    nodes = sorted(machine.names(KFD_NODES), key=lambda name: (len(name), name))
+    architectures = (gfx_of_node(machine.text(f"{KFD_NODES}/{node}/properties") or "") for node in nodes)
+    return [gfx for gfx in architectures if gfx]
+
+
+def _rocm(machine: Machine, environment: dict[str, str]) -> Rocm:
+    roots = [environment.get("ROCM_PATH", ""), environment.get("ROCM_HOME", ""), "/opt/rocm"]
+    texts = (machine.text(f"{root}/.info/version") for root in roots if root)
+    version = next((text.strip() for text in texts if text), None)
+    ran = machine.run("rocminfo", timeout=TOOL_SECONDS)
+    tools = {name: machine.run(name, "--version", timeout=TOOL_SECONDS) is not None for name in TOOLS[1:]}
+    return Rocm(
+        version=version.split("-")[0] if version else None,
+        rocminfo=ran,
+        agents=rocminfo.agents(ran.out) if ran else (),
+        tools={"rocminfo": ran is not None, **tools},
+    )
+
+
+def _host(machine: Machine) -> Host:
+    balancing = (machine.text("/proc/sys/kernel/numa_balancing") or "").strip()
+    locked = re.search(r"^Max locked memory\s+(\S+)", machine.text("/proc/self/limits") or "", re.MULTILINE)
+    return Host(
+        numa_balancing=balancing != "0" if balancing else None,
+        iommu=_iommu(machine),
+        locked=int(locked[1]) if locked and locked[1].isdecimal() else None,
+        interfaces=machine.names("/sys/class/net"),
+        networks=machine.names("/sys/class/infiniband"),
+        resolves=machine.resolves(),
+    )
+
+
+def _iommu(machine: Machine) -> str | None:
+    """The kernel's `iommu=`, empty if it is not set; None if it could not be read, or in a guest of Hyper-V."""
+    line = machine.text("/proc/cmdline")
+    bios = machine.text("/sys/devices/virtual/dmi/id/bios_version") or ""
+    if line is None or bios.startswith("Hyper-V"):
+        return None
+    values = [word.removeprefix("iommu=") for word in line.split() if word.startswith("iommu=")]
+    return ",".join(values)
+
+
+def _container(machine: Machine, environment: dict[str, str]) -> str | None:
+    if machine.look("/run/.containerenv"):
+        return "podman"
+    if machine.look("/.dockerenv"):
+        return "docker"
+    control = machine.text("/proc/1/cgroup") or ""
+    if "kubepods" in control or "KUBERNETES_SERVICE_HOST" in environment:
+        return "kubernetes"
+    if "APPTAINER_CONTAINER" in environment or "SINGULARITY_CONTAINER" in environment:
+        return "apptainer"
+    return "docker" if "docker" in control else None
+
+
+def _files(machine: Machine) -> dict[str, bool]:
+    """Which build of a package is installed, judged by its files: the CUDA and ROCm builds share name and version."""
+    torch = machine.torch().path
+    if torch is None:
+        return {}
+    site = torch.rpartition("/")[0]
+    flash = [f"{site}/{name}" for name in machine.names(site) if name.startswith("flash_attn_2_cuda")]
+    return {
+        "flash_attn_cuda": any(machine.mentions(path, b"libcudart.so") for path in flash),
+        "torch_rocm": any(name.startswith("libamdhip64") for name in machine.names(f"{torch}/lib")),
+        "bitsandbytes_rocm": any(
+            name.startswith(("libbitsandbytes_rocm", "libbitsandbytes_hip"))
+            for name in machine.names(f"{site}/bitsandbytes")
+        ),
+    }
+
+
+def _model(machine: Machine, environment: dict[str, str], name: str) -> ModelFacts:
+    home = environment.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
+    cache = environment.get("HF_HUB_CACHE") or f"{home}/hub"
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", machine.text("/proc/meminfo") or "", re.MULTILINE)
+    return model_facts(name, cache=Path(cache), memory=int(match[1]) * 1024 if match else None)

@@ -1,0 +1,59 @@
+"""Tests of other packages' kernels that were reported as wrong or slow; they run in doctor's child process."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+BLOCK = 64  # weights of one absmax in bitsandbytes
+# Half of the widest gap between two values of NF4 (-1 and -0.696), with room for the rounding of a 16-bit absmax.
+WIDEST = 0.155
+PATCHES, CHANNELS, KERNEL, EMBEDDING = 1288, 3, (2, 16, 16), 1152  # an image of 460 × 726 in Qwen3-VL
+
+
+def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
+    """What is numerically wrong with bitsandbytes' NF4 weights on a device; None if nothing is.
+
+    The unpacked weights are compared with the original ones. Products of 1 and of 8 rows, which are different kernels,
+    are compared with the exact products of the unpacked weights. The allowed error is twice that of PyTorch's bf16
+    product, plus a rounding step.
+    """
+    from hf_rocm.tolerance import allowed_error  # imports torch, whose failure the child reports as its own stage
+
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 512, generator=generator).bfloat16().to(device)
+    packed, state = bitsandbytes.functional.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+    unpacked = bitsandbytes.functional.dequantize_4bit(packed, state)
+    blocks = weight.double().cpu().reshape(-1, BLOCK)
+    off = (unpacked.double().cpu().reshape(-1, BLOCK) - blocks).abs() / blocks.abs().amax(-1, keepdim=True)
+    if not bool((off <= WIDEST).all()):
+        return f"unpacked weights are off by up to {off.max().item():.2g} of their block's largest"
+    for rows in (1, 8):
+        x = torch.randn(rows, 512, generator=generator).bfloat16().to(device)
+        exact = x.double().cpu() @ unpacked.double().cpu().t()
+        plain = _relative(x @ unpacked.t(), exact)
+        error = _relative(bitsandbytes.matmul_4bit(x, packed.t(), quant_state=state), exact)
+        if not error <= allowed_error(plain, torch.bfloat16):
+            return f"a product of {rows} row{'s' * (rows > 1)} is off by {error:.2g} (PyTorch's: {plain:.2g})"
+    return None
+
+
+def patch_embedding(torch: Any, device: str) -> tuple[float, float]:
+    """Seconds for the Conv3d of a vision tower's patch embedding, and for the GEMM with the same result."""
+    weight = torch.randn(EMBEDDING, CHANNELS, *KERNEL, dtype=torch.bfloat16, device=device)
+    patches = torch.randn(PATCHES, CHANNELS, *KERNEL, dtype=torch.bfloat16, device=device)
+    flat, columns = patches.flatten(1), weight.flatten(1).t()
+
+    def seconds(call: Any) -> float:
+        call().float().sum().item()  # the first call chooses and compiles a kernel
+        began = time.perf_counter()
+        call().float().sum().item()
+        return time.perf_counter() - began
+
+    convolution = seconds(lambda: torch.nn.functional.conv3d(patches, weight, stride=KERNEL))
+    return convolution, seconds(lambda: flat @ columns)
+
+
+def _relative(actual: Any, exact: Any) -> float:
+    actual = actual.double().cpu()
+    return float((actual - exact).norm() / exact.norm())

@@ -1,0 +1,95 @@
+"""The needs of a named model, read from its folder or from the hub's cache, without network access or loading."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """One model. folder: None if it is not on this machine; weights: bytes on disk; dtype: the checkpoint's; per_token:
+    bytes of KV cache for one token in that dtype, None if the config lacks the sizes; free: free bytes on its disk;
+    conv3d: whether images are embedded by a Conv3d over frames; sinks: whether its attention has sinks."""
+
+    name: str
+    folder: str | None = None
+    weights: int = 0
+    dtype: str | None = None
+    per_token: int | None = None
+    free: int | None = None
+    memory: int | None = None
+    quantized: bool = False
+    conv3d: bool = False
+    sinks: bool = False
+
+
+def model_facts(name: str, *, cache: Path, memory: int | None) -> ModelFacts:
+    """cache: the hub's cache folder; memory: bytes of available RAM."""
+    folder = Path(name) if Path(name).is_dir() else cached(name, cache)
+    free = _free(folder or cache)
+    if folder is None:
+        return ModelFacts(name, free=free, memory=memory)
+    config = _config(folder)
+    text = {**config, **(config.get("text_config") or {})}
+    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype")
+    return ModelFacts(
+        name,
+        folder=str(folder),
+        weights=_weights(folder),
+        dtype=dtype if isinstance(dtype, str) else None,
+        per_token=_per_token(text, BYTES.get(str(dtype), 2)),
+        free=free,
+        memory=memory,
+        quantized="quantization_config" in config,
+        sinks=str(config.get("model_type", "")).startswith("gpt_oss"),
+        conv3d="temporal_patch_size" in (config.get("vision_config") or {}),
+    )
+
+
+def cached(name: str, cache: Path) -> Path | None:
+    """The newest snapshot of a hub model in the cache."""
+    snapshots = cache / f"models--{name.replace('/', '--')}" / "snapshots"
+    candidates = [candidate for candidate in snapshots.glob("*") if (candidate / "config.json").is_file()]
+    return max(candidates, key=lambda candidate: candidate.stat().st_mtime, default=None)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _weights(folder: Path) -> int:
+    """Bytes of the weights in one format: transformers reads safetensors if the checkpoint has them."""
+    for suffix in WEIGHTS:
+        sizes = [file.stat().st_size for file in folder.glob(f"*{suffix}")]
+        if sizes:
+            return sum(sizes)
+    return 0
+
+
+def _per_token(config: dict[str, Any], width: int) -> int | None:
+    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    if not layers or not heads:
+        return None
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or int(config.get("hidden_size", 0)) // int(heads)
+    return 2 * int(layers) * int(kv_heads) * int(head_dim) * width or None
+
+
+def _free(path: Path) -> int | None:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None

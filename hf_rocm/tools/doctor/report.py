@@ -1,0 +1,107 @@
+"""Doctor's findings, on three levels, each with its meaning and its fix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Level(str, Enum):
+    """Severity: fine; a loss of speed or a surprise; something that must be fixed."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    check: its name, also in docs/troubleshooting.md. what: the fact, one sentence without a full stop. means: the
+    consequence, for warnings and problems. fix: a command, or instructions where no command helps. link: the report of
+    the fault. shown: False for a known fault that this machine does not have, which only `--all` lists.
+    """
+
+    check: str
+    level: Level
+    what: str
+    means: str = ""
+    fix: str = ""
+    link: str = ""
+    shown: bool = True
+
+    def to_dict(self) -> dict[str, str]:
+        return {
+            "check": self.check,
+            "level": self.level.value,
+            "what": self.what,
+            "means": self.means,
+            "fix": self.fix,
+            "link": self.link,
+        }
+
+
+def ok(check: str, what: str, *, link: str = "", shown: bool = True) -> Finding:
+    return Finding(check, Level.OK, what, link=link, shown=shown)
+
+
+def warning(check: str, what: str, *, means: str, fix: str, link: str = "") -> Finding:
+    return Finding(check, Level.WARNING, what, means, fix, link)
+
+
+def problem(check: str, what: str, *, means: str, fix: str, link: str = "") -> Finding:
+    return Finding(check, Level.PROBLEM, what, means, fix, link)
+
+
+def counted(names: Iterable[str]) -> str:
+    """`2 × this, that`."""
+    return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in Counter(names).items())
+
+
+def number(count: int, name: str) -> str:
+    """`1 lock`, `2 locks`."""
+    return f"{count} {name}{'s' * (count != 1)}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings. machine: a summary of each part, for the heading and JSON. others: known faults that this machine
+    does not have.
+    """
+
+    findings: tuple[Finding, ...]
+    machine: Mapping[str, str]
+    others: tuple[Finding, ...] = ()
+
+    def of(self, level: Level) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.level is level)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is no problem."""
+        return not self.of(Level.PROBLEM)
+
+    @property
+    def verdict(self) -> str:
+        """The last line: ready or not, with the number of findings of each level."""
+        parts = []
+        for level in (Level.PROBLEM, Level.WARNING):
+            names = list(dict.fromkeys(finding.check for finding in self.of(level)))
+            if names:
+                count = len(self.of(level))
+                parts.append(f"{count} {level.value}{'s' * (count != 1)} ({', '.join(names)})")
+        parts.append(f"{len(self.of(Level.OK))} ok")
+        return f"{'ready' if self.ready else 'not ready'}: {', '.join(parts)}"
+
+    def to_dict(self, *, everything: bool = False) -> dict[str, object]:
+        """everything: with the known faults that this machine does not have."""
+        findings = self.findings + (self.others if everything else ())
+        return {
+            "ready": self.ready,
+            "verdict": self.verdict,
+            "machine": dict(self.machine),
+            "findings": [finding.to_dict() for finding in findings],
+        }

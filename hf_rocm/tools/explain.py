@@ -1,0 +1,344 @@
+"""explain: what hf_rocm changed in a model, what stays stock and why, and which kernel each operation uses.
+
+Everything is read from the model in its current state, including changes that were made after it was prepared.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_rocm import __version__, options, patches
+from hf_rocm.arguments import require_module
+from hf_rocm.device import describe, is_rocm
+from hf_rocm.errors import OverlayError, TierUnavailable
+from hf_rocm.layers.attention import implementation_replaced
+from hf_rocm.layers.fallback_reasons import noted
+from hf_rocm.layers.grouped_linear import live
+from hf_rocm.layers.weight_group import names_in
+from hf_rocm.loading.prepare import families, report_of
+from hf_rocm.ops.registry import operations
+from hf_rocm.overlay import bind
+from hf_rocm.overlay.instance_forwards import enclosed_forward
+from hf_rocm.tools import explain_text, wrapping
+from hf_rocm.tools.decoding import decoding
+from hf_rocm.tools.forwards import forwards
+from hf_rocm.tools.linears import linears
+from hf_rocm.tools.specifications import specifications, where
+from hf_rocm.tools.tuning.coverage import Tuning, tuning_of
+from hf_rocm.weights import kinds
+from hf_rocm.weights.prefused import joined_already
+from hf_rocm.weights.quantize import summary
+from hf_rocm.weights.tensor_parallel import mesh_of
+
+# modules that only hold others
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One served class of the model: how many instances run hf_rocm's forward, are fused, or stay stock, and why."""
+
+    cls: str
+    model: str
+    delivery: str  # `installed` or `in memory`
+    instances: int
+    active: int
+    group: tuple[str, ...] = ()  # the linear layers that are fused, if the class has such a group
+    fused: int = 0
+    not_fused: dict[str, int] = field(default_factory=dict)  # reason → instances
+    joined: tuple[str, ...] = ()  # layers that are already one matrix in the checkpoint
+    gradients: bool = False  # gradients are on and the weights require them, so the layers run one by one
+    stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
+    stock_because: str | None = None  # the replaced function because of which the class is stock now
+    theirs: int = 0  # instances with their own forward, which runs instead of hf_rocm's
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What serves one operation in one situation, and why nothing faster does."""
+
+    operation: str
+    situation: str
+    tier: str
+    kernel: str
+    refused: tuple[tuple[str, str], ...]  # (tier/kernel, reason)
+
+
+@dataclass(frozen=True)
+class Stock:
+    """One class of modules that hf_rocm leaves to stock, and why."""
+
+    cls: str
+    instances: int
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The result of `explain`: `str()` in short, `details()` in full, `to_dict()` for programs (builtins only)."""
+
+    model: str
+    state: str
+    machine: dict[str, str]
+    parts: tuple[Part, ...]
+    without_overlay: dict[str, str]
+    kernels: tuple[Kernel, ...]
+    tuning: Tuning | None = None
+    linears: tuple[str, ...] = ()  # shuffled weights and routes, and why not, in sentences
+    quantized: str | None = None  # which layers are quantised, and their error
+    decoding: tuple[str, ...] = ()  # whether steps of generate are recorded and replayed, and why not, in sentences
+    forwards: tuple[str, ...] = ()  # the same for forwards of encoders
+    stock: tuple[Stock, ...] = ()  # the classes of all modules that are not in `parts`
+    replaced: tuple[str, ...] = ()  # what other code wrapped or replaced after hf_rocm, such as `nn.Module.forward`
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """The short form, wrapped at the columns of the terminal."""
+        return explain_text.short(self, wrapping.width())
+
+    __repr__ = __str__
+
+    def details(self) -> str:
+        """Every fact on its own line, not wrapped."""
+        return explain_text.details(self)
+
+    def _repr_html_(self) -> str:
+        return explain_text.html(self)
+
+
+def explain(model: nn.Module) -> Explanation:
+    """Explain what hf_rocm does in this model in its current state. Loads nothing and runs no layer of the model.
+
+    The kernels are those that the next call would use, so a first-use check may run here. Returns an `Explanation`.
+    Raises `OptionError` if model is not a `torch.nn.Module`.
+    """
+    require_module(model, "explain")
+    options.refresh()
+    report = report_of(model)
+    with torch.no_grad():
+        groups = [module for module in model.modules() if live(module) is not None]
+    covered = {id(member) for module in groups for member in kinds.covered(module)}
+    parts = tuple(_part(cls, modules, covered) for cls, modules in _bound_modules(model).items())
+    active = any(part.active for part in parts)
+    return Explanation(
+        model=type(model).__name__,
+        state=_state(report, active),
+        machine=_machine(model),
+        parts=parts,
+        without_overlay=_without_overlay(model, report, parts),
+        kernels=tuple(_kernels(model)) if active or summary(model) else (),
+        tuning=tuning_of(model),
+        linears=linears(model, report),
+        quantized=summary(model),
+        decoding=decoding(model, report),
+        forwards=forwards(model, report),
+        stock=tuple(_stock(model, groups, report)),
+        replaced=tuple(sorted(str(change) for change in patches.replaced())),
+    )
+
+
+def _bound_modules(model: nn.Module) -> dict[type, list[nn.Module]]:
+    bound: dict[type, list[nn.Module]] = {}
+    for module in model.modules():
+        if bind.binding_of(module) is not None:
+            bound.setdefault(type(module), []).append(module)
+    return bound
+
+
+def _stock(model: nn.Module, groups: list[nn.Module], report: dict[str, Any]) -> Iterator[Stock]:
+    """The modules without a binding, counted by class and reason, in the order of the model."""
+    fused = {id(module._modules.get(name)) for module in groups for name in names_in(module)}
+    fused |= {id(child) for module in groups for member in kinds.covered(module) for child in member.modules()}
+    served = {binding.model for binding in bind.bindings()}
+    unbound = _unbound(model, served)
+    names: dict[str, set[type]] = {}
+    for module in model.modules():
+        names.setdefault(type(module).__name__, set()).add(type(module))
+    counts: Counter[tuple[str, str]] = Counter()
+    for module in model.modules():
+        if bind.binding_of(module) is None and not isinstance(module, _CONTAINERS):
+            kind = type(module)
+            family = unbound.get(f"{kind.__module__}:{kind.__name__}")
+            if id(module) in fused:
+                reason = "part of a fused group"
+            elif family is None:
+                reason = _why_stock(module, served)
+            else:
+                reason = _why_unbound(family, report)
+            counts[_name(kind) if len(names[kind.__name__]) > 1 else kind.__name__, reason] += 1
+    for (cls, reason), instances in counts.items():
+        yield Stock(cls, instances, reason)
+
+
+def _unbound(model: nn.Module, served: set[str]) -> dict[str, str]:
+    """Definitions (`module:Class`) that overlays of this release serve, which are not bound now → the model family.
+
+    served: the model families with a bound overlay.
+    """
+    missing = families(model) - served
+    if not missing:
+        return {}
+    import transformers
+
+    from hf_rocm.overlay import catalog
+
+    try:
+        overlays = catalog.load()
+    except OverlayError:
+        return {}  # `prepare` raises it
+    serving = ((family, overlays.find(family, transformers.__version__)) for family in sorted(missing))
+    return {name: family for family, overlay in serving if overlay is not None for name in overlay.record.names}
+
+
+def _why_unbound(family: str, report: dict[str, Any]) -> str:
+    if report:
+        return f"the overlay of {family} can't be used"  # `without_overlay` has the reason
+    if is_rocm() or options.force_requested():
+        return f"not prepared, and the overlay of {family} is not bound"
+    return f"the overlay of {family} is not used on this machine"
+
+
+def _name(cls: type) -> str:
+    """The name of a class that shares it with another one: `lora.Linear`; PyTorch's stay as they are."""
+    if cls.__module__.split(".")[0] == "torch":
+        return cls.__name__
+    parts = cls.__module__.split(".")
+    homes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    home = next((name for name in homes if getattr(sys.modules.get(name), cls.__name__, None) is cls), cls.__module__)
+    return f"{home.rpartition('.')[2]}.{cls.__name__}"
+
+
+def _why_stock(module: nn.Module, served: set[str]) -> str:
+    """served: the model families with a bound overlay."""
+    cls = type(module)
+    base = next((base for base in cls.__mro__[1:] if base in bind.bindings_by_class), None)
+    if base is not None:
+        return f"a subclass of {base.__name__}; only {base.__name__} itself is served"
+    origin = cls.__module__.split(".")[0]
+    if origin in ("torch", "hf_rocm"):
+        return "PyTorch's own layers" if origin == "torch" else "hf_rocm's own layers"
+    if origin != "transformers":
+        return f"code of {origin}"
+    if not module._parameters:
+        return "has no weights of its own"
+    family = (cls.__module__.split(".") + [""] * 3)[2]
+    return "no operation of hf_rocm fits" if family in served else "no overlay"
+
+
+def _part(cls: type, modules: list[nn.Module], covered: set[int]) -> Part:
+    binding = bind.binding_of(modules[0])
+    assert binding is not None
+    active = [module for module in modules if bind.mode_of(module) != bind.OFF]
+    # the weights of covered modules belong to the group of their mixture
+    weighty = [module for module in active if id(module) not in covered]
+    with torch.no_grad():
+        reasons = _why_not_joined(binding, weighty)
+    now = _why_not_joined(binding, weighty)
+    in_memory = "__hf_rocm_activation__" in binding.home
+    return Part(
+        cls=cls.__name__,
+        model=binding.model,
+        delivery="in memory" if in_memory else "installed",
+        instances=len(modules),
+        active=len(active),
+        group=_label(binding, modules[0]),
+        fused=sum(reason is None for reason in reasons),
+        not_fused=dict(Counter(reason for reason in reasons if reason is not None)),
+        joined=tuple(dict.fromkeys(name for module in active for name in joined_already(module))),
+        gradients=now != reasons,
+        stayed_stock=dict(Counter(reason for module in active if (reason := noted(module)) is not None)),
+        stock_because=bind.refused(cls) or next(filter(None, map(implementation_replaced, active)), None),
+        theirs=sum(_has_its_own_forward(module) for module in active),
+    )
+
+
+def _has_its_own_forward(module: nn.Module) -> bool:
+    """Whether a hub kernel or the user set a forward on this instance.
+
+    The forwards of accelerate and of tensor parallelism don't count, because they call hf_rocm's.
+    """
+    own = module.__dict__
+    forward = enclosed_forward(own.get("_old_forward" if "_hf_hook" in own else "forward"))
+    if forward is None:
+        return False
+    return getattr(getattr(forward, "__func__", forward), "__hf_rocm_binding__", None) is None
+
+
+def _label(binding: bind.Binding, module: nn.Module) -> tuple[str, ...]:
+    fit = kinds.kind_for(module, binding)
+    return () if fit is None else tuple(fit[0].label(fit[1]))
+
+
+def _why_not_joined(binding: bind.Binding, modules: list[nn.Module]) -> list[str | None]:
+    if not binding.experts and not binding.fuses:
+        return []
+    return [kinds.why_not(module, binding) for module in modules]
+
+
+def _state(report: dict[str, Any], active: bool) -> str:
+    if active:
+        forced = report.get("forced") or not is_rocm()  # an installed block has no report
+        return "served by hf_rocm, forced on this machine" if forced else "served by hf_rocm"
+    if report:
+        return "stock, because none of its layers has an overlay that can be used"
+    if not is_rocm() and not options.force_requested():
+        return "stock, because this PyTorch is not a ROCm build and force is not set"
+    return "stock: not prepared, or restored (hf_rocm.prepare(model) changes that)"
+
+
+def _without_overlay(model: nn.Module, report: dict[str, Any], parts: tuple[Part, ...]) -> dict[str, str]:
+    """The model families among the layers that hf_rocm does not serve, and why."""
+    refused = dict(report.get("refused", {}))
+    for cls in {type(module) for module in model.modules()}:
+        if cls in bind.waiting:
+            refused[cls.__name__] = str(bind.refused(cls))
+    served = {part.model for part in parts}
+    if report:
+        for name in sorted(families(model) - served - refused.keys()):
+            refused[name] = "hf_rocm has no overlay for this model"
+    return refused
+
+
+def _machine(model: nn.Module) -> dict[str, str]:
+    import transformers
+
+    facts = {"hf_rocm": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    facts["ROCm"] = torch.version.hip or "none"
+    owner, first = next(_parameters(model), (model, None))
+    if first is not None:
+        place = where(owner, first)
+        device = describe(place)
+        facts["device"] = f"{place} ({device.arch})" if device.arch else str(place)
+        facts["dtype"] = str(first.dtype).removeprefix("torch.")
+    mesh = mesh_of(model)
+    if mesh is not None:
+        facts["tensor parallel"] = f"rank {mesh.get_local_rank()} of {mesh.size()}"
+    return facts
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    return ((module, parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+
+
+def _kernels(model: nn.Module) -> list[Kernel]:
+    known = operations()
+    kernels = []
+    for operation, situation, key in specifications(model):
+        try:
+            choice = known[operation].choose(key)
+        except TierUnavailable as error:
+            refused = tuple((label, reason) for label, reason in error.facts.items() if label != "call")
+            kernels.append(Kernel(operation, situation, "none", error.message, refused))
+            continue
+        refused = tuple((f"{refusal.tier}/{refusal.name}", refusal.reason) for refusal in choice.refusals)
+        kernels.append(Kernel(operation, situation, choice.implementation.tier, choice.implementation.name, refused))
+    return kernels

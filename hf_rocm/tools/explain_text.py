@@ -1,0 +1,200 @@
+"""The text of an `Explanation`: a short form by default, the details, and HTML for notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from html import escape
+from typing import TYPE_CHECKING
+
+from hf_rocm.tools.wrapping import wrapped
+
+if TYPE_CHECKING:
+    from hf_rocm.tools.explain import Explanation, Kernel, Part, Stock
+
+_REASONS = 6  # the largest number of refusals in the short form
+_STOCK = 6  # the largest number of class names on a line of the short form
+
+
+def short(explanation: Explanation, width: int) -> str:
+    """A summary: what serves the model, and what is not served or fused and why, wrapped at `width` columns."""
+    lines = [*_headline(explanation)]
+    if explanation.parts or explanation.stock:
+        lines += ["", *_table(explanation)]
+    lines += _notes(explanation)
+    lines += [""] if explanation.decoding or explanation.forwards or explanation.kernels else []
+    if explanation.decoding:
+        lines.append(f"generate: {'; '.join(_decoding(explanation.decoding))}")
+    if explanation.forwards:
+        lines.append(f"forwards: {'; '.join(_decoding(explanation.forwards))}")
+    if explanation.kernels:
+        lines += _kernels(explanation.kernels)
+    if explanation.tuning is not None:
+        lines.append(f"tuned products: {explanation.tuning.sentence}")
+    lines += ["", *_next(explanation)]
+    return "\n".join(_wrapped(lines, width))
+
+
+def details(explanation: Explanation) -> str:
+    """Every fact on its own line, not wrapped."""
+    lines = _headline(explanation)
+    if explanation.parts:
+        lines += ["", "served classes", *(line for part in explanation.parts for line in _part(part))]
+    if explanation.stock:
+        lines += ["", "stock classes", *(f"  {one.cls} × {one.instances}: {one.reason}" for one in explanation.stock)]
+    if explanation.linears:
+        lines += ["", "linear layers", *(f"  {line}" for line in explanation.linears)]
+    if explanation.quantized is not None:
+        lines += ["", f"quantised: {explanation.quantized}"]
+    if explanation.decoding:
+        lines += ["", "decoding", *(f"  {line}" for line in explanation.decoding)]
+    if explanation.forwards:
+        lines += ["", "forwards", *(f"  {line}" for line in explanation.forwards)]
+    if explanation.replaced:
+        lines += ["", "replaced after hf_rocm by other code, whose function runs first"]
+        lines += [f"  {name}" for name in explanation.replaced]
+    if explanation.without_overlay:
+        lines += ["", "without an overlay"]
+        lines += [f"  {name}: {reason}" for name, reason in explanation.without_overlay.items()]
+    if explanation.kernels:
+        lines += ["", "kernels", *(line for kernel in explanation.kernels for line in _kernel(kernel))]
+    if explanation.tuning is not None:
+        lines += ["", f"tuned products: {explanation.tuning.sentence}"]
+    return "\n".join(lines)
+
+
+def html(explanation: Explanation) -> str:
+    """The short form as HTML, with the details in a folded section."""
+    summary = f"<pre>{escape(short(explanation, 100))}</pre>"
+    return f"{summary}<details><summary>details</summary><pre>{escape(details(explanation))}</pre></details>"
+
+
+def _headline(explanation: Explanation) -> list[str]:
+    facts = ", ".join(f"{key} {value}" for key, value in explanation.machine.items())
+    return [f"{explanation.model}: {explanation.state}", f"  {facts}"]
+
+
+def _table(explanation: Explanation) -> Iterator[str]:
+    """A line for each served class, then the stock ones by reason."""
+    rows = [
+        (part.cls, f"{part.active} of {part.instances}", ", ".join(_part_notes(part))) for part in explanation.parts
+    ]
+    first = max((len(name) for name, _, _ in rows), default=0)
+    second = max((len(count) for _, count, _ in rows), default=0)
+    for name, count, notes in rows:
+        yield f"  {name:<{first}}  {count:<{second}}  {notes}".rstrip()
+    reasons: dict[str, list[Stock]] = {}
+    for one in explanation.stock:
+        reasons.setdefault(one.reason, []).append(one)
+    for reason, classes in reasons.items():
+        yield f"  stock, {reason}: {_counted(classes)}"
+
+
+def _counted(classes: list[Stock]) -> str:
+    named = [f"{one.cls} × {one.instances}" for one in classes[:_STOCK]]
+    rest = len(classes) - len(named)
+    return ", ".join([*named, f"and {rest} more classes"] if rest > 0 else named)
+
+
+def _part_notes(part: Part) -> Iterator[str]:
+    if part.group and part.active:
+        count = "" if part.fused == part.active else f" in {part.fused}"
+        yield f"{'fused' if part.fused else 'not fused'}{count if part.fused else ''}: {' + '.join(part.group)}"
+    if part.joined:
+        yield f"one matrix in the checkpoint: {' and '.join(part.joined)}"
+
+
+def _notes(explanation: Explanation) -> Iterator[str]:
+    """The reasons why classes are not served or not fused: each reason once, with its classes."""
+    reasons: dict[str, list[str]] = {}
+    for part in explanation.parts:
+        if part.gradients:
+            reasons.setdefault(_gradients(explanation), []).append(part.cls)
+        for reason, count in part.not_fused.items():
+            reasons.setdefault(f"not fused: {reason}", []).append(f"{part.cls} × {count}")
+        for reason, count in part.stayed_stock.items():
+            reasons.setdefault(f"stock at the last call: {reason}", []).append(f"{part.cls} × {count}")
+        if part.stock_because is not None and part.active:
+            reasons.setdefault(f"stock: {part.stock_because}", []).append(f"{part.cls} × {part.active}")
+        if part.theirs:
+            reasons.setdefault("another forward was set on the instance and runs", []).append(
+                f"{part.cls} × {part.theirs}"
+            )
+    lines = [f"{', '.join(classes)}: {reason}" for reason, classes in reasons.items()]
+    lines += [f"linear layers: {line}" for line in explanation.linears]
+    if explanation.quantized is not None:
+        lines.append(f"quantised: {explanation.quantized}")
+    if explanation.replaced:
+        lines.append(f"replaced after hf_rocm by other code: {', '.join(explanation.replaced)}")
+    lines += [f"{name}: {reason}" for name, reason in explanation.without_overlay.items()]
+    if lines:
+        yield from ["", *lines]
+
+
+def _gradients(explanation: Explanation) -> str:
+    where, generates = ("in bare calls ", "; generate does this itself") if explanation.decoding else ("", "")
+    return f"not fused {where}while gradients are on: use torch.inference_mode(){generates}"
+
+
+def _decoding(lines: Iterable[str]) -> Iterator[str]:
+    """The lines without those that repeat the reason of the first line."""
+    first, *others = lines
+    yield first
+    reason = first.partition(": ")[2]
+    for line in others:
+        if not (reason and line.endswith(f": {reason}")):
+            yield line
+
+
+def _kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
+    """The operations by the tier that serves them, and every reason why no faster one does, once."""
+    served: dict[str, dict[str, None]] = {}
+    refused: dict[tuple[str, str], dict[str, None]] = {}
+    for kernel in kernels:
+        served.setdefault(kernel.tier, {})[kernel.operation] = None
+        for name, reason in kernel.refused:
+            refused.setdefault((name.partition("/")[0], reason), {})[kernel.operation] = None
+    groups = "; ".join(f"{', '.join(operations)} by {tier}" for tier, operations in served.items())
+    yield f"kernels: {groups}"
+    everything = len({kernel.operation for kernel in kernels})
+    for (tier, reason), operations in list(refused.items())[:_REASONS]:
+        where = "" if len(operations) == everything else f" ({', '.join(operations)})"
+        yield f"  not {tier}{where}: {reason}"
+    if len(refused) > _REASONS:
+        yield f"  and {len(refused) - _REASONS} more reasons, in the details"
+
+
+def _next(explanation: Explanation) -> Iterator[str]:
+    if explanation.without_overlay:
+        yield "next: hf_rocm.route_linear(model) serves the linear layers of any model; docs/adding-a-model.md adds one"
+    yield "details: .details() in Python, hf-rocm explain --all in a shell"
+
+
+def _part(part: Part) -> Iterator[str]:
+    delivery = {"in memory": "bound in memory", "installed": "installed in transformers"}[part.delivery]
+    yield f"  {part.cls} × {part.instances}  overlay of {part.model}, {delivery}"
+    if part.active < part.instances:
+        yield f"    {part.instances - part.active} stay stock: not prepared, or restored"
+    if part.group and part.active:
+        yield f"    fused {part.fused} of {part.active}: {' + '.join(part.group)}"
+        if part.gradients:
+            yield "    one by one while gradients are on: call the model under torch.inference_mode()"
+        yield from (f"    not fused × {count}: {reason}" for reason, count in part.not_fused.items())
+    if part.joined:
+        yield f"    one matrix in the checkpoint already: {', '.join(part.joined)}"
+    yield from (f"    last call stock × {count}: {reason}" for reason, count in part.stayed_stock.items())
+    if part.theirs:
+        yield f"    another forward × {part.theirs}: it was set on the instance (by a hub kernel or by you) and runs"
+
+
+def _kernel(kernel: Kernel) -> Iterator[str]:
+    yield f"  {kernel.operation} ({kernel.situation}): {kernel.tier}, {kernel.kernel}"
+    names: dict[str, list[str]] = {}
+    for name, reason in kernel.refused:
+        names.setdefault(reason, []).append(name)
+    yield from (f"    not {', '.join(those)}: {reason}" for reason, those in names.items())
+
+
+def _wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()))
+        yield from wrapped(line.lstrip(), width, indent=indent)

@@ -1,0 +1,48 @@
+"""The part of `explain` on recorded forwards: whether they are recorded and replayed, which are not, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def forwards(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
+    """Sentences about the models in this one that don't generate; none if it is not prepared or has none."""
+    off: dict[str, str | None] = report.get("forwards") or {}
+    modules = dict(model.named_modules())
+    encoders = [(name, modules[name], reason) for name, reason in off.items() if name in modules]
+    return tuple(
+        f"{name}: {line}" if name else line for name, encoder, reason in encoders for line in _of(encoder, reason)
+    )
+
+
+def _of(model: Any, off: str | None) -> Iterator[str]:
+    from hf_rocm.forwards.decide import refuses_model, refuses_state
+    from hf_rocm.forwards.state import SETTINGS, known
+    from hf_rocm.generation import suspects
+    from hf_rocm.options import Switch
+
+    if off is not None or SETTINGS not in model.__dict__:
+        yield f"forwards run uncaptured: {off or 'the model was restored'}"
+        return
+    state = known(model)
+    required = bool(model.__dict__[SETTINGS]["required"])
+    reason = None if state is None else state.disabled
+    reason = reason or refuses_model(model, Switch.REQUIRED if required else Switch.AUTO) or refuses_state(model)
+    yield "forwards are recorded and replayed" if reason is None else f"forwards run uncaptured: {reason}"
+    if state is None:
+        return
+    recordings, nbytes = state.summary()
+    if state.recorded:
+        yield f"{state.recorded} forwards recorded, {state.replayed} replayed"
+    if state.compared:
+        yield f"{state.compared} of the replayed forwards were compared again with uncaptured forwards"
+    if recordings:
+        yield f"{recordings} recordings ({nbytes / 2**20:.1f} MiB) are kept"
+    fault = suspects.fault_of(model.device) if required else None
+    if fault is not None:
+        yield f"recorded because graphs are required, though {suspects.reason(fault)}"
+    for why, count in state.turned_away.most_common():
+        yield f"uncaptured × {count}: {why}"

@@ -1,0 +1,44 @@
+"""The part of `explain` on linear layers: shuffled weights and routes. Fusion is reported by class."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from hf_rocm.weights import patch_embeddings
+from hf_rocm.weights.instance_forward import is_attached
+from hf_rocm.weights.linear_hook import BACKEND
+from hf_rocm.weights.preshuffle import in_force
+
+
+def linears(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
+    """Sentences about the current state of the model. report: what `prepare` did to it."""
+    lines = []
+    preshuffle: dict[str, Any] = report.get("preshuffle") or {}
+    now = in_force(model)
+    if preshuffle.get("shuffled"):
+        rows = preshuffle["threshold"]
+        if rows:
+            words = f"shuffled: {now} as copies, {preshuffle['bytes']} bytes of {preshuffle['budget']} granted"
+            lines.append(f"{words}, for products of {rows} rows and up")
+        else:
+            lines.append(f"shuffled in place: {now}")
+        lost = len(preshuffle["shuffled"]) - now
+        if lost > 0:
+            lines.append(
+                f"no longer shuffled × {lost}: other code has read, written or moved the weights; "
+                "hf_rocm.prepare(model) shuffles them again"
+            )
+    reasons = Counter((preshuffle.get("skipped") or {}).values())
+    lines += [f"not shuffled × {count}: {reason}" for reason, count in reasons.items()]
+    routes = Counter(module.__dict__[BACKEND] for module in model.modules() if BACKEND in module.__dict__)
+    lines += [f"routed × {count}: {backend}" for backend, count in routes.items()]
+    unserved = sum(BACKEND in module.__dict__ and not is_attached(module) for module in model.modules())
+    if unserved:
+        lines.append(f"routed, but another forward was set since × {unserved}")
+    embeddings: dict[str, Any] = report.get("patch_embeddings") or {}
+    lines += [f"as a product, not a convolution: {name}" for name in patch_embeddings.in_force(model)]
+    lines += [f"a convolution stays stock, {name}: {reason}" for name, reason in embeddings.get("stock", {}).items()]
+    return tuple(lines)

@@ -1,0 +1,155 @@
+"""Read a file or a tree of files and collect what the rules find."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_rocm.errors import HfRocmError
+from hf_rocm.tools.porting.findings import Finding, Place, Severity
+from hf_rocm.tools.porting.rules import RULES, native
+from hf_rocm.tools.porting.sources import KINDS, collect
+
+_SILENT = re.compile(r"hf-rocm:\s*ignore(?:\[([\w, -]+)\])?")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings under a path.
+
+    kinds: how many files of each kind were read. unread: path → why a file that belongs to a rule could not be read.
+    left_out: path → why a file, a part of one, or a folder (its path ends in a slash) was not read. suffixes: how many
+    files have no rules, by suffix.
+    """
+
+    path: str
+    files: int
+    findings: tuple[Finding, ...]
+    silenced: int
+    unread: dict[str, str]
+    kinds: dict[str, int]
+    left_out: dict[str, str]
+    suffixes: dict[str, int]
+    rules: int = len(RULES)
+
+    @property
+    def problems(self) -> int:
+        return sum(finding.severity is Severity.PROBLEM for finding in self.findings)
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "path": self.path,
+            "files": self.files,
+            "counts": {
+                severity.value: sum(finding.severity is severity for finding in self.findings) for severity in Severity
+            },
+            "findings": [finding.to_dict() for finding in self.findings],
+            "silenced": self.silenced,
+            "unread": self.unread,
+            "rules": self.rules,
+            "read": [{"kind": kind, "files": number} for kind, number in self.kinds.items()],
+            "left_out": [{"path": path, "why": why} for path, why in self.left_out.items()],
+            "without_rules": [{"suffix": suffix, "files": number} for suffix, number in self.suffixes.items()],
+        }
+
+
+def check(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> Report:
+    """Read a file or a folder; nothing in it is run or imported.
+
+    Read are Python, notebooks, shell scripts, Dockerfiles, compose files, CMake and Makefiles, what declares packages
+    (pyproject.toml, setup.cfg, requirements, conda environments), and C, C++ and CUDA. Virtual environments, caches and
+    links to folders are left out. progress(done, total): called after each file.
+    Raises HfRocmError if the path does not exist or has no file that is read.
+    """
+    top = Path(path)
+    if not top.exists():
+        raise HfRocmError("there is nothing to check", facts={"path": top}, hint="give a file or a folder")
+    sources = collect(top)
+    if not sources.files:
+        raise HfRocmError(
+            "there is nothing that port-check reads",
+            facts={"path": top, "reads": f"*.py, *.ipynb, *.sh, and {', '.join(KINDS[2:])}"},
+            hint="give the folder of your model's code",
+        )
+    findings: list[Finding] = []
+    unread: dict[str, str] = {}
+    left_out, kinds = dict(sources.left_out), Counter[str]()
+    silenced, translated = 0, False
+    for number, (file, reader) in enumerate(sources.files.items(), 1):
+        shown = file.relative_to(top).as_posix() if file != top else file.name
+        try:
+            _check_inside(file, top)
+            text = _text(file, reader.largest)
+            places = list(reader.places(text))
+            partly = reader.partly(text) if reader.partly else ""
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            unread[shown] = _why(error)
+        else:
+            kinds[reader.kind] += 1
+            if partly:
+                left_out[shown] = partly
+            translated = translated or native.defines_shuffles(text)
+            silent = _Silenced(text)
+            reported = [place for place in places if not silent.has(place)]
+            silenced += len(places) - len(reported)
+            findings += [place.within(shown) for place in sorted(reported, key=lambda place: place.line)]
+        if progress is not None:
+            progress(number, len(sources.files))
+    if translated:  # the project has warp functions of its own for HIP
+        findings = [finding for finding in findings if finding.rule != native.BALLOT.name]
+    return Report(
+        path=str(path),
+        files=len(sources.files) - len(unread),
+        findings=tuple(findings),
+        silenced=silenced,
+        unread=unread,
+        kinds=dict(kinds.most_common()),
+        left_out=left_out,
+        suffixes=dict(Counter(sources.suffixes).most_common()),
+    )
+
+
+def _text(file: Path, largest: int) -> str:
+    if file.stat().st_size > largest:
+        raise ValueError(f"larger than {largest >> 20} MiB")
+    if not file.is_file():
+        raise ValueError("not a regular file")
+    return file.read_bytes().decode("utf-8-sig")
+
+
+def _check_inside(file: Path, top: Path) -> None:
+    """Refuse a link to a file outside the tree, which may be one that the user did not mean to show."""
+    if file != top and file.is_symlink() and not file.resolve().is_relative_to(top.resolve()):
+        raise ValueError("a link to a file outside")
+
+
+class _Silenced:
+    """The lines of a file that a comment silences; a line is read once."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.splitlines()
+        self._rules: dict[int, frozenset[str] | None] = {}  # by line; no names: every rule
+
+    def has(self, place: Place) -> bool:
+        if place.line not in self._rules:
+            self._rules[place.line] = self._read(place.line)
+        rules = self._rules[place.line]
+        return rules is None or place.rule.name in rules
+
+    def _read(self, line: int) -> frozenset[str] | None:
+        comment = _SILENT.search(self._lines[line - 1]) if 0 < line <= len(self._lines) else None
+        if comment is None:
+            return frozenset()
+        return None if comment[1] is None else frozenset(re.split(r"[,\s]+", comment[1]))
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "not text in UTF-8"
+    if isinstance(error, SyntaxError):
+        return f"this Python ({platform.python_version()}) can't parse it: {error.msg}, line {error.lineno}"
+    return str(error) or type(error).__name__

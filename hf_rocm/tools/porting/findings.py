@@ -1,0 +1,82 @@
+"""What port-check reports: a place, a rule, and what to write instead."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+_SHOWN = 80  # characters of a quoted line
+
+
+class Severity(Enum):
+    """How bad it is on ROCm, worst first."""
+
+    PROBLEM = "problem"  # it fails, or computes something else
+    WARNING = "warning"  # it can fail, or is slow
+    NOTE = "note"  # it works, and is worth a look
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that port-check reports. why: what happens on ROCm. instead: what to write there."""
+
+    name: str
+    severity: Severity
+    why: str
+    instead: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule met in a file. what: the words of this place, such as the package; why and instead: for this place."""
+
+    path: str
+    line: int
+    rule: str
+    severity: Severity
+    what: str
+    why: str
+    instead: str
+
+    def to_dict(self) -> dict[str, object]:
+        return {**asdict(self), "severity": self.severity.value}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A finding without its path. why, instead: replace the rule's where this place needs other words."""
+
+    rule: Rule
+    line: int
+    what: str
+    why: str = ""
+    instead: str = ""
+
+    def within(self, path: str) -> Finding:
+        """The finding that it is in this file."""
+        return Finding(
+            path=path,
+            line=self.line,
+            rule=self.rule.name,
+            severity=self.rule.severity,
+            what=self.what,
+            why=self.why or self.rule.why,
+            instead=self.instead or self.rule.instead,
+        )
+
+
+def excerpt(text: str, start: int = 0, end: int = 0) -> str:
+    """At most 80 characters of a line, without the spaces around it. `…` marks what was cut.
+
+    start, end: the part of `text` that must be visible, such as the span of a match; its start, if it is too long.
+    """
+    left = len(text) - len(text.lstrip())
+    line, start, end = text.strip(), max(0, start - left), max(0, end - left)
+    if len(line) <= _SHOWN:
+        return line
+    if start == 0 or end <= _SHOWN - 1:
+        return f"{line[: _SHOWN - 1].rstrip()}…"
+    first = min(start, max(0, (start + end - _SHOWN) // 2) + 1)
+    if len(line) - first <= _SHOWN - 1:
+        return f"…{line[1 - _SHOWN :].lstrip()}"
+    return f"…{line[first : first + _SHOWN - 2].strip()}…"

@@ -1,0 +1,111 @@
+"""A notebook as Python: its code cells one after another, with shell lines as the calls that IPython makes of them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from dataclasses import dataclass, field
+
+_SHELL = re.compile(r"^(\s*)(?:[\w, ]+=\s*)?!(.*)$")
+_INSTALL = re.compile(r"^(\s*)%\s*((?:pip|conda|mamba|uv)\s.*)$")
+_MAGIC = re.compile(r"^(\s*)%\w.*$|^(\s*)(?:\?\w.*|[\w.]+\?{1,2})$")
+_TRANSPARENT = ("time", "timeit", "capture", "prun")  # cell magics whose cells are Python all the same
+
+
+@dataclass
+class Notebook:
+    """text: Python, a line for each line of a code cell. origins: (cell counted from 1, line of the file) of each line.
+    unread: why a cell is left out, by its number.
+    """
+
+    text: str = ""
+    origins: list[tuple[int, int]] = field(default_factory=list)
+    unread: dict[int, str] = field(default_factory=dict)
+
+    def origin(self, line: int) -> tuple[int, int]:
+        return self.origins[line - 1] if 0 < line <= len(self.origins) else (0, 1)
+
+
+def read(text: str) -> Notebook:
+    """The code cells of a notebook's JSON. Raises ValueError where it is none."""
+    content = json.loads(text)
+    cells = content.get("cells") if isinstance(content, dict) else None
+    if not isinstance(cells, list):
+        raise ValueError("not a notebook: it has no cells")
+    kernel = content.get("metadata") or {}
+    language = ((kernel.get("kernelspec") or {}).get("language") or "python") if isinstance(kernel, dict) else "python"
+    if language != "python":
+        raise ValueError(f"a notebook in {language}")
+    notebook, lines_of = Notebook(), _Positions(text)
+    kept: list[str] = []
+    for number, cell in enumerate(cells, 1):
+        source = cell.get("source", "") if isinstance(cell, dict) else ""
+        lines = ("".join(source) if isinstance(source, list) else str(source)).split("\n")
+        numbers = [(number, lines_of.find(content_line)) for content_line in lines]
+        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+            continue
+        try:
+            python = _python(lines)
+        except SyntaxError as error:
+            notebook.unread[number] = f"{error.msg}, line {error.lineno}"
+            continue
+        kept += python
+        notebook.origins += numbers
+    notebook.text = "\n".join(kept) + "\n"
+    return notebook
+
+
+class _Positions:
+    """The line of the file on which a line of a cell stands: JSON's reader does not keep it."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._position, self._line = text, 0, 1
+        self._misses = 100  # lines that are written with other escapes: a search for each reads the rest of the file
+
+    def find(self, line: str) -> int:
+        """The next line of the file that has this text, or that of the line before."""
+        for ascii_only in (False, True) if line.strip() and self._misses else ():
+            start = self._text.find(json.dumps(line, ensure_ascii=ascii_only)[1:-1], self._position)
+            if start >= 0:
+                self._line += self._text.count("\n", self._position, start)
+                self._position = start
+                return self._line
+            if line.isascii():
+                break
+        self._misses -= bool(line.strip()) and self._misses > 0
+        return self._line
+
+
+def _python(lines: list[str]) -> list[str]:
+    """The lines of a cell as Python, as many as before. Raises SyntaxError where it is neither Python nor IPython."""
+    first = next((line for line in lines if line.strip()), "")
+    if first.startswith("%%"):
+        magic = first[2:].split(maxsplit=1)[0] if first[2:].strip() else ""
+        if magic in ("bash", "sh", "script", "system"):
+            body = "\n".join(["" if line is first else line for line in lines])
+            return [_call("", body), *[""] * (len(lines) - 1)]
+        if magic not in _TRANSPARENT:
+            return [""] * len(lines)
+    translated: list[str] = []
+    waiting = iter(lines)
+    for line in waiting:
+        match = _SHELL.match(line) or _INSTALL.match(line)
+        if match:
+            command, extra = match[2], 0
+            while command.endswith("\\") and (following := next(waiting, None)) is not None:
+                command, extra = f"{command[:-1]} {following.strip()}", extra + 1
+            translated += [_call(match[1], command), *[""] * extra]
+        elif _MAGIC.match(line) or line.startswith("%%"):
+            translated.append(f"{line[: len(line) - len(line.lstrip())]}pass")
+        else:
+            translated.append(line)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the cell's own string escapes
+        ast.parse("\n".join(translated))
+    return translated
+
+
+def _call(indent: str, command: str) -> str:
+    return f"{indent}get_ipython().system({command!r})"

@@ -1,0 +1,59 @@
+"""PYTORCH_CUDA_ALLOC_CONF as it is set in code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from hf_rocm.tools.porting.findings import Place, Rule, Severity
+from hf_rocm.tools.porting.module import Module
+
+SPLIT = Rule(
+    "allocator-split-size",
+    Severity.WARNING,
+    "max_split_size_mb keeps memory in pieces that graphs and fused weights can't use, and together with "
+    "expandable_segments the allocator refuses to start on some builds",
+    "leave it out, or use hf_rocm.setup_environment(); `hf-rocm doctor` tries what is set",
+)
+BOTH = Rule(
+    "allocator-conflict",
+    Severity.PROBLEM,
+    "max_split_size_mb and expandable_segments together: the allocator rejects or ignores one of them",
+    "choose one; hf_rocm.setup_environment() sets what this machine takes",
+)
+
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def split_size(module: Module) -> Iterator[Place]:
+    """os.environ[…] = …, setdefault, putenv, a dict entry, or torch.cuda.memory._set_allocator_settings(…)."""
+    for node, context in module.nodes(ast.Assign, ast.Call, ast.Dict):
+        for value in _settings(module, node):
+            if isinstance(value, ast.Constant) and isinstance(value.value, str) and not module.guarded(context):
+                yield from read(value.value, value.lineno)
+
+
+def read(setting: str, line: int) -> Iterator[Place]:
+    """The findings in the text of one setting."""
+    if "max_split_size_mb" in setting:
+        together = "expandable_segments:true" in setting.lower().replace(" ", "")
+        yield Place(BOTH if together else SPLIT, line, setting)
+
+
+def _settings(module: Module, node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Subscript) and _is_variable(target.slice):
+                yield node.value
+    elif isinstance(node, ast.Dict):
+        yield from (value for key, value in zip(node.keys, node.values, strict=True) if _is_variable(key))
+    elif isinstance(node, ast.Call):
+        name = module.name(node.func) or ""
+        if len(node.args) == 2 and _is_variable(node.args[0]) and name.endswith(("setdefault", "putenv", "setenv")):
+            yield node.args[1]
+        elif name.endswith("_set_allocator_settings") and node.args:
+            yield node.args[0]
+
+
+def _is_variable(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value in VARIABLES

@@ -1,0 +1,163 @@
+"""Attention that is written for NVIDIA, or that throws away what grouped heads save."""
+
+from __future__ import annotations
+
+import ast
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from hf_rocm.tools.porting.findings import Place, Rule, Severity
+from hf_rocm.tools.porting.module import Module
+
+CALL = Rule(
+    "flash-attn-call",
+    Severity.WARNING,
+    "flash-attn's own package is a CUDA build unless ROCm's was compiled, and nothing here tests which",
+    "aiter.flash_attn_func (bottom-right causal too), torch's scaled_dot_product_attention, or "
+    "attn_implementation='sdpa'",
+)
+EXPANDED = Rule(
+    "expanded-key-value",
+    Severity.WARNING,
+    "key and value heads are copied once for each query head before attention: the memory traffic that grouped heads "
+    "were to save, at every decode step",
+    "pass them as they are, with enable_gqa=True; aiter's and hf_rocm's attention take grouped heads too",
+)
+
+NAMED = Rule(
+    "flash-attention-name",
+    Severity.WARNING,
+    "transformers looks for the flash-attn package under this name, which has no wheel for ROCm: loading raises "
+    "ImportError unless flash-attn was built for ROCm or hf_rocm serves it",
+    "attn_implementation='sdpa', or hf_rocm.from_pretrained, which serves flash_attention_2 without flash-attn",
+)
+
+_NAMES = {"flash_attention_2", "flash_attention_3", "flash_attention"}
+_PORTABLE = ("flash_attn.ops.triton", "flash_attn.utils", "flash_attn.bert_padding")  # Triton and plain torch
+_SDPA = "scaled_dot_product_attention"
+
+
+def flash_attention_calls(module: Module) -> Iterator[Place]:
+    """Calls of flash_attn's functions that are neither guarded nor imported in a guard."""
+    careful = _carefully_imported(module)
+    for node, context in module.nodes(ast.Call):
+        assert isinstance(node, ast.Call)
+        name = module.name(node.func) or ""
+        if name.split(".")[0] not in ("flash_attn", "flash_attn_interface") or name.count(".") < 1:
+            continue
+        if name.startswith(_PORTABLE):
+            continue
+        local = _first(node.func)
+        if local in careful or context.absence or module.guarded(context, "flash", "fa"):
+            continue
+        yield Place(CALL, node.lineno, name)
+
+
+def flash_attention_names(module: Module) -> Iterator[Place]:
+    """attn_implementation='flash_attention_2', as an argument, a default, an entry of a dict, or an attribute."""
+    for name, given in _given(module):
+        for value in [given.body, given.orelse] if isinstance(given, ast.IfExp) else [given]:
+            if not isinstance(value, ast.Constant) or module.guarded(module.contexts[value], "flash", "fa"):
+                continue
+            if value.value in _NAMES and re.search("attn|attention", name) and not module.shown(value):
+                yield Place(NAMED, value.lineno, f"{name}={value.value!r}")
+            elif value.value is True and name == "use_flash_attention_2":
+                yield Place(NAMED, value.lineno, "use_flash_attention_2=True")
+
+
+def _given(module: Module) -> Iterator[tuple[str, ast.expr]]:
+    """(name, value) of every argument, default, assignment and entry of a dict."""
+    for node, _ in module.nodes(ast.keyword, ast.Assign, ast.AnnAssign, ast.Dict, ast.arguments):
+        if isinstance(node, ast.keyword):
+            yield (_option(module, node) if node.arg == "default" else node.arg or ""), node.value
+        elif isinstance(node, ast.Assign):
+            yield _last(node.targets[0]), node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            yield _last(node.target), node.value
+        elif isinstance(node, ast.Dict):
+            yield from (
+                (_last(key), value) for key, value in zip(node.keys, node.values, strict=True) if key is not None
+            )
+        elif isinstance(node, ast.arguments):
+            named = [*node.posonlyargs, *node.args]
+            last = named[len(named) - len(node.defaults) :]
+            yield from ((name.arg, value) for name, value in zip(last, node.defaults, strict=True))
+            only = zip(node.kwonlyargs, node.kw_defaults, strict=True)
+            yield from ((name.arg, value) for name, value in only if value is not None)
+
+
+def _option(module: Module, node: ast.keyword) -> str:
+    """What a `default=` is for: add_argument('--attn', default=…), or `attn: str = field(default=…)`."""
+    call = module.parents[node]
+    if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
+        return str(call.args[0].value)
+    statement = module.parents.get(call)
+    return _last(statement.target) if isinstance(statement, ast.AnnAssign) else ""
+
+
+def _last(node: ast.expr) -> str:
+    """The last part of a target: `attn` of model.attn and of options['attn']."""
+    if isinstance(node, ast.Subscript):
+        node = node.slice
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    return name if isinstance(name, str) else ""
+
+
+def expanded_before_sdpa(module: Module) -> Iterator[Place]:
+    """repeat_kv(k, n), or k.repeat_interleave(n, 1), whose result goes to SDPA in the same function."""
+    assigned: dict[tuple[ast.AST | None, str], list[tuple[int, bool]]] = {}
+    for node, context in module.nodes(ast.Assign):
+        assert isinstance(node, ast.Assign)
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                history = assigned.setdefault((context.function, target.id), [])
+                history.append((node.lineno, _expands(module, node.value)))
+    seen: set[int] = set()
+    for node, context in module.nodes(ast.Call):
+        assert isinstance(node, ast.Call)
+        if not (module.name(node.func) or "").endswith(_SDPA):
+            continue
+        for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
+            line = argument.lineno if _expands(module, argument) else None
+            if isinstance(argument, ast.Name):
+                history = assigned.get((context.function, argument.id), [])
+                latest = bisect_left(history, (node.lineno, False)) - 1  # in the order of their lines
+                line = history[latest][0] if latest >= 0 and history[latest][1] else None
+            if line is not None and line not in seen:
+                seen.add(line)
+                yield Place(EXPANDED, line, f"expanded for the {_SDPA} in line {node.lineno}")
+
+
+def _expands(module: Module, node: ast.expr) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if called == "repeat_kv":
+        return True
+    if called != "repeat_interleave":
+        return False
+    dims = [keyword.value for keyword in node.keywords if keyword.arg == "dim"]
+    dims += node.args[2:3] if (module.name(node.func) or "").startswith("torch.") else node.args[1:2]
+    # the dim of the heads, in [B, H, S, D] and in [H, S, D]
+    return any(isinstance(dim, ast.Constant) and dim.value in (0, 1) for dim in dims) or any(
+        isinstance(dim, ast.UnaryOp) and getattr(dim.operand, "value", 0) == 3 for dim in dims
+    )
+
+
+def _carefully_imported(module: Module) -> set[str]:
+    """Local names that came from an import which expects to fail, or behind a test."""
+    careful: set[str] = set()
+    for node, context in module.nodes(ast.Import, ast.ImportFrom):
+        assert isinstance(node, ast.Import | ast.ImportFrom)
+        if context.absence or module.guarded(context, "flash", "fa"):
+            careful.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
+    return careful
+
+
+def _first(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,85 @@
+"""Settings of torch.compile and of graph capture that differ on ROCm."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from hf_rocm.tools.porting.findings import Place, Rule, Severity
+from hf_rocm.tools.porting.module import Module
+
+MODE = Rule(
+    "compile-mode",
+    Severity.WARNING,
+    "this mode records graphs through inductor's trees; published reports of it on ROCm run from faster to wrong",
+    "mode='default' (hf_rocm.compile sets the safe ones), and measure before using another",
+)
+SETTING = Rule(
+    "inductor-setting",
+    Severity.WARNING,
+    "inductor's graph recording and memory planning are the settings that guides switch off on ROCm",
+    "set it only where torch.version.hip is None, or leave it to hf_rocm.compile",
+)
+CAPTURE = Rule(
+    "random-state-in-capture",
+    Severity.PROBLEM,
+    "reading or setting the generator's state while a graph is recorded raises, or is missing from every replay",
+    "read it before the capture, and give the graph the generator with graph.register_generator_state(…)",
+)
+
+_MODES = ("reduce-overhead", "max-autotune")
+_OPTIONS = ("triton.cudagraphs", "triton.cudagraph_trees", "memory_planning")
+_STATE = ("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all", "manual_seed", "seed")
+
+
+def modes(module: Module) -> Iterator[Place]:
+    """torch.compile(…, mode='reduce-overhead'), as a call or a decorator, and through functools.partial."""
+    for node, context in module.nodes(ast.Call):
+        assert isinstance(node, ast.Call)
+        if not _compiles(module, node) or module.guarded(context):
+            continue
+        for keyword in node.keywords:
+            value = keyword.value
+            if keyword.arg == "mode" and isinstance(value, ast.Constant) and value.value in _MODES:
+                yield Place(MODE, value.lineno, f"mode={value.value!r}")
+            elif keyword.arg == "options" and isinstance(value, ast.Dict):
+                for key, setting in zip(value.keys, value.values, strict=True):
+                    if isinstance(key, ast.Constant) and key.value in _OPTIONS and _true(setting):
+                        yield Place(SETTING, setting.lineno, f"options: {key.value!r}")
+
+
+def inductor_settings(module: Module) -> Iterator[Place]:
+    """torch._inductor.config.triton.cudagraphs = True and its like."""
+    for node, context in module.nodes(ast.Assign):
+        assert isinstance(node, ast.Assign)
+        for target in node.targets:
+            name = module.name(target) or ""
+            setting = name.removeprefix("torch._inductor.config.")
+            if setting in _OPTIONS and setting != name and _true(node.value) and not module.guarded(context):
+                yield Place(SETTING, node.lineno, f"{name} = True")
+
+
+def random_state_in_capture(module: Module) -> Iterator[Place]:
+    """torch.cuda.get_rng_state() and its like within `with torch.cuda.graph(…)`."""
+    for node, context in module.nodes(ast.Call):
+        assert isinstance(node, ast.Call)
+        name = module.name(node.func) or ""
+        if not context.captured or module.guarded(context):
+            continue
+        if name.rpartition(".")[0] in ("torch.cuda", "torch", "torch.cuda.random", "torch.random") and (
+            name.rpartition(".")[2] in _STATE
+        ):
+            yield Place(CAPTURE, node.lineno, f"{name}() in a capture")
+
+
+def _compiles(module: Module, node: ast.Call) -> bool:
+    name = module.name(node.func) or ""
+    if name in ("functools.partial", "partial"):
+        return bool(node.args) and module.name(node.args[0]) == "torch.compile"
+    return name == "torch.compile" or (isinstance(node.func, ast.Attribute) and name.endswith(".compile") and (
+        any(keyword.arg == "mode" for keyword in node.keywords)
+    ))  # fmt: skip
+
+
+def _true(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True

@@ -1,0 +1,120 @@
+"""Questions about the GPU whose answers mean something else on ROCm: compute capability, CUDA's version, NVML."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from hf_rocm.tools.porting.findings import Place, Rule, Severity
+from hf_rocm.tools.porting.module import Module
+
+CAPABILITY = Rule(
+    "cuda-capability",
+    Severity.WARNING,
+    "on ROCm these are the numbers of the gfx target, (9, 0) on MI200 and (9, 4) on MI300X: a test for 8 or 9 passes, "
+    "and what follows may be for NVIDIA's Ampere or Hopper",
+    "test torch.version.hip first, then get_device_properties(…).gcnArchName",
+)
+VERSION = Rule(
+    "cuda-version",
+    Severity.WARNING,
+    "torch.version.cuda is None on ROCm: the test is false, and a comparison or a method of it raises",
+    "torch.cuda.is_available() for a GPU, torch.version.hip for ROCm and its release",
+)
+NVML = Rule(
+    "nvml-call",
+    Severity.PROBLEM,
+    "NVML needs NVIDIA's driver: the first call raises NVMLError on an AMD machine",
+    "torch.cuda.mem_get_info() and torch.cuda.utilization(), or AMD SMI (the amdsmi package)",
+)
+
+_QUESTIONS = ("get_device_capability", "is_bf16_supported_by_capability")
+_PROPERTIES = ("get_device_properties",)
+_NUMBERS = ("major", "minor")
+
+
+def capabilities(module: Module) -> Iterator[Place]:
+    """torch.cuda.get_device_capability()[0] >= 9, get_device_properties(0).major, 'sm_90' in get_arch_list()."""
+    for node, context in module.nodes(ast.Call, ast.Attribute, ast.Compare):
+        if module.guarded(context) or module.shown(node):
+            continue
+        if isinstance(node, ast.Call) and _ends(module, node.func, _QUESTIONS):
+            if _of_torch(module, node.func) and _decides(module, node):
+                yield Place(CAPABILITY, node.lineno, f"{module.name(node.func)}()")
+        elif isinstance(node, ast.Attribute) and node.attr in _NUMBERS:
+            value: ast.expr | None = node.value
+            if isinstance(value, ast.Name):
+                value = module.assigned(value.id, context)
+            if isinstance(value, ast.Call) and _ends(module, value.func, _PROPERTIES) and _decides(module, node):
+                yield Place(CAPABILITY, node.lineno, f"get_device_properties(…).{node.attr}")
+        elif isinstance(node, ast.Compare) and _names_architecture(node):
+            calls = [value for value in node.comparators if isinstance(value, ast.Call)]
+            if any(_ends(module, call.func, ("get_arch_list",)) for call in calls):
+                yield Place(CAPABILITY, node.lineno, "get_arch_list() has gfx targets on ROCm")
+
+
+def versions(module: Module) -> Iterator[Place]:
+    """`if torch.version.cuda:`, torch.version.cuda >= '12', torch.version.cuda.split('.')."""
+    for node, context in module.nodes(ast.Attribute):
+        if module.name(node) != "torch.version.cuda" or module.guarded(context) or module.shown(node):
+            continue
+        if _uses(module, node):
+            yield Place(VERSION, node.lineno, "torch.version.cuda")  # type: ignore[attr-defined]
+
+
+def nvml(module: Module) -> Iterator[Place]:
+    """The first call of NVML in a function or at the top of a file, where nothing expects it to fail."""
+    seen: set[ast.AST | None] = set()
+    for node, context in module.nodes(ast.Call):
+        assert isinstance(node, ast.Call)
+        called = module.called(node.func)
+        if not (called.startswith("nvml") and called[4:5].isupper()) or context.function in seen:
+            continue
+        if module.guarded(context, "nvml", "pynvml") or module.expected(node) or called == "nvmlShutdown":
+            continue
+        seen.add(context.function)
+        yield Place(NVML, node.lineno, f"{called}()")
+
+
+def _ends(module: Module, node: ast.expr, names: tuple[str, ...]) -> bool:
+    return module.called(node) in names
+
+
+def _of_torch(module: Module, node: ast.expr) -> bool:
+    """Whether a function is torch's own, and not a wrapper of the project that may answer for ROCm too."""
+    return (module.name(node) or "").startswith(("torch.cuda.", "cuda."))
+
+
+def _decides(module: Module, node: ast.AST) -> bool:
+    """Whether a value is compared, kept or passed on: all but an entry of a report."""
+    for parent in module.above(node):
+        if isinstance(parent, ast.Dict):
+            return False
+        if isinstance(parent, ast.stmt):
+            return not isinstance(parent, ast.Expr) or _appends(parent)
+    return True
+
+
+def _appends(node: ast.Expr) -> bool:
+    return isinstance(node.value, ast.Call) and getattr(node.value.func, "attr", "") in ("append", "add", "update")
+
+
+def _names_architecture(node: ast.Compare) -> bool:
+    left = node.left
+    return isinstance(left, ast.Constant) and isinstance(left.value, str) and left.value.startswith(("sm_", "compute_"))
+
+
+def _uses(module: Module, node: ast.AST) -> bool:
+    """Whether None would make a difference: the version is tested, compared, taken apart or kept."""
+    parent = module.parents.get(node)
+    if isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.Or) and parent.values[0] is node:
+        return any(isinstance(above, ast.Assert) for above in module.above(node))  # `… or ""` expects None
+    if isinstance(parent, ast.If | ast.While | ast.IfExp):
+        return parent.test is node
+    if isinstance(parent, ast.BoolOp | ast.UnaryOp | ast.Attribute | ast.Subscript | ast.Assign):
+        return True
+    if isinstance(parent, ast.Compare):
+        return not all(isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops)
+    if isinstance(parent, ast.Call):
+        return module.called(parent.func) not in ("str", "repr", "bool", "append", "join", "get")
+    return False

@@ -1,0 +1,47 @@
+"""TF32 and cuDNN flags, which mean something else on ROCm, or nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from hf_rocm.tools.porting.findings import Place, Rule, Severity
+from hf_rocm.tools.porting.module import Module
+
+TF32 = Rule(
+    "tf32-flag",
+    Severity.NOTE,
+    "TF32 is a format of NVIDIA's; on ROCm the flag does nothing, or switches hipBLASLt's XF32 on for gfx942 alone, so "
+    "that results differ between machines",
+    "set it where torch.version.hip is None (hf_rocm.setup_environment() does)",
+)
+BENCHMARK = Rule(
+    "cudnn-benchmark",
+    Severity.WARNING,
+    "on ROCm this makes MIOpen search every convolution's kernels at its first use, minutes for many shapes",
+    "set it where torch.version.hip is None, or fill MIOpen's own database (MIOPEN_FIND_MODE) ahead",
+)
+DISABLED = Rule(
+    "cudnn-disabled",
+    Severity.WARNING,
+    "the flag switches MIOpen off on ROCm: convolutions fall back to PyTorch's slow native kernels",
+    "set it where torch.version.hip is None",
+)
+
+_FLAGS = {
+    "torch.backends.cuda.matmul.allow_tf32": (TF32, True),
+    "torch.backends.cudnn.allow_tf32": (TF32, True),
+    "torch.backends.cudnn.benchmark": (BENCHMARK, True),
+    "torch.backends.cudnn.enabled": (DISABLED, False),
+}
+
+
+def flags(module: Module) -> Iterator[Place]:
+    """Assignments of a flag that no test of the platform guards."""
+    for node, context in module.nodes(ast.Assign):
+        assert isinstance(node, ast.Assign)
+        for target in node.targets:
+            rule, value = _FLAGS.get(module.name(target) or "", (None, None))
+            given = node.value.value if isinstance(node.value, ast.Constant) else None
+            if rule is not None and given is value and not module.guarded(context):
+                yield Place(rule, node.lineno, f"{module.name(target)} = {value}")

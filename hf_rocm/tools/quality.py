@@ -1,0 +1,180 @@
+"""The accuracy of a model in 8 bits: the error of its logits, and its perplexity on a text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_rocm.arguments import require_module
+from hf_rocm.errors import LoadError, OptionError
+
+LENGTH = 512  # tokens of one forward
+
+
+@dataclass(frozen=True)
+class QuantizationLoss:
+    """The logits of a model compared with those of its reference, over every position of a text.
+
+    tokens: the number of positions. largest, mean: of the absolute differences. size: the standard deviation of the
+    reference's logits. same_choice: the share of positions with the same most likely token. perplexity: (of the model,
+    of the reference), or None for models that don't predict the next token.
+    """
+
+    tokens: int
+    largest: float
+    mean: float
+    size: float
+    same_choice: float
+    perplexity: tuple[float, float] | None
+
+    @property
+    def ratio(self) -> float | None:
+        """The model's perplexity over the reference's."""
+        return None if self.perplexity is None else self.perplexity[0] / self.perplexity[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+    def __str__(self) -> str:
+        lines = [
+            f"over {self.tokens} tokens",
+            f"  logits       off by {self.mean:.3g} on average, {self.largest:.3g} at most",
+            f"  their spread {self.size:.3g}",
+            f"  same choice  {self.same_choice:.1%} of the positions",
+        ]
+        if self.perplexity is not None:
+            ours, theirs = self.perplexity
+            lines.append(f"  perplexity   {ours:.4g}, reference {theirs:.4g} (× {ours / theirs:.4f})")
+        return "\n".join(lines)
+
+
+def quantization_loss(
+    model: nn.Module,
+    reference: nn.Module | str | PathLike[str],
+    *,
+    text: str | None = None,
+    ids: Tensor | None = None,
+    tokenizer: Any = None,
+) -> QuantizationLoss:
+    """Run a model and its reference on the same tokens, and compare their logits.
+
+    reference: the unquantised model, or a folder or name to load it from, which needs the memory of both models. text:
+    the text to read, tokenised with `tokenizer` or with the reference's tokenizer. ids: [S] or [B, S] tokens to use
+    instead of a text. Without both, Python's own documentation is read. Returns a `QuantizationLoss`. Raises
+    `OptionError` if model is not a module, has no logits, or there are no tokens; `LoadError` without a tokenizer.
+    """
+    require_module(model, "quantization_loss")
+    if isinstance(reference, (str, PathLike)):
+        where = next(model.parameters())
+        tokenizer = tokenizer or (tokenizer_of(reference) if ids is None else None)
+        reference = type(model).from_pretrained(reference).to(where.device, where.dtype)  # type: ignore[attr-defined]
+    if ids is None:
+        tokenizer = tokenizer or tokenizer_of(getattr(reference.config, "_name_or_path", ""))  # type: ignore[union-attr]
+        ids = read(tokenizer, text)
+    pieces = list(chunks(ids))
+    assert isinstance(reference, nn.Module)
+    return compare(logits_of(model, pieces), logits_of(reference, pieces), pieces, predicts=predicts(model))
+
+
+def compare(
+    logits: Sequence[Tensor], expected: Sequence[Tensor], pieces: Sequence[Tensor], *, predicts: bool
+) -> QuantizationLoss:
+    """Compare logits [1, S_i, V] of pieces of tokens [1, S_i]. predicts: whether to compute the perplexity."""
+    largest, total, square, mean, same, count, positions = 0.0, 0.0, 0.0, 0.0, 0, 0, 0
+    losses = [0.0, 0.0]
+    predicted = 0
+    for ours, theirs, ids in zip(logits, expected, pieces, strict=True):
+        ours, theirs = ours.float(), theirs.float()
+        off = (ours - theirs).abs()
+        largest = max(largest, off.max().item()) if not off.isnan().any() else math.nan
+        total += off.double().sum().item()
+        square += theirs.double().square().sum().item()
+        mean += theirs.double().sum().item()
+        count += off.numel()
+        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        positions += ids.numel()
+        if predicts and ids.shape[1] > 1:
+            predicted += ids.numel() - 1
+            for which, scores in enumerate((ours, theirs)):
+                losses[which] += F.cross_entropy(scores[0, :-1], ids[0, 1:].to(scores.device), reduction="sum").item()
+    return QuantizationLoss(
+        tokens=positions,
+        largest=largest,
+        mean=total / count,
+        size=math.sqrt(max(0.0, square / count - (mean / count) ** 2)),
+        same_choice=same / positions,
+        perplexity=(math.exp(losses[0] / predicted), math.exp(losses[1] / predicted)) if predicted else None,
+    )
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, pieces: Sequence[Tensor]) -> list[Tensor]:
+    """The logits of each piece, in host memory."""
+    device = next(model.parameters()).device
+    options = {"use_cache": False} if predicts(model) else {}
+    logits = []
+    for ids in pieces:
+        output = model(input_ids=ids.to(device), **options)
+        if getattr(output, "logits", None) is None:
+            raise OptionError(
+                f"{type(model).__name__} has no logits to compare",
+                hint="load the model with its head, such as AutoModelForCausalLM",
+            )
+        logits.append(output.logits.cpu())
+    return logits
+
+
+def predicts(model: nn.Module) -> bool:
+    """Whether the model predicts the next token, so that a text has a perplexity."""
+    can = getattr(model, "can_generate", None)
+    config = getattr(model, "config", None)
+    return can is not None and bool(can()) and not getattr(config, "is_encoder_decoder", False)
+
+
+def chunks(ids: Tensor) -> Iterator[Tensor]:
+    """[S] or [B, S] tokens as pieces [1, ≤ 512]."""
+    if ids.numel() == 0:
+        raise OptionError("there are no tokens to read", hint="give a longer text")
+    for row in ids.reshape(-1, ids.shape[-1]):
+        for piece in row.split(LENGTH):
+            yield piece[None]
+
+
+def read(tokenizer: Any, text: str | None, *, tokens: int = 4 * LENGTH) -> Tensor:
+    """The first tokens of a text, [S]; by default of Python's own documentation."""
+    words = python_text() if text is None else text
+    ids: list[int] = tokenizer(words[: 20 * tokens])["input_ids"]
+    return torch.tensor(ids[:tokens], dtype=torch.long)
+
+
+def python_text() -> str:
+    """Prose that is part of every Python: the topics of `help()`."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise OptionError(
+            "this Python has no documentation to read", hint="pass your own text (--text FILE)"
+        ) from error
+    longest = sorted(topics.values(), key=len)[-12:]
+    return "\n\n".join(sorted(longest))
+
+
+def tokenizer_of(model: str | PathLike[str], *, hint: str = "pass tokens to quantization_loss instead: ids=") -> Any:
+    """The tokenizer in a model's folder. Raises `LoadError` with this hint if there is none."""
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise LoadError(
+            f"there is no tokenizer in {str(model)!r}",
+            facts={"transformers error": " ".join(str(error).split())},
+            hint=hint,
+        ) from error

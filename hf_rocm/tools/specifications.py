@@ -1,0 +1,171 @@
+"""The calls that a model makes, as specifications of operations, for which `explain` queries the router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_rocm.layers.grouped_linear import live
+from hf_rocm.layers.mlp import activation_of
+from hf_rocm.layers.router import GroupedRouter, TopKRouter
+from hf_rocm.ops import routing
+from hf_rocm.ops.attention import AttentionSpec
+from hf_rocm.ops.linear import LinearSpec
+from hf_rocm.ops.mask_patterns import packed_specification, packing_serves
+from hf_rocm.ops.moe import BOUNDS, MANY, ExpertsSpec
+from hf_rocm.ops.pointwise import ActivationSpec, NormSpec
+from hf_rocm.overlay import bind
+from hf_rocm.weights import quantized
+from hf_rocm.weights.preshuffle import shuffled_weight
+from hf_rocm.weights.tensor_parallel import local
+
+Specification = tuple[str, str, tuple[Any, ...]]
+
+
+def specifications(model: nn.Module) -> list[Specification]:
+    """(operation, situation, specification) of the model's typical inference calls, each once."""
+    specs: dict[Specification, None] = {}
+    for module in model.modules():
+        specs.update(dict.fromkeys(_of_shuffled(module)))
+        if bind.mode_of(module) == bind.OFF:
+            continue
+        specs.update(dict.fromkeys(_of_module(module)))
+    for situation, spec in quantized.specifications(model):
+        specs["quantized_linear", situation, tuple(spec)] = None
+    return sorted(specs, key=lambda entry: ("attention" not in entry[0], entry[0]))
+
+
+def _of_module(module: nn.Module) -> Iterator[Specification]:
+    parameter: Any = next(module.parameters(), None)
+    eight_bit = next((child for child in module.children() if isinstance(child, quantized.QuantizedLinear)), None)
+    if parameter is None and eight_bit is None:
+        return
+    dtype = parameter.dtype if eight_bit is None else eight_bit.dtype
+    device = where(module, parameter) if eight_bit is None else eight_bit.quantized.scale.device
+    with torch.no_grad():
+        weights = live(module)
+        group = quantized.group_of(module)
+    fused = weights if weights is not None and weights.names and weights.weight is not None else None
+    if fused is not None:
+        n, k = fused.weight.shape
+        spec = LinearSpec(dtype, dtype, device, n, k, None if fused.bias is None else fused.bias.dtype, True, False)
+        yield "linear", f"{' + '.join(fused.names)}, {n} × {k}", tuple(spec)
+    if fused is not None or group is not None:
+        n = len(fused.weight if group is None else group.scale)  # type: ignore[union-attr]
+        activation = activation_of(getattr(module, "act_fn", None))
+        if activation is not None:
+            yield "act_and_mul", activation, tuple(ActivationSpec(dtype, device, n // 2, activation, False))
+    declared = getattr(bind.binding_of(module), "layer", None)
+    if isinstance(declared, (TopKRouter, GroupedRouter)):
+        wide, terms = isinstance(declared, GroupedRouter), declared.terms(module)
+        with torch.no_grad():
+            of_router = routing.specification_for(parameter, experts=len(parameter), wide=wide, **terms)
+        yield "choose_experts", f"{terms['top']} of {len(parameter)}, {terms['scores']}", of_router
+    elif [name for name, _ in module.named_children()] == [] and getattr(module, "weight", None) is parameter:
+        one_plus = not hasattr(module, "variance_epsilon")
+        spec_of_norm = NormSpec(dtype, dtype, device, parameter.shape[-1], one_plus, False)
+        yield "rms_norm", f"{'1 + w' if one_plus else 'w'}, {parameter.shape[-1]}", tuple(spec_of_norm)
+    yield from _of_experts(module)
+    yield from _of_attention(module, dtype, device)
+
+
+def where(module: nn.Module, parameter: nn.Parameter) -> torch.device:
+    """The device of a parameter while the module runs, to which accelerate's hook moves an offloaded one."""
+    device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
+    return torch.device(device) if parameter.is_meta and device is not None else parameter.device
+
+
+def _outputs(linear: Any) -> int:
+    """The number of output features; of a sharded layer, those of this rank."""
+    weight = linear._parameters.get("weight")
+    return len(local(weight)) if hasattr(weight, "device_mesh") else int(linear.out_features)
+
+
+def _of_shuffled(module: nn.Module) -> Iterator[Specification]:
+    shuffled = shuffled_weight(module)
+    if shuffled is not None:
+        data, bias, names = shuffled
+        n, k = data.shape
+        bias_dtype = None if bias is None else bias.dtype
+        spec = LinearSpec(data.dtype, data.dtype, data.device, n, k, bias_dtype, True, False)
+        yield "shuffled_linear", f"{names}{n} × {k}", tuple(spec)
+
+
+def _of_experts(module: nn.Module) -> Iterator[Specification]:
+    with torch.no_grad():
+        group: Any = live(module)
+    group = group if hasattr(group, "gate_up") else None
+    gate_up: Any = module._parameters.get("gate_up_proj") if group is None else group.gate_up
+    if gate_up is None or gate_up.dim() != 3:
+        return
+    down: Any = module._parameters["down_proj"] if group is None else group.down
+    activation = activation_of(getattr(module, "act_fn", None) if group is None else group.activation)
+    config: Any = getattr(module, "config", None)
+    top = int(getattr(module, "top_k", 0) or getattr(config, "num_experts_per_tok", 1))
+    transposed = gate_up.shape[1:] != (2 * down.shape[2], down.shape[1])
+    hidden, intermediate = down.shape[:0:-1] if transposed else down.shape[1:]
+    biased = group.gate_up_bias is not None if group else "gate_up_proj_bias" in module._parameters
+    for situation, pairs in (("prefill", MANY), ("decode", BOUNDS[0])):
+        spec = ExpertsSpec(
+            dtype=gate_up.dtype,
+            weight_dtype=gate_up.dtype,
+            device=gate_up.device,
+            experts=len(gate_up),
+            hidden=hidden,
+            intermediate=intermediate,
+            top=top,
+            activation=activation or "clamped_swiglu",
+            bias=biased,
+            transposed=transposed,
+            interleaved=activation is None,
+            weigh_input=False,
+            contiguous=True,
+            pairs=pairs,
+            traced=False,
+            grad=False,
+        )
+        yield "experts", f"{situation}, {top} of {len(gate_up)}, {hidden} × {intermediate}", tuple(spec)
+
+
+def _of_attention(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[Specification]:
+    head_dim = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
+    if head_dim is None:
+        return
+    linears = (nn.Linear, quantized.QuantizedLinear)
+    layers = (getattr(child, "base_layer", child) for child in module.children())  # the layer inside an adapter
+    rows = [_outputs(layer) // head_dim for layer in layers if isinstance(layer, linears)]
+    if len(rows) < 3:
+        return
+    heads, kv_heads = rows[0], rows[1]
+    causal = bool(getattr(module, "is_causal", getattr(module, "is_decoder", False)))
+    common = (dtype, device, heads, kv_heads, head_dim, head_dim)
+    packed = packed_specification(*common, causal=causal)
+    if packing_serves(packed):
+        padding = "left-padded batch" if causal else "padded batch"
+        yield "varlen_attention", f"{padding}, packed, {heads} heads on {kv_heads}, dim {head_dim}", tuple(packed)
+    situations = {"prefill": (False, True, causal, None), "padded batch": (False, True, False, torch.bool)}
+    if causal:
+        situations["decode"] = (True, False, False, None)
+    for situation, (one_query, square, is_causal, mask) in situations.items():
+        spec = AttentionSpec(
+            dtype=dtype,
+            device=device,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            one_query=one_query,
+            square=square,
+            more_queries=False,
+            causal=is_causal,
+            window=None,
+            softcap=False,
+            sinks=False,
+            mask=mask,
+            grad=False,
+            weights=False,
+        )
+        yield "attention", f"{situation}, {heads} heads on {kv_heads}, dim {head_dim}", tuple(spec)

@@ -1,0 +1,207 @@
+"""The implementation of `hf-rocm tune MODEL`: record a model's shapes, and tune a table for them. Prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_rocm.errors import OptionError, TuningError
+from hf_rocm.ops.aiter.tables import machine, store
+from hf_rocm.ops.aiter.tables.machine import Gpu, Release
+from hf_rocm.tools.tuning import engines
+from hf_rocm.tools.tuning import shapes as shape_files
+from hf_rocm.tools.tuning.shapes import Gemm
+
+Progress = Callable[[int, int], None]
+
+AITER, TUNABLE = "aiter", "tunableop"
+
+
+@dataclass
+class Tuning:
+    """A tuning job.
+
+    shapes: all recorded shapes that the engine supports; done: those that were tuned before; todo: the rest, or all if
+    they are tuned again. file: the file of the shapes. obstacle: why they cannot be tuned here, or None.
+    """
+
+    name: str
+    engine: str
+    release: Release
+    gpu: Gpu | None
+    shapes: list[Gemm]
+    left_out: list[Gemm]
+    file: Path
+    obstacle: str | None
+    done: set[Gemm] = field(default_factory=set)
+    todo: list[Gemm] = field(default_factory=list)
+
+    @property
+    def elsewhere(self) -> dict[str, list[str]]:
+        """The commands for a machine without the obstacle: with hf-rocm, and with aiter alone."""
+        lines = {"with hf-rocm": ["hf-rocm", "tune", "--shapes", str(self.file)]}
+        if self.engine == AITER:
+            release = Release(self.release.version, self.release.layout)
+            lines["with aiter's sources alone"] = engines.command(release, self.file, "tuned.csv")
+        else:
+            lines["with hf-rocm"] += ["--engine", TUNABLE]
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.name,
+            "engine": self.engine,
+            "release": self.release.version,
+            "gpu": None if self.gpu is None else self.gpu._asdict(),
+            "shapes": [{**shape._asdict(), "tuned": shape in self.done} for shape in self.shapes],
+            "left_out": [shape._asdict() for shape in self.left_out],
+            "file": str(self.file),
+            "todo": len(self.todo),
+            "obstacle": self.obstacle,
+            "commands": self.elsewhere,
+        }
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a tuner run. variables: those to set for using the table, if hf_rocm does not set them itself."""
+
+    tuned: int
+    missing: list[Gemm]
+    table: Path
+    log: Path | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tuned": self.tuned,
+            "missing": [shape._asdict() for shape in self.missing],
+            "table": str(self.table),
+            "log": None if self.log is None else str(self.log),
+            "variables": self.variables,
+        }
+
+
+def prepare(
+    model: str | None,
+    *,
+    batches: Sequence[int],
+    prompts: Sequence[int],
+    dtype: str | None = None,
+    engine: str | None = None,
+    shuffled: bool = False,
+    shapes: Path | None = None,
+    output: Path | None = None,
+    load: bool = False,
+    again: bool = False,
+    release: str | None = None,
+    gpu: str | None = None,
+    progress: Progress | None = None,
+) -> Tuning:
+    """Record the GEMMs of `model`, or read them from the file `shapes`, and determine which ones to tune.
+
+    The shapes are written to the cache, where `explain` finds them, and to `output`.
+    """
+    meant, here = machine.release(release), machine.gpu(gpu)
+    chosen = _engine(engine, here)
+    print_of = None
+    if shapes is not None:
+        recorded = shape_files.read(shapes)
+    else:
+        assert model is not None
+        recorded, print_of = _recorded(model, batches, prompts, dtype, load, progress)
+    if shuffled:
+        recorded = sorted({*recorded, *(shape._replace(shuffled=True) for shape in recorded if _shufflable(shape))})
+    kept = [shape for shape in recorded if chosen != AITER or engines.takes(shape)]
+    if not kept:
+        raise TuningError(
+            "aiter's tuned kernels support none of these GEMMs",
+            facts={"supported": "bf16 and fp16, with K a multiple of 8", "found": _kinds(recorded)},
+            hint="if you run the model in bf16, pass --dtype bfloat16",
+        )
+    text = shape_files.write(kept, meant.layout)
+    file = output or shapes
+    if print_of is not None:
+        store.write(store.shapes(print_of), text)
+        store.remember_name(print_of, str(model))
+        file = output or store.shapes(print_of)
+    assert file is not None
+    if output is not None:
+        store.write_output(output, text)
+    left_out = [shape for shape in recorded if shape not in kept]
+    job = Tuning(model or str(shapes), chosen, meant, here, kept, left_out, file, None)
+    job.obstacle = _obstacle(job, named=release is not None or gpu is not None)
+    if chosen == AITER and here is not None:
+        known = engines.known(here, meant)
+        job.done = {shape for shape in kept if shape.key(here.gfx, here.units) in known}
+    job.todo = kept if again else [shape for shape in kept if shape not in job.done]
+    return job
+
+
+def run(job: Tuning, *, progress: Progress | None = None) -> Result:
+    """Tune the job's remaining shapes. Only for a job without an obstacle."""
+    assert job.gpu is not None
+    if job.engine == AITER:
+        outcome = engines.tune(job.todo, job.gpu, job.release, progress=progress)
+        return Result(outcome.tuned, outcome.missing, outcome.table, outcome.log)
+    from hf_rocm.tools.tuning import tunable
+
+    file = tunable.file_for(job.gpu.gfx)
+    missing = tunable.tune(job.todo, file, progress=progress)
+    return Result(len(job.todo) - len(missing), missing, file, None, tunable.variables(file))
+
+
+def no_gpu() -> str | None:
+    """Why nothing can be tuned on this machine, independent of the model."""
+    from hf_rocm.device import is_rocm
+
+    return None if is_rocm() and machine.gpu() is not None else "there is no AMD GPU under ROCm here"
+
+
+def _recorded(
+    model: str,
+    batches: Sequence[int],
+    prompts: Sequence[int],
+    dtype: str | None,
+    load: bool,
+    progress: Progress | None,
+) -> tuple[list[Gemm], str]:
+    from hf_rocm.tools.tuning.record import loaded, record, without_weights
+
+    with loaded(model, dtype=dtype) if load else without_weights(model, dtype=dtype) as built:
+        return record(built, batches, prompts, progress=progress), shape_files.fingerprint(built)
+
+
+def _engine(named: str | None, gpu: Gpu | None) -> str:
+    from hf_rocm.ops.aiter.detect import INSTINCT
+
+    if named not in (None, AITER, TUNABLE):
+        raise OptionError(f"there is no engine {named!r}", facts={"engines": f"{AITER}, {TUNABLE}"})
+    if named is not None:
+        return named
+    return AITER if gpu is None or gpu.gfx in INSTINCT else TUNABLE
+
+
+def _obstacle(job: Tuning, *, named: bool) -> str | None:
+    """Why this job cannot be tuned on this machine."""
+    if (missing := no_gpu()) is not None or job.gpu is None:
+        return missing or "there is no AMD GPU under ROCm here"
+    if named and (machine.gpu(), machine.installed()) != (job.gpu, job.release):
+        return "the named GPU or release is not the one of this machine"
+    if job.engine == TUNABLE:
+        return None
+    if job.release.folder is None:
+        return "aiter is not installed (pip install amd-aiter; or --engine tunableop)"
+    if not job.release.layout.reads_variable:
+        return f"amd-aiter {job.release.version} reads only the table in its own package: pip install -U amd-aiter"
+    return None
+
+
+def _shufflable(shape: Gemm) -> bool:
+    return shape.dtype == "torch.bfloat16" and not (shape.n % 64 or shape.k % 64)
+
+
+def _kinds(shapes: Sequence[Gemm]) -> str:
+    return ", ".join(sorted({f"{shape.dtype.removeprefix('torch.')}" for shape in shapes})) or "no linear layer was run"

@@ -1,0 +1,192 @@
+"""Run a model once for each batch and prompt length, and record its GEMMs.
+
+If possible, the model is built from its config with tensors that have a shape but no memory, so that neither the
+checkpoint nor a GPU is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_rocm import options
+from hf_rocm.errors import LoadError, OverlayError, TuningError
+from hf_rocm.loading.pretrained import _with_dtype
+from hf_rocm.overlay import bind
+from hf_rocm.tools.tuning.shapes import Gemm, Recording, fusable
+
+Progress = Callable[[int, int], None]
+
+MAX_ANSWERS = 10_000  # truth values that a model without weights may read before it counts as an endless loop
+
+
+def record(
+    model: nn.Module, batches: Sequence[int], prompts: Sequence[int], *, progress: Progress | None = None
+) -> list[Gemm]:
+    """The GEMMs of a prefill of each [batch, prompt] and of a decode step of each batch, as in `generate`.
+
+    Layers that the loader fuses count as one. Raises `TuningError` if the model takes no tokens.
+    """
+    runs = [(batch, prompt) for batch in batches for prompt in prompts]
+    with Recording() as seen, torch.no_grad(), options.override(tiers={**options.current().tiers, "linear": "torch"}):
+        for number, (batch, prompt) in enumerate(runs):
+            if progress:
+                progress(number, len(runs))
+            _run(model, batch, prompt)
+    return seen.shapes(list(_groups(model)))
+
+
+@contextmanager
+def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Module]:
+    """The model of this folder or name, built without memory. Its tensors are valid for `record` inside the block only.
+
+    dtype: such as bfloat16, by default the checkpoint's. Raises `LoadError` if there is no config.
+    """
+    import transformers
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(model)
+    except OSError as error:
+        raise LoadError(
+            f"no config could be loaded from {model!r}",
+            facts={"transformers says": " ".join(str(error).split())[:300]},
+            hint="check the name or the path; a folder needs its config.json",
+        ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise TuningError(
+            "this checkpoint is quantised, and quantised GEMMs are not tuned here",
+            facts={"model": model},
+            hint="tune the original checkpoint, if you run that",
+        )
+    named = _named(dtype) if dtype else _dtype_of(config)
+    cls = _class_for(model, config)
+    with FakeTensorMode(allow_non_fake_inputs=True), _Answers():
+        try:
+            build = getattr(cls, "_from_config", None) or cls.from_config
+            with _no_initial_values():
+                built = build(config, **_with_dtype({"dtype": named})).eval()
+            yield built
+        except Exception as error:  # torch raises many types where a value is needed
+            if type(error).__module__.partition(".")[0] != "torch" and not isinstance(error, RuntimeError):
+                raise
+            raise TuningError(
+                f"{cls.__name__} cannot be traced without its weights",
+                facts={"torch says": " ".join(str(error).split())[:200] or type(error).__name__},
+                hint="add --load to load the weights",
+            ) from error
+
+
+@contextmanager
+def loaded(model: str, *, dtype: str | None = None) -> Iterator[nn.Module]:
+    """The model itself, on the GPU if there is one."""
+    from hf_rocm.tools.load import load
+
+    instance = load(model)
+    yield instance.to(_named(dtype)) if dtype else instance
+
+
+def _named(dtype: str) -> torch.dtype:
+    named = getattr(torch, dtype, None)
+    if not isinstance(named, torch.dtype):
+        raise TuningError(f"there is no dtype {dtype!r}", hint="name bfloat16 or float16")
+    return named
+
+
+class _Answers(TorchDispatchMode):
+    """Returns True for every truth value: the masks that generate starts with are all ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            self.given += 1
+            if self.given > MAX_ANSWERS:
+                raise RuntimeError("a loop depends on a value that needs the weights")
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _run(model: Any, batch: int, prompt: int) -> None:
+    config = model.config
+    if model.main_input_name != "input_ids":
+        raise TuningError(
+            f"{type(model).__name__} takes {model.main_input_name}, and only models that take tokens are supported",
+            hint="record your own call with hf_rocm.tools.tuning.shapes.Recording, and pass the file as --shapes",
+        )
+    ids = torch.ones(batch, prompt, dtype=torch.long, device=next(model.parameters()).device)
+    arguments: dict[str, Any] = {}
+    generates = model.can_generate() and hasattr(config, "use_cache")
+    if generates:
+        arguments["use_cache"] = True
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            arguments["logits_to_keep"] = 1
+    one = ids[:, :1]
+    if config.is_encoder_decoder:
+        first = model(input_ids=ids, decoder_input_ids=one, **arguments)
+        arguments["encoder_outputs"] = (first.encoder_last_hidden_state,)
+        step = {"decoder_input_ids": one}
+    else:
+        first = model(input_ids=ids, **arguments)
+        step = {"input_ids": one}
+    cache = getattr(first, "past_key_values", None)
+    if generates and cache is not None:
+        model(**step, past_key_values=cache, **arguments)
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """The groups of layers that the loader fuses in this model."""
+    from hf_rocm.loading.prepare import families
+    from hf_rocm.overlay import catalog
+    from hf_rocm.overlay.activate import activate
+
+    for name in sorted(families(model) & set(catalog.load().models())):
+        try:
+            activate(name, everywhere=False)
+        except OverlayError:
+            continue  # refused for this release: these layers stay separate
+    for module in model.modules():
+        binding = bind.binding_of(module)
+        if binding is not None and binding.fuses:
+            group = tuple(module._modules.get(name) for name in binding.fuses)
+            if fusable(group):
+                yield group
+
+
+def _class_for(model: str, config: Any) -> Any:
+    import transformers
+
+    from hf_rocm.loading.pretrained import _class_for as of_checkpoint
+
+    cls = of_checkpoint(model, None, {"config": config})
+    return cls._model_mapping[type(config)] if cls is transformers.AutoModelForCausalLM else cls
+
+
+def _no_initial_values() -> Any:
+    """Disable weight initialisation: some initial values are drawn until they lie in a range, an endless loop here."""
+    try:
+        module = importlib.import_module("transformers.initialization")
+    except ModuleNotFoundError:  # before 5.0
+        module = importlib.import_module("transformers.modeling_utils")
+    return module.no_init_weights()
+
+
+def _dtype_of(config: Any) -> torch.dtype:
+    """The dtype in the checkpoint's config, or in its text part."""
+    parts = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+    for part in parts:
+        dtype = getattr(part, "dtype", None) or getattr(part, "torch_dtype", None)
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype, None)
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    return torch.float32

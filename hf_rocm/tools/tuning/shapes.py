@@ -1,0 +1,153 @@
+"""The GEMMs that a model runs, recorded from the calls of its linear layers.
+
+A recording is a file in the format of aiter's untuned tables, which aiter's tuners read too.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hf_rocm.errors import TableError
+from hf_rocm.ops.aiter.tables.columns import LAYOUTS, SHAPE, Layout
+from hf_rocm.ops.aiter.tables.table import DTYPES, Key, text_of
+
+
+class Gemm(NamedTuple):
+    """[M, K] by [N, K]ᵀ. dtype: of inputs and output, as `torch.bfloat16`. shuffled: the weight has aiter's layout."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    bias: bool
+    shuffled: bool = False
+
+    def key(self, gfx: str, units: int) -> Key:
+        """aiter's key for this GEMM on that GPU."""
+        return Key(gfx, units, self.m, self.n, self.k, self.bias, self.dtype, self.dtype, False, self.shuffled)
+
+
+class Recording(TorchFunctionMode):
+    """A context that records every `F.linear`, also those called by other modules and libraries.
+
+    with Recording() as seen, torch.inference_mode():
+        model.generate(...)
+    seen.shapes()
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # weight → (M, bias) of its calls; the reference to the weight keeps its id unique
+        self._seen: dict[int, tuple[Any, dict[tuple[int, bool], None]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            self._note(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def shapes(self, joined: Iterable[tuple[nn.Linear, ...]] = ()) -> list[Gemm]:
+        """Every GEMM once, the smallest first. joined: groups of layers that are fused."""
+        left = dict(self._seen)
+        gemms: dict[Gemm, None] = {}
+        for group in joined:
+            calls = [left.get(id(linear.weight)) for linear in group]
+            if None in calls or len({tuple(call[1]) for call in calls if call}) != 1:
+                continue  # they are not always called together
+            n = sum(linear.weight.shape[0] for linear in group)
+            gemms.update(dict.fromkeys(_gemm(m, n, group[0].weight, bias) for m, bias in calls[0][1]))  # type: ignore[index]
+            for linear in group:
+                del left[id(linear.weight)]
+        for weight, calls_of in left.values():
+            gemms.update(dict.fromkeys(_gemm(m, weight.shape[0], weight, bias) for m, bias in calls_of))
+        return sorted(gemms)
+
+    def _note(self, input: Any, weight: Any, bias: Any = None) -> None:
+        if weight.ndim == 2 and input.numel():
+            m = input.numel() // input.shape[-1]
+            self._seen.setdefault(id(weight), (weight, {}))[1][int(m), bias is not None] = None
+
+
+def fusable(group: tuple[Any, ...]) -> bool:
+    """Whether the loader can fuse these layers, judged by their shapes."""
+    return (
+        len(group) > 1
+        and all(type(shape) is nn.Linear for shape in group)
+        and len({(shape.weight.shape[1], shape.weight.dtype, shape.bias is None) for shape in group}) == 1
+    )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of the linear layers and their dtypes; equal for a loaded, a fused and a built model."""
+    linears = sorted(
+        f"{path} {module.out_features}x{module.in_features} {module.weight.dtype} {module.bias is not None}"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and isinstance(module.weight, torch.Tensor)
+    )
+    return "\n".join([type(model).__name__, *linears])
+
+
+def write(shapes: Iterable[Gemm], layout: Layout = LAYOUTS[-1]) -> str:
+    """An untuned table of this layout, as text, without shuffled weights if the release does not support them."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(layout.untuned)
+    for shape in shapes:
+        row = [shape.m, shape.n, shape.k, shape.bias, shape.dtype, shape.dtype, False]
+        if layout.shuffled:
+            writer.writerow([*row, shape.shuffled])
+        elif not shape.shuffled:
+            writer.writerow(row)
+    return out.getvalue()
+
+
+def read(path: Path) -> list[Gemm]:
+    """Read an untuned table of any release, of hf_rocm or of aiter. Raises `TableError` with line numbers."""
+    lines = csv.reader(io.StringIO(text_of(path), newline=""), strict=True)
+    gemms: dict[Gemm, None] = {}
+    try:
+        header = [column.strip() for column in next(lines, [])]
+        missing = [name for name in SHAPE if name not in header]
+        if missing:
+            raise _wrong(path, 1, f"there is no column {', '.join(missing)}")
+        for fields in lines:
+            if any(field.strip() for field in fields):
+                gemms[_read_row(path, lines.line_num, header, fields)] = None
+    except csv.Error as error:
+        raise _wrong(path, max(1, lines.line_num), f"not CSV: {error}") from error
+    if not gemms:
+        raise TableError(f"{path.name} has no shapes", facts={"file": path})
+    return sorted(gemms)
+
+
+def _read_row(path: Path, line: int, header: list[str], fields: list[str]) -> Gemm:
+    values = dict(zip(header, (field.strip() for field in fields), strict=False))
+    flags = {"true": True, "false": False}
+    bias, shuffled = (flags.get(values.get(name, "False").lower()) for name in ("bias", "bpreshuffle"))
+    if len(fields) != len(header):
+        raise _wrong(path, line, f"{len(fields)} fields, and the header has {len(header)}")
+    numbers = [values[name] for name in ("M", "N", "K")]
+    if not all(number.isdecimal() and number.isascii() and 0 < len(number) < 11 and int(number) for number in numbers):
+        raise _wrong(
+            path, line, f"M, N and K are {', '.join(ascii(number[:20]) for number in numbers)}, not whole numbers"
+        )
+    if values["dtype"] not in DTYPES or bias is None or shuffled is None:
+        raise _wrong(path, line, "dtype must be such as torch.bfloat16, bias and bpreshuffle True or False")
+    m, n, k = map(int, numbers)
+    return Gemm(m, n, k, values["dtype"], bias, shuffled)
+
+
+def _gemm(m: int, n: int, weight: Any, bias: bool) -> Gemm:
+    return Gemm(m, n, int(weight.shape[1]), str(weight.dtype), bias)
+
+
+def _wrong(path: Path, line: int, text: str) -> TableError:
+    return TableError(f"{path.name} is not a list of shapes", facts={"file": path, f"line {line}": text})

@@ -1,0 +1,9 @@
+"""verify: compare hf_rocm with stock transformers, on the user's own machine and weights.
+
+The reference is stock in a wider dtype. The allowed error is derived from the error of stock's own run in the model's
+dtype, never a chosen number.
+"""
+
+from hf_rocm.tools.verify.run import record, verify
+
+__all__ = ["record", "verify"]

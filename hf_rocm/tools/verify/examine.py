@@ -1,0 +1,89 @@
+"""Examine one case: run the reference and hf_rocm and compare them, in groups of layers that fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from hf_rocm.tools.verify.cases import Case
+from hf_rocm.tools.verify.check import Check, Fault, LayerError
+from hf_rocm.tools.verify.judge import bounds_of, faults_of, judge, layer_errors
+from hf_rocm.tools.verify.model_under_test import Subject
+from hf_rocm.tools.verify.points import OUTPUT
+from hf_rocm.tools.verify.reference import Reference, Run, reference_of, run
+
+ROOM = 4 << 30  # bytes of host memory for values inside layers that are compared at once
+
+
+@dataclass(frozen=True, eq=False)
+class Examined:
+    """The result, and the runs that later checks use, without values inside layers."""
+
+    case: Case
+    check: Check
+    layers: tuple[LayerError, ...]
+    reference: Reference
+    free: Run
+
+
+def examine(
+    subject: Subject,
+    case: Case,
+    *,
+    note: str = "",
+    within: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+    recorded: Reference | None = None,
+    keep: bool = False,
+) -> Examined:
+    """Compare hf_rocm with the reference in one case.
+
+    within: a context for each call of hf_rocm. recorded: a known reference, for example from a golden file, which has
+    the outputs of layers only. keep: keep the values inside layers in the reference for later, if they fit into memory.
+    """
+    faults: dict[str, Fault] = {}
+    layers: tuple[LayerError, ...] = ()
+    reference, free = recorded, None
+    groups = list(_groups(subject, case)) if recorded is None else [_looked_into(recorded)]
+    for inside in groups:
+        exact = recorded or reference_of(subject, case, inside)
+        free = free or run(subject, case, subject.dtype, within=within)  # only if stock can run the case
+        local = run(subject, case, subject.dtype, inside=inside, forced=exact.eager.inputs, within=within)
+        bounds = bounds_of(subject, exact)
+        off = faults_of(subject, exact, local, bounds)
+        # the fault from the group that recorded the layer's inside names the operation
+        faults |= {layer: fault for layer, fault in off.items() if layer in inside or layer not in faults}
+        layers = layers or layer_errors(subject, exact, free, local, bounds)
+        reference = exact if keep and len(groups) == 1 else _outputs_alone(exact)
+    assert reference is not None and free is not None
+    order = [*subject.outside, *subject.blocks]
+    order = [name for points in reference.local.points[:1] for name in points] or order
+    faults = {layer: faults[layer] for layer in order if layer in faults}
+    return Examined(case, judge(subject, case, reference, free, faults, note), layers, reference, free)
+
+
+def _groups(subject: Subject, case: Case) -> Iterator[set[str]]:
+    """Groups of layers whose inside is recorded at once, as large as memory allows."""
+    config = subject.text_config
+    rows = sum(int(step.keep.sum()) for step in case.steps)
+    hidden = int(getattr(config, "hidden_size", 1024))
+    sizes = getattr(config, "intermediate_size", None) or 4 * hidden
+    wide = max(sizes) if isinstance(sizes, (list, tuple)) else int(sizes)  # some configs have one for each layer
+    nbytes = rows * (12 * hidden + 4 * wide) * 8  # an estimate for a layer: three runs, one of them in four bytes
+    size, names = max(1, ROOM // max(1, nbytes)), list(subject.blocks)
+    for start in range(0, max(1, len(names)), size):
+        yield set(names[start : start + size])
+
+
+def _looked_into(reference: Reference) -> set[str]:
+    return {layer for call in reference.local.points for layer, points in call.items() if len(points) > 1}
+
+
+def _outputs_alone(reference: Reference) -> Reference:
+    for run_ in (reference.eager, reference.local):
+        run_.points = [
+            {layer: {OUTPUT: points[OUTPUT]} for layer, points in call.items() if OUTPUT in points}
+            for call in run_.points
+        ]
+    return reference

@@ -1,0 +1,156 @@
+"""Check greedy tokens: each must be stock's or nearly the best in the reference, with recorded steps and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm.loading.prepare import REPORT
+from hf_rocm.tolerance import allowed_error
+from hf_rocm.tools.verify.check import FAILED, NOT_RUN, PASSED, Check, Fault
+from hf_rocm.tools.verify.judge import is_mixture
+from hf_rocm.tools.verify.model_under_test import Subject, is_causal_lm
+
+TOKENS = "greedy tokens", "generate, token by token, compared with stock's"
+GRAPHS = "graph replay", "generate over recorded steps compared with uncaptured steps"
+
+
+def greedy_tokens(subject: Subject, ids: Tensor, *, new: int) -> Check:
+    """Generate `new` tokens, and check every one of them with the reference's logits over the same text.
+
+    If two tokens are almost equally likely, rounding decides between them, and the texts differ afterwards. So every
+    token of hf_rocm is checked on hf_rocm's own text. In the reference, its logit may be below the best one by the sum
+    of both errors, each of which may be twice stock's own error plus a rounding step.
+    """
+    if not is_causal_lm(subject):
+        return Check(*TOKENS, NOT_RUN, note="the model generates no text")
+    prompt, new = _prompt(subject, ids, new)
+    ours = generate(subject, prompt, new)
+    with subject.stock():
+        theirs = generate(subject, prompt, new)
+    return _judged(subject, TOKENS, ours, theirs, prompt.shape[1], "stock's")
+
+
+def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
+    """Generate twice over recorded steps, the second time over the recordings of the first, and once without them."""
+    if not is_causal_lm(subject):
+        return Check(*GRAPHS, NOT_RUN, note="the model generates no text")
+    prompt, new = _prompt(subject, ids, new)
+    before = _replayed(subject)
+    first, again = generate(subject, prompt, new), generate(subject, prompt, new)
+    steps = _replayed(subject) - before
+    reason = _wrong_replay(subject)
+    if reason is not None:  # the tokens are right, because the call was taken back and ran uncaptured
+        return Check(*GRAPHS, FAILED, numbers={"replayed": float(steps)}, note=reason)
+    if not steps:
+        return Check(*GRAPHS, NOT_RUN, note=_why_not(subject))
+    plain = generate(subject, prompt, new, recorded=False)
+    check = _judged(subject, GRAPHS, again, plain, prompt.shape[1], "those without")
+    numbers = {**check.numbers, "replayed": float(steps)}
+    note = f"{steps} steps replayed; {check.note}"
+    if not torch.equal(first, again):
+        note = "two calls over the same recordings gave different tokens"
+        return Check(*GRAPHS, FAILED, check.error, check.allowed, numbers, note, check.fault)
+    return Check(*GRAPHS, check.status, check.error, check.allowed, numbers, note, check.fault)
+
+
+def generate(subject: Subject, prompt: Tensor, new: int, *, recorded: bool = True) -> Tensor:
+    """Generate greedily, ignoring the model's own generation config. prompt: [B, S]. Returns [B, S + new].
+
+    recorded: False disables recorded steps.
+    """
+    model: Any = subject.model
+    options = {} if recorded else {"disable_compile": True}
+    with _plain_generation(model), torch.no_grad():
+        tokens: Tensor = model.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new, **options
+        )
+    return tokens
+
+
+def _judged(subject: Subject, name: tuple[str, str], ours: Tensor, theirs: Tensor, start: int, whose: str) -> Check:
+    """ours, theirs: [1, S] tokens that agree up to `start`."""
+    with subject.stock():
+        eager = _logits(subject, ours, start)
+    with subject.reference():
+        exact = _logits(subject, ours, start)
+    text = ours[0, start:].cpu()
+    behind = exact.amax(-1) - exact.gather(-1, text[:, None])[:, 0]
+    eager_error = (eager - exact).abs().max().item()
+    bound = 2 * allowed_error(eager_error, subject.dtype, exact.abs().max().item())
+    differs = (ours[0] != theirs[0])[start:].cpu().nonzero()
+    numbers = {"steps": float(len(text)), "same": float(len(text))}
+    note = f"all {len(text)} are {whose}"
+    if len(differs):
+        first = int(differs[0])
+        best = exact[first].topk(2).values
+        numbers |= {"same": float(first), "margin": float(best[0] - best[1]), "behind": float(behind[first])}
+        note = (
+            f"the first {first} of {len(text)} are {whose}; there the reference's two best logits are "
+            f"{numbers['margin']:.2e} apart, and ours is {numbers['behind']:.2e} behind the best"
+        )
+    # in a mixture, a nearly equal choice of experts may change a token's logits by any amount: compare the median
+    worst = (behind.median() if is_mixture(subject) else behind.max()).item()
+    fault = None
+    if not worst <= bound:
+        place = int((behind > bound).nonzero()[0])
+        words = f"token {int(text[place])} instead of {int(exact[place].argmax())}"
+        fault = Fault(f"step {place}", words, float(behind[place]), bound)
+    return Check(*name, PASSED if fault is None else FAILED, worst, bound, numbers, note, fault)
+
+
+def _prompt(subject: Subject, ids: Tensor, new: int) -> tuple[Tensor, int]:
+    """(the prompt [1, S], the number of new tokens that fit after it)."""
+    prompt = ids[None, : max(1, min(24, len(ids) // 2))].to(subject.device)
+    most = getattr(subject.text_config, "max_position_embeddings", None) or prompt.shape[1] + new
+    return prompt, max(1, min(new, int(most) - prompt.shape[1] - 1))
+
+
+@contextmanager
+def _plain_generation(model: Any) -> Iterator[None]:
+    import transformers
+
+    own = model.generation_config
+    pad = next((token for token in (own.pad_token_id, model.config.pad_token_id) if token is not None), 0)
+    model.generation_config = transformers.GenerationConfig(pad_token_id=pad)
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _logits(subject: Subject, ids: Tensor, start: int) -> Tensor:
+    """The logits of every token from position `start` on: [N, V] in float64 on the CPU."""
+    with torch.no_grad():
+        output = subject.model(input_ids=ids, use_cache=False)
+    return subject.final(output)[0, start - 1 : -1].double().cpu()
+
+
+def _replayed(subject: Subject) -> int:
+    from hf_rocm.generation.state import known
+
+    state = known(subject.generator)
+    return 0 if state is None else state.replayed
+
+
+def _wrong_replay(subject: Subject) -> str | None:
+    from hf_rocm.generation.state import known
+
+    state = known(subject.generator)
+    return None if state is None else state.wrong_replay
+
+
+def _why_not(subject: Subject) -> str:
+    from hf_rocm.generation.decide import refuses_device
+    from hf_rocm.generation.state import known
+
+    state = known(subject.generator)
+    off = (subject.model.__dict__[REPORT].get("graphs") or {}).get("off")
+    reason = (
+        off or (state and (state.disabled or next(iter(state.turned_away), None))) or refuses_device(subject.generator)
+    )
+    return f"nothing was recorded: {reason or 'no step was replayed'}"

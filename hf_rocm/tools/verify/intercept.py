@@ -1,0 +1,59 @@
+"""Intercept the calls of modules without changing the modules.
+
+A hook or a forward on an instance would change the route, because layers with hooks don't run fused. So `__call__` of
+`nn.Module` is replaced during a run, and nothing on any instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_rocm import patches
+from hf_rocm.patches import Change
+
+# (module, positional arguments, keyword arguments, the call itself) → what the call returns
+Around = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
+
+
+@contextmanager
+def intercepted(arounds: Mapping[int, Around]) -> Iterator[None]:
+    """Within the block, calls of the modules with these ids go through the function given for each. Blocks nest."""
+
+    def make(change: Change) -> Callable[..., Any]:
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            around = arounds.get(id(self)) if change.live else None
+            if around is None:
+                return change.original(self, *args, **kwargs)
+            return around(self, args, kwargs, partial(change.original, self))
+
+        return call
+
+    with patches.applied(Change(nn.Module, "__call__", make)):
+        yield
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The result of a module: the tensor itself, or the first element of a tuple."""
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return value if isinstance(value, Tensor) else None
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The hidden states that a layer is called with."""
+    value = args[0] if args else kwargs.get("hidden_states")
+    return value if isinstance(value, Tensor) else None
+
+
+def with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with other hidden states."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": hidden}

@@ -1,0 +1,171 @@
+"""Compare hf_rocm with the reference: which layers are wrong, at which operation, and whether the end result is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hf_rocm.tolerance import allowed_error
+from hf_rocm.tools.verify.cases import Case
+from hf_rocm.tools.verify.check import FAILED, PASSED, Check, Fault, LayerError
+from hf_rocm.tools.verify.measure import Allowed, Difference, allowed, difference, predictions
+from hf_rocm.tools.verify.model_under_test import Subject
+from hf_rocm.tools.verify.points import OUTPUT, label, same_point
+from hf_rocm.tools.verify.reference import Reference, Run
+
+# The names of the number of experts in configs, and of the router in models.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ROUTERS = ("gate", "router")
+
+LEAST = 8  # numbers at a position: the relative error of fewer is chance
+
+Bounds = dict[tuple[str, str], Allowed]  # by layer and point
+
+
+def judge(
+    subject: Subject, case: Case, reference: Reference, free: Run, faults: dict[str, Fault], note: str = ""
+) -> Check:
+    """The check for one case. free: hf_rocm's run end to end; faults: the layers that exceed their own bounds."""
+    final = _final(subject, reference, free)
+    first = next(iter(faults.values()), None)
+    if first is not None:
+        first = replace(first, others=tuple(faults)[1:])
+    elif final.status == FAILED:
+        first = Fault("", "", final.error or math.nan, final.allowed or 0.0)
+    status = FAILED if first is not None else PASSED
+    return replace(final, name=case.name, title=case.title, status=status, note=note, fault=first)
+
+
+def bounds_of(subject: Subject, reference: Reference) -> Bounds:
+    """By layer and point: the bound from the eager run's error there, at least the median of this point in all layers.
+
+    The error of the eager run in a single layer may be small by chance, where another order of summation has a larger
+    one.
+    """
+    errors: dict[tuple[str, str], list[Difference]] = {}
+    for eager, wide in zip(reference.eager.points, reference.local.points, strict=True):
+        for layer, points in eager.items():
+            rerouted = _rerouted(subject, points, wide.get(layer, {}))
+            for name, value in points.items():
+                exact = wide.get(layer, {}).get(name)
+                if exact is not None and exact.shape == value.shape and value.shape[1] >= LEAST:
+                    errors.setdefault((layer, name), []).append(_compared(value, exact, rerouted))
+    own = {place: allowed(own_errors, subject.dtype) for place, own_errors in errors.items()}
+    usual: dict[str, list[Allowed]] = {}
+    for (_, name), bound in own.items():
+        usual.setdefault(name, []).append(bound)
+    return {
+        (layer, name): Allowed(
+            max(bound.worst, statistics.median(other.worst for other in usual[name])),
+            max(bound.typical, statistics.median(other.typical for other in usual[name])),
+        )
+        for (layer, name), bound in own.items()
+    }
+
+
+def faults_of(subject: Subject, reference: Reference, ours: Run, bounds: Bounds) -> dict[str, Fault]:
+    """By layer, in order: the first point, in stock's order, whose error exceeds its bound.
+
+    ours: a run in which every layer had the same input as stock's.
+    """
+    order = {layer: place for place, layer in enumerate(dict.fromkeys(key for key, _ in bounds))}
+    faults: dict[str, Fault] = {}
+    for exact, points in zip(reference.local.points, ours.points, strict=True):
+        for layer, names in exact.items():
+            rerouted = _rerouted(subject, points.get(layer, {}), names)
+            for name, expected in names.items():
+                bound, actual = bounds.get((layer, name)), same_point(points.get(layer, {}), name)
+                if layer in faults or bound is None or actual is None or actual.shape != expected.shape:
+                    continue
+                off = _compared(actual, expected, rerouted)
+                if bound.exceeded(off):
+                    by_worst = off.worst > bound.worst or not off.finite
+                    sizes = (off.worst, bound.worst) if by_worst else (off.typical, bound.typical)
+                    faults[layer] = Fault(layer, label(layer, name, ours.ran), *sizes)
+    return dict(sorted(faults.items(), key=lambda item: order[item[0]]))
+
+
+def _rerouted(subject: Subject, ours: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor | None:
+    """[N] bool: the rows of a mixture that were routed to other experts, because two scores are nearly equal."""
+    config = subject.text_config
+    experts = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
+    top = int(getattr(config, "num_experts_per_tok", 0) or 0)
+    for name, scores in exact.items() if experts and top else ():
+        mine = ours.get(name)
+        if name.split(".")[-1] in _ROUTERS and scores.shape[-1] == experts and mine is not None:
+            chosen = [logits.double().topk(top, dim=-1).indices.sort(dim=-1).values for logits in (mine, scores)]
+            return (chosen[0] != chosen[1]).any(-1)
+    return None
+
+
+def _compared(actual: Tensor, expected: Tensor, rerouted: Tensor | None) -> Difference:
+    if rerouted is None or len(rerouted) != len(expected):
+        return difference(actual, expected)
+    return difference(actual[~rerouted], expected[~rerouted])
+
+
+def _final(subject: Subject, reference: Reference, ours: Run) -> Check:
+    """The check of the end result, from the runs end to end."""
+    exact, eager, actual = finals(reference.wide, reference.eager, ours)
+    stock = difference(eager, exact)
+    off, bound = end_to_end(subject, difference(actual, exact), stock)
+    logits, plain = predictions(actual, exact, eager), predictions(eager, exact, eager)
+    numbers = {
+        "max": off.largest, "mean": off.mean, "typical": off.typical, "kl": logits.kl, "same_top1": logits.same,
+        "within_5e-2": logits.within_guides, "stock_error": stock.worst, "stock_max": stock.largest,
+        "stock_mean": stock.mean, "stock_typical": stock.typical, "stock_kl": plain.kl, "stock_same_top1": plain.same,
+    }  # fmt: skip
+    status = FAILED if bound.exceeded(off) else PASSED
+    return Check("final", "", status, off.worst, bound.worst, numbers)
+
+
+def finals(*runs: Run) -> list[Tensor]:
+    """[N, V] of each run: the outputs of all its calls."""
+    return [torch.cat([final.flatten(1) for final in run.finals]) for run in runs]
+
+
+def end_to_end(subject: Subject, off: Difference, stock: Difference) -> tuple[Difference, Allowed]:
+    """The difference of an end result that is compared with its bound, and the bound.
+
+    In a mixture, a token that is routed to another expert has a large error, and so have tokens that attend to it. So
+    the median over the positions is compared there.
+    """
+    if not is_mixture(subject):
+        return off, allowed([stock], subject.dtype)
+    return replace(off, worst=off.median), Allowed(allowed_error(stock.median, subject.dtype), math.inf)
+
+
+def is_mixture(subject: Subject) -> bool:
+    """Whether some of the model's layers route tokens to experts."""
+    return any(isinstance(getattr(subject.text_config, name, None), int) for name in _EXPERTS)
+
+
+def layer_errors(
+    subject: Subject, reference: Reference, free: Run, local: Run, bounds: Bounds
+) -> tuple[LayerError, ...]:
+    """The errors of every layer's output, on stock's input and end to end."""
+
+    def worst(run: Run, exact: Run, layer: str) -> float:
+        pairs = [
+            (mine[layer][OUTPUT], theirs[layer][OUTPUT])
+            for mine, theirs in zip(run.points, exact.points, strict=True)
+            if OUTPUT in mine.get(layer, {}) and OUTPUT in theirs.get(layer, {})
+        ]
+        return max((difference(*pair).worst for pair in pairs), default=math.nan)
+
+    return tuple(
+        LayerError(
+            layer,
+            travelled=worst(free, reference.wide, layer),
+            stock_travelled=worst(reference.eager, reference.wide, layer),
+            own=worst(local, reference.local, layer),
+            stock_own=worst(reference.eager, reference.local, layer),
+            allowed=bounds[layer, OUTPUT].worst,
+        )
+        for layer in subject.blocks
+        if (layer, OUTPUT) in bounds
+    )

@@ -1,0 +1,99 @@
+"""The difference between two results, and its bound.
+
+The difference is relative to the norm of each position: in a language model the numbers of one position may be a
+thousand times those of another, and would dominate the largest absolute difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_rocm.tolerance import allowed_error
+
+GUIDES = 5e-2  # rtol and atol that porting guides use
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference between two tensors a and b, [N, D].
+
+    largest, mean: of the absolute differences. worst, typical, median: the maximum, mean and median over the positions
+    of ‖a − b‖ / ‖b‖, where ‖b‖ is at least the median norm of all positions.
+    """
+
+    finite: bool
+    largest: float
+    mean: float
+    worst: float
+    typical: float
+    median: float
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The bounds for `worst` and `typical`."""
+
+    worst: float
+    typical: float
+
+    def exceeded(self, error: Difference) -> bool:
+        return not error.finite or error.worst > self.worst or error.typical > self.typical
+
+
+def difference(actual: Tensor, expected: Tensor) -> Difference:
+    """actual, expected: [N, D]; compared in float64 on the CPU."""
+    finite = bool(torch.isfinite(actual).all())
+    off = actual.double().cpu() - expected.double().cpu()
+    if not finite or not off.numel():
+        empty = math.nan if not finite else 0.0
+        return Difference(finite, empty, empty, empty, empty, empty)
+    sizes = expected.double().cpu().norm(dim=-1)
+    relative = off.norm(dim=-1) / sizes.clamp(min=max(sizes.median().item(), torch.finfo(torch.float64).tiny))
+    return Difference(
+        True,
+        off.abs().max().item(),
+        off.abs().mean().item(),
+        relative.max().item(),
+        relative.mean().item(),
+        relative.median().item(),
+    )
+
+
+def allowed(eager: Iterable[Difference], dtype: torch.dtype) -> Allowed:
+    """The bounds from stock's own run in this dtype: twice its worst and its mean error, plus a rounding step each."""
+    errors = list(eager)
+    return Allowed(
+        allowed_error(max((error.worst for error in errors), default=0.0), dtype),
+        allowed_error(max((error.typical for error in errors), default=0.0), dtype),
+    )
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Logits [N, V] compared with those of the reference.
+
+    kl: the mean of KL(reference ‖ these) in nats. same: the share of positions with the same most likely token.
+    within_guides: the share of elements within rtol = atol = 5e-2 of stock's.
+    """
+
+    kl: float
+    same: float
+    within_guides: float
+
+
+def predictions(logits: Tensor, reference: Tensor, stock: Tensor) -> Predictions:
+    """logits, reference, stock: [N, V]."""
+    kl, same, within, count = 0.0, 0, 0, 0
+    for ours, theirs, plain in zip(logits.split(64), reference.split(64), stock.split(64), strict=True):
+        p, q = theirs.double().log_softmax(-1), ours.double().log_softmax(-1)
+        kl += (p.exp() * (p - q)).sum().item()
+        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        within += int(torch.isclose(ours.double(), plain.double(), rtol=GUIDES, atol=GUIDES).sum())
+        count += ours.numel()
+    n = max(1, len(logits))
+    return Predictions(max(0.0, kl / n), same / n, within / max(1, count))

@@ -1,0 +1,182 @@
+"""The model that is verified: its parts, and how to run its stock forwards while it stays prepared.
+
+There is one model in memory. Stock uses the same modules and parameters with every dispatcher switched off, so a fused
+weight that no longer matches its parameters is detected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm.errors import VerifyError
+from hf_rocm.loading.prepare import REPORT, prepare, restore
+from hf_rocm.overlay import bind
+from hf_rocm.tools.verify.fp64_reference import wide_of, widened
+from hf_rocm.weights import quantize
+
+_OURS, _KEPT = "_hf_rocm_", (REPORT, bind.MODE)
+
+DECODER, ENCODER, PAIR = "decoder", "encoder", "encoder-decoder"
+
+
+class Subject:
+    """A loaded model and the facts that the checks need.
+
+    blocks: the repeated layers by path, in order; outside: other modules that compute something, by path.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        first = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
+        if first is None or quantize.summary(model) is not None:
+            raise VerifyError(
+                f"{type(model).__name__} has no floating-point weights, so there is no reference"
+                if first is None
+                else f"{type(model).__name__} is in 8 bits, which changes its results on purpose",
+                hint="verify it before it is quantised; hf_rocm.quantization_loss measures the error of 8 bits",
+            )
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise VerifyError(
+                "weights of this model are not in memory (meta)", hint="load it without offloading to verify it"
+            )
+        from hf_rocm.generation.decide import generator_of
+
+        self.model = model
+        self.generator: Any = generator_of(model)  # whose steps are recorded
+        self.config: Any = model.config
+        self.device = first.device
+        self.dtype = first.dtype
+        self.wide = wide_of(first.dtype)
+        self.blocks = _blocks(model)
+        self.outside = _outside(model, self.blocks)
+        self.kind = _kind(model)
+
+    @property
+    def text_config(self) -> Any:
+        whole = getattr(self.config, "get_text_config", None)
+        return self.config if whole is None else whole()
+
+    @contextmanager
+    def stock(self, *, plain: bool = True) -> Iterator[None]:
+        """Within the block, every forward is stock's. plain: with eager attention and experts, not the model's own."""
+        report = self.model.__dict__.get(REPORT) or {}
+        if _replaced(report):
+            restore(self.model)
+        modes = {module: module.__dict__.get(bind.MODE) for module in self._bound()}
+        for module in modes:
+            bind.set_mode(module, bind.OFF)
+        own = self.generator.__dict__  # with the marks that generate reads: recorded steps, resident inputs
+        marks = {name: own.pop(name) for name in list(own) if name.startswith(_OURS) and name not in _KEPT}
+        try:
+            with _plain(self.model) if plain else nullcontext():
+                yield
+        finally:
+            own.update(marks)
+            for module, mode in modes.items():
+                bind.set_mode(module, mode)
+            if _replaced(report):
+                preshuffle, routed = report["preshuffle"], report["routed"]
+                prepare(
+                    self.model,
+                    force=True if report["forced"] else None,
+                    preshuffle=preshuffle.get("mode"),
+                    linear_backend=routed and routed["backend"],
+                )
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within the block, the model runs stock in the wider dtype."""
+        with self.stock(), widened(self.model, self.blocks, self.wide):
+            yield
+
+    def final(self, output: Any) -> Tensor:
+        """The compared output of the model: its logits, or its last hidden states."""
+        for name in ("logits", "last_hidden_state"):
+            value = getattr(output, name, None)
+            if isinstance(value, Tensor):
+                return value
+        raise VerifyError(
+            f"{type(self.model).__name__} returns neither logits nor hidden states",
+            hint="load the model with its head, such as AutoModelForCausalLM",
+        )
+
+    def _bound(self) -> list[nn.Module]:
+        return [module for module in self.model.modules() if bind.binding_of(module) is not None]
+
+
+def _replaced(report: dict[str, Any]) -> bool:
+    """Whether prepare made changes that affect stock forwards: weights in another order, or routed layers."""
+    preshuffle = report.get("preshuffle") or {}
+    return bool(report.get("routed") or (preshuffle.get("shuffled") and not preshuffle.get("threshold")))
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost elements of module lists that hold weights: layers, and nothing inside them."""
+    blocks: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{block}.") for block in blocks):
+            for name, child in module.named_children():
+                if any(True for _ in child.parameters()):
+                    blocks[f"{path}.{name}"] = child
+    return blocks
+
+
+def _outside(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules with weights outside the blocks: embeddings, the last norm, the head."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if module._parameters and path and not any(f"{path}.".startswith(f"{block}.") for block in blocks)
+    }
+
+
+def _kind(model: nn.Module) -> str:
+    if "input_ids" not in _parameters(model.forward):
+        raise VerifyError(
+            f"{type(model).__name__} takes no input_ids, and verify needs a model of text",
+            hint="verify the language model inside it: hf_rocm.verify(model.model.language_model) or the like",
+        )
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return PAIR
+    can: Callable[[], bool] | None = getattr(model, "can_generate", None)
+    if can is not None and can():
+        return DECODER
+    attentions = [module for module in model.modules() if "Attention" in type(module).__name__]
+    return DECODER if any(getattr(attention, "is_causal", False) for attention in attentions) else ENCODER
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    import inspect
+
+    return list(inspect.signature(function).parameters)
+
+
+@contextmanager
+def _plain(model: nn.Module) -> Iterator[None]:
+    """Within the block, every config in the model selects the eager attention and experts."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    names = ("_attn_implementation_internal", "_experts_implementation_internal")
+    own = [(config, name, vars(config)[name]) for config in configs.values() for name in names if name in vars(config)]
+    try:
+        for config, name, _ in own:
+            setattr(config, name, "eager")
+        yield
+    finally:
+        for config, name, value in own:
+            setattr(config, name, value)
+
+
+def is_causal_lm(subject: Subject) -> bool:
+    """Whether the model generates text."""
+    can: Any = getattr(subject.model, "can_generate", None)
+    return subject.kind == DECODER and can is not None and bool(can())
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the device, without the name of the machine."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

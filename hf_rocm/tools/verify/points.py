@@ -1,0 +1,184 @@
+"""The points that are compared inside a layer: the results of its modules and operations, in stock's order.
+
+In a prepared model the projections are one product, and their modules are not called. So the results of hf_rocm's
+operations get the names of stock's modules.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_rocm.layers.weight_group import SLOT
+from hf_rocm.ops.registry import Route, watching
+from hf_rocm.tools.verify.intercept import Around, first_tensor, hidden_of, intercepted, with_hidden
+
+OUTPUT = "output"  # of the whole layer
+ENTERS = "in "  # what enters a linear layer: attention's result, or the activation's
+ROTATED = ("rotated query", "rotated key")
+ATTENTION = {"attention", "varlen_attention", "decode_attention"}
+
+
+class Recorder:
+    """Records the points of one run: by layer and name, [N, D] of the compared positions, on the CPU.
+
+    Names are paths below the layer. keeps: [B, S] masks of the current call, one for each length that its tensors may
+    have. inside: the layers whose inner points are recorded; of the others only the output. forced: by layer, the input
+    to use instead of its own.
+    """
+
+    def __init__(
+        self, blocks: dict[str, nn.Module], outside: dict[str, nn.Module], *, inside: set[str], rotary: bool = False
+    ) -> None:
+        self._blocks, self._outside, self._inside, self._rotary = blocks, outside, inside, rotary
+        self._stack: list[tuple[str, str, nn.Module]] = []  # (layer, path below it, module)
+        self._given: list[Tensor | None] = []  # the layer's input and its modules' results, which are known as points
+        self.keeps: tuple[Tensor, ...] = ()
+        self.forced: dict[str, Tensor] = {}
+        self.points: dict[str, dict[str, Tensor]] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self.ran: dict[tuple[str, str], set[str]] = {}  # (layer, path) → hf_rocm's operations that ran in it
+
+    def begin(self, keeps: tuple[Tensor, ...], forced: dict[str, Tensor] | None = None) -> None:
+        self.keeps, self.forced, self.points, self.inputs = keeps, forced or {}, {}, {}
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Route]]:
+        arounds: dict[int, Around] = {}
+        for layer, block in self._blocks.items():
+            for path, module in block.named_modules() if layer in self._inside else [("", block)]:
+                arounds[id(module)] = self._around(layer, path)
+        for path, module in self._outside.items():
+            arounds.setdefault(id(module), self._around(path, ""))
+        with ExitStack() as stack:
+            stack.enter_context(intercepted(arounds))
+            if self._rotary:
+                stack.enter_context(_rotations_shown(list(self._blocks.values()), self._rotation))
+            yield stack.enter_context(watching(self._operation))
+
+    def _around(self, layer: str, path: str) -> Around:
+        def around(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+            if not path:
+                args, kwargs = self._enter(layer, args, kwargs)
+            elif isinstance(module, nn.Linear):
+                hidden = hidden_of(args, kwargs)
+                if not any(hidden is given for given in self._given):
+                    self._put(layer, f"{ENTERS}{path}", hidden)
+            self._stack.append((layer, path, module))
+            try:
+                result = call(*args, **kwargs)
+            finally:
+                self._stack.pop()
+            value = first_tensor(result)
+            self._put(layer, path or OUTPUT, value)
+            self._given.append(value)
+            return result
+
+        return around
+
+    def _enter(
+        self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = hidden_of(args, kwargs)
+        self._given = [hidden]
+        if hidden is None or not hidden.is_floating_point():
+            return args, kwargs
+        given = self.forced.get(layer)
+        if given is not None and given.shape == hidden.shape:
+            hidden = given.to(hidden.device, hidden.dtype)
+            self._given = [hidden]
+            return with_hidden(args, kwargs, hidden)
+        self.inputs[layer] = hidden.detach().cpu()
+        return args, kwargs
+
+    def _put(self, layer: str, name: str, value: Tensor | None) -> None:
+        rows = None if value is None or not value.is_floating_point() else self._rows(value.detach())
+        if rows is not None:
+            self.points.setdefault(layer, {})[name] = rows
+
+    def _rows(self, value: Tensor) -> Tensor | None:
+        for keep in self.keeps:
+            b, s = keep.shape
+            if value.dim() > 2 and value.shape[:2] == (b, s):
+                return value.reshape(b * s, -1)[keep.flatten().to(value.device)].cpu()
+            if value.dim() == 2 and value.shape[0] == b * s:
+                return value[keep.flatten().to(value.device)].cpu()
+        return None
+
+    def _rotation(self, query: Tensor, key: Tensor) -> None:
+        """[B, H, S, D] each."""
+        layer, path, _ = self._stack[-1] if self._stack else ("", "", None)
+        if layer in self._inside and query.dim() == 4 and key.dim() == 4:
+            for name, value in zip(ROTATED, (query, key), strict=True):
+                self._put(layer, _below(path, name), value.transpose(1, 2))
+
+    def _operation(self, name: str, result: Any) -> None:
+        if not self._stack or self._stack[-1][0] not in self._inside:
+            return
+        layer, path, module = self._stack[-1]
+        self.ran.setdefault((layer, path), set()).add(name)
+        value = first_tensor(result)
+        if name == "rope" and isinstance(result, tuple):
+            self._rotation(*result)
+        elif name in ATTENTION:
+            self._put(layer, _below(path, "attention"), value)
+        elif value is not None:
+            group: Any = module.__dict__.get(SLOT)
+            sizes = getattr(group, "sizes", ())
+            if sizes and sum(sizes) == value.shape[-1]:
+                for part, rows in zip(group.names, value.split(sizes, dim=-1), strict=True):
+                    self._put(layer, _below(path, part), rows)
+
+
+def label(layer: str, name: str, ran: dict[tuple[str, str], set[str]]) -> str:
+    """The readable name of a point: the input of a linear layer is named after the operation before it."""
+    if not name.startswith(ENTERS):
+        return name
+    path = name.removeprefix(ENTERS).rpartition(".")[0]
+    operations = ran.get((layer, path), set())
+    if operations & ATTENTION:
+        return _below(path, "attention")
+    return _below(path, "activation") if "act_and_mul" in operations else name.replace(ENTERS, "input of ")
+
+
+def same_point(points: dict[str, Tensor], name: str) -> Tensor | None:
+    """The same point of another run. In a prepared model, attention's result replaces the next layer's input."""
+    point = points.get(name)
+    if point is None and name.startswith(ENTERS):
+        point = points.get(_below(name.removeprefix(ENTERS).rpartition(".")[0], "attention"))
+    return point
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+@contextmanager
+def _rotations_shown(blocks: list[nn.Module], show: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Within the block, pass the results of the model files' rotary functions to `show`."""
+    homes = {type(module).__module__ for block in blocks for module in block.modules()}
+    originals: list[tuple[dict[str, Any], str, Any]] = []
+
+    def shown(function: Callable[..., Any]) -> Callable[..., Any]:
+        def rotate(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            if isinstance(result, tuple) and len(result) == 2:
+                show(*result)
+            return result
+
+        return rotate
+
+    for home in homes:
+        names = vars(sys.modules[home]) if home.startswith("transformers.models.") else {}
+        for name in [name for name in names if name.startswith("apply_rotary_pos_emb")]:
+            originals.append((names, name, names[name]))
+            names[name] = shown(names[name])
+    try:
+        yield
+    finally:
+        for names, name, function in originals:
+            names[name] = function

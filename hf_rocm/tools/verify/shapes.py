@@ -1,0 +1,90 @@
+"""Models with random weights, for verifying without a checkpoint: of any config, or of a named small one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_rocm.errors import OptionError
+from hf_rocm.tools.verify.fp64_reference import cast
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+_GROUPED = {**_SMALL, "num_key_value_heads": 2, "head_dim": 64}
+_SLIDING = {**_GROUPED, "sliding_window": 24}
+
+# name → (model type, arguments of its config); with head dims that kernels support, and windows shorter than the rows
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny-bert": ("bert", _SMALL),
+    "tiny-gemma2": ("gemma2", {**_SLIDING, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0}),
+    "tiny-gpt-oss": ("gpt_oss", {**_SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "tiny-llama": ("llama", _GROUPED),
+    "tiny-mistral": ("mistral", _SLIDING),
+    "tiny-qwen3": ("qwen3", _GROUPED),
+}
+
+
+def random_model(config: str, *, dtype: str, device: torch.device) -> Any:
+    """A model of this config, with the same random weights on every machine.
+
+    config: a name of `SHAPES`, or a config.json, or a folder with one. dtype: as torch calls it. Raises `OptionError`.
+    """
+    import transformers
+
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise OptionError(f"there is no dtype {dtype!r}", hint="name one such as bfloat16, float16 or float32")
+    settings = _config(config)
+    if type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and settings.model_type not in ("bert", "roberta"):
+        loader: Any = transformers.AutoModelForCausalLM
+    elif type(settings) in transformers.MODEL_FOR_MASKED_LM_MAPPING:
+        loader = transformers.AutoModelForMaskedLM
+    else:
+        loader = transformers.AutoModel
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = loader.from_config(settings)
+        _fill(model)
+    cast(model, kind)
+    return model.to(device).eval()
+
+
+def _config(config: str) -> Any:
+    import transformers
+
+    if config in SHAPES:
+        model_type, arguments = SHAPES[config]
+        if model_type not in transformers.CONFIG_MAPPING:
+            raise OptionError(f"transformers {transformers.__version__} has no {model_type}")
+        return transformers.AutoConfig.for_model(model_type, **arguments)
+    path = Path(config)
+    try:
+        return transformers.AutoConfig.from_pretrained(path.parent if path.name == "config.json" else path)
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"no config could be read from {config!r}",
+            facts={"transformers error": " ".join(str(error).split())[:200]},
+            hint=f"give a config.json, a folder with one, or one of {', '.join(sorted(SHAPES))}",
+        ) from error
+
+
+@torch.no_grad()
+def _fill(model: nn.Module) -> None:
+    """Fill in weights that preserve the norm of activations, so that every part of the model affects its output."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for parameter in model.parameters():
+        if id(parameter) in embeddings:
+            parameter.normal_(0, 0.5)
+        elif parameter.ndim == 1:  # norms and biases: keep their mean, add a spread
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        else:
+            parameter.normal_(0, parameter.shape[-1] ** -0.5)

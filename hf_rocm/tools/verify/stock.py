@@ -1,0 +1,83 @@
+"""Compare stock as it was loaded with plain stock: attention implementations and hub kernels can be wrong too.
+
+The other checks compare hf_rocm with stock in eager attention. Without hf_rocm, and in layers that stay stock, users
+get what was loaded: another attention implementation, a rotary kernel of the hub, padding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_rocm.tools.verify.cases import Case, Step
+from hf_rocm.tools.verify.check import FAILED, NOT_RUN, PASSED, Check
+from hf_rocm.tools.verify.examine import Examined
+from hf_rocm.tools.verify.judge import end_to_end
+from hf_rocm.tools.verify.measure import Difference, difference
+from hf_rocm.tools.verify.model_under_test import DECODER, Subject
+from hf_rocm.tools.verify.reference import run
+
+NAME, TITLE = "stock", "stock as it was loaded, compared with plain stock and each row alone"
+
+
+def stock_as_loaded(subject: Subject, batch: Examined | None) -> Check:
+    """Check the rows of a padded batch in stock's own forwards, in the model's dtype.
+
+    The reference is each row alone, with eager attention, in the wider dtype: without other rows, padding and attention
+    kernels. The bound is twice the error of the same computation in the model's dtype.
+    """
+    if batch is None or subject.kind != DECODER:
+        return Check(NAME, TITLE, NOT_RUN, note="no padded batch was run, or the model has no causal attention")
+    step = _shortest_first(batch.case.steps[0])
+    with subject.reference():
+        exact = _alone(subject, step, subject.wide)
+    with subject.stock():
+        plain = difference(_alone(subject, step, subject.dtype), exact)
+    try:
+        with subject.stock(plain=False):
+            together = difference(_together(subject, step), exact)
+            alone = difference(_alone(subject, step, subject.dtype), exact)
+    except Exception as error:  # noqa: BLE001 - what stock can't do is reported, whatever it is
+        return Check(NAME, TITLE, NOT_RUN, note=f"stock as loaded fails: {' '.join(str(error).split())[:160]}")
+    off, bound = end_to_end(subject, together, plain)
+    if not bound.exceeded(off):
+        return Check(NAME, TITLE, PASSED, off.worst, bound.worst)
+    by_itself, _ = end_to_end(subject, alone, plain)
+    note = _why(subject, together, alone_is_off=bound.exceeded(by_itself))
+    return Check(NAME, TITLE, FAILED, off.worst, bound.worst, note=note)
+
+
+def _why(subject: Subject, together: Difference, *, alone_is_off: bool) -> str:
+    name = getattr(subject.text_config, "_attn_implementation", None) or "its own"
+    if alone_is_off:
+        return f"wrong in stock, without padding: attention by {name!r} is not plain attention (are sinks dropped?)"
+    if not together.finite:
+        return f"not finite in stock, with padding only: rows that see no key, attention by {name!r}"
+    return "wrong in stock, with padding only: rows take other rows' positions (a rotary kernel?), or their padding"
+
+
+def _shortest_first(step: Step) -> Step:
+    """The same rows, the most padded one first.
+
+    A kernel that uses the first row's positions for all rows would otherwise only shift the positions of the padded
+    rows, and attention does not depend on a shift.
+    """
+    assert step.mask is not None
+    order = step.mask.sum(-1).argsort()
+    positions = None if step.positions is None else step.positions[order]
+    return Step(step.ids[order], step.mask[order], positions)
+
+
+def _together(subject: Subject, step: Step) -> Tensor:
+    """[N, V]: the compared positions of every row, in one batch, with positions as `generate` passes them."""
+    return run(subject, Case(NAME, (step,), "dynamic"), subject.dtype).finals[0].flatten(1)
+
+
+def _alone(subject: Subject, step: Step, dtype: torch.dtype) -> Tensor:
+    """[N, V]: the same positions, each row by itself and without its padding."""
+    assert step.mask is not None
+    rows = []
+    for ids, mask, keep in zip(step.ids, step.mask.bool(), step.keep, strict=True):
+        row = run(subject, Case(NAME, (Step(ids[mask][None]),), "dynamic"), dtype).finals[0].flatten(1)
+        rows.append(row[keep[mask][-len(row) :]])
+    return torch.cat(rows)

@@ -1,0 +1,93 @@
+"""8-bit weights with one scale for each row: `fp8` and `int8`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm.device import describe, is_rocm
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops.eight_bit import FP8, INT8, dequantize_rows, fp8_of, quantize_rows, shuffle_rows, unshuffle_rows
+from hf_rocm.ops.quantized import choose, shuffle_refuses
+from hf_rocm.ops.quantized_torch import QuantizedSpec
+from hf_rocm.weights.encoding import QuantizedWeight, encoding
+
+
+@encoding("fp8", "int8")
+class EightBitWeight(QuantizedWeight):
+    """data: [N, K] int8 or fp8, shuffled for aiter or not; scale: [N] fp32."""
+
+    step = 16  # a shuffled tile has 16 rows
+
+    def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        super().__init__(data, scale, bias)
+        self._choose()
+
+    def _choose(self) -> None:
+        """Round x too where the device multiplies this format."""
+        format = self.data.dtype
+        self.rounds = format == INT8 or fp8_of(describe(self.data.device)) == format
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EightBitWeight:
+        super()._apply(fn, recurse)
+        self._choose()
+        return self
+
+    @classmethod
+    def format_for(cls, model: nn.Module, kind: str) -> torch.dtype:
+        if kind == "int8":
+            return INT8
+        device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
+        if device is None and is_rocm() and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())  # the likely target of a model on the CPU
+        return fp8_of(describe(device or torch.device("cpu"))) or FP8
+
+    @classmethod
+    def described(cls, format: torch.dtype) -> str:
+        return str(format).removeprefix("torch.")
+
+    @classmethod
+    def empty(cls, n: int, weight: Tensor, format: torch.dtype, bias: Tensor | None) -> EightBitWeight:
+        data = torch.empty((n, weight.shape[1]), dtype=format, device=weight.device)
+        return cls(data, torch.empty(n, dtype=torch.float32, device=weight.device), bias)
+
+    def written(self, dtype: torch.dtype) -> None:
+        if self._is_better_shuffled(dtype):
+            self.data = shuffle_rows(self.data)
+            self.shuffled = True
+
+    def _is_better_shuffled(self, dtype: torch.dtype) -> bool:
+        """Whether aiter's GEMM on shuffled weights serves; shuffling in place costs no memory."""
+        device = describe(self.data.device)
+        bias_dtype = None if self.bias is None else self.bias.dtype
+        n, k = self.data.shape
+        spec = QuantizedSpec(dtype, self.data.dtype, self.data.device, n, k, bias_dtype, True)
+        if not device.rocm or shuffle_refuses(spec, device) is not None:
+            return False
+        try:
+            return choose(spec)[0] == "aiter"
+        except TierUnavailable:
+            return False
+
+    def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        rows = self.data[start:stop]
+        return dequantize_rows(unshuffle_rows(rows) if self.shuffled else rows, self.scale[start:stop], dtype)
+
+    def _encode(self, place: slice, part: Tensor) -> None:
+        rows, scale = quantize_rows(part, self.data.dtype)
+        self.data[place] = shuffle_rows(rows) if self.shuffled else rows
+        self.scale[place] = scale.flatten()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # plain pickle does not support fp8
+        buffers = {**self._buffers, "data": self.data.view(torch.int8)}
+        return {**self.__dict__, "_buffers": buffers, "format": self.data.dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        format = state.pop("format")
+        super().__setstate__(state)
+        self._buffers["data"] = self.data.view(format)
+        self._choose()

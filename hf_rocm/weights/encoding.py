@@ -1,0 +1,138 @@
+"""The encoded weight of quantised layers, and the encodings by name.
+
+An encoding is a subclass of `QuantizedWeight`, registered in a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm import ops
+from hf_rocm.ops.quantized import keeps_input
+
+EncodingT = TypeVar("EncodingT", bound="QuantizedWeight")
+
+CHUNK = 2**22  # elements that are rounded at once; 16 MiB in fp32
+
+
+class QuantizedWeight(nn.Module):
+    """data: [N, …], the encoded numbers; scale: [N] or [N, K / group]; bias: [N] or None.
+
+    Its buffers are not part of a state dict: the layers save the weights in their own dtype. A subclass defines an
+    encoding. format: what the encoding needs, apart from the sizes, as `format_for` returns it.
+    """
+
+    data: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    step = 1  # rows that are encoded together
+    rounds = False  # whether x is rounded too, if it has many rows
+
+    def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("data", data, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        self.shuffled = False
+
+    @classmethod
+    def format_for(cls, model: nn.Module, kind: str) -> Any:
+        """The format of a model's weights. kind: one of the names under which the encoding is registered."""
+        raise NotImplementedError
+
+    @classmethod
+    def described(cls, format: Any) -> str:
+        """The format in a report."""
+        raise NotImplementedError
+
+    @classmethod
+    def refuses(cls, weight: Tensor, format: Any) -> str | None:
+        """Why a layer with this weight keeps it, or None."""
+        return None
+
+    @classmethod
+    def empty(cls, n: int, weight: Tensor, format: Any, bias: Tensor | None) -> QuantizedWeight:
+        """A weight with n rows that is still to be written, on the device and with the K of this one."""
+        raise NotImplementedError
+
+    def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return these rows dequantised, a new tensor [stop - start, K]."""
+        raise NotImplementedError
+
+    def written(self, dtype: torch.dtype) -> None:
+        """Called once all rows were written. dtype: of the inputs."""
+
+    def _encode(self, place: slice, part: Tensor) -> None:
+        """Encode the numbers of some rows, [rows, K], on the device of this weight."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        norm: ops.Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """The outputs of the rows from start to stop: [..., stop - start] for x: [..., K].
+
+        norm, activation, residual: as in `ops.quantized_linear`.
+        """
+        buffers: Any = self._buffers  # faster than attributes of a module
+        data, scale, bias = buffers["data"], buffers["scale"], buffers["bias"]
+        if start or stop is not None:
+            data, scale = data[start:stop], scale[start:stop]
+            bias = None if bias is None else bias[start:stop]
+        if torch.is_autocast_enabled(x.device.type):  # as F.linear does
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return ops.quantized_linear(
+            x,
+            data,
+            scale,
+            bias,
+            shuffled=self.shuffled,
+            round_input=self.rounds and not keeps_input(x, data, scale, bias, self.shuffled),
+            norm=norm,
+            activation=activation,
+            residual=residual,
+        )
+
+    def write(self, start: int, weight: Tensor) -> None:
+        """Quantise a weight [N_i, K] into the rows from start on, in chunks."""
+        step = max(self.step, CHUNK // weight.shape[1] // self.step * self.step)
+        for first in range(0, len(weight), step):
+            part = weight[first : first + step].to(self.scale.device)
+            self._encode(slice(start + first, start + first + len(part)), part)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
+        """`.to()` and the like move the encoded numbers and their scales, but never change their dtypes."""
+        device = fn(self.scale.new_empty(0)).device
+        for name in ("data", "scale"):
+            self._buffers[name] = getattr(self, name).to(device)
+        if self.bias is not None:
+            self._buffers["bias"] = fn(self.bias)
+        return self
+
+
+_encodings: dict[str, type[QuantizedWeight]] = {}
+
+
+def encoding(*names: str) -> Callable[[type[EncodingT]], type[EncodingT]]:
+    """Register an encoding under the names of its kinds."""
+
+    def register_it(cls: type[EncodingT]) -> type[EncodingT]:
+        _encodings.update(dict.fromkeys(names, cls))
+        return cls
+
+    return register_it
+
+
+def encodings() -> dict[str, type[QuantizedWeight]]:
+    """The imported encodings by the names of their kinds."""
+    return dict(_encodings)

@@ -1,0 +1,42 @@
+"""4-bit weights in groups with one scale: `int4`, in groups of 128, and `int4-g64` and `int4-g32` in smaller ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm.ops.four_bit import GROUPS, INT4, PER_WORD, SCALE, dequantize_groups, quantize_groups
+from hf_rocm.weights.encoding import QuantizedWeight, encoding
+
+_GROUP_OF = {"int4": max(GROUPS), **{f"int4-g{group}": group for group in sorted(GROUPS, reverse=True)}}
+
+
+@encoding(*_GROUP_OF)
+class FourBitWeight(QuantizedWeight):
+    """data: [N, K / 8] int32, see `ops.four_bit`; scale: [N, K / group] bf16."""
+
+    @classmethod
+    def format_for(cls, model: nn.Module, kind: str) -> int:
+        return _GROUP_OF[kind]
+
+    @classmethod
+    def described(cls, format: int) -> str:
+        return f"4 bits in groups of {format}"
+
+    @classmethod
+    def refuses(cls, weight: Tensor, format: int) -> str | None:
+        k = weight.shape[1]
+        return None if k % format == 0 else f"its {k} inputs are not a multiple of the group size {format}"
+
+    @classmethod
+    def empty(cls, n: int, weight: Tensor, format: int, bias: Tensor | None) -> FourBitWeight:
+        k, device = weight.shape[1], weight.device
+        words = torch.empty((n, k // PER_WORD), dtype=INT4, device=device)
+        return cls(words, torch.empty((n, k // format), dtype=SCALE, device=device), bias)
+
+    def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return dequantize_groups(self.data[start:stop], self.scale[start:stop], dtype)
+
+    def _encode(self, place: slice, part: Tensor) -> None:
+        group = part.shape[1] // self.scale.shape[1]
+        self.data[place], self.scale[place] = quantize_groups(part, group)

@@ -1,0 +1,152 @@
+"""The block: one allocation for the weights of a group, in which every parameter has its own storage over its part.
+
+The parts are created through DLPack, so that code that inspects parameters or storages (state dicts, safetensors,
+pickle, optimizers) sees ordinary tensors that share nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from hf_rocm.layers.grouped_linear import lies_in
+from hf_rocm.layers.weight_group import WeightGroup
+from hf_rocm.weights.mmap_pages import give_back, release_freed
+
+# Live blocks by the address of their first weight: an op in a compiled graph gets the weights, not the module.
+_blocks: WeakValueDictionary[int, WeightGroup] = WeakValueDictionary()
+
+
+def enter_block(group: WeightGroup) -> None:
+    """Register a group by the address of its first weight, while it is alive."""
+    _blocks[group.parts[0].weight] = group
+
+
+def block_of(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Any:
+    """Return the live group that consists of exactly these weights and biases now, or None."""
+    group: Any = _blocks.get(weights[0].data_ptr())
+    if group is None or group.weight.dtype != weights[0].dtype or group.weight.device != weights[0].device:
+        return None
+    return group if lies_in(group, weights, biases) else None
+
+
+def capturing() -> bool:
+    """Whether a graph is being captured: weights must not move meanwhile."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_aliased(parameter: Tensor) -> bool:
+    """Whether another tensor uses its storage, which would not follow if the parameter moved."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    own = 2  # the parameter, and the storage object of this call
+    return count is not None and bool(count(parameter.untyped_storage()._cdata) > own)
+
+
+def part_memory(module: nn.Module, names: Sequence[str]) -> None:
+    """Move the weights (and biases) of these children to memory of their own. Values and objects stay the same.
+
+    Parameters that share memory with other tensors, such as another model's, stay where they are: the others would no
+    longer follow them.
+    """
+    on_gpu, freed = False, 0
+    for linear in (module._modules.get(name) for name in names):
+        for parameter in () if linear is None else (linear._parameters.get(key) for key in ("weight", "bias")):
+            if type(parameter) is nn.Parameter and not parameter.is_meta and not is_aliased(parameter):
+                own_memory(parameter)
+                on_gpu, freed = on_gpu or parameter.is_cuda, freed + parameter.nbytes
+    if on_gpu:
+        torch.cuda.empty_cache()
+    else:
+        release_freed(freed)
+
+
+def release_joined(weight: Tensor) -> None:
+    """Release the former memory of the weights that now form this block.
+
+    The allocator would keep it: it is too small for the next block, and would add up to a second model.
+    """
+    if weight.is_cuda:
+        torch.cuda.empty_cache()
+    else:
+        release_freed(weight.nbytes)
+
+
+def own_memory(parameter: Tensor) -> None:
+    """Copy a parameter's values to ordinary memory of its own. The object stays the same."""
+    with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
+        parameter.data = parameter.data.clone()
+
+
+def join_parameters(parameters: Sequence[Any], neighbours: Sequence[Any] = ()) -> Tensor:
+    """Move these parameters, [N_i, …] each, into one block [N_1 + N_2 + …, …]. Returns the block.
+
+    neighbours: parameters that may be located between them and may be moved.
+    """
+    # A parameter created under inference_mode accepts only inference tensors, an ordinary parameter none of them.
+    with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
+        others = _make_room(parameters, neighbours)
+        block = torch.cat([parameter.data for parameter in parameters])
+        row = 0
+        for parameter in parameters:
+            rows, old = len(parameter), parameter.data
+            parameter.data = _apart(block[row : row + rows])
+            give_back(old)
+            row += rows
+        for other in others:
+            own_memory(other)
+    return block
+
+
+def _apart(part: Tensor) -> Tensor:
+    """Return the same memory as a tensor with its own storage; PyTorch exports only from the current device."""
+    with torch.cuda.device_of(part):
+        return from_dlpack(part)
+
+
+_LARGE = 2**20  # PyTorch's allocator has a separate pool for smaller tensors
+_STEP = 512  # the granularity of PyTorch's allocator
+
+
+def _make_room(parameters: Sequence[Any], neighbours: Sequence[Any]) -> list[Any]:
+    """Free the range of GPU memory that these parameters and those between them fill, so that the block fits there.
+
+    transformers loads into one allocation of a model's size, which can't be released in parts: blocks outside of it
+    would leave as much of it unused. All of them are moved to a temporary copy. Returns the others among them.
+    """
+    first = parameters[0]
+    if not _on_gpu(first) or first.nbytes < _LARGE:
+        return []
+    low, high = (end(parameter.data_ptr() for parameter in parameters) for end in (min, max))
+    others = [other for other in neighbours if _may_move(other, first) and low < other.data_ptr() < high]
+    run = sorted([*parameters, *others], key=lambda parameter: int(parameter.data_ptr()))
+    for one, following in pairwise(run):
+        if one.data_ptr() + -(-one.nbytes // _STEP) * _STEP != following.data_ptr():
+            return []
+    copy = torch.cat([parameter.data.reshape(-1) for parameter in run])
+    for parameter, part in zip(run, copy.split([parameter.numel() for parameter in run]), strict=True):
+        parameter.data = _apart(part).view(parameter.shape)
+    torch.cuda.empty_cache()
+    return others
+
+
+def _may_move(parameter: Any, like: Tensor) -> bool:
+    """Whether a parameter can be moved without an effect on anything else."""
+    return (
+        type(parameter) is nn.Parameter
+        and hasattr(torch._C, "_storage_Use_Count")
+        and (parameter.device, parameter.dtype, parameter.is_inference())
+        == (like.device, like.dtype, like.is_inference())
+        and parameter.is_contiguous()
+        and parameter.untyped_storage().nbytes() == parameter.nbytes
+        and not is_aliased(parameter)
+    )
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda

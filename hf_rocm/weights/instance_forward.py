@@ -1,0 +1,72 @@
+"""Forwards of hf_rocm on instances of PyTorch's own layers. The class and other instances stay stock.
+
+A forward is a bound method with the name of the stock one. A deepcopy binds it to the copy, and unpickling in a process
+without hf_rocm yields the stock forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_rocm import patches
+from hf_rocm.patches import ABSENT
+
+# In the instance's __dict__: whether it had the stock forward as an attribute before.
+_HAD_STOCK = "_hf_rocm_found_forward"
+
+# accelerate's hook calls the forward that it replaced under this name.
+_SLOTS = ("forward", "_old_forward")
+
+_forwards: dict[type, Callable[..., Tensor]] = {}
+
+
+def declare(cls: type[nn.Module], forward: Callable[..., Tensor]) -> None:
+    """Declare the forward(self, x) that `attach` sets on instances of cls. Its name must be `forward`, for pickles."""
+    _forwards[cls] = forward
+
+
+def attach(module: nn.Module) -> None:
+    """Set the declared forward where it is called: on the instance, or behind accelerate's hook. Idempotent."""
+    own = module.__dict__
+    if is_attached(module):
+        return
+    slot = "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
+    if slot in own:
+        own[_HAD_STOCK] = True  # see eligible.accepted_forward
+    patches.exchange(own, slot, own.get(slot, ABSENT), MethodType(_forwards[type(module)], module))
+
+
+def detach(module: nn.Module) -> None:
+    """Undo `attach`. Another forward that was set since stays."""
+    own = module.__dict__
+    had_stock = own.pop(_HAD_STOCK, False)
+    for slot in _SLOTS:
+        forward = own.get(slot)
+        if is_ours(forward, module) or (slot == "forward" and is_class_forward(forward, module)):
+            stock = MethodType(_stock_forward(module), module) if had_stock else ABSENT
+            patches.exchange(own, slot, forward, stock)
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Whether a call of this layer runs the declared forward."""
+    return any(is_ours(module.__dict__.get(slot), module) for slot in _SLOTS)
+
+
+def is_ours(method: Any, module: nn.Module) -> bool:
+    """Whether it is a declared forward, bound to this instance."""
+    return getattr(method, "__func__", None) in _forwards.values() and method.__self__ is module
+
+
+def is_class_forward(method: Any, module: nn.Module) -> bool:
+    """Whether it is the forward of the class, bound to this instance, as after unpickling."""
+    return getattr(method, "__func__", None) is type(module).forward and method.__self__ is module
+
+
+def _stock_forward(module: nn.Module) -> Any:
+    """The forward of the stock class, even for an instance whose class was replaced by a subclass."""
+    cls = next(base for base in type(module).__mro__ if base in _forwards)
+    return patches.original(cls, "forward")

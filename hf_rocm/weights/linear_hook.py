@@ -1,0 +1,85 @@
+"""The forward of a linear layer that hf_rocm routes, or whose weight is shuffled: see `instance_forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from hf_rocm import ops
+from hf_rocm.layers.grouped_linear import linears_are_pytorchs
+from hf_rocm.layers.weight_group import SLOT
+from hf_rocm.ops.blas_backend import library_linear
+from hf_rocm.ops.linear import exporting, is_pytorchs, linear_by_aiter
+from hf_rocm.weights import instance_forward
+
+# In a linear's __dict__, a string: which backend it is routed to.
+BACKEND = "_hf_rocm_linear_backend"
+
+
+def forward(self: Any, input: Tensor) -> Tensor:
+    """nn.Linear's forward through the layer's shuffled weight or backend, if it has one."""
+    own = self.__dict__
+    group, backend = own.get(SLOT), own.get(BACKEND)
+    if not linears_are_pytorchs():
+        return nn.Linear.forward(self, input)
+    if is_compiling():
+        return _traced(self, input, group, backend)
+    weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
+    if weight is None or is_pytorchs(input):
+        return F.linear(input, self.weight, self.bias)
+    if group:
+        output: Tensor | None = group.linear(self, input)
+        if output is not None:
+            return output
+    if backend is None or weight.__class__ is not nn.Parameter:
+        return F.linear(input, weight, bias)
+    return multiply(input, weight, bias, backend)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    """Compute `ops.linear` with one backend: `auto`, `aiter`, or one of PyTorch's libraries."""
+    if backend == "auto":
+        return ops.linear(x, weight, bias)
+    if backend == "aiter":
+        return linear_by_aiter(x, weight, bias)
+    return library_linear(x, weight, bias, backend)
+
+
+def release(linear: nn.Module) -> None:
+    """Remove the forward if neither a route nor a shuffled weight needs it any more."""
+    own = linear.__dict__
+    if BACKEND in own or own.get(SLOT):
+        return
+    own.pop(SLOT, None)
+    instance_forward.detach(linear)
+
+
+instance_forward.declare(nn.Linear, forward)
+
+
+def _traced(self: Any, x: Tensor, group: Any, backend: str | None) -> Tensor:
+    """The forward while torch.compile traces, with operators that check the layer's weights at run time."""
+    if torch.is_autocast_enabled(x.device.type) or exporting():
+        return F.linear(x, self.weight, self.bias)
+    output: Tensor | None = group.traced(self, x) if group else None
+    if output is not None:
+        return output
+    return F.linear(x, self.weight, self.bias) if backend is None else multiply(x, self.weight, self.bias, backend)
+
+
+def operator(name: str, function: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> torch.library.Library:
+    """Define `hf_rocm::name(x, weight, bias)`, a GEMM for compiled graphs. Returns its library, to be kept alive."""
+    library = torch.library.Library("hf_rocm", "FRAGMENT")
+    library.define(f"{name}(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+    library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hf_rocm::{name}", _shape, lib=library)
+    return library
+
+
+def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))

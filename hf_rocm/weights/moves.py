@@ -1,0 +1,46 @@
+"""Form a module's weight group again after `.to()`, `.half()` and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from hf_rocm.layers.weight_group import PENDING, SLOT, WeightGroup, is_idle, kind_in, names_in
+from hf_rocm.overlay import bind
+
+
+def follow_moves(module: Module) -> None:
+    """Attach an `_apply` to the module's class while the class is bound."""
+    cls = type(module)
+    if bind.binding_of(module) is not None and "_apply" not in cls.__dict__:
+        bind.attach(cls, "_apply", _apply_and_resume(cls))
+
+
+def waits_for_gpu(module: Module, weight: Tensor) -> bool:
+    """Whether a group with this weight is formed when it moves to a GPU: on the CPU the stock forward runs."""
+    return bind.mode_of(module) == bind.GPU and weight.device.type == "cpu"
+
+
+def _apply_and_resume(cls: type[Any]) -> Callable[..., Any]:
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        suspended = _suspend(self)  # no reference to the group: its memory is freed as the parameters leave it
+        result = super(cls, self)._apply(*args, **kwargs)
+        if suspended is not None:
+            kind, names = suspended
+            kind.resume(self, names)
+        return result
+
+    return _apply
+
+
+def _suspend(module: Module) -> tuple[type[WeightGroup], tuple[str, ...]] | None:
+    """Return the kind and the names of the group to resume after the move, or None."""
+    kind, names = kind_in(module), names_in(module)
+    group = module.__dict__.get(SLOT)
+    if kind is None:
+        return None
+    resumes = is_idle(group, PENDING) if isinstance(group, tuple) else group.suspend(module)  # type: ignore[union-attr]
+    return (kind, names) if resumes else None

@@ -1,0 +1,153 @@
+"""Patch embeddings as GEMMs: the convolutions at the start of vision models, whose patches do not overlap.
+
+Such a convolution is a linear layer over flattened patches. MIOpen computes it slowly, and for Conv3d ends the process
+on several GPUs and releases (https://github.com/Comfy-Org/ComfyUI/issues/15895). The weights stay where they are, in
+their own shape.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _get_tracing_state
+from torch.nn import functional
+
+from hf_rocm import ops
+from hf_rocm.layers.grouped_linear import linears_are_pytorchs
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.linear import exporting, is_pytorchs
+from hf_rocm.overlay import bind
+from hf_rocm.overlay.dependencies import Reference
+from hf_rocm.overlay.replacements import constant_in_traces, replacement_among
+from hf_rocm.weights import instance_forward
+from hf_rocm.weights.eligible import accepted_forward
+
+# What the stock forwards call, by class.
+_CALLED = {
+    cls: (Reference(cls, "forward"), Reference(cls, "_conv_forward"), Reference(vars(functional), function))
+    for cls, function in ((nn.Conv2d, "conv2d"), (nn.Conv3d, "conv3d"))
+}
+_LAYOUTS = {nn.Conv2d: torch.channels_last, nn.Conv3d: torch.channels_last_3d}
+
+
+def forward(self: Any, input: Tensor) -> Tensor:
+    """Compute the convolution as a GEMM.
+
+    input: [B, C, size_1, …], in the weight's dtype. Returns [B, N, size_1 // kernel_1, …], in the memory format of a
+    convolution. Unsupported calls, and those whose functions were replaced, run the stock forward.
+    """
+    weight = self._parameters.get("weight")
+    if not _serves(self, input, weight):
+        output: Tensor = type(self).forward(self, input)
+        return output
+    patches, counts = _patches(input, self.kernel_size)
+    flat, bias = weight.flatten(1), self._parameters.get("bias")
+    multiply = functional.linear if compiling() else ops.linear
+    rows = multiply(patches, flat, bias).view(input.shape[0], *counts, weight.shape[0])
+    result = rows.movedim(-1, 1)
+    if compiling() or input.is_contiguous() or not input.is_contiguous(memory_format=_LAYOUTS[type(self)]):
+        return result.contiguous()
+    return result
+
+
+for _cls in _CALLED:
+    instance_forward.declare(_cls, forward)
+
+
+def attach(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
+    """Compute the patch embeddings of a model as GEMMs, in place. Idempotent.
+
+    mode: as in `overlay.bind`. Returns the names of these convolutions, and those that stay stock with the reason.
+    """
+    served: list[str] = []
+    skipped: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if type(module) not in _CALLED or not _non_overlapping(module):
+            continue
+        if not accepted_forward(module):
+            skipped[name] = "it has a forward of its own"
+            continue
+        bind.set_mode(module, mode)
+        instance_forward.attach(module)
+        served.append(name)
+    return served, skipped
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`."""
+    for module in model.modules():
+        if isinstance(module, tuple(_CALLED)):
+            instance_forward.detach(module)
+
+
+def in_force(model: nn.Module) -> list[str]:
+    """The names of the convolutions that a call computes as GEMMs now."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) in _CALLED and instance_forward.is_attached(module) and _class_is_pytorchs(type(module))
+    ]
+
+
+def _non_overlapping(convolution: Any) -> bool:
+    """Whether stride and kernel are equal and cover more than one element, and nothing is padded or dilated."""
+    return (
+        convolution.kernel_size == convolution.stride
+        and math.prod(convolution.kernel_size) > 1
+        and (convolution.padding == "valid" or set(convolution.padding) == {0})
+        and set(convolution.dilation) == {1}
+        and convolution.groups == 1
+    )
+
+
+def _serves(self: Any, x: Any, weight: Any) -> bool:
+    mode = self.__dict__.get(bind.MODE, bind.OFF)
+    if (
+        mode == bind.OFF
+        or type(self) not in _CALLED
+        or weight.__class__ is not nn.Parameter
+        or not isinstance(x, Tensor)
+    ):
+        return False
+    if mode == bind.GPU and not x.is_cuda:
+        return False
+    if torch.is_autocast_enabled(x.device.type) or not _class_is_pytorchs(type(self)):
+        return False
+    if compiling():
+        if exporting():
+            return False
+    elif is_pytorchs(x) or _get_tracing_state() is not None:
+        return False
+    if "_conv_forward" in self.__dict__ or not linears_are_pytorchs() or not _non_overlapping(self):
+        return False
+    kernel = self.kernel_size
+    return (
+        x.dim() == weight.dim()
+        and x.dtype == weight.dtype
+        and x.device == weight.device
+        and x.shape[1] == weight.shape[1]
+        and tuple(weight.shape[2:]) == kernel
+        and all(size >= width for size, width in zip(x.shape[2:], kernel, strict=True))
+    )
+
+
+@constant_in_traces
+def _class_is_pytorchs(cls: Any) -> bool:
+    """Whether this convolution class is PyTorch's own, apart from hf_rocm's changes."""
+    return replacement_among(_CALLED[cls]) is None
+
+
+def _patches(x: Tensor, kernel: tuple[int, ...]) -> tuple[Tensor, list[int]]:
+    """Return the patches [B · count_1 · …, C · kernel_1 · …], one per row, and the counts. Remainders are dropped."""
+    counts = [size // width for size, width in zip(x.shape[2:], kernel, strict=True)]
+    for axis, (count, width) in enumerate(zip(counts, kernel, strict=True), start=2):
+        if x.shape[axis] != count * width:
+            x = x.narrow(axis, 0, count * width)
+    split = [part for pair in zip(counts, kernel, strict=True) for part in pair]
+    axes = len(kernel)
+    counted, inside = [2 + 2 * axis for axis in range(axes)], [3 + 2 * axis for axis in range(axes)]
+    blocks = x.reshape(x.shape[0], x.shape[1], *split).permute(0, *counted, 1, *inside)
+    return blocks.reshape(x.shape[0] * math.prod(counts), x.shape[1] * math.prod(kernel)), counts

@@ -1,0 +1,21 @@
+"""Recognise layers that a checkpoint already stores as one matrix, so that there is nothing to fuse."""
+
+from __future__ import annotations
+
+from torch import nn
+
+# q, k and v; gate and up
+_NAMES = ("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv", "W_pack", "gate_up_proj", "Wi")
+
+# GPT-2's, whose weight is transposed
+_CONV1D = ("transformers.pytorch_utils", "Conv1D")
+
+
+def joined_already(module: nn.Module) -> list[str]:
+    """Return the names of such children."""
+    return [name for name in _NAMES if _multiplies(module._modules.get(name))]
+
+
+def _multiplies(child: nn.Module | None) -> bool:
+    kind = type(child)
+    return isinstance(child, nn.Linear) or (kind.__module__, kind.__qualname__) == _CONV1D

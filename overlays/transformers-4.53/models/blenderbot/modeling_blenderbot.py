@@ -1,0 +1,22 @@
+"""ROCm overlay of transformers.models.blenderbot.modeling_blenderbot, 4.53 and up."""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.blenderbot.modeling_blenderbot import BlenderbotAttention
+
+    from hf_rocm import layers, ops
+
+    @overlay.replaces(BlenderbotAttention, fuses=("q_proj", "k_proj", "v_proj"))
+    def blenderbot_attention(
+        self, stock, hidden_states, key_value_states=None, past_key_values=None, attention_mask=None, **kwargs
+    ):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout):
+            return stock(self, hidden_states, key_value_states, past_key_values, attention_mask, **kwargs)
+        query, key, value = layers.encoder_decoder(self, hidden_states, key_value_states, past_key_values, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)  # [B, S, H, D]
+        return layers.pack_outputs(self.out_proj(output.flatten(2)), weights, past_key_values)

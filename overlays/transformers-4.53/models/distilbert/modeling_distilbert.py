@@ -1,0 +1,36 @@
+"""ROCm overlay of transformers.models.distilbert.modeling_distilbert, 4.53 to 4.57.
+
+Pruned heads and a head mask stay stock.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    # DistilBERT's class table selects the first for sdpa; the second is its base class, listed for its digest
+    from transformers.models.distilbert.modeling_distilbert import (  # noqa: F401
+        DistilBertSdpaAttention,
+        MultiHeadSelfAttention,
+    )
+
+    from hf_rocm import layers, ops
+
+    @overlay.replaces(DistilBertSdpaAttention, fuses=("q_lin", "k_lin", "v_lin"))
+    def distilbert_attention(self, stock, query, key, value, mask, *more, **kwargs):
+        extra_reason = _what_stays(self, query, key, value, more)
+        if layers.fallback_reason(self, mask, kwargs, dropout=self.dropout_prob, extra_reason=extra_reason):
+            return stock(self, query, key, value, mask, *more, **kwargs)
+        names = ("q_lin", "k_lin", "v_lin")
+        query, key, value = layers.heads(self, query, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
+        key, value, seen = layers.visible_keys(self, query, key, value, mask, kwargs)
+        output, _ = ops.attention(query, key, value, scale=self.attention_head_size**-0.5, **seen)
+        return (self.out_lin(output.flatten(2)),)
+
+    def _what_stays(self, query, key, value, more):
+        if query is not key or key is not value:
+            return "queries, keys and values of different inputs stay stock"
+        if self.pruned_heads or any(value is not None and value is not False for value in more):
+            return "pruned heads, a head mask and attention weights stay stock"
+        return None

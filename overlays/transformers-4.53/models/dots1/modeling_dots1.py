@@ -1,0 +1,47 @@
+"""ROCm overlay of transformers.models.dots1.modeling_dots1, 4.53 and up."""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.dots1.modeling_dots1 import (
+        Dots1Attention,
+        Dots1DecoderLayer,
+        Dots1MLP,
+        Dots1RMSNorm,
+        Dots1TopkRouter,
+        apply_rotary_pos_emb,
+    )
+
+    from hf_rocm import layers, ops
+
+    overlay.binds(Dots1RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Dots1MLP, layers.GatedMLP())
+    overlay.binds_first(
+        "transformers.models.dots1.modeling_dots1",
+        Dots1Experts=layers.StackedExperts(),
+        Dots1NaiveMoe=layers.StackedExperts(),
+        Dots1MoE=layers.GatedMixture(),
+    )
+    overlay.binds(Dots1DecoderLayer, layers.PreNormLayer())
+    if not layers.before("5.13"):  # older routers return other values
+        overlay.binds(Dots1TopkRouter, layers.GroupedRouter())
+
+    @overlay.replaces(Dots1Attention, fuses=("q_proj", "k_proj", "v_proj"))
+    def dots1_attention(
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
+    ):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        names, norms = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+        query, key, value = layers.heads(self, hidden_states, *names, fused=fused)
+        query, key, value = layers.rotate_and_update_cache(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs, norms=norms
+        )
+        key, value, seen = layers.visible_keys(
+            self, query, key, value, attention_mask, kwargs, window=self.sliding_window
+        )
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

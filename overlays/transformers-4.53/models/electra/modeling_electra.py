@@ -1,0 +1,39 @@
+"""ROCm overlay of transformers.models.electra.modeling_electra, 4.53 to 4.57.
+
+Served: self-attention of an encoder, or of a decoder without a cache. Cross-attention, a cache, a head mask and
+relative positions stay stock. Stock implements only `eager`, and its mask includes causality.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.electra.modeling_electra import ElectraSelfAttention
+
+    from hf_rocm import layers, ops
+
+    alone = layers.before("4.54")  # no attention weights as the second value; a decoder's cache is a tuple
+
+    @overlay.replaces(ElectraSelfAttention, fuses=("query", "key", "value"))
+    def electra_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
+        extra_reason = _what_stays(self, more, kwargs)
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout.p, extra_reason=extra_reason):
+            return stock(self, hidden_states, attention_mask, *more, **kwargs)
+        names = ("query", "key", "value")
+        query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, {"is_causal": False})
+        output, _ = ops.attention(query, key, value, scale=self.attention_head_size**-0.5, **seen)
+        return (output.flatten(2),) if alone else (output.flatten(2), None)
+
+    def _what_stays(self, more, kwargs):
+        if self.position_embedding_type != "absolute":
+            return f"position embeddings of type {self.position_embedding_type!r} stay stock"
+        if alone and self.is_decoder:
+            return "a decoder returns its cache as a tuple in this release, which stays stock"
+        given = [name for name, value in kwargs.items() if value is not None and value is not False]
+        unserved = [name for name in given if name != "cache_position"]
+        if unserved or any(value is not None and value is not False for value in more):
+            return "cross-attention, a cache and a head mask stay stock"
+        return None

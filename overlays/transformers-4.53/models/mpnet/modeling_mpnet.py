@@ -1,0 +1,29 @@
+"""ROCm overlay of transformers.models.mpnet.modeling_mpnet, 4.53 and up.
+
+Stock implements only `eager`. A head mask and attention weights stay stock.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.mpnet.modeling_mpnet import MPNetSelfAttention
+
+    from hf_rocm import layers, ops
+
+    # the parameters after the mask, which may be positional
+    more_names = ("head_mask",) * layers.before("5.0") + ("position_bias", "output_attentions")
+
+    @overlay.replaces(MPNetSelfAttention, fuses=("q", "k", "v"))
+    def mpnet_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
+        terms = {**dict(zip(more_names, more, strict=False)), **kwargs}
+        bias = terms.pop("position_bias", None)  # [B | 1, H, S, S]
+        if layers.fallback_reason(self, attention_mask, terms, dropout=self.dropout.p):
+            return stock(self, hidden_states, attention_mask, *more, **kwargs)
+        query, key, value = layers.heads(self, hidden_states, "q", "k", "v", head_dim=self.attention_head_size)
+        if bias is not None:
+            attention_mask = bias if attention_mask is None else bias + attention_mask
+        output, _ = ops.attention(query, key, value, scale=self.attention_head_size**-0.5, mask=attention_mask)
+        return (self.o(output.flatten(2)),)

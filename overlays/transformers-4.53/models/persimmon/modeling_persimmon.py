@@ -1,0 +1,38 @@
+"""ROCm overlay of transformers.models.persimmon.modeling_persimmon, 4.53 and up.
+
+Its MLP, which has no gate, and its LayerNorm stay stock.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.persimmon.modeling_persimmon import PersimmonAttention, apply_rotary_pos_emb
+
+    from hf_rocm import layers, ops
+
+    with_cache = layers.before("4.54")
+
+    @overlay.replaces(PersimmonAttention)
+    def persimmon_attention(
+        self, stock, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, *more, **kwargs
+    ):
+        dropout, extra_reason = (
+            self.config.attention_dropout,
+            "positional arguments stay stock" if more else None,
+        )
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=dropout, extra_reason=extra_reason):
+            return stock(self, hidden_states, attention_mask, position_ids, past_key_values, *more, **kwargs)
+        (joined,) = layers.split_heads((self.query_key_value(hidden_states),), 3 * self.head_dim)
+        query, key, value = joined.chunk(3, dim=-1)  # [B, H, S, D]
+        if self.qk_layernorm:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        position_embeddings = kwargs["position_embeddings"]
+        query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
+        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        output = self.dense(output.flatten(2))
+        return (output, weights, past_key_values) if with_cache else (output, weights)

@@ -1,0 +1,39 @@
+"""ROCm overlay of transformers.models.flex_olmo.modeling_flex_olmo, 4.56 and up."""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.flex_olmo.modeling_flex_olmo import (
+        FlexOlmoAttention,
+        FlexOlmoMLP,
+        FlexOlmoRMSNorm,
+        apply_rotary_pos_emb,
+    )
+
+    from hf_rocm import layers, ops
+
+    overlay.binds(FlexOlmoRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(FlexOlmoMLP, layers.GatedMLP())
+    overlay.binds_first(
+        "transformers.models.flex_olmo.modeling_flex_olmo",
+        FlexOlmoExperts=layers.StackedExperts(),
+        FlexOlmoSparseMoeBlock=layers.SoftmaxMixture(normalise="norm_topk_prob"),
+    )
+
+    @overlay.replaces(FlexOlmoAttention, fuses=("q_proj", "k_proj", "v_proj"))
+    def flex_olmo_attention(
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        query, key, value = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, S, heads · D]
+        query, key, value = layers.split_heads((self.q_norm(query), self.k_norm(key), value), self.head_dim)
+        query, key, value = layers.rotate_and_update_cache(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        )
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return layers.project_out(self, output.flatten(2)), weights

@@ -1,0 +1,74 @@
+"""ROCm overlay of transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe, 4.57 and up."""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
+        Qwen3VLMoeTextAttention,
+        Qwen3VLMoeTextDecoderLayer,
+        Qwen3VLMoeTextExperts,
+        Qwen3VLMoeTextMLP,
+        Qwen3VLMoeTextRMSNorm,
+        Qwen3VLMoeTextSparseMoeBlock,
+        Qwen3VLMoeVisionAttention,
+        apply_rotary_pos_emb,
+        apply_rotary_pos_emb_vision,
+    )
+
+    from hf_rocm import layers, ops
+
+    overlay.binds(Qwen3VLMoeTextRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Qwen3VLMoeTextMLP, layers.GatedMLP())
+    overlay.binds(Qwen3VLMoeTextDecoderLayer, layers.PreNormLayer())
+
+    @overlay.replaces(Qwen3VLMoeTextAttention, fuses=("q_proj", "k_proj", "v_proj"))
+    def qwen3_vl_moe_attention(
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
+    ):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        names, norms = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+        query, key, value = layers.heads(self, hidden_states, *names, fused=fused)
+        query, key, value = layers.rotate_and_update_cache(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs, norms=norms
+        )
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights
+
+    @overlay.replaces(Qwen3VLMoeVisionAttention)
+    def qwen3_vl_moe_vision_attention(
+        self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs
+    ):
+        extra_reason = "the call has no position embeddings" if more or position_embeddings is None else None
+        if layers.fallback_reason(self, None, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason):
+            return stock(self, hidden_states, cu_seqlens, *more, position_embeddings=position_embeddings, **kwargs)
+        query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # [T, H, D]
+        query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
+        output = layers.packed(query, key, value, cu_seqlens, scale=self.scaling)
+        return self.proj(output.flatten(1))
+
+    if not layers.before("5.0"):
+        overlay.binds(Qwen3VLMoeTextExperts, layers.StackedExperts())
+    else:
+
+        @overlay.replaces(Qwen3VLMoeTextSparseMoeBlock)
+        def qwen3_vl_moe_mixture(self, stock, hidden_states):
+            rows = hidden_states.flatten(0, 1)  # [T, H]
+            run = layers.given_experts(
+                self,
+                rows,
+                gate_up="experts.gate_up_proj",
+                down="experts.down_proj",
+                act_fn="experts.act_fn",
+                extra_reason=None if layers.untouched(self.experts) else "the experts have hooks",
+                transposed=True,
+            )
+            if run is None:
+                return stock(self, hidden_states)
+            logits = self.gate(rows)
+            weights, ids = layers.softmax_top(logits, self.top_k, normalise=True, dtype=rows.dtype)
+            return run(rows, ids, weights).view_as(hidden_states), logits

@@ -1,0 +1,36 @@
+"""ROCm overlay of transformers.models.minimax_m2.modeling_minimax_m2, 5.0 and up."""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.minimax_m2.modeling_minimax_m2 import (
+        MiniMaxM2Attention,
+        MiniMaxM2DecoderLayer,
+        MiniMaxM2Experts,
+        MiniMaxM2RMSNorm,
+        apply_rotary_pos_emb,
+    )
+
+    from hf_rocm import layers, ops
+
+    overlay.binds(MiniMaxM2RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(MiniMaxM2Experts, layers.StackedExperts())
+    overlay.binds(MiniMaxM2DecoderLayer, layers.PreNormLayer())
+
+    @overlay.replaces(MiniMaxM2Attention, fuses=("q_proj", "k_proj", "v_proj"))
+    def minimax_m2_attention(
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
+    ):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        parts = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)  # [B, S, heads · D]
+        query, key, value = layers.split_heads((self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2]), self.head_dim)
+        query, key, value = layers.rotate_and_update_cache(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        )
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return layers.project_out(self, output.flatten(2), fused=fused), weights

@@ -1,0 +1,26 @@
+"""ROCm overlay of transformers.models.xlm_roberta_xl.modeling_xlm_roberta_xl, 5.0 and up.
+
+Served: self-attention, with and without a cache. Cross-attention stays stock.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.xlm_roberta_xl.modeling_xlm_roberta_xl import XLMRobertaXLSelfAttention
+
+    from hf_rocm import layers, ops
+
+    @overlay.replaces(XLMRobertaXLSelfAttention, fuses=("query", "key", "value"))
+    def xlm_roberta_xl_attention(self, stock, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.training and self.dropout.p):
+            return stock(self, hidden_states, attention_mask, past_key_values, **kwargs)
+        names = ("query", "key", "value")
+        query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
+        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        key, value = layers.update_cache(self, key, value, cache, kwargs)
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return output.flatten(2), weights

@@ -1,0 +1,40 @@
+"""ROCm overlay of transformers.models.olmo_hybrid.modeling_olmo_hybrid, 5.3 and up.
+
+Served: the layers with full attention, the MLPs and the norms. The gated delta rule, which is recurrent, stays stock.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.olmo_hybrid.modeling_olmo_hybrid import (
+        OlmoHybridAttention,
+        OlmoHybridMLP,
+        OlmoHybridRMSNorm,
+        apply_rotary_pos_emb,
+    )
+
+    from hf_rocm import layers, ops
+
+    overlay.binds(OlmoHybridRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(OlmoHybridMLP, layers.GatedMLP())
+
+    @overlay.replaces(OlmoHybridAttention, fuses=("q_proj", "k_proj", "v_proj"))
+    def olmo_hybrid_attention(
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        query, key, value = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, S, heads · D]
+        query, key, value = layers.split_heads((self.q_norm(query), self.k_norm(key), value), self.head_dim)
+        if position_embeddings is None:  # no rotary positions
+            key, value = layers.update_cache(self, key, value, past_key_values, kwargs)
+        else:
+            query, key, value = layers.rotate_and_update_cache(
+                self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+            )
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return self.o_proj(output.flatten(2)), weights

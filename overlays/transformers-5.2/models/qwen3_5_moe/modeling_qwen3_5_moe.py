@@ -1,0 +1,58 @@
+"""ROCm overlay of transformers.models.qwen3_5_moe.modeling_qwen3_5_moe, 5.2 and up.
+
+Served: the layers with full attention, the experts, the MLPs and the norms of the text model, and the vision tower's
+attention. The gated delta rule, which is recurrent, stays stock.
+"""
+
+try:
+    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
+except ImportError:  # hf-rocm was removed: the stock forwards stay
+    overlay = None
+
+if overlay is not None and overlay.wanted(__name__):
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+        Qwen3_5MoeAttention,
+        Qwen3_5MoeExperts,
+        Qwen3_5MoeMLP,
+        Qwen3_5MoeRMSNorm,
+        Qwen3_5MoeTopKRouter,
+        Qwen3_5MoeVisionAttention,
+        apply_rotary_pos_emb,
+        apply_rotary_pos_emb_vision,
+    )
+
+    from hf_rocm import layers, ops
+
+    overlay.binds(Qwen3_5MoeRMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
+    overlay.binds(Qwen3_5MoeMLP, layers.GatedMLP())
+    overlay.binds(Qwen3_5MoeExperts, layers.StackedExperts())
+    if not layers.before("5.6"):  # older routers return probabilities instead of logits
+        overlay.binds(Qwen3_5MoeTopKRouter, layers.TopKRouter(normalise=True))
+
+    @overlay.replaces(Qwen3_5MoeAttention, fuses=("q_proj", "k_proj", "v_proj"))
+    def qwen3_5_moe_attention(
+        self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
+            return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        gated, key, value = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, S, heads · D]
+        query, gate = gated.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)  # [B, S, H, D] each
+        key, value = layers.split_heads((key, value), self.head_dim)
+        query = self.q_norm(query).transpose(1, 2)
+        key = self.k_norm(key.transpose(1, 2)).transpose(1, 2)
+        query, key, value = layers.rotate_and_update_cache(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        )
+        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
+        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
+        return self.o_proj(output.flatten(2) * gate.flatten(2).sigmoid()), weights
+
+    @overlay.replaces(Qwen3_5MoeVisionAttention)
+    def qwen3_5_moe_vision_attention(self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs):
+        extra_reason = "the call has no position embeddings" if more or position_embeddings is None else None
+        if layers.fallback_reason(self, None, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason):
+            return stock(self, hidden_states, cu_seqlens, *more, position_embeddings=position_embeddings, **kwargs)
+        query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # [T, H, D]
+        query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
+        output = layers.packed(query, key, value, cu_seqlens, scale=self.scaling)
+        return self.proj(output.flatten(1))

@@ -1,0 +1,83 @@
+"""The text of a definition of transformers in each release, and its changes between releases.
+
+Like a digest, the text leaves out layout, comments, docstrings and annotations: definitions with the same text have the
+same digest.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator, Mapping
+
+from hf_rocm.overlay.digest import EITHER
+
+Forms = Mapping[str, tuple[str, ...]]  # digest → the releases that have it, the oldest form first
+_DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def text_of(source: bytes | str, name: str) -> str:
+    """A top-level definition's code without what its digest ignores; `A|B` is the first of them that exists."""
+    statements = ast.parse(source).body
+    for one in name.split(EITHER):
+        owner, _, member = one.partition(".")
+        bound = [_plain(statement) for statement in statements if _binds(statement, owner)]
+        if member:
+            bound = [
+                inner for cls in bound if isinstance(cls, ast.ClassDef) for inner in cls.body if _binds(inner, member)
+            ]
+        if bound:
+            return "\n\n".join(ast.unparse(statement) for statement in bound)
+    return ""
+
+
+def changes(name: str, texts: Mapping[str, str], forms: Forms, known: Forms) -> Iterator[str]:
+    """For each form of a definition that is not known yet: its text, or how it differs from the form before it.
+
+    texts: by digest. forms: as the releases have them, the oldest first. known: those that were accepted before.
+    """
+    before: str | None = None
+    for digest, releases in forms.items():
+        lines = texts[digest].splitlines()
+        if digest not in known:
+            shown = lines if before is None else _difference(texts[before].splitlines(), lines)
+            yield "\n".join([f"{name} has a new form in {releases[0]}", *(f"    {line}".rstrip() for line in shown)])
+        before = digest
+
+
+def _difference(before: list[str], after: list[str]) -> list[str]:
+    return list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
+
+
+def _binds(statement: ast.stmt, name: str) -> bool:
+    if isinstance(statement, _DOCUMENTED):
+        return statement.name == name
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return any((alias.asname or alias.name.split(".")[0]) == name for alias in statement.names)
+    if isinstance(statement, (ast.If, ast.Try)):
+        return any(
+            _binds(inner, name)
+            for inner in ast.walk(statement)
+            if isinstance(inner, ast.stmt) and inner is not statement
+        )
+    targets: list[ast.AST] = [getattr(statement, "target", statement)]
+    if isinstance(statement, ast.Assign):
+        targets = [*statement.targets]
+    return any(isinstance(node, ast.Name) and node.id == name for target in targets for node in ast.walk(target))
+
+
+def _plain(statement: ast.stmt) -> ast.stmt:
+    for node in ast.walk(statement):
+        if isinstance(node, _DOCUMENTED):
+            first = node.body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+    return statement

@@ -1,0 +1,30 @@
+"""The suites that execute the Triton kernels as the machine code of AMD GPUs, one for each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lib.environments import Environment
+from lib.suites import REPORTS, Suite
+
+# Architectures with different instruction sets.
+ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+# Like gfx1100 with scalar floats, and like gfx1201.
+RELATIVES = ("gfx1150", "gfx1151", "gfx1200")
+KERNELS = "tests/triton"
+
+
+def suites(environment: Environment, *, share: str, architectures: Sequence[str] = ARCHITECTURES) -> list[Suite]:
+    """A share of the cases (`sample`, `large`, `all`) for some architectures."""
+    planned = []
+    for arch in architectures:
+        chosen = ("--machine-code", arch, "--machine-code-share", share)
+        written = ("--machine-code-report", str(report(arch)))
+        planned.append(Suite(f"machine code, {arch}", environment, (KERNELS, *chosen, *written)))
+    return planned
+
+
+def report(arch: str) -> Path:
+    """The file to which a run writes the executed instructions."""
+    return REPORTS / f"machine-code-{arch}.json"

@@ -1,0 +1,158 @@
+"""Continuous batching of a prepared model beside stock: `generate_batch` of requests of mixed lengths.
+
+Both sides run on the same weights and through the same calls: one batch that also warms up and records graphs, then the
+measured one through the same manager. Tokens are checked by stock's own forward: how far the logit of a generated token
+is below the largest one at its position, which is rounding on both sides.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+CHECKED = 4  # requests whose tokens are checked
+
+
+@dataclass(frozen=True)
+class Load:
+    """requests: how many; shortest, longest: tokens of a prompt; new: tokens of each answer."""
+
+    shape: str
+    requests: int
+    shortest: int
+    longest: int
+    new: int
+    batching: tuple[tuple[str, Any], ...] = ()
+
+
+LARGE = Load("llama-8b", 64, 60, 510, 128)
+SMALL = Load("small", 5, 3, 20, 8, (("num_blocks", 16), ("max_batch_tokens", 64)))
+
+
+class Side(NamedTuple):
+    """seconds: of the measured batch. gap: the largest distance of a token's logit from the largest logit."""
+
+    name: str
+    seconds: float
+    tokens: int
+    gap: float
+    how: str
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Outcome(NamedTuple):
+    stock: Side
+    ours: Side
+    same: float  # the share of tokens that are equal, up to the first different one of each request
+    spread: float  # the standard deviation of the checked logits
+
+    @property
+    def wrong(self) -> bool:
+        """Whether our tokens are further from the largest logits than stock's by more than rounding."""
+        return self.ours.gap > max(2 * self.stock.gap, self.spread / 20)
+
+
+def measure(device: Any, load: Load, progress: Any) -> Outcome:
+    """Both sides, stock first."""
+    import torch
+
+    import hf_rocm
+    from hf_rocm.tools.bench.shapes import build
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build(load.shape, device=device, dtype=dtype)
+    model.generation_config.eos_token_id = -1
+    prompts = _prompts(load, model.config.vocab_size)
+    progress("stock")
+    seconds, expected = _batches(model, prompts, load)
+    stock = seconds, "stock"
+    hf_rocm.prepare(model, force=True)
+    progress("hf_rocm")
+    seconds, actual = _batches(model, prompts, load)
+    how = next((line for line in str(hf_rocm.explain(model).details()).splitlines() if "batching" in line), "")
+    hf_rocm.restore(model)
+    spread, gaps = _gaps(model, prompts, (expected, actual))
+    total = sum(map(len, expected))
+    sides = [
+        Side(name, seconds, total, gap, how)
+        for name, seconds, gap, how in (
+            ("stock", stock[0], gaps[0], model.config._attn_implementation),
+            ("hf_rocm", seconds, gaps[1], how.strip()),
+        )
+    ]
+    equal = sum(_common(one, other) for one, other in zip(expected, actual, strict=True))
+    return Outcome(sides[0], sides[1], same=equal / total, spread=spread)
+
+
+def table(outcome: Outcome) -> str:
+    lines = [f"{'':<10}{'tokens/s':>10}{'seconds':>10}{'gap':>10}"]
+    for side in (outcome.stock, outcome.ours):
+        lines.append(f"{side.name:<10}{side.rate:>10.0f}{side.seconds:>10.2f}{side.gap:>10.4f}  {side.how}")
+    ratio = outcome.ours.rate / outcome.stock.rate
+    lines.append(f"{ratio:.2f} times stock; {outcome.same:.0%} of the tokens before the first different one are equal")
+    if outcome.wrong:
+        lines.append(f"WRONG: tokens are {outcome.ours.gap:.3g} below the largest logit (spread {outcome.spread:.3g})")
+    return "\n".join(lines)
+
+
+def _prompts(load: Load, vocabulary: int) -> list[list[int]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.linspace(load.shortest, load.longest, load.requests).int()[
+        torch.randperm(load.requests, generator=generator)
+    ]
+    return [torch.randint(3, vocabulary, (int(length),), generator=generator).tolist() for length in lengths]
+
+
+def _batches(model: Any, prompts: list[list[int]], load: Load) -> tuple[float, list[list[int]]]:
+    """Seconds and tokens of the second of two equal batches."""
+    from transformers import GenerationConfig
+    from transformers.generation import ContinuousBatchingConfig
+
+    from hf_rocm.tools.bench.clock import now
+
+    how = {
+        "generation_config": GenerationConfig(max_new_tokens=load.new, do_sample=False, eos_token_id=-1),
+        "continuous_batching_config": ContinuousBatchingConfig(**dict(load.batching), allow_block_sharing=False),
+        "persistent_manager": True,
+        "progress_bar": False,
+    }
+    try:
+        for _ in range(2):
+            gc.collect()
+            began = now(model.device)
+            results = model.generate_batch(prompts, **how)
+            seconds = now(model.device) - began
+    finally:
+        model.destroy_cached_continuous_batching_manager()
+    tokens = [list(result.generated_tokens) for result in results.values()]
+    if len(tokens) != len(prompts) or any(len(each) != load.new for each in tokens):
+        raise RuntimeError(f"{len(tokens)} of {len(prompts)} requests came back, or with too few tokens")
+    return seconds, tokens
+
+
+def _gaps(model: Any, prompts: list[list[int]], sides: Any) -> tuple[float, list[float]]:
+    """The spread of the logits, and for each side the largest distance of a token's logit from the largest one."""
+    import torch
+
+    gaps, spread = [], 0.0
+    for tokens in sides:
+        worst = 0.0
+        for prompt, answer in list(zip(prompts, tokens, strict=True))[:CHECKED]:
+            ids = torch.tensor([prompt + answer[:-1]], device=model.device)
+            with torch.inference_mode():
+                logits = model(ids).logits[0, len(prompt) - 1 :].float()
+            chosen = logits.gather(1, torch.tensor(answer, device=model.device)[:, None])[:, 0]
+            worst = max(worst, float((logits.amax(1) - chosen).max()))
+            spread = float(logits.std())
+        gaps.append(worst)
+    return spread, gaps
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))

@@ -1,0 +1,75 @@
+"""The wheels of transformers' releases: fetched with pip once, and kept for every script that reads them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from packaging.version import Version
+
+from hf_rocm.errors import OverlayError
+from hf_rocm.overlay.catalog import Catalog
+from lib.environments import ROOT
+
+WHEELS = ROOT / ".cache" / "wheels"
+MEGABYTES = 11  # of one wheel
+
+Wheels = Mapping[str, Path]  # release → wheel, the oldest first
+
+
+def download(catalog: Catalog, folder: Path = WHEELS) -> Wheels:
+    """Every final release that some overlay covers, fetched into a cache folder."""
+    releases = [release for release in _published() if _covered(catalog, release)]
+    fetch(releases, folder)
+    return {release: wheel for release, wheel in wheels_in(folder).items() if release in releases}
+
+
+def fetch(releases: Iterable[str], folder: Path = WHEELS) -> None:
+    """Fetch the wheels that the folder lacks. Raises `OverlayError` if pip can't."""
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [release for release in releases if not wheel_of(release, folder).is_file()]
+    if missing:
+        size = f"{len(missing)} wheel{'s' * (len(missing) > 1)}, about {len(missing) * MEGABYTES} MB"
+        print(f"fetching {size}, into {folder}, where later runs have them", file=sys.stderr)
+    for number, release in enumerate(missing, 1):
+        print(f"\r{number}/{len(missing)} transformers {release} ", end="", file=sys.stderr, flush=True)
+        _pip("download", "--quiet", "--no-deps", "--dest", str(folder), f"transformers=={release}")
+    if missing:
+        print(file=sys.stderr)
+
+
+def wheel_of(release: str, folder: Path = WHEELS) -> Path:
+    return folder / f"transformers-{release}-py3-none-any.whl"
+
+
+def wheels_in(folder: Path) -> Wheels:
+    """The transformers wheels of final releases in a folder."""
+    found = {}
+    for path in folder.glob("transformers-*-py3-none-any.whl"):
+        version = Version(path.name.split("-")[1])
+        if not version.is_prerelease:
+            found[version] = path
+    return {str(version): found[version] for version in sorted(found)}
+
+
+def _published() -> list[str]:
+    listing = re.search(r"^Available versions: (.+)$", _pip("index", "versions", "transformers"), re.MULTILINE)
+    if listing is None:
+        raise OverlayError("pip does not list the releases of transformers", hint="give a folder: --wheels DIR")
+    return [release.strip() for release in listing[1].split(",")]
+
+
+def _pip(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OverlayError(
+            f"pip {arguments[0]} failed", facts={"command": " ".join(arguments), "found": done.stderr.strip()[-500:]}
+        )
+    return done.stdout
+
+
+def _covered(catalog: Catalog, release: str) -> bool:
+    return any(catalog.serving(model, release) for model in catalog.models())

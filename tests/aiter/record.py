@@ -1,0 +1,88 @@
+"""Compare a checkout of aiter with the release in releases.json, or print what it declares otherwise.
+
+    python -m tests.aiter.record CHECKOUT VERSION
+
+It reads sources and imports nothing of aiter's. Names, order and defaults of arguments count; a default that is no
+literal is None.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+from tests.aiter.recorded import DATA, RELEASES, declared
+
+# Where the names of releases.json are defined; the first file that has one counts.
+FILES = {
+    "mha_fwd": ("ops/mha.py",),
+    "silu_and_mul": ("ops/activation.py",),
+    "gelu_and_mul": ("ops/activation.py",),
+    "gelu_tanh_and_mul": ("ops/activation.py",),
+    "rms_norm": ("ops/rmsnorm.py",),
+    "rmsnorm": ("ops/rmsnorm.py",),
+    "rmsnorm2d_fwd_with_add": ("ops/rmsnorm.py",),
+    "gemm_a16w16": ("tuned_gemm.py",),
+    "gemm_a8w8": ("ops/gemm_op_a8w8.py",),
+    "gemm_a8w8_bpreshuffle": ("ops/gemm_op_a8w8.py",),
+    "rope_cached_2c_fwd_impl": ("ops/rope.py",),
+    "flash_attn_func": ("ops/mha.py",),
+    "flash_attn_varlen_func": ("ops/mha.py",),
+    "ops.triton.attention.mha:flash_attn_func": ("ops/triton/attention/mha.py",),
+}
+# Decorators that register an operator; what the first leaves has another signature than its operator.
+OPERATORS = ("compile_ops", "torch_compile_guard")
+
+
+def differences(checkout: Path, version: str) -> list[str]:
+    """A line for each name whose declaration is not the recorded one."""
+    found = []
+    for kind in ("operators", "functions"):
+        for name in DATA[kind]:
+            actual, expected = declares(checkout, kind, name), declared(kind, version, name)
+            if actual != expected:
+                found.append(f"{kind} {name}\n  recorded  {expected}\n  found     {actual}")
+    return found
+
+
+def declares(checkout: Path, kind: str, name: str) -> str | None:
+    """The argument list of an operator or a plain function in a checkout's sources, or None."""
+    for file in FILES[name]:
+        path = checkout / "aiter" / file
+        if not path.exists():
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name == name.rpartition(":")[2]:
+                decorators = [each.func if isinstance(each, ast.Call) else each for each in node.decorator_list]
+                names = {each.id for each in decorators if isinstance(each, ast.Name)}
+                here = bool(names & {*OPERATORS}) if kind == "operators" else "compile_ops" not in names
+                return _arguments(node.args) if here else None
+    return None
+
+
+def _arguments(arguments: ast.arguments) -> str:
+    names = [each.arg for each in arguments.args]
+    defaults = [_literal(each) for each in arguments.defaults]
+    required = len(names) - len(defaults)
+    return ", ".join([*names[:required], *map("{}={}".format, names[required:], defaults)])
+
+
+def _literal(node: ast.expr) -> str:
+    try:
+        return repr(ast.literal_eval(node))
+    except ValueError:
+        return "None"
+
+
+def main(checkout: str, version: str) -> int:
+    if version not in RELEASES:
+        print(f"{version} is not in releases.json: compared with {RELEASES[-1]}", file=sys.stderr)
+        version = RELEASES[-1]
+    found = differences(Path(checkout), version)
+    print("\n".join(found) or f"as recorded for {version}")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""The AMD GPUs whose code is executed: what Triton and hf_rocm read from a device, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_rocm.device import Device
+from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. lanes: of a wave; lds: bytes of local memory that a workgroup can have; units: as HIP counts them."""
+
+    arch: str
+    lanes: int
+    lds: int
+    units: int
+
+    def described(self) -> Device:
+        """What `hf_rocm.device.describe` returns for it."""
+        return Device("cuda", rocm=True, arch=self.arch, units=self.units)
+
+
+# HIP counts RDNA's units in pairs.
+_UNITS = {
+    "gfx90a": 110,  # MI250X, one of its two dies
+    "gfx942": 304,  # MI300X
+    "gfx950": 256,  # MI355X
+    "gfx1100": 48,  # RX 7900 XTX
+    "gfx1150": 8,  # Radeon 890M of a Ryzen AI 9 HX 370
+    "gfx1151": 20,  # Radeon 8060S of a Ryzen AI Max+ 395
+    "gfx1200": 16,  # RX 9060 XT
+    "gfx1201": 32,  # RX 9070 XT
+}
+
+GPUS: Mapping[str, Gpu] = {
+    arch: Gpu(arch, lanes, LOCAL_MEMORY.get(arch, 64 * 1024), _UNITS[arch]) for arch, lanes in ARCHITECTURES.items()
+}

@@ -1,0 +1,229 @@
+"""A Triton driver that presents an AMD GPU and executes its machine code on the CPU.
+
+Triton compiles, specialises and launches as it does for a GPU: only what a driver does is different. The tensors stay
+where they are; a launch maps the storages that it is given into an address space of its own, far apart from each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.amdgcn import decoded
+from tests.amdgcn.device import Gpu
+from tests.amdgcn.equivalent import Kept
+from tests.amdgcn.kernarg import pack, scalar
+from tests.amdgcn.machine import Memory, Program, launch
+from tests.amdgcn.machine.vector_memory import Contract
+
+_FIRST = 0x7F00_0000_0000
+_APART = 1 << 33  # bytes from one storage to the next: no 32-bit offset leads from one into another
+_PAGE = 4096
+
+
+# Triton reads and writes by buffer instructions what has at most 2³¹ - 1 bytes. Masked lanes get an offset beyond that.
+RECORDS, MASKED = 0x7FFFFFFE, 0x80000000
+FLAGS = {True: 0x27000, False: 0x31027000}  # of CDNA, of RDNA
+
+
+class Code:
+    """A compiled kernel that was loaded."""
+
+    def __init__(self, name: str, text: str, binary: bytes, arch: str) -> None:
+        self.name, self.text, self.arch = name, text, arch
+        self.key = hashlib.sha256(binary).hexdigest()[:16]
+        self.program = Program.parse(text, arch)
+
+    def instructions(self) -> list[str]:
+        """The text of every instruction that can be executed, in order."""
+        return [each.text for each in self.program.instructions]
+
+
+Watcher = Callable[[Code, Any, dict[str, Any]], None]
+
+
+class Utils:
+    """What Triton calls to load code and to read limits."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.assembly = Path()
+        self.loaded: dict[bytes, Code] = {}
+
+    def about_to_load(self, module: Any, function: Any, name: str, files: dict[str, str], key: str) -> None:
+        """Triton's hook before it loads a binary: the assembly lies beside it."""
+        self.assembly = next(Path(path) for file, path in files.items() if file.endswith(".amdgcn"))
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, Code, int, int, int]:
+        """(module, function, registers, spills, threads at most)."""
+        if binary not in self.loaded:
+            code = self.loaded[binary] = Code(name, self.assembly.read_text(), binary, self.gpu.arch)
+            decoded.compare_once(code.instructions(), binary, self.gpu.arch, self.assembly.with_suffix(".compared"))
+        return None, self.loaded[binary], 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, Any]:
+        gpu = self.gpu
+        known = {"max_shared_mem": gpu.lds, "warpSize": gpu.lanes, "multiprocessor_count": gpu.units, "arch": gpu.arch}
+        return {**known, "max_num_regs": 65536}
+
+
+class Launcher:
+    """What Triton makes for each compiled kernel, and calls for each launch."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.kinds = tuple(source.signature.values())
+        self.metadata = metadata
+
+    def __call__(
+        self,
+        x: int,
+        y: int,
+        z: int,
+        stream: int,
+        code: Code,
+        packed: Any,
+        facts: Any,
+        enter: Any,
+        leave: Any,
+        *arguments: Any,
+    ) -> None:
+        space = Space(code.program.target.cdna)
+        values = []
+        for argument, kind in zip(arguments, self.kinds, strict=True):
+            if kind == "constexpr":
+                continue
+            if kind.startswith("*"):
+                address = space.address(argument) if isinstance(argument, Tensor) else int(argument or 0)
+                values.append(address.to_bytes(8, "little"))
+            else:
+                values.append(scalar(argument, kind))
+        if 0 in (x, y, z):
+            return
+        space.hide()
+        waves = self.metadata.num_warps
+        kernarg = pack(code.program, values, (x, y, z), waves * self.metadata.warp_size)
+        how = {"grid": (x, y, z), "waves": waves, "lds": self.metadata.shared, "seed": SEED}
+        for keeper in KEEPERS:
+            keeper(code, space, kernarg, how)
+        report = launch(code.program, kernarg=kernarg, memory=space.memory, limit=LIMIT, **how)
+        for watcher in WATCHERS:
+            watcher(code, report, how)
+
+
+SEED = 0
+DEFAULT_LIMIT = LIMIT = 50_000_000  # wave instructions of a launch
+WATCHERS: list[Watcher] = []  # called after every launch
+KEEPERS: list[Callable[[Code, Space, bytes, dict[str, Any]], None]] = []  # called before
+
+
+class Space:
+    """The addresses of one launch. tensors: what was passed of every storage, by where the storage starts here."""
+
+    def __init__(self, cdna: bool) -> None:
+        self.memory = Memory(Contract(RECORDS, FLAGS[cdna], MASKED))
+        self.bases: dict[int, int] = {}
+        self.tensors: dict[int, list[Tensor]] = {}
+
+    def address(self, tensor: Tensor) -> int:
+        """Where a tensor begins; its storage is mapped when it is first met, aligned as it is here."""
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        if start not in self.bases:
+            self.bases[start] = _FIRST + len(self.bases) * _APART + start % _PAGE
+            if storage.nbytes():
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                self.memory.add(self.bases[start], whole.numpy(), writable=True)
+        self.tensors.setdefault(start, []).append(tensor)
+        return self.bases[start] + tensor.data_ptr() - start
+
+    def kept(self, kernarg: bytes, how: dict[str, Any]) -> Kept:
+        """A copy of what a launch is about to get."""
+        buffers = []
+        for start, tensors in self.tensors.items():
+            if tensors[0].untyped_storage().nbytes():
+                buffer = self.memory.buffer_at(self.bases[start])
+                hidden = buffer.hidden_units[1][buffer.start : buffer.length] != 0 if buffer.hidden_units else None
+                buffers.append((self.bases[start], buffer.data.copy(), hidden, tensors[0].dtype))
+        return Kept(kernarg, tuple(buffers), self.memory.contract, how)
+
+    def hide(self) -> None:
+        """Hide the bytes of a storage that belong to none of the tensors, such as the rest of the rows of a view."""
+        for start, tensors in self.tensors.items():
+            size = tensors[0].untyped_storage().nbytes()
+            if any(tensor.numel() * tensor.itemsize >= size for tensor in tensors):
+                continue
+            hidden = np.ones(size, bool)
+            for tensor in tensors:
+                elements = torch.from_numpy(hidden[: size - size % tensor.itemsize]).view(-1, tensor.itemsize)
+                shape = (*tensor.shape, tensor.itemsize), (*(step * tensor.itemsize for step in tensor.stride()), 1)
+                elements.as_strided(*shape, tensor.storage_offset() * tensor.itemsize).fill_(False)
+            self.memory.buffer_at(self.bases[start]).hide(hidden)
+
+
+def driver_for(gpu: Gpu) -> type[Any]:
+    """Triton's driver class for one GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class Driver(DriverBase):  # type: ignore[misc]
+        launcher_cls = Launcher
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.utils = Utils(gpu)
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            raise NotImplementedError("no launcher is compiled here")
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("hip", gpu.arch, gpu.lanes)
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_benchmarker(self) -> Any:
+            raise NotImplementedError("times here mean nothing")
+
+    return Driver
+
+
+@contextmanager
+def presented(gpu: Gpu) -> Iterator[Any]:
+    """This process has this GPU, and its tensors are the CPU's. For all of a process: Triton keeps what it compiled."""
+    from triton import knobs
+    from triton.backends import Backend, backends
+    from triton.runtime import driver
+
+    from hf_rocm.device import simulated
+
+    hip, amd = torch.version.hip, backends["amd"]
+    kind = driver_for(gpu)
+    instance = kind()
+    torch.version.hip = "7.0"
+    backends["amd"] = Backend(compiler=amd.compiler, driver=kind)
+    driver.set_active(instance)
+    knobs.runtime.kernel_load_start_hook.add(instance.utils.about_to_load)
+    try:
+        with simulated("cpu", gpu.described()), np.errstate(all="ignore"):
+            yield instance
+    finally:
+        knobs.runtime.kernel_load_start_hook.remove(instance.utils.about_to_load)
+        torch.version.hip, backends["amd"] = hip, amd
+        driver._active = None

@@ -1,0 +1,188 @@
+"""Whether a one-instruction fault changes anything at all: a proof for a compiled form, or None.
+
+A fault that no case notices is either a hole in the cases or no fault. What can be proven here is the second, in one
+of these ways, always for the form as it is compiled, whatever data and sizes it is launched with:
+
+- the instruction computes what it computed before, from constants and the thread's number alone;
+- the registers that differ are overwritten before they are read, on every path;
+- the lanes that differ are idle: in launches of random bits, NaN and infinity among them, whatever is put into them
+  changes no byte, and no mask or branch of the form depends on an argument, so that the same lanes are idle always.
+
+A result that is merely equal in the launches that were tried is no proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.amdgcn import flow
+from tests.amdgcn.machine import MachineError, Memory, Program, launch
+from tests.amdgcn.machine.operands import SCALAR
+from tests.amdgcn.machine.state import State
+
+_SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1.0, -1.0, 60000.0, 3e38)
+FILLS = 3  # launches of each kind of bits, with other ones put into the lanes that differ
+_MOST = 1 << 22  # bytes of a launch that is kept
+_LIMIT = 2_000_000  # instructions of one
+_CONTROL = ("s_endpgm", "s_barrier", "s_branch", "s_cbranch", "s_wait")
+_MEMORY = ("ds_", "global_", "buffer_", "scratch_", "s_load", "s_buffer")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One launch, to be repeated. buffers: address, bytes, hidden bytes or None, type of the elements."""
+
+    kernarg: bytes
+    buffers: tuple[tuple[int, np.ndarray, np.ndarray | None, Any], ...]
+    contract: Any
+    how: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        return sum(data.size for _, data, _, _ in self.buffers)
+
+    @property
+    def worth_keeping(self) -> bool:
+        return self.size <= _MOST
+
+    def outcome(self, program: Program, bits: str, seed: int) -> Any:
+        """What a launch leaves in memory, or the error that it raises. bits: of the floats, one of BITS."""
+        memory, copies = Memory(self.contract), []
+        rng = np.random.default_rng(seed)
+        for address, data, hidden, dtype in self.buffers:
+            copy = data.copy()
+            BITS[bits](copy, dtype, rng)
+            memory.add(address, copy)
+            if hidden is not None:
+                memory.buffer_at(address).hide(hidden)
+            copies.append(copy)
+        try:
+            launch(program, kernarg=self.kernarg, memory=memory, **{**self.how, "limit": _LIMIT})
+        except MachineError as error:
+            return type(error).__name__
+        return tuple(copy.tobytes() for copy in copies)
+
+
+def _as_they_are(data: np.ndarray, dtype: Any, rng: np.random.Generator) -> None:
+    pass
+
+
+def _any_bits(data: np.ndarray, dtype: Any, rng: np.random.Generator) -> None:
+    """Every value of the type is as likely, and every other one is a special one."""
+    if dtype.is_floating_point:
+        data[:] = rng.integers(0, 256, data.size, np.uint8)
+        special = torch.tensor(_SPECIAL).to(dtype).view(torch.uint8).numpy().reshape(-1, dtype.itemsize)
+        whole = data[: data.size - data.size % dtype.itemsize].reshape(-1, dtype.itemsize)
+        chosen = rng.random(len(whole)) < 0.5
+        whole[chosen] = special[rng.integers(0, len(special), int(chosen.sum()))]
+
+
+def _usual(data: np.ndarray, dtype: Any, rng: np.random.Generator) -> None:
+    if dtype in (torch.float32, torch.bfloat16, torch.float16):
+        whole = data[: data.size - data.size % dtype.itemsize]
+        drawn = torch.from_numpy(rng.standard_normal(whole.size // dtype.itemsize)).to(dtype)
+        whole[:] = drawn.view(torch.uint8).numpy()
+
+
+BITS: dict[str, Callable[[np.ndarray, Any, np.random.Generator], None]] = {
+    "as they are": _as_they_are,
+    "usual": _usual,
+    "any": _any_bits,
+}
+
+
+def proof(whole: Program, changed: Program, index: int, launches: Sequence[Kept]) -> str | None:
+    """Why a fault changes nothing, or None."""
+    texts = whole.instructions[index].text, changed.instructions[index].text
+    if any(text.startswith(_CONTROL) for text in texts) or not launches:
+        return None
+    if any(text.startswith(_MEMORY) for text in texts):
+        return None
+    watched = _Watched(whole, changed, index)
+    if not watched.unharmed(launches):
+        return None
+    taints = flow.Taints(whole)
+    if not watched.differed:
+        fixed = not (taints.sources(index) | flow.Taints(changed).sources(index))
+        return "it computes the same, from the thread's number and constants alone" if fixed else None
+    if all(flow.dead(program, index, watched.differed) for program in (whole, changed)):
+        return "what differs is overwritten before it is read"
+    if not taints.masks & flow.ARGUMENT:
+        return "what differs is in lanes that this form always leaves idle"
+    return None
+
+
+class _Watched:
+    """A program that executes both instructions, and puts anything into what differs between them."""
+
+    def __init__(self, whole: Program, changed: Program, index: int) -> None:
+        self.whole, self.changed, self.index = whole, changed, index
+        named = whole.registers[index] | changed.registers[index]
+        self.rows = sorted(register for register in named if register < SCALAR)
+        self.differed: set[int] = set()
+        self.random = np.random.default_rng(0)
+
+    def unharmed(self, launches: Sequence[Kept]) -> bool:
+        """Whether no launch leaves other bytes than without the fault, whatever stands where the two differ."""
+        program = replace(self.whole, steps=tuple(self._steps()))
+        for seed, kept in enumerate(launches):
+            for bits in BITS:
+                before = kept.outcome(self.whole, bits, seed)
+                if kept.outcome(self.changed, bits, seed) != before:
+                    return False
+                known = set(self.differed)
+                for _ in range(FILLS):
+                    if kept.outcome(program, bits, seed) != before:
+                        return False
+                    if not self.differed - known:
+                        break  # nothing to fill
+        return True
+
+    def _steps(self) -> Iterator[Any]:
+        for number, step in enumerate(self.whole.steps):
+            yield self._both if number == self.index else step
+
+    def _both(self, state: State) -> Any:
+        before = self._snapshot(state)
+        where = self.whole.steps[self.index](state)
+        expected = self._snapshot(state)
+        self._restore(state, before)
+        self.changed.steps[self.index](state)
+        actual = self._snapshot(state)
+        self._restore(state, self._filled(expected, actual))
+        return where
+
+    def _snapshot(self, state: State) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return state.v[self.rows].copy(), state.s.copy(), state.scc.copy()
+
+    def _restore(self, state: State, held: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        state.v[self.rows] = held[0]
+        state.s[:], state.scc = held[1], held[2].copy()
+        state.changed(0, 128)
+
+    def _filled(self, expected: Any, actual: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        vectors, scalars, scc = (each.copy() for each in expected)
+        other = expected[0] != actual[0]
+        self.differed |= {row for row, any_ in zip(self.rows, other.any((1, 2)), strict=True) if any_}
+        vectors[other] = _anything(self.random, int(other.sum()))
+        other = expected[1] != actual[1]
+        self.differed |= {SCALAR + row for row in np.flatnonzero(other.any(1)).tolist()}
+        bits = (expected[1] ^ actual[1])[other]  # of a mask, those lanes alone
+        scalars[other] ^= bits & self.random.integers(0, 2**32, bits.size, np.uint32)
+        other = expected[2] != actual[2]
+        if other.any():
+            self.differed.add(flow.SCC)
+            scc[other] = self.random.random(int(other.sum())) < 0.5
+        return vectors, scalars, scc
+
+
+_ODD = np.array([0, 0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x3F800000], np.uint32)
+
+
+def _anything(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.where(rng.random(count) < 0.5, rng.choice(_ODD, count), rng.integers(0, 2**32, count, np.uint32))

@@ -1,0 +1,177 @@
+"""Plant one-instruction faults in the machine code, and see whether the suites of tests/triton find them.
+
+`pytest tests/triton --machine-code gfx942 --machine-code-faults 60 --machine-code-report FILE` first runs the chosen
+cases as they are, and notes which of them execute which compiled form. Then faults are drawn by seed: a kernel, one of
+its forms, an instruction that a case reached, a change. The cases that execute the form run until one fails. A fault
+that none finds is listed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.amdgcn import driver, equivalent, mutate, suite
+from tests.amdgcn.driver import Code
+from tests.amdgcn.equivalent import Kept
+from tests.amdgcn.machine import UnknownInstruction
+
+_RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE)
+
+CASES = 40  # of those that execute a form are run before a fault counts as not found
+KEPT = 4  # launches of a form are repeated for proofs
+SLOWER = 4  # times as many instructions as without a fault: then a launch is stopped
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What became of one fault.
+
+    found: how the case failed that found it, or None; cases: how many were run; proof: why it changes nothing, or None.
+    """
+
+    arch: str
+    kernel: str
+    form: str
+    kind: str
+    index: int
+    before: str
+    after: str
+    found: str | None
+    cases: int
+    proof: str | None
+
+
+class Faults:
+    """One session: what the cases execute, then the faults."""
+
+    def __init__(self, items: Sequence[pytest.Item], seed: int) -> None:
+        self.items = list(items)
+        self.random = random.Random(f"{suite.arch()} {seed}")
+        self.codes: dict[str, Code] = {}
+        self.reached: dict[str, set[int]] = {}
+        self.executed: dict[str, int] = {}
+        self.cases: dict[str, dict[int, int]] = {}  # form: {case: instructions}
+        self.kept: dict[str, list[Kept]] = {}
+        self.current = 0
+
+    def watch(self, code: Code, report: Any, how: dict[str, Any]) -> None:
+        """After a launch without a fault."""
+        self.codes[code.key] = code
+        self.reached.setdefault(code.key, set()).update(report.reached)
+        self.executed[code.key] = max(self.executed.get(code.key, 0), report.instructions)
+        cases = self.cases.setdefault(code.key, {})
+        cases[self.current] = cases.get(self.current, 0) + report.instructions
+
+    def keep(self, code: Code, space: driver.Space, kernarg: bytes, how: dict[str, Any]) -> None:
+        """Before a launch without a fault: some are repeated for proofs."""
+        launches = self.kept.setdefault(code.key, [])
+        if len(launches) < KEPT:
+            kept = space.kept(kernarg, how)
+            if kept.worth_keeping:
+                launches.append(kept)
+
+    def survey(self) -> list[str]:
+        """Run every case as it is. Returns the names of those that fail so, which are of no use."""
+        good = []
+        with _listed(driver.WATCHERS, self.watch), _listed(driver.KEEPERS, self.keep):
+            for number in range(len(self.items)):
+                self.current = number
+                if self._failure(number) is None:
+                    good.append(number)
+        for key, cases in list(self.cases.items()):
+            self.cases[key] = {case: count for case, count in cases.items() if case in good}
+        return [item.nodeid for number, item in enumerate(self.items) if number not in good]
+
+    def plant(self, count: int) -> Iterator[Planted]:
+        """Faults, the kernels in turn."""
+        kernels: dict[str, list[str]] = {}
+        for key, cases in sorted(self.cases.items()):
+            if cases:
+                kernels.setdefault(self.codes[key].name, []).append(key)
+        names = sorted(kernels)
+        for number in range(count):
+            key = self.random.choice(kernels[names[number % len(names)]])
+            yield self._one(self.codes[key])
+
+    def _one(self, code: Code) -> Planted:
+        texts = code.instructions()
+        whole = code.program
+        for fault in mutate.drawn(texts, sorted(self.reached[code.key]), self.random):
+            try:
+                changed = whole.with_instruction(fault.index, fault.after)
+            except (UnknownInstruction, ValueError, KeyError, IndexError, TypeError):
+                continue  # no assembler would take it
+            break
+        found, ran = None, 0
+        order = sorted(self.cases[code.key], key=lambda case: self.cases[code.key][case])
+        code.program = changed
+        driver.LIMIT = SLOWER * self.executed[code.key] + 20_000
+        try:
+            for case in order[:CASES]:
+                ran += 1
+                found = self._failure(case)
+                if found is not None:
+                    break
+        finally:
+            code.program, driver.LIMIT = whole, driver.DEFAULT_LIMIT
+        why = equivalent.proof(whole, changed, fault.index, self.kept[code.key]) if found is None else None
+        kind = (fault.kind, fault.index, fault.before, fault.after)
+        return Planted(code.arch, code.name, code.key, *kind, found, ran, why)
+
+    def _failure(self, case: int) -> str | None:
+        item = self.items[case]
+        return _run(item, next((other for other in self.items if other.path == item.path and other is not item), None))
+
+
+def run(session: pytest.Session, count: int, path: Path) -> None:
+    """The whole session instead of pytest's loop: the report is the result."""
+    items = [item for item in session.items if item.path.stem not in {suite.LAST, *suite.LONG}]
+    faults = Faults(items, session.config.getoption("--machine-code-seed"))
+    began = time.monotonic()
+    planted = []
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    for name in faults.survey():
+        if terminal is not None:
+            terminal.write_line(f"{name} fails without a fault")
+    for each in faults.plant(count):
+        planted.append(each)
+        if terminal is not None:
+            outcome = "found" if each.found else "no change" if each.proof else "NOT FOUND"
+            terminal.write_line(f"{outcome}  {each.kernel}  {each.before} -> {each.after}")
+        path.write_text(json.dumps([asdict(each) for each in planted], indent=1))
+    if terminal is not None:
+        missed = sum(each.found is None and each.proof is None for each in planted)
+        terminal.write_line(f"{len(planted)} faults, {missed} not found, {time.monotonic() - began:.0f} s")
+
+
+@contextmanager
+def _listed(functions: list[Any], function: Any) -> Iterator[None]:
+    functions.append(function)
+    try:
+        yield
+    finally:
+        functions.remove(function)
+
+
+def _run(item: pytest.Item, following: pytest.Item | None) -> str | None:
+    """Run a case anew, quietly; how it failed, in a word, or None. following: an item whose fixtures are kept."""
+    from _pytest.runner import runtestprotocol
+
+    item.session._setupstate.teardown_exact(item)  # fixtures of other modules
+    item._initrequest()  # type: ignore[attr-defined]
+    for report in runtestprotocol(item, log=False, nextitem=following):
+        if report.failed:
+            text = str(report.longrepr)
+            raised = _RAISED.search(text)
+            return raised[1] if raised else "wrong result"
+    return None

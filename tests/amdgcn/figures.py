@@ -1,0 +1,231 @@
+"""What the machine code says about speed, computed for GPUs that nobody has run it on.
+
+    python -m tests.amdgcn.figures [ARCH ...]
+
+For every kernel, in the form and with the tile that hf_rocm chooses on each GPU: registers, local memory, the waves
+that a SIMD can hold, bytes that the lanes request against bytes that are needed, and the bytes that are in flight in a
+compute unit against those that Little's law asks for: bandwidth x latency / units. The latency is an assumption.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A GPU's memory. bandwidth: bytes a second, of one die; latency: seconds, assumed; units: as HIP counts them.
+
+    simds, lds: of one such unit (RDNA's are pairs). waves: that a SIMD can hold.
+    """
+
+    bandwidth: float
+    latency: float
+    units: int
+    simds: int
+    lds: int
+    waves: int
+
+    def needed(self) -> float:
+        """Bytes that must be in flight in every unit."""
+        return self.bandwidth * self.latency / self.units
+
+
+HBM, GDDR, LPDDR = 800e-9, 500e-9, 500e-9  # assumed, not measured here
+MEMORIES: Mapping[str, Memory] = {
+    "gfx90a": Memory(1.6e12, HBM, 110, 4, 65536, 8),  # MI250X, one die
+    "gfx942": Memory(5.3e12, HBM, 304, 4, 65536, 8),  # MI300X
+    "gfx950": Memory(8.0e12, HBM, 256, 4, 163840, 8),  # MI355X
+    "gfx1100": Memory(0.96e12, GDDR, 48, 4, 131072, 16),  # RX 7900 XTX
+    "gfx1150": Memory(0.12e12, LPDDR, 8, 4, 131072, 16),  # Radeon 890M, LPDDR5X-7500 of 128 bits
+    "gfx1151": Memory(0.256e12, LPDDR, 20, 4, 131072, 16),  # Radeon 8060S
+    "gfx1200": Memory(0.32e12, GDDR, 16, 4, 131072, 16),  # RX 9060 XT
+    "gfx1201": Memory(0.64e12, GDDR, 32, 4, 131072, 16),  # RX 9070 XT
+}
+
+_BYTES = {
+    "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "b32": 4, "b64": 8, "b96": 12, "b128": 16,
+    "ushort": 2, "u16": 2, "short": 2, "ubyte": 1, "u8": 1, "sbyte": 1, "i8": 1, "sshort": 2, "i16": 2,
+}  # fmt: skip
+_ACCESS = re.compile(r"(?:global|buffer)_(load|store)_(\w+)")
+_WAIT = re.compile(r"s_waitcnt.*\bvmcnt\((\d+)\)|s_wait_loadcnt(?:_dscnt)? (0x[0-9a-f]+|\d+)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation with a model's sizes, but fewer rows of the weights. larger: how many times more programs the model
+    has."""
+
+    name: str
+    run: Callable[[], Any]
+    larger: float = 1.0
+
+
+@dataclass
+class Figures:
+    """One kernel on one architecture."""
+
+    case: str
+    kernel: str
+    arch: str
+    warps: int
+    vgprs: int
+    lds: int
+    waves_by_registers: int
+    waves_by_lds: int
+    programs: int
+    requested: int
+    needed: int
+    flight_of_a_wave: int
+    flight_of_a_unit: float
+    flight_needed: float
+
+
+def in_flight(instructions: list[str], arch: str) -> int:
+    """The most bytes that one wave has asked of global memory and not yet waited for, all lanes taking part.
+
+    Read off the text from beginning to end; a wait for all but n leaves the last n.
+    """
+    lanes = 64 if arch.startswith("gfx9") else 32
+    flying: deque[int] = deque()
+    most = 0
+    for text in instructions:
+        if match := _ACCESS.match(text):
+            if match[1] == "load":
+                flying.append(lanes * _BYTES[match[2].removeprefix("d16_").removeprefix("hi_").split("_")[0]])
+            elif lanes == 64:
+                flying.append(0)  # stores have the same counter
+            most = max(most, sum(flying))
+        elif match := _WAIT.match(text):
+            left = int(match[1] or match[2], 0)
+            if not match[1] and "dscnt" in text:
+                left >>= 8
+            while len(flying) > left:
+                flying.popleft()
+    return most
+
+
+def measure(case: Case, arch: str) -> list[Figures]:
+    """Run one case on the GPU that this process presents."""
+    from tests.amdgcn import driver
+
+    memory, out = MEMORIES[arch], list[Figures]()
+
+    def watch(code: Any, report: Any, how: dict[str, Any]) -> None:
+        x, y, z = how["grid"]
+        warps, lds = how["waves"], how["lds"]
+        vgprs = _noted(code.text, r"\.vgpr_count:\s*(\d+)")
+        by_registers = _noted(code.text, r"; Occupancy: (\d+)")
+        groups = memory.lds // lds if lds else 1 << 30
+        by_lds = min(memory.waves, groups * warps // memory.simds)
+        programs = round(x * y * z * case.larger)
+        wave = in_flight(code.instructions(), arch)
+        resident = min(by_registers, by_lds) * memory.simds
+        # what several programs request, such as x of a product, is asked of memory once
+        once = report.bytes_needed / max(1, report.bytes_requested)
+        unit = wave * once * min(resident, warps * programs / memory.units)
+        figures = (warps, vgprs, lds, by_registers, by_lds, programs, report.bytes_requested, report.bytes_needed)
+        out.append(Figures(case.name, code.name, arch, *figures, wave, unit, memory.needed()))
+
+    driver.WATCHERS.append(watch)
+    try:
+        case.run()
+    finally:
+        driver.WATCHERS.remove(watch)
+    return out
+
+
+def cases() -> list[Case]:
+    """The sizes of Llama-3.1-8B while it decodes: 32 and 8 heads of 128, 4096 columns, 14336 between gate and down."""
+    from hf_rocm import ops, options
+
+    def served(operation: Callable[..., Any], *arguments: Any, **keywords: Any) -> Callable[[], Any]:
+        def run() -> Any:
+            with options.override(tier="triton", probe=False):
+                return operation(*arguments, **keywords)
+
+        return run
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def cache(length: int) -> tuple[Any, ...]:
+        query, lengths = random(1, 1, 32, 128).transpose(1, 2), torch.tensor([length], dtype=torch.int32)
+        return query, random(1, 8, length, 128), random(1, 8, length, 128), lengths
+
+    def plain(rows: int, n: int, k: int, actual: int) -> Case:
+        name = f"linear, {rows} x 4096 -> {actual}"
+        return Case(name, served(ops.linear, random(rows, k), random(n, k)), actual / n)
+
+    def gated(rows: int, n: int, actual: int) -> Case:
+        keywords = {"activation": "silu"}
+        run = served(ops.fused_linear, random(rows, 4096), random(n, 4096), **keywords)
+        return Case(f"gate and up, {rows} x 4096 -> {actual}", run, actual / n)
+
+    return [
+        Case("rms_norm, 1 x 4096", served(ops.rms_norm, random(1, 4096), random(4096), eps=1e-6)),
+        Case("act_and_mul, 1 x 14336", served(ops.act_and_mul, random(1, 28672), activation="silu")),
+        Case("decode_attention, 1024 keys", served(ops.decode_attention, *cache(1024), scale=0.1)),
+        plain(1, 64, 4096, 4096),
+        plain(1, 4160, 1024, 6144),  # more columns than NARROW, or the tile is another
+        plain(4, 64, 4096, 4096),
+        plain(4, 4160, 1024, 6144),
+        gated(1, 64, 28672),
+        gated(4, 128, 28672),
+    ]
+
+
+def _noted(text: str, pattern: str) -> int:
+    match = re.search(pattern, text)
+    assert match is not None, pattern
+    return int(match[1])
+
+
+def of(arch: str) -> list[Figures]:
+    """All cases on one architecture, in this process."""
+    from tests.amdgcn.device import GPUS
+    from tests.amdgcn.driver import presented
+
+    with presented(GPUS[arch]):
+        return [figures for case in cases() for figures in measure(case, arch)]
+
+
+def table(rows: list[Figures]) -> str:
+    """Markdown."""
+    header = ("Call", "Kernel", "GPU", "Warps", "VGPRs", "LDS", "Waves a SIMD: registers, LDS", "Programs")
+    header += ("Requested / needed", "In flight a unit", "Little's law")
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for each in rows:
+        ratio = f"{each.requested / each.needed:.2f}" if each.needed else "–"
+        waves = f"{each.waves_by_registers}, {each.waves_by_lds}"
+        flight = f"{each.flight_of_a_unit / 1000:.1f} kB | {each.flight_needed / 1000:.1f} kB"
+        cells = (each.case, each.kernel, each.arch, each.warps, each.vgprs, each.lds, waves, each.programs)
+        lines.append(f"| {' | '.join(map(str, (*cells, ratio, flight)))} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--one"]:
+        print(json.dumps([asdict(each) for each in of(arguments[1])]))
+        return 0
+    rows = list[Figures]()
+    for arch in arguments or list(MEMORIES):  # Triton keeps what it compiled: a process for each
+        done = subprocess.run([sys.executable, "-m", __spec__.name, "--one", arch], stdout=subprocess.PIPE, check=True)
+        rows += [Figures(**each) for each in json.loads(done.stdout)]
+    rows.sort(key=lambda each: (each.case, each.kernel))
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""Every kernel of hf_rocm.ops.triton, found where it lies."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from types import ModuleType
+from typing import Any
+
+import hf_rocm.ops.triton.kernels as package
+
+
+def modules() -> dict[str, ModuleType]:
+    """The modules of kernels by name."""
+    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__))
+    return {name: importlib.import_module(f"{package.__name__}.{name}") for name in names}
+
+
+def entries(module: ModuleType) -> set[str]:
+    """The kernels that a host launches: the jitted functions of a module that no other function of it calls."""
+    from triton.runtime.jit import JITFunction
+
+    functions: dict[str, Any] = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and value.fn.__module__ == module.__name__
+    }
+    called = set[str]()
+    for other in modules().values():
+        for value in vars(other).values():
+            if isinstance(value, JITFunction):
+                called.update(inspect.unwrap(value.fn).__code__.co_names)
+    return {name for name in functions if name not in called}
+
+
+def built(module: ModuleType) -> set[str]:
+    """The kernels that its BUILDS compile ahead of time."""
+    return {build.kernel.__name__ for build in module.BUILDS}

@@ -1,0 +1,21 @@
+"""An interpreter of AMD's instruction sets, for the assembly that Triton emits: numpy over waves and lanes, no GPU."""
+
+from .errors import Descriptor, EarlyAccess, Hazard, MachineError, OutOfBounds, Race, Runaway, UnknownInstruction
+from .memory import Memory
+from .program import Program
+from .run import Report, launch
+
+__all__ = [
+    "Descriptor",
+    "EarlyAccess",
+    "Hazard",
+    "MachineError",
+    "Memory",
+    "OutOfBounds",
+    "Program",
+    "Race",
+    "Report",
+    "Runaway",
+    "UnknownInstruction",
+    "launch",
+]

@@ -1,0 +1,75 @@
+"""What compiling one instruction needs: its operands, its modifiers and the architecture.
+
+Every family of instructions is a function that takes a `Compiling` and returns a step, a function of the state that
+executes the instruction, or None if the mnemonic is not one of that family. Modifiers that a family does not take are
+an error, so that none is ignored in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from . import operands
+from .errors import UnknownInstruction
+from .operands import Operand
+from .state import State
+from .targets import Target
+from .text import Instruction
+
+Step = Callable[[State], Any]
+
+_ENCODING = re.compile(r"_(e32|e64|dpp|sdwa|e64_dpp)$")
+
+
+@dataclass
+class Compiling:
+    """One instruction on its way to a step."""
+
+    instruction: Instruction
+    target: Target
+    machine: Any  # the Environment: labels, memory, LDS, logs
+    index: int
+    taken: set[str] = field(default_factory=set)
+
+    @property
+    def mnemonic(self) -> str:
+        return self.instruction.mnemonic
+
+    @cached_property
+    def base(self) -> str:
+        """The mnemonic without its encoding."""
+        return _ENCODING.sub("", self.instruction.mnemonic)
+
+    @cached_property
+    def sdwa(self) -> bool:
+        return self.mnemonic.endswith("_sdwa")
+
+    @cached_property
+    def dpp(self) -> bool:
+        return self.mnemonic.endswith("_dpp")
+
+    @cached_property
+    def operands(self) -> list[Operand]:
+        """The operands; SDWA's sext() is left to the sources."""
+        return [operands.parse(text.removeprefix("sext(").rstrip(")")) for text in self.instruction.operands]
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """A modifier's value; from now on it counts as implemented."""
+        self.taken.add(name)
+        return self.instruction.modifiers.get(name, default)
+
+    def has(self, name: str) -> bool:
+        return name in self.instruction.modifiers
+
+    def refuse(self, why: str) -> UnknownInstruction:
+        return UnknownInstruction(f"{self.instruction.text!r} on {self.target.name}: {why}")
+
+    def finish(self) -> None:
+        """Raise if a modifier was not taken."""
+        left = sorted(set(self.instruction.modifiers) - self.taken)
+        if left:
+            raise self.refuse(f"modifier {', '.join(left)} is not implemented")

@@ -1,0 +1,207 @@
+"""Operands: what an instruction's text names, and functions that read it from a batch of waves.
+
+A reader takes the state and returns an array that broadcasts to [waves, lanes] (scalar readers: to [waves]), viewed as
+the type that the instruction wants. Constants are arrays of one element, so that integer overflow wraps silently.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from .errors import UnknownInstruction
+
+Reader = Callable[[Any], np.ndarray]
+
+VCC, M0, EXEC, TTMP = 106, 124, 126, 108
+ACC = 256  # the first accumulation register among the vector registers
+SCALAR = 1000  # the first SGPR in sets that name registers of both kinds
+
+_NAMED = {
+    "vcc": (VCC, 2),
+    "vcc_lo": (VCC, 1),
+    "vcc_hi": (VCC + 1, 1),
+    "exec": (EXEC, 2),
+    "exec_lo": (EXEC, 1),
+    "exec_hi": (EXEC + 1, 1),
+    "m0": (M0, 1),
+}
+_SINGLE = re.compile(r"([vsa])(\d+)")
+_RANGE = re.compile(r"([vsa])\[(\d+):(\d+)\]")
+_NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
+
+# The type letters of sources: unsigned, signed and float of 32 bits; u/s/h of 16 bits; U, I, D of 64 bits.
+DTYPES = {
+    "u": np.uint32,
+    "i": np.int32,
+    "f": np.float32,
+    "w": np.uint16,
+    "s": np.int16,
+    "h": np.float16,
+    "U": np.uint64,
+    "I": np.int64,
+    "D": np.float64,
+}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """kind: "v" (vector and accumulation registers), "s" (scalar), "constant", "none" (null and off) or "scc"."""
+
+    text: str
+    kind: str
+    register: int = 0
+    count: int = 1
+    value: int = 0  # the bits of a 32-bit constant, sign-extended if it is an integer
+    number: float | None = None  # a floating-point constant's value
+    negate: bool = False
+    absolute: bool = False
+
+    @property
+    def registers(self) -> frozenset[int]:
+        if self.kind not in ("v", "s"):
+            return frozenset()
+        start = self.register + (SCALAR if self.kind == "s" else 0)
+        return frozenset(range(start, start + self.count))
+
+
+@cache
+def parse(text: str) -> Operand:
+    """One operand. Raises `UnknownInstruction` for what is no register and no number."""
+    bare, negate, absolute = text, False, False
+    if bare.startswith("-") and not bare[1:2].isdigit():
+        bare, negate = bare[1:], True
+    if bare.startswith("|"):
+        bare, absolute = bare.strip("|"), True
+    modified = {"negate": negate, "absolute": absolute}
+    if match := _SINGLE.fullmatch(bare):
+        return _register(text, match[1], int(match[2]), 1, modified)
+    if match := _RANGE.fullmatch(bare):
+        first, last = int(match[2]), int(match[3])
+        return _register(text, match[1], first, last - first + 1, modified)
+    if match := re.fullmatch(r"ttmp(\d+)", bare):
+        return Operand(text, "s", TTMP + int(match[1]), **modified)
+    if bare in _NAMED:
+        return Operand(text, "s", *_NAMED[bare], **modified)
+    if bare in ("null", "off"):
+        return Operand(text, "none")
+    if bare in ("scc", "src_scc"):
+        return Operand(text, "scc", **modified)
+    if match := re.fullmatch(r"lit(?:64)?\((.+)\)", bare):
+        bare = match[1]
+    if _NUMBER.fullmatch(bare):
+        number = float(bare)
+        bits = struct.unpack("<I", struct.pack("<f", number))[0]
+        return Operand(text, "constant", value=bits, number=number, **modified)
+    try:
+        return Operand(text, "constant", value=int(bare, 0), **modified)
+    except ValueError:
+        raise UnknownInstruction(f"operand {text!r}") from None
+
+
+def _register(text: str, kind: str, first: int, count: int, modified: dict[str, bool]) -> Operand:
+    if kind == "a":
+        return Operand(text, "v", ACC + first, count, **modified)
+    return Operand(text, kind, first, count, **modified)
+
+
+def constant(operand: Operand, letter: str) -> np.ndarray:
+    """A constant operand as one element of a type. A float constant in a 64-bit float operand is that number; in a
+    16-bit one too."""
+    if letter == "h" and operand.number is not None:
+        return np.array([operand.number], np.float16)
+    if letter == "D":
+        bits = operand.value << 32 & 0xFFFFFFFFFFFFFFFF
+        value = np.array([bits], np.uint64).view(np.float64)
+        return np.array([operand.number]) if operand.number is not None else value
+    if letter in "UI":
+        return np.array([operand.value & 0xFFFFFFFFFFFFFFFF], np.uint64).view(DTYPES[letter])
+    if letter in "wsh":
+        return np.array([operand.value & 0xFFFF], np.uint16).view(DTYPES[letter])
+    return np.array([operand.value & 0xFFFFFFFF], np.uint32).view(DTYPES[letter])
+
+
+def bare(operand: Operand) -> Operand:
+    """The operand without its signs."""
+    return replace(operand, negate=False, absolute=False)
+
+
+def vector_reader(operand: Operand, letter: str, *, word: int = 0, half: int = 0) -> Reader:
+    """Read an operand per lane, with its sign modifiers. word: which register of several. half: which 16 bits."""
+    reader = _plain_vector_reader(operand, letter, word, half)
+    return with_signs(reader, operand, letter)
+
+
+def with_signs(reader: Reader, operand: Operand, letter: str) -> Reader:
+    """Apply `|x|` and `-x` to what a reader returns. On an integer type they change the sign bit, as in v_cndmask."""
+    if not (operand.negate or operand.absolute):
+        return reader
+    negate, absolute = operand.negate, operand.absolute
+
+    def signed(state: Any) -> np.ndarray:
+        value = reader(state)
+        if letter == "u":
+            value = value & np.uint32(0x7FFFFFFF) if absolute else value
+            return value ^ np.uint32(0x80000000) if negate else value
+        value = np.abs(value) if absolute else value
+        return np.negative(value) if negate else value
+
+    return signed
+
+
+def _plain_vector_reader(operand: Operand, letter: str, word: int, half: int) -> Reader:
+    index, dtype = operand.register + word, DTYPES[letter]
+    if operand.kind == "v":
+        if letter == "u":
+            return lambda state: state.v[index]
+        if letter == "f":
+            return lambda state: state.vf[index]
+        if letter == "i":
+            return lambda state: state.vi[index]
+        if letter in "wsh":
+            return lambda state: state.halves(index, half).view(dtype)
+        return lambda state: state.pair(index).view(dtype)
+    if operand.kind == "constant":
+        if letter in "uif" and word:
+            value = np.array([operand.value >> 32 & 0xFFFFFFFF if operand.number is None else 0], np.uint32)
+            fixed = value.view(dtype)
+        else:
+            fixed = constant(operand, letter)
+            if letter in "wsh" and half:
+                high = 0 if operand.number is not None else operand.value >> 16 & 0xFFFF
+                fixed = np.array([high], np.uint16).view(dtype)
+        fixed = fixed[:, None]
+        return lambda state: fixed
+    scalar = scalar_reader(bare(operand), "U" if letter in "UID" else "u", word=word)
+    if letter in "UID":
+        return lambda state: scalar(state)[:, None].view(dtype)
+    if letter in "wsh":
+        shift = np.uint32(16 * half)
+        return lambda state: (scalar(state)[:, None] >> shift).astype(np.uint16).view(dtype)
+    return lambda state: scalar(state)[:, None].view(dtype)
+
+
+def scalar_reader(operand: Operand, letter: str, *, word: int = 0) -> Reader:
+    """Read an operand per wave: u, i and f of 32 bits, U and I of 64."""
+    index, dtype = operand.register + word, DTYPES[letter]
+    if operand.kind == "s":
+        if letter in "UI":
+            if operand.count == 1:  # a 32-bit register where 64 bits are read: exec_lo of a wave of 32 lanes
+                return lambda state: state.s[index].astype(np.uint64).view(dtype)
+            return lambda state: state.scalar_pair(index).view(dtype)
+        return with_signs(lambda state: state.s[index].view(dtype), operand, letter)
+    if operand.kind == "constant":
+        fixed = constant(operand, letter)
+        return with_signs(lambda state: fixed, operand, letter)
+    if operand.kind == "none":
+        zero = np.zeros(1, dtype)
+        return lambda state: zero
+    if operand.kind == "scc":
+        return lambda state: state.scc.astype(dtype)
+    raise UnknownInstruction(f"{operand.text!r} is not a scalar operand")

@@ -1,0 +1,143 @@
+"""Find races: two waves that touch one byte in one interval between barriers, one of them writing.
+
+Accesses are recorded as they happen and compared at the end of the interval (LDS) or of the launch (global memory), so
+that the result does not depend on the order in which the waves ran. An access that is still in flight at a barrier
+belongs to the interval after it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .errors import Race
+
+
+@dataclass(eq=False)
+class Access:
+    """One instruction's accesses. places: int64 [n], in units. who: wave numbers [n], or (waves, lanes, every, lanes of
+    a wave) from which to make them. first, last: the intervals in which they may happen. values: that were stored."""
+
+    index: int
+    writes: bool
+    unit: int
+    repeat: int
+    places: np.ndarray
+    who: Any
+    first: int
+    last: int = field(default=-1)
+    values: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.last < 0:
+            self.last = self.first
+
+    def spots(self, unit: int) -> np.ndarray:
+        """Every place in a narrower unit: [n, repeat]."""
+        ratio = self.unit // unit * self.repeat
+        return (self.places * (self.unit // unit))[:, None] + np.arange(ratio)
+
+    def waves(self) -> np.ndarray:
+        """The wave of each place: [n]."""
+        if isinstance(self.who, tuple):
+            waves, lanes, every, count = self.who
+            if not every:
+                waves = np.repeat(waves, count)
+                waves = waves if lanes is True else waves[lanes.reshape(-1)]
+            self.who = waves
+        return self.who
+
+    def owners(self) -> np.ndarray:
+        """The wave of each place, from 1: uint32 [n, 1]."""
+        return self.waves().astype(np.uint32)[:, None] + np.uint32(1)
+
+    def in_units(self, unit: int) -> np.ndarray:
+        """What was stored, as integers: [n, parts, words of a part]."""
+        assert self.values is not None
+        return self.values.view(np.dtype(f"u{min(unit, 8)}")).reshape(len(self.places), -1, max(1, unit // 8))
+
+
+def check_interval(accesses: Sequence[Access], size: int, texts: Sequence[str], where: str) -> None:
+    """Raise `Race` if two waves touched one byte, one of them writing, all within one interval.
+
+    Waves that write the same value to a place do no harm: replicated layouts do. size: of the memory in bytes. texts:
+    the instructions, for the message.
+    """
+    writes = [access for access in accesses if access.writes]
+    if not writes:
+        return
+    unit = min(access.unit for access in accesses)
+    writer = np.zeros(size // unit + 1, np.uint32)
+    for access in writes:
+        writer[access.spots(unit)] = access.owners()
+    for access in accesses:
+        owner = writer[access.spots(unit)]
+        clash = owner != access.owners()
+        if not access.writes:
+            clash &= owner != 0
+        if clash.any():
+            clash &= ~_harmless(access, writes, unit, size)
+        if clash.any():
+            lane, part = np.argwhere(clash)[0]
+            raise Race(_describe(access, int(lane), access.spots(unit)[lane, part], writes, unit, texts, where))
+
+
+def _harmless(access: Access, writes: Sequence[Access], unit: int, size: int) -> np.ndarray:
+    """Where a write stores what all others store there, or a read's own wave stored it too: bool [n, parts]."""
+    dtype = np.dtype(f"u{min(unit, 8)}")
+    content = np.zeros((size // unit + 1, max(1, unit // 8)), dtype)
+    for write in writes:
+        content[write.spots(unit)] = write.in_units(unit)
+    spots = access.spots(unit)
+    if access.writes:
+        return (content[spots] == access.in_units(unit)).all(2)
+    # the waves that wrote each place with the value that is there
+    limit = 1 + max(int(write.waves().max()) for write in (*writes, access))
+    keys = []
+    for write in writes:
+        same = (content[write.spots(unit)] == write.in_units(unit)).all(2)
+        keys.append((write.spots(unit) * limit + write.waves()[:, None])[same])
+    return np.isin(spots * limit + access.waves()[:, None], np.concatenate(keys))
+
+
+def _describe(
+    access: Access, lane: int, spot: int, writes: Sequence[Access], unit: int, texts: Sequence[str], where: str
+) -> str:
+    wave = int(access.waves()[lane])
+    for write in writes:
+        others = write.waves()[np.argwhere(write.spots(unit) == spot)[:, 0]]
+        others = others[others != wave]
+        if others.size:
+            return (
+                f"wave {wave} at {access.index} ({texts[access.index]!r}) and wave {others[0]} at {write.index} "
+                f"({texts[write.index]!r}) touch byte {spot * unit} of {where} with no barrier between them"
+            )
+    return f"wave {wave} at {access.index} ({texts[access.index]!r}) stores two values to byte {spot * unit} of {where}"
+
+
+def check_launch(accesses: Sequence[Access], size: int, per_group: int, texts: Sequence[str], where: str) -> None:
+    """Raise `Race` for one global buffer. Barriers order waves of one workgroup only.
+
+    Without a place that two waves touch, nothing is to be ordered. Otherwise the workgroups must differ in no place
+    that one of them writes, and within a workgroup every interval is compared by itself.
+    """
+    try:
+        check_interval(accesses, size, texts, where)
+        return
+    except Race:
+        pass
+    groups = [_regrouped(access, per_group) for access in accesses]
+    check_interval(groups, size, texts, f"{where}, as workgroups")
+    for interval in range(max(access.last for access in accesses) + 1):
+        present = [access for access in accesses if access.first <= interval <= access.last]
+        check_interval(present, size, texts, where)
+
+
+def _regrouped(access: Access, per_group: int) -> Access:
+    groups = access.waves() // per_group
+    return Access(
+        access.index, access.writes, access.unit, access.repeat, access.places, groups, 0, values=access.values
+    )

@@ -1,0 +1,66 @@
+"""Scratch memory, which is each lane's own: scratch_load and scratch_store of whole words, as spills use them."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from .compiling import Compiling, Step
+from .errors import OutOfBounds
+from .operands import scalar_reader
+from .state import State
+from .vector_memory import HINTS, SIZES
+from .waits import Ticket, issue
+
+
+def compile_scratch(c: Compiling) -> Step | None:
+    match = re.fullmatch(r"scratch_(load|store)_(\w+)", c.base)
+    if not match or match[2] not in SIZES:
+        return None
+    size = SIZES[match[2]][0]
+    if size % 4:
+        raise c.refuse("scratch accesses narrower than a word are not implemented")
+    for hint in HINTS:
+        c.take(hint)
+    load = match[1] == "load"
+    target, vector, base = c.operands if load else (c.operands[1], c.operands[0], c.operands[2])
+    if vector.kind != "none":
+        raise c.refuse("scratch addresses in vector registers are not implemented")
+    offset, machine, index = c.take("offset", 0), c.machine, c.index
+    start = None if base.kind == "none" else scalar_reader(base, "u")
+    counter, first, count = c.target.counters["load" if load else "store"], target.register, size // 4
+    registers = frozenset(range(first, first + count))
+
+    def words(state: State) -> np.ndarray:
+        """[words, waves]: which words of a lane's scratch."""
+        at = np.full(state.count, offset, np.int64) if start is None else offset + start(state).astype(np.int64)
+        return machine.scratch.words(at, count, index)
+
+    def load_step(state: State) -> None:
+        values = machine.scratch.data[words(state), state.waves]
+        result = [(first + i, values[i]) for i in range(count)]
+        issue(state, Ticket(counter, "vmem", index, registers, result, True if state.full else state.x))
+
+    def store_step(state: State) -> None:
+        where = words(state)
+        old = machine.scratch.data[where, state.waves]
+        machine.scratch.data[where, state.waves] = np.where(state.x, state.v[first : first + count], old)
+        issue(state, Ticket(counter, "vmem", index, frozenset(), [], True))
+
+    return load_step if load else store_step
+
+
+class Scratch:
+    """The scratch memory of a launch's waves: [words, waves, lanes], which starts as garbage."""
+
+    def __init__(self, size: int, garbage: np.ndarray, waves: int) -> None:
+        """size: bytes of a lane. garbage: [words, lanes]."""
+        self.size = size
+        self.data = np.repeat(garbage[:, None, :], waves, axis=1)
+
+    def words(self, at: np.ndarray, count: int, index: int) -> np.ndarray:
+        """The numbers [count, waves] of the words at these addresses, each a byte offset."""
+        if (at % 4).any() or (at < 0).any() or (at + 4 * count > self.size).any():
+            raise OutOfBounds(f"instruction {index} accesses scratch at {at.tolist()}, of {self.size} bytes a lane")
+        return at // 4 + np.arange(count)[:, None]

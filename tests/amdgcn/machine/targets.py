@@ -1,0 +1,56 @@
+"""What distinguishes the architectures, as far as an instruction's meaning goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Target:
+    """One architecture. Two that compare equal execute the same instructions in the same way.
+
+    lanes: of a wave. generation: 9 (CDNA), 11 (RDNA 3 and 3.5) or 12 (RDNA 4). counters: which counter an event of
+    memory increments: "load", "store", "lds" and "scalar". most: how far a counter counts; at its end, the wave waits.
+    fnuz: 8-bit floats have no negative zero and no infinity, as on gfx942. flushes_matrix: MFMA of 16-bit floats
+    flushes subnormal numbers, as on gfx90a. eight_bit: there are conversions and products of 8-bit floats.
+    scalar_float: there are scalar floating-point instructions.
+    """
+
+    name: str = field(compare=False)
+    lanes: int
+    generation: int
+    counters: Mapping[str, str]
+    most: Mapping[str, int]
+    fnuz: bool = False
+    flushes_matrix: bool = False
+    eight_bit: bool = True
+    scalar_float: bool = False
+
+    @property
+    def cdna(self) -> bool:
+        return self.generation == 9
+
+    @property
+    def mask_words(self) -> int:
+        """The SGPRs that a mask of lanes takes."""
+        return self.lanes // 32
+
+
+_GFX9 = {"load": "vm", "store": "vm", "lds": "lgkm", "scalar": "lgkm"}
+_GFX11 = {"load": "vm", "store": "vs", "lds": "lgkm", "scalar": "lgkm"}
+_GFX12 = {"load": "load", "store": "store", "lds": "ds", "scalar": "km"}
+_MOST9 = {"vm": 63, "lgkm": 15}
+_MOST11 = {"vm": 63, "vs": 63, "lgkm": 63}
+_MOST12 = {"load": 63, "store": 63, "ds": 63, "km": 31}
+
+TARGETS: Mapping[str, Target] = {
+    "gfx90a": Target("gfx90a", 64, 9, _GFX9, _MOST9, flushes_matrix=True, eight_bit=False),
+    "gfx942": Target("gfx942", 64, 9, _GFX9, _MOST9, fnuz=True),
+    "gfx950": Target("gfx950", 64, 9, _GFX9, _MOST9),
+    "gfx1100": Target("gfx1100", 32, 11, _GFX11, _MOST11, eight_bit=False),
+    "gfx1150": Target("gfx1150", 32, 11, _GFX11, _MOST11, eight_bit=False, scalar_float=True),
+    "gfx1151": Target("gfx1151", 32, 11, _GFX11, _MOST11, eight_bit=False, scalar_float=True),
+    "gfx1200": Target("gfx1200", 32, 12, _GFX12, _MOST12, scalar_float=True),
+    "gfx1201": Target("gfx1201", 32, 12, _GFX12, _MOST12, scalar_float=True),
+}

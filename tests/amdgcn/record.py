@@ -1,0 +1,53 @@
+"""What of each compiled kernel was executed: the launches, and the instructions that some case reached."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.amdgcn.driver import Code
+from tests.amdgcn.unreached import source_lines
+
+
+@dataclass
+class Executed:
+    """One compiled form. lines: of the kernel's source, for every instruction; executed: wave instructions;
+    requested, needed: bytes of global memory."""
+
+    kernel: str
+    instructions: list[str]
+    lines: list[str]
+    reached: set[int] = field(default_factory=set)
+    launches: int = 0
+    executed: int = 0
+    requested: int = 0
+    needed: int = 0
+
+
+class Record:
+    """What one process executed."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+        self.forms: dict[str, Executed] = {}
+
+    def launched(self, code: Code, report: Any, how: dict[str, Any]) -> None:
+        """Called after every launch."""
+        form = self.forms.get(code.key)
+        if form is None:
+            form = self.forms[code.key] = Executed(code.name, code.instructions(), source_lines(code.text))
+        form.launches += 1
+        form.reached |= set(report.reached)
+        form.executed += report.instructions
+        form.requested += report.bytes_requested
+        form.needed += report.bytes_needed
+
+    def kernels(self) -> set[str]:
+        return {form.kernel for form in self.forms.values()}
+
+    def write(self, path: Path) -> None:
+        forms = {key: {**vars(form), "reached": sorted(form.reached)} for key, form in self.forms.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"arch": self.arch, "forms": forms}))

@@ -1,0 +1,109 @@
+"""What a process that presents an AMD GPU sees, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hf_rocm.device import Device, describe, simulated
+from hf_rocm.ops.triton.builds import ARCHITECTURES
+from tests.amdgcn.device import GPUS
+from tests.amdgcn.driver import Space
+from tests.amdgcn.kernarg import pack, scalar
+from tests.amdgcn.machine.targets import TARGETS
+from tests.conftest import ROOT
+
+CPU = torch.device("cpu")
+
+
+def test_every_architecture_has_a_gpu_and_a_suite(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from lib import machine_code
+
+    assert set(GPUS) == set(TARGETS) == set(ARCHITECTURES)
+    assert {*machine_code.ARCHITECTURES, *machine_code.RELATIVES} == set(GPUS)
+    assert {name: gpu.lanes for name, gpu in GPUS.items()} == ARCHITECTURES
+
+
+def test_relatives_have_the_instructions_of_another():
+    from tests.amdgcn import one
+
+    assert TARGETS["gfx1150"] == TARGETS["gfx1151"]
+    assert TARGETS["gfx1150"] == replace(TARGETS["gfx1100"], scalar_float=True) != TARGETS["gfx1100"]
+    assert TARGETS["gfx1200"] == TARGETS["gfx1201"]
+    assert {*TARGETS} - {*one.ARCHITECTURES} == {"gfx1150", "gfx1151", "gfx1200"}
+
+
+def test_the_cpu_is_described_as_another_device_for_a_while():
+    before = describe(CPU)
+    with simulated("cpu", GPUS["gfx942"].described()):
+        assert describe(CPU) == Device("cuda", rocm=True, arch="gfx942")
+        assert describe(CPU).units == 304
+    assert describe(CPU) == before == Device("cpu", rocm=False)
+
+
+def test_triton_has_the_gpu_for_a_while():
+    pytest.importorskip("triton", reason="not run: needs Triton")
+    from triton.backends import backends
+    from triton.runtime import driver
+
+    from tests.amdgcn.driver import presented
+
+    amd, active = backends["amd"], driver._active
+    with presented(GPUS["gfx1201"]) as instance:
+        assert driver.active is instance and torch.version.hip
+        target = driver.active.get_current_target()
+        assert (target.backend, target.arch, target.warp_size) == ("hip", "gfx1201", 32)
+        assert instance.utils.get_device_properties(0)["max_shared_mem"] == 65536
+    assert backends["amd"] is amd and driver._active is active
+
+
+def test_storages_are_far_apart_and_views_lie_inside():
+    space = Space(cdna=True)
+    x, y = torch.zeros(64), torch.zeros(64)
+    first, second = space.address(x), space.address(y)
+    assert space.address(x[3:]) == first + 12
+    assert abs(second - first) > 2**32
+    assert first % 4096 == x.data_ptr() % 4096
+
+
+def test_what_is_in_no_tensor_is_hidden():
+    """The rest of the rows of a view, and what lies behind its last row; nothing of a storage that is passed whole."""
+    space = Space(cdna=True)
+    wide, whole = torch.zeros(3, 8), torch.zeros(24)
+    start = space.address(wide[:2, 1:4]) - 4
+    space.address(whole[:3])
+    other = space.address(whole)
+    space.hide()
+    hidden = space.memory.buffer_at(start)
+    seen = hidden.hidden_units[1][hidden.start : hidden.length].reshape(3, 8, 4).all(2) == 0
+    assert np.array_equal(seen, [[0, 1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0, 0], [0] * 8])
+    assert not space.memory.buffer_at(other).hidden_units
+
+
+def test_numbers_are_converted_as_the_launcher_does():
+    assert scalar(-2, "i32") == struct.pack("<i", -2)
+    assert scalar(True, "i1") == b"\1"
+    assert scalar(2**40, "i64") == struct.pack("<q", 2**40)
+    assert scalar(1.5, "fp32") == struct.pack("<f", 1.5)
+    assert scalar(1.0, "bf16") == b"\x80\x3f"
+
+
+def argument(offset, size, kind="by_value"):
+    return SimpleNamespace(offset=offset, size=size, kind=kind)
+
+
+def test_arguments_are_put_where_the_code_reads_them():
+    fields = [argument(0, 8), argument(8, 4), argument(16, 8), argument(24, 4, "hidden_block_count_x")]
+    program = SimpleNamespace(arguments=fields, kernarg_size=32)
+    block = pack(program, [bytes(range(8)), b"abcd"], (7, 1, 1), 256)
+    assert block == bytes(range(8)) + b"abcd" + bytes(12) + struct.pack("<I", 7) + bytes(4)
+    with pytest.raises(ValueError, match="where the code reads 8"):
+        pack(program, [b"abcd"], (1, 1, 1), 64)
+    with pytest.raises(ValueError, match="1 arguments more"):
+        pack(program, [bytes(8), bytes(4), bytes(8), bytes(4)], (1, 1, 1), 64)

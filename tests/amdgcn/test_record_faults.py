@@ -1,0 +1,37 @@
+"""The page of planted faults is written by architecture, and its sum is that of its sections."""
+
+from __future__ import annotations
+
+from tests.amdgcn import record_faults
+
+FAULT = {"kernel": "norm", "kind": "another mask", "before": "v_a |v1|, v2", "after": "v_b v1, v2", "cases": 3}
+
+
+def faults(*outcomes):
+    return [{**FAULT, "found": found, "proof": proof} for found, proof in outcomes]
+
+
+def test_a_page_has_what_was_found_and_what_was_proven():
+    sections = {
+        "gfx942": record_faults.section("gfx942", 1, faults(("Race", None), (None, "it is dead"), (None, None))),
+        "gfx1100": record_faults.section("gfx1100", 2, faults(("wrong result", None))),
+    }
+    text = record_faults.page(sections)
+    assert record_faults.totals(sections) == (4, 2, 1, 1)
+    assert "4 planted, 2 detected, 1 change nothing, 1 not" in text and "66.7%" in text
+    assert "| changes nothing: it is dead |" in text and "**not detected** by 3 cases" in text
+    assert "`v_a \\|v1\\|, v2`" in text
+    assert record_faults.sections_of(text).keys() == sections.keys()
+    assert record_faults.page(record_faults.sections_of(text)) == text
+
+
+def test_one_architecture_is_recorded_again(tmp_path, monkeypatch):
+    page = tmp_path / "faults.md"
+    old = {"gfx1100": record_faults.section("gfx1100", 1, faults((None, None)))}
+    page.write_text(record_faults.page(old), encoding="utf-8")
+    monkeypatch.setattr(record_faults, "PAGE", page)
+    monkeypatch.setattr(record_faults, "plant", lambda arch, seed, count: faults(("Race", None)) * count)
+    assert record_faults.main(["gfx942", "--count", "3", "--seed", "5"]) == 1  # 3 of 4 are too few
+    assert "## gfx942\n\n3 planted with seed 5, 3 detected" in page.read_text(encoding="utf-8")
+    assert record_faults.main(["gfx1100", "--count", "2"]) == 0
+    assert list(record_faults.sections_of(page.read_text(encoding="utf-8"))) == ["gfx942", "gfx1100"]

@@ -1,0 +1,79 @@
+"""Text decoders most of whose layers are recurrent: attention, MLPs, experts and norms are ours."""
+
+from tests.coverage.case import SMALL, Case
+
+JAMBA = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 8,
+    "use_mamba_kernels": False,
+    "attn_implementation": "sdpa",
+}
+ZAMBA2 = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "layers_block_type": ["hybrid", "mamba", "hybrid"],
+    "hybrid_layer_ids": [0, 2],
+    "mamba_d_state": 8,
+    "mamba_headdim": 16,
+    "n_mamba_heads": 8,
+    "chunk_size": 4,
+    "num_mem_blocks": 1,  # 5.0 ties the blocks to that of the first layer
+    "use_shared_attention_adapter": True,
+    "adapter_rank": 8,
+    "use_mem_rope": True,
+    "add_bias_linear": True,
+    "use_mamba_kernels": False,
+}
+HYBRID = {
+    **SMALL,
+    "layer_types": ["linear_attention", "full_attention"],
+    "attention_bias": True,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+RECURRENT = {"assisted": "a recurrent state can't take tokens back", "cache": "some releases take a cache of their own"}
+
+HYBRIDS = [
+    Case(
+        "jamba",
+        "JambaForCausalLM",
+        "JambaConfig",
+        JAMBA,
+        ("JambaAttention",),
+        older={"5.0": ("JambaSdpaAttention",)},
+        experts={"5.0": "JambaSparseMoeBlock", "99": "JambaExperts"},
+        stock_can_not=RECURRENT,
+    ),
+    Case("zamba2", "Zamba2ForCausalLM", "Zamba2Config", ZAMBA2, ("Zamba2Attention",), stock_can_not=RECURRENT),
+    Case(
+        "olmo_hybrid",
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        HYBRID,
+        ("OlmoHybridAttention",),
+        since="5.3",
+        stock_can_not=RECURRENT,
+    ),
+    Case(
+        "olmo_hybrid",
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        {**HYBRID, "rope_parameters": None},
+        ("OlmoHybridAttention",),
+        since="5.3",
+        stock_can_not=RECURRENT,
+        variant="no positions",
+    ),
+]

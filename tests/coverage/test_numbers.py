@@ -1,0 +1,59 @@
+"""Numbers that a module carries (its scale, its epsilon, a limit) are read from the module, as stock reads them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hf_rocm
+from hf_rocm.overlay import bind
+from tests.coverage import inputs
+from tests.coverage.case import params
+from tests.coverage.cases import CASES
+from tests.coverage.routing import choosing
+from tests.tolerance import assert_run_as_good_as_eager
+
+
+def change(model, served):
+    """Make every number of the served modules another one. Returns the names of what was changed."""
+    changed = set()
+    for place, module in model.named_modules():
+        if place not in served:
+            continue
+        for name, value in list(module.__dict__.items()):
+            if type(value) is float and value and "dropout" not in name:
+                module.__dict__[name] = value * 1.5
+                changed.add(f"{type(module).__name__}.{name}")
+    return changed
+
+
+def served_in(model):
+    return {place for place, module in model.named_modules() if bind.binding_of(module) is not None}
+
+
+@params([case for case in CASES if not case.routes()])
+def test_a_number_that_the_user_changed_counts(case):
+    stock = case.build(torch.float32)
+    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    served = served_in(ours)
+    arguments = inputs.arguments(case, stock)
+    with torch.inference_mode():
+        before = inputs.outputs(stock(**arguments))
+    if not change(stock, served):
+        pytest.skip("its modules carry no number")
+    assert change(ours, served)
+    exact = copy.deepcopy(stock).double()
+
+    def run(model):
+        return inputs.outputs(model(**inputs.arguments(case, model)))
+
+    with torch.inference_mode(), choosing(case):
+        expected = run(stock)
+        with inputs.in_float64():
+            reference = run(exact)
+        actual = run(ours)
+    assert_run_as_good_as_eager(actual, expected, reference)
+    if all(torch.equal(before[name], expected[name]) for name in expected):
+        pytest.skip("stock reads none of the numbers of its modules")

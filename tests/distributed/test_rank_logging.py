@@ -1,0 +1,66 @@
+"""One of N ranks speaks, and what only another one has to say is said too."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+from torch.distributed import HashStore
+
+from hf_rocm.distributed import rank_logging
+from hf_rocm.distributed.environment import Place
+from hf_rocm.distributed.rank_logging import log_once
+
+log = logging.getLogger("hf_rocm")
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch, caplog):
+    monkeypatch.setattr(rank_logging, "WAIT", 0.1)
+    with caplog.at_level(logging.INFO, logger="hf_rocm"):
+        yield lambda: [record.getMessage() for record in caplog.records]
+    assert not log.filters
+
+
+def test_what_rank_0_said_is_not_said_again(heard):
+    store = HashStore()
+    for rank in range(3):
+        with log_once(Place(rank, 3, rank), store):
+            log.info("%d layers fused", 8)
+            log.warning("all of them")
+    assert heard() == ["8 layers fused", "all of them"]
+
+
+def test_what_only_another_rank_has_follows_under_its_number(heard):
+    store = HashStore()
+    for rank in range(2):
+        with log_once(Place(rank, 2, rank), store):
+            log.warning("everywhere")
+            if rank == 1:
+                log.warning("only %s", "here")
+                log.error("broken")
+    assert heard() == ["everywhere", "broken", "rank 1: only here"]
+
+
+def test_it_is_said_too_where_the_load_fails(heard):
+    with pytest.raises(ValueError, match="no weights"), log_once(Place(1, 2, 1), HashStore()):
+        log.info("so far so good")
+        raise ValueError("no weights")
+    assert heard() == ["rank 1: so far so good"]
+
+
+def test_builds_under_way_and_other_threads_are_heard(heard):
+    with log_once(Place(1, 2, 1), None):
+        log.handle(log.makeRecord("hf_rocm", logging.WARNING, "hf_rocm/ops/probe_worker.py", 1, "building", (), None))
+        thread = threading.Thread(target=log.warning, args=("from another thread",))
+        thread.start()
+        thread.join()
+    assert heard() == ["building", "from another thread"]
+
+
+def test_without_a_store_the_first_rank_of_each_machine_speaks(heard):
+    for rank in range(4):
+        with log_once(Place(rank, 4, rank % 2), None):
+            log.warning("stays stock on %d", rank)
+    assert heard() == ["stays stock on 0", "stays stock on 2"]

@@ -1,0 +1,23 @@
+"""docs/gpus.md lists the architectures that the code lists, with what it has for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_rocm.architectures import KNOWN, NEWEST_AITER, tiers
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_table_of_architectures():
+    expected = []
+    for gfx, known in KNOWN.items():
+        memory = "the host's" if known.integrated else "its own"
+        tier = tiers(gfx)
+        expected.append(f"| {gfx} | {known.family} | {known.cards} | {memory} | {tier['aiter']} | {tier['triton']} |")
+    lines = (DOCS / "gpus.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("| gfx")] == expected
+
+
+def test_the_newest_release_of_aiter_that_was_checked():
+    assert f"| {NEWEST_AITER} (the main branch" in (DOCS / "aiter.md").read_text(encoding="utf-8")

@@ -1,0 +1,56 @@
+"""Random calls of twelve families: shapes, masks, flags, weights that change, outputs that are kept for later."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+from tests.forwards.conftest import counted, equal, reasons, tensors
+from tests.forwards.families import FAMILIES, random_call, random_kind
+
+CALLS = 40
+
+
+def written(model):
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(1.25)
+
+
+def moved(model):
+    parameter = list(model.parameters())[-1]
+    parameter.data = parameter.data * 0.5
+
+
+def replaced(model):
+    linear = next(module for module in model.modules() if type(module) is torch.nn.Linear)
+    linear.weight = torch.nn.Parameter(linear.weight.detach() * 0.75)
+
+
+CHANGES = {9: written, 18: moved, 30: replaced}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_calls_are_stocks(name, pair):
+    ours, stock = pair(name)
+    draw = random.Random(name)
+    kinds = [random_kind(name, draw) for _ in range(2)]
+    kept = []
+    for number in range(CALLS):
+        args, given = random_call(name, draw.choice(kinds), draw)
+        before = copy.deepcopy((args, given))
+        if number in CHANGES:
+            for model in (ours, stock):
+                CHANGES[number](model)
+        mode = torch.inference_mode if draw.random() < 0.1 else torch.no_grad
+        with mode():
+            found, expected = ours(*args, **given), stock(*args, **given)
+        assert equal(found, expected), f"call {number}"
+        assert equal(list(args), list(before[0])) if args else equal(given, before[1])
+        kept.append((found, [tensor.clone() for tensor in tensors(found)]))
+    for found, values in kept:  # no later call has changed them
+        assert all(torch.equal(*both) for both in zip(tensors(found), values, strict=True))
+    recorded, replayed = counted(ours)
+    assert recorded > 1 and replayed > 2, (recorded, replayed, reasons(ours))

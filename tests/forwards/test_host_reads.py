@@ -1,0 +1,92 @@
+"""What is observed of a forward: the values that the host reads, their programs, and what can't be recorded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm.forwards.host_reads import Answers, Reads
+from hf_rocm.generation.step import Unrecordable
+
+ELSEWHERE = torch.ones(3, device="meta")
+
+
+def observed(run, *inputs, weights=()):
+    with torch.no_grad(), Reads(inputs, weights) as reads:
+        run(*inputs)
+    reads.finish()
+    return reads
+
+
+def test_a_program_computes_the_value_for_other_inputs():
+    def run(ids, mask):
+        seen = mask.to(torch.bool)[:, 1:] & (ids[:, 1:] != 3)
+        return int(seen.sum()) if bool(seen.all()) else None
+
+    ids, mask = torch.arange(4, 10).view(2, 3), torch.ones(2, 3, dtype=torch.long)
+    reads = observed(run, ids, mask)
+    assert reads.reason is None and [read.value for read in reads.reads] == [(bool, True), (int, 4)]
+    masked = mask.clone()
+    masked[0, 2] = 0
+    first, second = (read.program for read in reads.reads)
+    assert first((ids, masked)) == (bool, False) and second((ids, masked)) == (int, 3)
+    assert first((ids, mask)) == (bool, True) and first((torch.full_like(ids, 3), mask)) == (bool, False)
+
+
+def test_weights_are_read_where_they_are():
+    weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    reads = observed(lambda x: bool((x * weight).sum() > 2), torch.ones(3), weights=[weight])
+    (read,) = reads.reads
+    weight.mul_(0.1)
+    assert read.value == (bool, True) and read.program((torch.ones(3),)) == (bool, False)
+
+
+def test_values_are_answered_in_their_order():
+    x = torch.ones(3)
+    with Answers([(bool, False), (int, 7)]) as answers:
+        assert not bool(x.all()) and int(x.sum()) == 7
+        answers.finish()
+        with pytest.raises(Unrecordable, match="more values"):
+            bool(x.any())
+    with Answers([(bool, True)]) as answers, pytest.raises(Unrecordable, match="fewer values"):
+        answers.finish()
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda x: x.nonzero(), "its shapes depend on values"),
+        (lambda x: x[x > 0], "its shapes depend on values"),
+        (lambda x: x.mul_(2), "writes in place to a tensor that it did not create"),
+        (lambda x: x[1:].zero_(), "writes in place to a tensor that it did not create"),
+        (lambda x: bool((x + 1).mul_(2).sum() > 3), "that it has written in place"),
+        (lambda x: x.to("meta"), "copies between devices"),
+        (lambda x: torch.tensor(0.0, device="meta") + 1, "from values of the host"),
+    ],
+)
+def test_what_can_not_be_recorded(run, reason):
+    assert reason in observed(run, torch.ones(3)).reason
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x[torch.tensor([2, 0])],
+        lambda x: (x + 1).mul_(2),
+        lambda x: torch.zeros(3, device="meta") + torch.tensor(2.0),
+        lambda x: ELSEWHERE + 1,
+    ],
+)
+def test_what_can(run):
+    assert observed(run, torch.ones(3)).reason is None
+
+
+def test_a_random_state_on_the_host_beside_the_result_is_no_copy():
+    """PyTorch's memory-efficient attention returns one."""
+
+    @torch.library.custom_op("hf_rocm_tests::with_state", mutates_args=())
+    def with_state(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, torch.ones((), dtype=torch.long, device="meta")
+
+    assert observed(lambda x: with_state(x)[0] + 1, torch.ones(3)).reason is None
+    assert "copies between devices" in observed(lambda x: x.to("meta"), torch.ones(3)).reason

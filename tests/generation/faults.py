@@ -1,0 +1,123 @@
+"""Faults of replays, as HIP graphs are reported to have them, planted in steps that are recorded on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.generation.emulator import EmulatedRecorder
+
+
+def recorder_with(fault, *, first, last=10**9):
+    """A kind of recorder whose replays `first` to `last`, counted from 1, have this fault."""
+
+    class Faulty(EmulatedRecorder):
+        def record(self, run):
+            recording, result = super().record(run)
+            right, replay, memory = recording.kept, recording.replay, {}
+
+            def faulty_replay():
+                wrong = fault(list(right), memory)  # in every replay: it may need what an earlier one read
+                if first <= recording.replays + 1 <= last:
+                    recording.kept = wrong
+                try:
+                    replay()
+                finally:
+                    recording.kept = right
+
+            recording.replay = faulty_replay
+            return recording, result
+
+    return Faulty
+
+
+def stale_input(kept, memory):
+    """The step reads the token of the replay before."""
+    index = _first(kept, "embedding")
+    operator, (weight, ids, *rest), kwargs, outputs = kept[index]
+    before, memory["ids"] = memory.get("ids", ids.clone()), ids.clone()
+    kept[index] = (operator, (weight, before, *rest), kwargs, outputs)
+    return kept
+
+
+def stale_pointer(kept, memory):
+    """A product reads what lay there long ago."""
+    index = _last(kept, "aten.mm")
+    operator, (rows, *rest), kwargs, outputs = kept[index]
+    old = memory.setdefault("rows", rows.clone())
+    kept[index] = (operator, (old, *rest), kwargs, outputs)
+    return kept
+
+
+def node_dropped(kept, memory):
+    """One layer's keys are not written."""
+    del kept[_last(kept, "index_copy_")]
+    return kept
+
+
+def product_dropped(kept, memory):
+    """A product doesn't run: what follows reads the result of the replay before."""
+    del kept[_first(kept, "aten.mm")]
+    return kept
+
+
+def writes_reordered(kept, memory):
+    """Keys are written after attention has read them."""
+    kept.append(kept.pop(_first(kept, "index_copy_")))
+    return kept
+
+
+def garbage(kept, memory):
+    """What a product gives is something else."""
+    return _spoiled(kept, "aten.mm", lambda result: result.roll(1, -1).mul(-3))
+
+
+def garbage_logits(kept, memory):
+    """The last product's result is something else; the cache is right."""
+    return _spoiled(kept, "aten.mm", lambda result: result.roll(1, -1).mul(-3), which=-1)
+
+
+def garbage_in_the_cache(kept, memory):
+    """The step's logits are right, its last layer's values are not."""
+    index = _last(kept, "index_copy_")
+    operator, (buffer, dim, place, value), _, outputs = kept[index]
+    kept.append((lambda: operator(buffer, dim, place, value.roll(1, -1)), (), {}, outputs))
+    return kept
+
+
+def stray_write(kept, memory):
+    """Keys are written to the first row as well."""
+    index = _first(kept, "index_copy_")
+    operator, (buffer, dim, place, value), kwargs, outputs = kept[index]
+    kept.append((operator, (buffer, dim, torch.zeros_like(place), value), kwargs, outputs))
+    return kept
+
+
+def not_finite(kept, memory):
+    """The first product's results are not numbers."""
+    return _spoiled(kept, "aten.mm", lambda result: result * float("nan"))
+
+
+def not_finite_logits(kept, memory):
+    """The last product's results are not numbers; the cache is right."""
+    return _spoiled(kept, "aten.mm", lambda result: result * float("nan"), which=-1)
+
+
+def _spoiled(kept, name, spoil, which=0):
+    index = _all(kept, name)[which]
+    operator, args, kwargs, outputs = kept[index]
+    kept[index] = (lambda *args, **kwargs: spoil(operator(*args, **kwargs)), args, kwargs, outputs)
+    return kept
+
+
+def _first(kept, name):
+    return _all(kept, name)[0]
+
+
+def _last(kept, name):
+    return _all(kept, name)[-1]
+
+
+def _all(kept, name):
+    indices = [index for index, (operator, *_) in enumerate(kept) if name in str(operator)]
+    assert indices, f"the step has no {name}"
+    return indices

@@ -1,0 +1,56 @@
+"""Random calls of `generate`: batch, length, padding, sampling, processors, ends, caches, returns."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import DynamicCache
+
+from hf_rocm.generation.state import known
+from tests.generation.conftest import prompt
+
+_STATIC = Version(transformers.__version__) >= Version("4.54")
+
+
+def call(number, *, device="cpu", longest=24):
+    """The keyword arguments of one call, without its caches, and the seed of its random state."""
+    pick = random.Random(number)
+    rows, length = pick.choice((1, 1, 2, 3, 4)), pick.randint(1, longest)
+    inputs = prompt(rows=rows, length=length, seed=number, padded=pick.choice((0, 0, length // 2)))
+    arguments = {name: tensor.to(device) for name, tensor in inputs.items()}
+    arguments |= {"max_new_tokens": pick.randint(2, longest), "pad_token_id": 0}
+    arguments["do_sample"] = pick.random() < 0.4
+    if arguments["do_sample"]:
+        arguments |= {"temperature": pick.choice((0.7, 1.3)), "top_k": pick.choice((5, 20)), "top_p": 0.95}
+    if pick.random() < 0.3:
+        arguments["repetition_penalty"] = 1.3
+    if pick.random() < 0.4:
+        arguments["eos_token_id"] = pick.sample(range(3, 61), 4)
+    if pick.random() < 0.2:
+        arguments["num_return_sequences"] = 2 if arguments["do_sample"] else 1
+    cache = pick.choice(("none", "none", "static", "dynamic", "brought"))
+    if cache in ("static", "dynamic") and (_STATIC or cache == "dynamic"):
+        arguments["cache_implementation"] = cache
+    if pick.random() < 0.4:
+        arguments |= {"return_dict_in_generate": True, "output_scores": pick.random() < 0.5}
+    return arguments, cache == "brought"
+
+
+def same_tokens(ours, stock, numbers, **form):
+    """Run the calls on both models. Returns how many differ, as their numbers."""
+    differ = []
+    for number in numbers:
+        arguments, brings = call(number, **form)
+        tokens = []
+        for model in (stock, ours):
+            torch.manual_seed(number)
+            cache = {"past_key_values": DynamicCache()} if brings else {}
+            result = model.generate(**arguments, **cache)
+            tokens.append(result if isinstance(result, torch.Tensor) else result.sequences)
+        if not torch.equal(*tokens):
+            differ.append(number)
+    assert known(ours).disabled is None and not known(ours).turned_away
+    return differ

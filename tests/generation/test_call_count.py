@@ -1,0 +1,112 @@
+"""What an uncaptured decode step of a prepared model costs the host, in calls of Python functions."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hf_rocm
+from hf_rocm import ops
+
+LAYERS = 8
+MOST_CALLS = 1300  # of a step; stock makes 1,184 in transformers 5.23 with torch 2.13
+MOST_FILES = 9  # of hf_rocm's modules, in one decoder layer's call; the model's overlay is not one of them
+NEWEST = transformers.__version__.startswith("5.23")
+PACKAGE = str(Path(hf_rocm.__file__).parent)
+OVERLAYS = str(Path(PACKAGE, "_overlays"))  # in an installed package; a checkout has them elsewhere
+
+pytestmark = pytest.mark.skipif(not NEWEST, reason="other releases make other calls of their own")
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any]:
+    """(stock, prepared without recorded steps)."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    stock = transformers.LlamaForCausalLM(config).eval()
+    return stock, hf_rocm.prepare(copy.deepcopy(stock), force=True)
+
+
+def generate(model: Any, new: int) -> torch.Tensor:
+    result: torch.Tensor = model.generate(
+        torch.arange(3, 7)[None], max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+    )
+    return result
+
+
+def calls(function: Callable[[], object]) -> Counter[str]:
+    """The calls of Python functions, by file."""
+    counts: Counter[str] = Counter()
+
+    def profile(frame: Any, event: str, argument: object) -> None:
+        if event == "call":
+            counts[frame.f_code.co_filename] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return counts
+
+
+def calls_of_a_step(model: Any) -> int:
+    """By the difference of a longer and a shorter call, once both ran."""
+    for _ in range(2):
+        generate(model, 9)
+    return calls(lambda: generate(model, 9)).total() - calls(lambda: generate(model, 8)).total()
+
+
+def test_an_uncaptured_step_makes_few_calls(pair) -> None:
+    stock, ours = pair
+    with ops.recording() as routes:
+        tokens = generate(ours, 8)
+    assert torch.equal(tokens, generate(stock, 8))
+    steps = Counter(route.operation for route in routes)
+    # every product but o_proj's and down_proj's is one of fused weights: q/k/v, gate/up
+    per_step = {"linear": 2, "rms_norm": 1, "add_rms_norm": 1, "rope": 1, "attention": 1, "act_and_mul": 1}
+    final_norms = {"rms_norm": 1}
+    assert steps == {name: 8 * (count * LAYERS + final_norms.get(name, 0)) for name, count in per_step.items()}
+    sizes = {route.shapes[1] for route in routes if route.operation == "linear"}
+    assert sizes == {(4 * 16 + 2 * 2 * 16, 64), (2 * 96, 64)}
+    assert calls_of_a_step(ours) <= MOST_CALLS
+    assert calls_of_a_step(stock) < MOST_CALLS
+
+
+def test_a_layer_visits_few_files(pair) -> None:
+    _, ours = pair
+    layer = ours.model.layers[3]
+    files: list[set[str]] = []
+
+    inner = type(layer).__call__
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is not layer:
+            return inner(self, *args, **kwargs)
+        results: list[Any] = []
+        counts = calls(lambda: results.append(inner(self, *args, **kwargs)))
+        files.append({file for file in counts if file.startswith(PACKAGE) and not file.startswith(OVERLAYS)})
+        return results[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(layer), "__call__", watched)
+        generate(ours, 8)
+    assert len(files) == 8
+    assert len(files[-1]) <= MOST_FILES, sorted(file.removeprefix(PACKAGE) for file in files[-1])

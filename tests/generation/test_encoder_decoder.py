@@ -1,0 +1,177 @@
+"""Encoder-decoder models: the decoder's steps are recorded, with stock's tokens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import DynamicCache, EncoderDecoderCache
+
+import hf_rocm
+from hf_rocm.generation import recorder
+from hf_rocm.generation.state import known
+from tests.generation import faults
+from tests.generation.conftest import counted
+from tests.generation.test_user_caches import close
+
+SIZES = {
+    "bart": {"d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "max_position_embeddings": 128},
+    "whisper": {"d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "num_mel_bins": 8},
+    "t5": {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 2},
+}
+FURTHER = {"mbart": SIZES["bart"], "mt5": SIZES["t5"]}  # the same decoders under other names
+HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+SPECIAL = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 2}
+CLASSES = {"bart": "Bart", "mbart": "MBart", "whisper": "Whisper", "t5": "T5", "mt5": "MT5"}
+MASKS_IN_FOUR_DIMENSIONS = Version("5.0") <= Version(transformers.__version__)
+NEW = 14
+
+
+def make(kind, **changes):
+    arguments = {**SPECIAL, **{**SIZES, **FURTHER}[kind], **changes}
+    if kind not in ("t5", "mt5"):
+        arguments |= HEADS
+    if kind == "whisper":
+        arguments |= {"max_source_positions": 20, "max_target_positions": 128}
+        arguments |= {"suppress_tokens": None, "begin_suppress_tokens": None}
+    if kind in ("bart", "mbart"):
+        arguments |= {"forced_eos_token_id": None}
+    config = getattr(transformers, f"{CLASSES[kind]}Config")(**arguments)
+    torch.manual_seed(len(kind))
+    model = getattr(transformers, f"{CLASSES[kind]}ForConditionalGeneration")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.4)
+    model.tie_weights()
+    return model.eval()
+
+
+def asked(kind, rows=2, length=9, seed=0, padded=0):
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "whisper":
+        return {"input_features": torch.randn(rows, 8, 40, generator=generator)}
+    ids = torch.randint(3, 61, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, -padded:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, inputs, *, new=NEW, **arguments):
+    arguments.setdefault("do_sample", False)
+    return model.generate(**inputs, max_new_tokens=new, **arguments)
+
+
+@pytest.fixture
+def couple(recorded_on_cpu):
+    def build(kind, *, graphs=True, **changes):
+        stock = make(kind, **changes)
+        return hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs), stock
+
+    return build
+
+
+@pytest.mark.parametrize("kind", [*SIZES, *FURTHER])
+def test_tokens_are_stocks_and_recordings_are_used_again(kind, couple):
+    ours, stock = couple(kind)
+    for seed in (0, 1, 2):
+        inputs = asked(kind, seed=seed)
+        assert torch.equal(generate(ours, inputs), generate(stock, inputs))
+    assert counted(ours) == (1, 3 * (NEW - 1) - 3)
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_padded_encoder_inputs(kind, couple):
+    ours, stock = couple(kind, graphs=None)
+    for seed, padded in ((0, 3), (1, 4), (2, 0), (3, 2)):
+        inputs = asked(kind, seed=seed, padded=padded)
+        assert torch.equal(generate(ours, inputs), generate(stock, inputs))
+    if MASKS_IN_FOUR_DIMENSIONS:
+        assert counted(ours)[1] > 2 * NEW and not known(ours).turned_away
+    else:
+        assert known(ours).turned_away["the inputs of the encoder are padded"] == 3
+    assert known(ours).disabled is None
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_other_batches_lengths_and_sampling(kind, couple):
+    ours, stock = couple(kind)
+    for rows, length, new in ((1, 4, 8), (3, 9, 40), (1, 4, 12), (2, 17, 9)):
+        inputs = asked(kind, rows=rows, length=length)
+        tokens = []
+        for model in (ours, stock):
+            torch.manual_seed(rows)
+            tokens.append(generate(model, inputs, new=new, do_sample=True, top_k=10, num_return_sequences=2))
+        assert torch.equal(*tokens)
+    assert counted(ours)[1] > 40
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_what_is_returned(kind, couple):
+    ours, stock = couple(kind)
+    how = {"return_dict_in_generate": True, "output_scores": True}
+    for seed in (0, 1):
+        inputs = asked(kind, seed=seed)
+        got, wanted = generate(ours, inputs, **how), generate(stock, inputs, **how)
+        assert type(got) is type(wanted) and list(got) == list(wanted)
+        assert torch.equal(got.sequences, wanted.sequences)
+        close(torch.stack(got.scores), torch.stack(wanted.scores))
+        caches = got.past_key_values, wanted.past_key_values
+        if kind == "whisper":  # its generate takes the caches apart
+            assert type(caches[0]) is type(caches[1])
+            continue
+        assert [type(cache) for cache in caches] == [EncoderDecoderCache] * 2
+        assert caches[0].get_seq_length() == caches[1].get_seq_length() and caches[0].is_updated == caches[1].is_updated
+        for name in ("self_attention_cache", "cross_attention_cache"):
+            for one, two in zip(*(tensors(getattr(cache, name)) for cache in caches), strict=True):
+                close(one, two)
+    assert counted(ours)[1] > NEW
+
+
+def tensors(cache):
+    assert type(cache) is DynamicCache
+    if hasattr(cache, "layers"):
+        used = [layer for layer in cache.layers if layer.keys is not None]  # as many as the encoder has, in stock too
+        return [tensor for layer in used for tensor in (layer.keys, layer.values)]
+    return [*cache.key_cache, *cache.value_cache]
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_wrong_replay_is_noticed(kind, couple):
+    """Cross-attention that a stale recording would read is part of what is compared."""
+    ours, stock = couple(kind, graphs=None)
+    generate(ours, asked(kind))
+    cache = known(ours).pool._idle[0].cache
+    for layer in cache.cross_attention_cache.layers:
+        layer.keys = layer.keys.clone()  # elsewhere than the recording reads
+    for seed in (3, 4):
+        inputs = asked(kind, seed=seed)
+        assert torch.equal(generate(ours, inputs), generate(stock, inputs))
+    assert "differed from the step itself" in known(ours).disabled
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_call_begins_again_after_a_wrong_replay(kind, couple, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
+    monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=6))
+    ours, stock = couple(kind, graphs=None)
+    inputs = asked(kind)
+    assert torch.equal(generate(ours, inputs, new=25), generate(stock, inputs, new=25))
+    assert "differed from the step itself" in known(ours).disabled
+    assert torch.equal(generate(ours, inputs, new=25), generate(stock, inputs, new=25))
+
+
+def test_beams_and_passed_caches_run_as_in_stock(couple):
+    ours, stock = couple("bart", graphs=None)
+    inputs = asked("bart")
+    assert torch.equal(generate(ours, inputs, num_beams=2), generate(stock, inputs, num_beams=2))
+    tokens = [
+        generate(model, inputs, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
+        for model in (ours, stock)
+    ]
+    assert torch.equal(*tokens)
+    assert counted(ours) == (0, 0)

@@ -1,0 +1,100 @@
+"""The ledger of replays that differed, and what is recorded where graphs are known to be wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hf_rocm
+from hf_rocm.device import Device, simulated
+from hf_rocm.generation import ledger
+from hf_rocm.generation.state import known
+from tests.generation.conftest import counted, generate, make
+
+EVENT = ledger.Event(
+    when="2026-11-22T12:00:00+00:00",
+    gpu="AMD Instinct MI300X (gfx942)",
+    rocm="7.2.1",
+    driver="6.16.6",
+    torch="2.12.0",
+    transformers="5.23.0",
+    hf_rocm="0.2.0",
+    model="LlamaForCausalLM",
+    checkpoint="some/model",
+    operators=412,
+    replays=96,
+    unproven=31,
+    reason="a replayed step differed",
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_what_was_recorded_is_read_again() -> None:
+    assert ledger.events() == ()
+    other = EVENT.__class__(**{**vars(EVENT), "rocm": None, "replays": 7})
+    ledger.record(EVENT)
+    ledger.record(other)
+    assert ledger.events() == (EVENT, other)
+    assert EVENT.command == "HF_ROCM_GRAPHS=1 hf-rocm verify some/model"
+    assert "gfx942" in str(EVENT) and "7.2.1" in str(EVENT) and "412" in str(EVENT)
+
+
+def test_lines_that_can_not_be_read_are_left_out() -> None:
+    ledger.record(EVENT)
+    with ledger.path().open("a") as file:
+        file.write('{"when": "2026"}\n[1]\n{"cut off\n')
+    ledger.record(EVENT)
+    assert ledger.events() == (EVENT, EVENT)
+
+
+def test_the_newest_are_returned() -> None:
+    for number in range(ledger._MOST + 5):
+        ledger.record(EVENT.__class__(**{**vars(EVENT), "replays": number}))
+    assert [event.replays for event in ledger.events()] == list(range(5, ledger._MOST + 5))
+
+
+def test_a_folder_that_can_not_be_written_to_raises_nothing(folder, caplog) -> None:
+    folder.write_text("a file")
+    ledger.record(EVENT)
+    assert "graph_events.jsonl" in caplog.text and ledger.events() == ()
+
+
+def test_reading_imports_no_torch() -> None:
+    code = "import sys; from hf_rocm.generation import ledger; ledger.events(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nothing_is_recorded_on_a_suspect_stack(suspect_gpu) -> None:
+    ours, stock = hf_rocm.prepare(make("llama"), force=True), make("llama")
+    assert torch.equal(generate(ours), generate(stock))
+    assert known(ours) is None
+    line, *others = hf_rocm.explain(ours).decoding
+    assert "issues/279" in line and "HF_ROCM_GRAPHS=1" in line
+    assert any("issues/279" in batches and "use_cuda_graph" in batches for batches in others)
+
+
+def test_a_model_that_is_moved_to_a_suspect_gpu_later(recorded_on_cpu, monkeypatch) -> None:
+    ours, stock = hf_rocm.prepare(make("llama"), force=True), make("llama")
+    monkeypatch.setattr(torch.version, "rocm", "7.2.1", raising=False)
+    with simulated("cpu", Device("cpu", rocm=True, arch="gfx942")):
+        assert torch.equal(generate(ours), generate(stock))
+        assert counted(ours) == (0, 0)
+        assert any("issues/279" in reason for reason in known(ours).turned_away)
+        assert "issues/279" in hf_rocm.explain(ours).decoding[0]
+
+
+def test_it_is_recorded_where_that_is_required(suspect_gpu, caplog) -> None:
+    ours, stock = hf_rocm.prepare(make("llama"), force=True, graphs=True), make("llama")
+    assert torch.equal(generate(ours), generate(stock))
+    assert counted(ours) == (1, 8)
+    assert caplog.text.count("because graphs are required") == 1
+    told = hf_rocm.explain(ours).decoding
+    assert told[0] == "steps are recorded and replayed" and any("issues/279" in line for line in told)

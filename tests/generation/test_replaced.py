@@ -1,0 +1,275 @@
+"""What a user or a library replaced is called as stock calls it: uncaptured, recorded, whenever it was replaced."""
+
+from __future__ import annotations
+
+import copy
+import time
+import timeit
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers import masking_utils, modeling_utils
+from transformers.models.llama import modeling_llama
+
+import hf_rocm
+from hf_rocm import ops
+from hf_rocm.generation.watch import masks_replaced, watches_of
+from hf_rocm.layers import attention as attention_layer
+from hf_rocm.overlay import bind
+from tests.generation.conftest import counted, generate, make, prompt
+from tests.replacing import masked, replaced, scaled
+
+FIVE = int(transformers.__version__.split(".")[0]) >= 5
+
+
+llama = modeling_llama
+attention = modeling_utils.AttentionInterface._global_mapping
+activation = type(make("llama").model.layers[0].mlp.act_fn)
+
+# name → the place, what is put there, and the classes that `explain` calls stock
+PLACES = {
+    "rope": (llama, "apply_rotary_pos_emb", scaled, {"LlamaAttention"}),
+    "half": (llama, "rotate_half", scaled, {"LlamaAttention"}),
+    "sdpa": (F, "scaled_dot_product_attention", scaled, {"LlamaAttention"}),
+    "registered": (attention, "sdpa", scaled, {"LlamaAttention"}),
+    "local": (modeling_utils.ALL_ATTENTION_FUNCTIONS, "sdpa", scaled, {"LlamaAttention"}),
+    "mlp": (llama.LlamaMLP, "forward", scaled, set()),
+    "norm": (llama.LlamaRMSNorm, "forward", scaled, set()),
+    "attention": (llama.LlamaAttention, "forward", scaled, set()),
+    "rotary": (llama.LlamaRotaryEmbedding, "forward", scaled, set()),
+    "activation": (activation, "forward", scaled, set()),
+    "linear": (nn.Linear, "forward", scaled, set()),
+    "product": (F, "linear", scaled, set()),
+    "embedding": (nn.Embedding, "forward", scaled, set()),
+    "masks": (masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", masked, set()),
+}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(**prompt(padded=2)).logits
+
+
+def close(ours, stock):
+    torch.testing.assert_close(logits(ours), logits(stock), rtol=1e-4, atol=1e-4)
+
+
+def stocks(model):
+    return {part.cls for part in hf_rocm.explain(model).parts if part.stock_because is not None}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_replacement_runs_and_the_original_is_served_again(name, pair):
+    holder, place, change, classes = PLACES[name]
+    ours, stock = pair(graphs=None)
+    before = generate(stock)
+    assert torch.equal(generate(ours), before)
+    recorded, replayed = counted(ours)
+    assert recorded and replayed
+    with replaced(holder, place, change):
+        after = generate(stock)
+        close(ours, stock)
+        assert stocks(ours) == classes
+        for _ in range(2):
+            assert torch.equal(generate(ours), after)
+        assert counted(ours) == (recorded, replayed), "neither the old recording nor a new one"
+    assert not torch.equal(before, after), "the replacement is seen in the tokens"
+    assert stocks(ours) == set()
+    with ops.recording() as routes, torch.no_grad():
+        close(ours, stock)
+    assert {"linear", "rope", "attention"} <= {route.operation for route in routes}
+    assert torch.equal(generate(ours), before)
+    assert counted(ours)[0] == recorded and counted(ours)[1] > replayed, "the old recording is good again"
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_replacement_before_prepare_runs(name, recorded_on_cpu):
+    holder, place, change, _ = PLACES[name]
+    stock = make("llama")
+    before = generate(stock)
+    hf_rocm.deactivate("llama")
+    try:
+        with replaced(holder, place, change):
+            ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+            close(ours, stock)
+            assert torch.equal(generate(ours), generate(stock))
+        hf_rocm.prepare(ours, force=True)
+        for _ in range(2):
+            assert torch.equal(generate(ours), before)
+        assert stocks(ours) == set() and not bind.waiting
+        assert {part.cls for part in hf_rocm.explain(ours).parts} >= {"LlamaMLP", "LlamaRMSNorm", "LlamaAttention"}
+    finally:
+        hf_rocm.deactivate("llama")
+
+
+def test_during_a_call(pair):
+    """The recording is left at the step at which a function was replaced."""
+    ours, stock = pair(graphs=None)
+    generate(ours)
+
+    def run(model):
+        calls = []
+
+        def criterion(ids, scores, **_):
+            calls.append(None)
+            if len(calls) == 5:
+                llama.apply_rotary_pos_emb = scaled(rope)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        try:
+            return generate(model, stopping_criteria=[criterion])
+        finally:
+            llama.apply_rotary_pos_emb = rope
+
+    rope = llama.apply_rotary_pos_emb
+    expected = run(stock)
+    assert not torch.equal(expected, generate(stock))
+    assert torch.equal(run(ours), expected)
+
+
+def test_a_hook_that_is_registered_during_a_call_runs(pair):
+    ours, stock = pair(graphs=None)
+    generate(ours)
+
+    def run(model):
+        handles = []
+
+        def change(module, args, output):
+            return output * 1.25
+
+        def criterion(ids, scores, **_):
+            handles.append(nn.Linear(1, 1).register_forward_hook(change))  # of no part of the model
+            if len(handles) == 5:
+                handles.append(model.model.layers[0].mlp.register_forward_hook(change))
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        try:
+            return generate(model, stopping_criteria=[criterion])
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    expected = run(stock)
+    assert not torch.equal(expected, generate(stock))
+    before = counted(ours)[1]
+    assert torch.equal(run(ours), expected)
+    assert counted(ours)[1] > before  # the hook of another module changed nothing
+    assert "registered during a call" in str(hf_rocm.explain(ours).decoding)
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        (llama, "eager_attention_forward"),
+        (attention, "flash_attention_2"),
+        (llama, "LlamaForSequenceClassification"),
+        (F, "gelu"),
+        (nn.LayerNorm, "forward"),
+    ],
+)
+def test_what_the_model_does_not_use_changes_nothing(holder, name, pair):
+    ours, stock = pair()
+    generate(ours)
+    recorded, replayed = counted(ours)
+    with replaced(holder, name, scaled), ops.recording() as routes:
+        logits(ours)
+        assert stocks(ours) == set()
+        assert torch.equal(generate(ours), generate(stock))
+    assert {"linear", "rope", "attention"} <= {route.operation for route in routes}
+    assert counted(ours)[0] == recorded and counted(ours)[1] > replayed
+
+
+def test_training_steps(pair):
+    """Gradients go through the replacement."""
+    ours, stock = pair(graphs=None)
+    with replaced(llama, "apply_rotary_pos_emb", scaled), replaced(activation, "forward", scaled):
+        for model in (ours, stock):
+            model(**prompt(), labels=prompt()["input_ids"]).loss.backward()
+    for one, other in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not FIVE, reason="4.x has no experts interface")
+def test_the_experts_interface(pair):
+    from transformers.integrations import moe
+
+    ours, stock = pair("mixtral", graphs=None)
+    before = generate(stock)
+    assert torch.equal(generate(ours), before)
+    for name in ("grouped_mm", "batched_mm", "eager"):
+        for model in (ours, stock):
+            model.set_experts_implementation(name)
+        if name == "eager":
+            continue
+        with replaced(moe.ALL_EXPERTS_FUNCTIONS, name, scaled):
+            assert torch.equal(generate(ours), generate(stock))
+    with replaced(type(ours.model.layers[0].mlp.experts), "_apply_gate", scaled):
+        assert torch.equal(generate(ours), generate(stock))
+
+
+class Equal:
+    """A wrapper that is equal to what it wraps, as wrapt's are."""
+
+    def __init__(self, function):
+        self.function, self.__wrapped__ = scaled(function), function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+def test_wrappers_equal_to_what_they_wrap(pair):
+    ours, stock = pair(graphs=None)
+    before = generate(ours)
+    for name in ("apply_rotary_pos_emb", "rotate_half"):
+        with replaced(llama, name, Equal):
+            expected = generate(stock)
+            assert not torch.equal(before, expected)
+            assert torch.equal(generate(ours), expected)
+            assert stocks(ours) == {"LlamaAttention"}
+
+
+def test_a_place_that_was_emptied(pair):
+    ours, _ = pair(graphs=None)
+    generate(ours)
+    step, call = watches_of(ours).step, watches_of(ours).call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(llama, "rotate_half")
+        assert not step.unchanged() and not call.unchanged()
+        assert step.difference() == call.difference() == "rotate_half of modeling_llama was removed"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(attention, "sdpa")
+        assert step.difference() == call.difference() == "'sdpa' of ALL_ATTENTION_FUNCTIONS was removed"
+    assert step.unchanged() and call.unchanged()
+
+
+def empty_calls(check):
+    """How many calls of an empty function take as long as this one: hardly another number on a busy machine."""
+
+    def shortest(function):
+        return min(timeit.repeat(function, number=2000, repeat=20, timer=time.thread_time))
+
+    return shortest(check) / shortest(lambda: None)
+
+
+def test_budgets(pair):
+    """The comparisons of a recorded step, and those of a layer of an uncaptured one. An empty call takes 35 ns."""
+    ours, _ = pair(graphs=None)
+    generate(ours)
+    watches = watches_of(ours)
+    assert watches_of(ours) is watches, "made once, not for each call"
+    assert empty_calls(watches.step.unchanged) + empty_calls(lambda: masks_replaced(ours)) < 80
+    layer = ours.model.layers[0]
+    modules = (layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm)
+    checks = [binding.watch.unchanged for binding in map(bind.binding_of, modules) if binding.watch is not None]
+    cls = type(layer.self_attn)
+    checks.append(lambda: attention_layer._is_stock(cls, "sdpa"))
+    assert len(checks) >= 4
+    assert sum(map(empty_calls, checks)) < 40

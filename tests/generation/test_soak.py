@@ -1,0 +1,15 @@
+"""Random calls give stock's tokens, in fp32, replayed on a CPU. tests/gpu/test_soak.py has more of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.generation.conftest import counted
+from tests.generation.soak import same_tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+def test_random_calls(kind, pair):
+    ours, stock = pair(kind)
+    assert same_tokens(ours, stock, range(10)) == []
+    assert counted(ours)[1] > 30

@@ -1,0 +1,85 @@
+"""How many kernels a recorded decode step runs for each layer: what a change of the fused kernels must not raise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import hf_rocm
+from hf_rocm import options
+from hf_rocm.tools.bench.profile import _work
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts_per_tok": 4, "intermediate_size": 512}
+KINDS = {  # model, config, settings; kernels of a layer, and how many there were before norms and routers were joined
+    "qwen3": ("Qwen3", "Qwen3Config", {}, 9, 11),
+    "gemma3": ("Gemma3", "Gemma3TextConfig", {"sliding_window": 128}, 13, 15),
+    "gpt_oss": ("GptOss", "GptOssConfig", {**EXPERTS, "num_local_experts": 16, "sliding_window": 128}, 12, 30),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        "Qwen3MoeConfig",
+        {**EXPERTS, "num_experts": 32, "moe_intermediate_size": 512, "norm_topk_prob": True},
+        12,
+        19,
+    ),
+}
+FEW, MANY = 2, 6  # layers: their difference leaves out what a step does once
+AT = 11  # the step that is counted: replays 1, 2, 3, 5, 9 and 17 are compared with uncaptured steps
+RUNS = 3
+
+
+class _OneStep:
+    """A logits processor that profiles what runs between two of its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.recorder = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls in (AT, AT + 1):
+            torch.cuda.synchronize()
+            (self.recorder.start if self.calls == AT else self.recorder.stop)()
+        return scores
+
+
+def kernels(kind, layers):
+    model, config, settings, *_ = KINDS[kind]
+    torch.manual_seed(0)
+    depth = {"num_hidden_layers": layers}
+    if "sliding_window" in settings:  # both kinds at every depth: each has a mask and angles of its own
+        depth["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
+    configuration = getattr(transformers, config)(**{**SIZES, **settings, **depth})
+    made = getattr(transformers, f"{model}ForCausalLM")(configuration).eval().to("cuda", torch.bfloat16)
+    ours = hf_rocm.prepare(made, force=True)
+    ids = torch.randint(1, 500, (1, 200), device="cuda")
+    counts = []
+    for _ in range(RUNS):
+        step = _OneStep()
+        with torch.no_grad():
+            ours.generate(ids, max_new_tokens=AT + 4, do_sample=False, logits_processor=[step])
+        counts.append([work.name for work in _work(step.recorder)])
+    return min(counts, key=len)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_of_a_layer(kind):
+    *_, expected, before = KINDS[kind]
+    with options.override(probe=False):
+        few, many = kernels(kind, FEW), kernels(kind, MANY)
+    names = {name: (many.count(name) - few.count(name)) / (MANY - FEW) for name in sorted(set(many))}
+    assert (len(many) - len(few)) / (MANY - FEW) == expected, {name: count for name, count in names.items() if count}
+    if kind in ("gpt_oss", "qwen3_moe"):
+        assert 3 * expected <= 2 * before, "one third fewer"

@@ -1,0 +1,172 @@
+"""Forwards of encoders in recorded graphs on a GPU: stock's results, from replays, whatever else the process does."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+
+import pytest
+import torch
+
+import hf_rocm
+from hf_rocm import options
+from hf_rocm.forwards.state import known
+from tests.forwards.conftest import call, counted, equal, reasons, tensors
+from tests.forwards.families import FAMILIES, inputs, make, random_call, random_kind
+
+pytestmark = pytest.mark.gpu
+
+CALLS = 200
+
+# Families that copy tensors of the host to the GPU in their forward, which a recording can't repeat: stock's results.
+COPIES = ("mpnet",)
+
+
+@pytest.fixture(autouse=True)
+def unprobed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "cache"))
+    with options.override(probe=False):  # kernels have tests of their own, and checking each takes seconds
+        yield
+
+
+def build(name, dtype=torch.float32):
+    """(ours, its twin that is never recorded, stock)"""
+    stock = make(name).to("cuda", dtype)
+    ours, twin = copy.deepcopy(stock), copy.deepcopy(stock)
+    return hf_rocm.prepare(ours, force=True), hf_rocm.prepare(twin, force=True, graphs=False), stock
+
+
+def on_gpu(given, dtype=torch.float32):
+    moved = {}
+    for name, value in given.items():
+        tensor = isinstance(value, torch.Tensor)
+        moved[name] = value.to("cuda", dtype if value.is_floating_point() else None) if tensor else value
+    return moved
+
+
+def close(found, expected, dtype):
+    """Within rounding: where a kernel without masks serves a padded batch uncaptured, a replay uses the mask."""
+    scale = 32 * torch.finfo(dtype).eps
+    for one, other in zip(tensors(found), tensors(expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=scale, atol=scale * float(other.abs().max()))
+
+
+def assert_replayed(ours, name, *, least):
+    if name in COPIES:
+        assert counted(ours)[1] == 0 and any("copies between devices" in reason for reason in reasons(ours))
+        return
+    assert known(ours).disabled is None
+    assert counted(ours)[1] >= least, (counted(ours), reasons(ours))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_calls_are_stocks(name, dtype):
+    ours, twin, stock = build(name, dtype)
+    draw = random.Random(name)
+    kinds = [random_kind(name, draw) for _ in range(3)]
+    kept = []
+    for number in range(CALLS if dtype is torch.float32 else CALLS // 4):
+        args, given = random_call(name, draw.choice(kinds), draw)
+        args = tuple(on_gpu({"": value}, dtype)[""] for value in args)
+        given = on_gpu(given, dtype)
+        if number == 70:
+            for model in (ours, twin, stock):
+                with torch.no_grad():
+                    next(iter(model.parameters())).mul_(1.25)
+        if number == 120:
+            for model in (ours, twin, stock):
+                parameter = list(model.parameters())[-1]
+                parameter.data = parameter.data * 0.5
+            torch.cuda.empty_cache()
+        found, expected = call(ours, given, *args), call(twin, given, *args)
+        close(found, expected, dtype)
+        if number % 10 == 0:
+            close(found, call(stock, given, *args), dtype)
+        kept.append((found, [tensor.clone() for tensor in tensors(found)]))
+    for found, values in kept:
+        assert all(torch.equal(*both) for both in zip(tensors(found), values, strict=True))
+    assert_replayed(ours, name, least=11)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_recorded(name):
+    ours, twin, _ = build(name)
+    for seed in range(6):
+        for padded in (0, 2):
+            given = on_gpu(inputs(name, seed=seed, padded=padded))
+            close(call(ours, given), call(twin, given), torch.float32)
+    assert_replayed(ours, name, least=3)
+    assert name in COPIES or not reasons(ours), reasons(ours)
+
+
+def test_a_call_without_a_mask():
+    ours, twin, _ = build("bert")
+    for seed in range(6):
+        given = on_gpu(inputs("bert", seed=seed, padded=None))
+        assert equal(call(ours, given), call(twin, given))
+    assert counted(ours)[1] == 3
+
+
+def test_threads_on_streams_of_their_own():
+    ours, twin, _ = build("bert")
+    other, other_twin, _ = build("vit")
+    wrong = []
+
+    def work(name, model, expected, length):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for seed in range(40):
+                given = on_gpu(inputs(name, length=length, seed=seed))
+                if not equal(call(model, given), call(expected, given)):
+                    wrong.append((name, length, seed))
+            torch.cuda.current_stream().synchronize()
+
+    jobs = [("bert", ours, twin, 7), ("bert", ours, twin, 9), ("bert", ours, twin, 7), ("vit", other, other_twin, 7)]
+    threads = [threading.Thread(target=work, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and counted(ours)[1] > 40 and counted(other)[1] > 20
+
+
+def test_beside_a_model_that_decodes():
+    from tests.generation.conftest import make as make_decoder
+
+    decoder = make_decoder("llama").cuda()
+    decoder = hf_rocm.prepare(decoder, force=True)
+    ours, twin, _ = build("bert")
+    ids = torch.randint(3, 61, (2, 7), device="cuda")
+    expected = decoder.generate(ids, max_new_tokens=12, do_sample=False)
+    for seed in range(8):
+        given = on_gpu(inputs("bert", seed=seed))
+        assert equal(call(ours, given), call(twin, given))
+        assert torch.equal(decoder.generate(ids, max_new_tokens=12, do_sample=False), expected)
+    assert counted(ours)[1] > 3
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_the_host_does_not_wait_without_a_mask():
+    ours, _, _ = build("vit")
+    given = on_gpu(inputs("vit"))
+    for _ in range(12):
+        call(ours, given)
+    torch.cuda.synchronize()
+    replayed = counted(ours)[1]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            call(ours, given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert counted(ours)[1] == replayed + 3
+
+
+def test_memory_stays_within_the_limit():
+    ours, _, _ = build("bert")
+    with options.override(graphs_memory="2MiB"):
+        for length in range(3, 40):
+            for seed in range(3):
+                call(ours, on_gpu(inputs("bert", length=length, seed=seed)))
+            assert known(ours).summary()[1] <= 2 * 2**20

@@ -1,0 +1,78 @@
+"""The choice of experts by our kernel on a GPU: the experts of torch.topk, also among equal scores, and in a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from hf_rocm.ops import routing
+from tests.ops.test_routing import FORMS, check, drawn
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [(8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8), (512, 10)]  # E, k
+
+
+@pytest.fixture(autouse=True)
+def unprobed():
+    pytest.importorskip("triton", reason="not run: needs Triton")
+    with options.override(probe=False), torch.no_grad():
+        yield
+
+
+def routed(tier, logits, **keywords):
+    with options.override(tiers={"experts": tier}), ops.recording() as routes:
+        output = ops.choose_experts(logits, **keywords)
+    assert [each.tier for each in routes] == [tier]
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_choose_experts(form, dtype):
+    logits, keywords = drawn(65, form, dtype)
+    moved = {key: each.cuda() if isinstance(each, torch.Tensor) else each for key, each in keywords.items()}
+    check(routed("triton", logits.cuda(), **moved), logits.cuda(), moved)
+
+
+@pytest.mark.parametrize("scores", routing.SCORES)
+@pytest.mark.parametrize(("experts", "top"), SIZES)
+def test_the_experts_of_topk_also_among_equal_scores(experts, top, scores):
+    """Logits as of a product in bf16: every second token or so has equal ones at the limit of the top k."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    for spread in (0.01, 0.5, 3.0):
+        logits = (torch.randn(2048, experts, generator=generator, device="cuda") * spread).bfloat16()
+        logits = (logits * 8).round() / 8 if spread > 1 else logits
+        (weights, ids), (expected, right) = (
+            routed(tier, logits, top=top, scores=scores) for tier in ("triton", "torch")
+        )
+        assert torch.equal(ids.sort(-1).values, right.sort(-1).values)
+        torch.testing.assert_close(weights.sort(-1).values, expected.sort(-1).values, rtol=2**-7, atol=0)
+
+
+def test_equal_groups_too():
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(2048, 256, generator=generator, device="cuda").mul(4).round().div(4)
+    form = {"top": 8, "scores": "sigmoid", "groups": 8, "chosen_groups": 4, "bias": torch.zeros(256, device="cuda")}
+    ours, theirs = (routed(tier, logits, **form)[1].sort(-1).values for tier in ("triton", "torch"))
+    assert torch.equal(ours, theirs)
+
+
+def test_replayed_with_other_logits():
+    logits, keywords = drawn(8, FORMS["normalised"], torch.bfloat16, experts=128)
+    logits = logits.cuda()
+    ops.choose_experts(logits, **keywords)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        weights, ids = ops.choose_experts(logits, **keywords)
+    logits.copy_(logits.flip(1))
+    graph.replay()
+    expected = ops.choose_experts(logits, **keywords)
+    assert torch.equal(weights, expected[0]) and torch.equal(ids, expected[1])
+
+
+def test_they_are_checked_in_a_child():
+    with options.override(tiers={"experts": "triton"}, probe=True, refresh=True), ops.recording() as routes:
+        ops.choose_experts(torch.randn(2, 128, device="cuda").bfloat16(), top=8, normalise=True)
+    assert [each.name for each in routes] == ["routing_kernel"]

@@ -1,0 +1,119 @@
+"""An activation that is a plain function, in a module or by a config, is called as stock calls it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import activations
+
+import hf_rocm
+from hf_rocm import ops
+from tests.generation.conftest import counted, generate, make, pair, prompt, recorded_on_cpu  # noqa: F401
+from tests.tolerance import assert_as_good_as_eager
+from tests.weights import models
+
+
+class Counting:
+    """A bound method as an activation, which counts its calls."""
+
+    calls = 0
+
+    def __call__(self, x):
+        return self.act(x)
+
+    def act(self, x):
+        self.calls += 1
+        return torch.tanh(x)
+
+
+FUNCTIONS = {
+    "a function of torch": lambda: F.silu,
+    "a lambda": lambda: lambda x: torch.tanh(x) * 0.5,
+    "a bound method": lambda: Counting().act,
+    "an object": Counting,
+}
+
+
+def put(model, function):
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = function
+
+
+def products(model):
+    with ops.recording() as routes:
+        models.logits(model)
+    return [route.name for route in routes if route.operation == "linear"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_was_put_into_a_module_runs(name, dtype):
+    stock = models.build().to(dtype)
+    ours = models.prepared().to(dtype)
+    ours.load_state_dict(stock.state_dict())
+    before = products(ours)
+    for model in (ours, stock):
+        put(model, FUNCTIONS[name]())
+    expected = models.logits(stock)
+    assert_as_good_as_eager(models.logits(ours), expected, models.logits(copy.deepcopy(stock).double()))
+    assert products(ours) == before  # its weights run fused
+    for model in (ours, stock):
+        put(model, torch.relu)
+    assert not torch.allclose(models.logits(ours), expected, atol=0.05)
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["gate and up", "joined"])
+def test_a_config_may_name_a_function(joined, monkeypatch):
+    import transformers
+
+    monkeypatch.setitem(activations.ACT2FN, "beside", lambda: lambda x: torch.tanh(x) * 0.5)
+    kind = "Phi3" if joined else "Llama"
+    more = {"pad_token_id": 0} if joined else {}
+    config = getattr(transformers, f"{kind}Config")(
+        **models.build().config.to_diff_dict() | {"hidden_act": "beside", "model_type": kind.lower(), **more}
+    )
+    torch.manual_seed(0)
+    stock = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    expected = models.logits(stock)
+    with ops.recording() as routes:
+        actual = models.logits(ours)
+    torch.testing.assert_close(actual, expected)
+    assert any(route.operation == "rms_norm" for route in routes)
+
+
+def test_mixtures_leave_it_to_stock(recorded_on_cpu):  # noqa: F811
+    stock = make("mixtral")
+    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    for model in (stock, ours):
+        for module in model.modules():
+            if "act_fn" in module._modules:
+                del module.act_fn
+                module.act_fn = torch.tanh
+    inputs = prompt()
+    with torch.no_grad(), ops.recording() as routes:
+        torch.testing.assert_close(ours(**inputs).logits, stock(**inputs).logits)
+    assert not any(route.operation == "experts" for route in routes)
+
+
+def test_a_function_of_the_users_own_runs_at_every_step(pair):  # noqa: F811
+    ours, stock = pair(graphs=None)
+    generate(ours)
+    replayed = counted(ours)[1]
+    assert replayed
+    put(ours, (one := Counting()).act)
+    put(stock, (other := Counting()).act)
+    assert torch.equal(generate(ours), generate(stock))
+    assert one.calls == other.calls and counted(ours)[1] == replayed
+
+
+def test_a_function_of_torchs_is_recorded(pair):  # noqa: F811
+    ours, stock = pair()
+    for model in (ours, stock):
+        put(model, F.gelu if hasattr(F.gelu, "__code__") else F.relu)
+    assert torch.equal(generate(ours), generate(stock))
+    assert counted(ours)[1] > 0

@@ -1,0 +1,74 @@
+"""Heads of fused layers; rotary positions where the model's own function must be given a part of the dims only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.phi.modeling_phi import apply_rotary_pos_emb
+
+from hf_rocm import layers, ops
+from hf_rocm.weights import fuse
+
+B, S, H, D, R = 2, 5, 3, 16, 8
+
+
+@pytest.fixture
+def case():
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(B, heads, S, D, generator=generator) for heads in (H, 1))
+    angles = torch.rand(1, S, R // 2, generator=generator).repeat(1, 1, 2)
+    return query, key, (angles.cos(), angles.sin())
+
+
+def expected(query, key, position_embeddings):
+    rotated = apply_rotary_pos_emb(query[..., :R], key[..., :R], *position_embeddings)
+    return [torch.cat((part, whole[..., R:]), dim=-1) for part, whole in zip(rotated, (query, key), strict=True)]
+
+
+def test_our_op_where_the_dtypes_agree(case):
+    query, key, position_embeddings = case
+    with ops.recording() as routes:
+        actual = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
+    assert [route.operation for route in routes] == ["rope"]
+    torch.testing.assert_close(list(actual), expected(*case))
+
+
+def test_the_models_function_where_they_differ(case):
+    """As under autocast: the projections are bf16, cos and sin are not."""
+    query, key, position_embeddings = case
+    query, key = query.bfloat16(), key.bfloat16()
+    with ops.recording() as routes:
+        actual = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
+    assert routes == []
+    for mine, theirs in zip(actual, expected(query, key, position_embeddings), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("s", [1, 63])
+def test_heads_of_fused_layers_are_those_of_the_layers(s):
+    """Values, sizes and strides, with fewer key heads than query heads."""
+    names, heads = ("q_proj", "k_proj", "v_proj"), (6, 2, 2)
+    module = torch.nn.Module()
+    for name, count in zip(names, heads, strict=True):
+        module.add_module(name, torch.nn.Linear(7, count * D))
+    x = torch.randn(B, s, 7)
+    with torch.no_grad():
+        expected = layers.split_heads(tuple(module._modules[name](x) for name in names), D)
+        assert fuse.fuse(module, names) is None
+        actual = layers.heads(module, x, *names, head_dim=D)
+        plain = layers.split_heads(layers.project(module, x, *names), D)
+    assert len({part.untyped_storage().data_ptr() for part in actual}) == 1  # one product
+    for mine, theirs, view, count in zip(actual, expected, plain, heads, strict=True):
+        assert mine.shape == (B, count, s, D) and mine.storage_offset() == view.storage_offset()
+        assert s == 1 or mine.stride() == view.stride()
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_head_size_that_does_not_fit_raises_as_it_does_unfused():
+    module = torch.nn.Module()
+    for name in ("q_proj", "k_proj"):
+        module.add_module(name, torch.nn.Linear(7, 12))
+    with torch.no_grad():
+        assert fuse.fuse(module, ("q_proj", "k_proj")) is None
+        with pytest.raises(RuntimeError):
+            layers.heads(module, torch.randn(B, S, 7), "q_proj", "k_proj", head_dim=8)

@@ -1,0 +1,39 @@
+"""GPT-J and CodeGen keep the root of their heads' size as a tensor up to transformers 4.57; kernels take a number."""
+
+import pytest
+import torch
+
+import hf_rocm
+from hf_rocm import layers, ops
+from tests.coverage import inputs
+from tests.coverage.cases import CASES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "case", [each for each in CASES if each.overlay in ("gptj", "codegen")], ids=lambda case: case.id
+)
+def test_the_scale_is_stocks_as_a_number(case, dtype, monkeypatch):
+    scales = []
+    attention = ops.attention
+
+    def counting(*tensors, scale, **terms):
+        scales.append(scale)
+        return attention(*tensors, scale=scale, **terms)
+
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as from_pretrained does while it builds a model
+    try:
+        model = hf_rocm.prepare(case.build(dtype), force=True)
+    finally:
+        torch.set_default_dtype(kept)
+    monkeypatch.setattr(ops, "attention", counting)
+    with torch.inference_mode():
+        model(**inputs.arguments(case, model))
+    roots = [float(module.scale_attn) for module in model.modules() if hasattr(module, "scale_attn")]
+    assert scales == [1 / root for root in roots] and {type(scale) for scale in scales} == {float}
+
+
+def test_the_root_is_rounded_to_the_dtype():
+    assert layers.rounded_root(80, torch.bfloat16) == float(torch.tensor(80.0).sqrt().bfloat16()) != 80**0.5
+    assert layers.rounded_root(80, torch.float32) == float(torch.tensor(80.0).sqrt())

@@ -1,0 +1,157 @@
+"""Weights are copied through ordinary memory on the machines with a known fault, and on no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import modeling_utils
+
+import hf_rocm
+from hf_rocm.known_faults import mapped_copy_fault
+from hf_rocm.loading import auto, heap_copies
+from hf_rocm.weights import mmap_pages
+
+USUAL, STALLS = "6.14.0-35-generic", "7.0.0-28-generic"
+SIZE = 64 * 2**20  # bytes of the large tensor
+
+needs_pagemap = pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reason="no pagemap on this system")
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch):
+    """Set the facts that the choice depends on."""
+
+    def make(kernel: str, *gpus: str) -> None:
+        monkeypatch.setattr(heap_copies, "machine", lambda: heap_copies.Machine(kernel, gpus))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny Llama whose embedding fills pages of its own."""
+    config = transformers.LlamaConfig(
+        vocab_size=2000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    path = tmp_path_factory.mktemp("model")
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    file = tmp_path / "model.safetensors"
+    save_file({"weight": torch.arange(SIZE // 4, dtype=torch.float32).reshape(-1, 1024)}, file)
+    return file
+
+
+def of_files() -> int:
+    """Bytes of files in this process's memory."""
+    return int(Path("/proc/self/status").read_text().split("RssFile:")[1].split()[0]) * 1024
+
+
+MACHINES = [
+    (STALLS, ("gfx1100",), "stalls"),
+    (STALLS, ("gfx942", "gfx942"), "stalls"),
+    ("7.0.12-201.fc44.x86_64", ("gfx1201",), "stalls"),
+    (USUAL, ("gfx1151",), "twice"),
+    (USUAL, ("gfx1150",), "twice"),
+    (USUAL, ("gfx1200",), None),
+    (STALLS, ("gfx1151",), "stalls"),
+    (USUAL, ("gfx1100",), None),
+    (USUAL, ("gfx1100", "gfx1036"), None),  # the weights go to the card, and the CPU's graphics is beside it
+    ("7.0.0-280-generic", ("gfx1100",), None),
+    ("7.0.0-14-generic", ("gfx1100",), None),
+    ("7.0.120", ("gfx1100",), None),
+    (STALLS, (), None),
+    (USUAL, (), None),
+]
+
+
+@pytest.mark.parametrize(("kernel", "gpus", "name"), MACHINES)
+def test_the_choice_by_kernel_and_gpus(kernel: str, gpus: tuple[str, ...], name: str | None) -> None:
+    found = mapped_copy_fault(kernel, gpus)
+    assert (found and found.name) == name
+    if found is not None:
+        assert found.link.startswith("https://github.com/") and (kernel[:6] in found.what or gpus[0] in found.what)
+
+
+@needs_pagemap
+@pytest.mark.parametrize(
+    ("kernel", "gpus", "copied"),
+    [(STALLS, ("gfx1100",), True), (USUAL, ("gfx1151",), True), (USUAL, ("gfx1100",), False), (STALLS, (), False)],
+)
+@pytest.mark.parametrize("way", ["from_pretrained", "auto_prepare"])
+def test_loaded_weights_are_no_mapped_file(on, folder, kernel, gpus, copied, way) -> None:
+    on(kernel, *gpus)
+    stock = vars(modeling_utils)["safe_open"]
+    if way == "auto_prepare":
+        auto.auto_prepare(force=True)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        finally:
+            auto.auto_prepare(False)
+    else:
+        model = hf_rocm.from_pretrained(folder, force=True)
+    assert mmap_pages.is_mapped(model.get_input_embeddings().weight) is not copied
+    assert vars(modeling_utils)["safe_open"] is stock  # restored
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@needs_pagemap
+def test_a_model_that_stays_stock_is_loaded_as_stock_loads_it(on, folder) -> None:
+    on(STALLS, "gfx1100")
+    model = hf_rocm.from_pretrained(folder, force=False)
+    assert mmap_pages.is_mapped(model.get_input_embeddings().weight)
+    with auto.suspended():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert mmap_pages.is_mapped(model.get_input_embeddings().weight)
+
+
+@needs_pagemap
+def test_pages_that_were_copied_leave_memory(on, large) -> None:
+    on(USUAL, "gfx1151")
+    with heap_copies.where_needed(), modeling_utils.safe_open(large, framework="pt") as file:
+        before = of_files()
+        weight = file.get_slice("weight")[...]
+        assert of_files() - before < SIZE / 2
+    assert not mmap_pages.is_mapped(weight) and weight[-1, -1] == SIZE // 4 - 1
+
+
+def test_files_and_parts_are_read_as_before(on, large) -> None:
+    on(STALLS, "gfx1100")
+    with modeling_utils.safe_open(large, framework="pt") as file:
+        names, shape, dtype = file.keys(), file.get_slice("weight").get_shape(), file.get_slice("weight").get_dtype()
+        row, part = file.get_slice("weight")[3], file.get_slice("weight")[:, 5:9]
+    with heap_copies.where_needed(), modeling_utils.safe_open(large, framework="pt", device="cpu") as file:
+        found = file.get_slice("weight")
+        assert (file.keys(), found.get_shape(), found.get_dtype()) == (names, shape, dtype)
+        assert torch.equal(found[3], row) and torch.equal(found[:, 5:9], part)
+        assert torch.equal(file.get_tensor("weight")[3], row)
+        assert found[:, 5:9].is_contiguous()
+        assert file.metadata() is None or isinstance(file.metadata(), dict)
+
+
+def test_another_device_gets_the_copy(on, large) -> None:
+    on(STALLS, "gfx1100")
+    with heap_copies.where_needed():
+        file = modeling_utils.safe_open(large, framework="pt", device="meta")
+        assert file.get_slice("weight")[:2].device.type == "meta"
+        assert file._wrapped.get_slice("weight")[:2].device.type == "cpu"  # the file is read on the CPU
+
+
+def test_the_facts_are_those_of_this_machine() -> None:
+    kernel, gpus = heap_copies.machine()
+    assert kernel == Path("/proc/sys/kernel/osrelease").read_text().strip()
+    assert all(gfx.startswith("gfx") for gfx in gpus) and (heap_copies.fault() is None or gpus)

@@ -1,0 +1,171 @@
+"""Masks that say no more than packed sequences or lengths could are recognised, exactly, and no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops
+from hf_rocm.ops import mask_patterns, registry
+from hf_rocm.ops.mask_patterns import recognise
+from tests.ops.test_attention import tensors
+
+PADDING = {  # real keys of two rows of 9
+    "left": [[0] * 4 + [1] * 5, [1] * 9],
+    "right": [[1] * 5 + [0] * 4, [1] * 9],
+    "none": [[1] * 9, [1] * 9],
+    "gap": [[1, 1, 0, 0, 1, 1, 1, 1, 1], [1] * 9],
+    "one": [[0] * 8 + [1], [0] * 3 + [1] * 6],
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels_serve(monkeypatch):
+    """As if a kernel took packed sequences and lengths; their torch tier computes them here."""
+    monkeypatch.setattr(mask_patterns, "_kernel_serves", lambda *_: True)
+
+
+def causal_mask(real, s_q):
+    real = torch.tensor(real, dtype=torch.bool)
+    s_k = real.shape[1]
+    seen = torch.arange(s_k)[None] <= torch.arange(s_k - s_q, s_k)[:, None]
+    return (seen & real[:, None])[:, None]
+
+
+def qkv(s_q, s_k, b=2):
+    return tensors((b, 4, 2, s_q, s_k, 16, 16), torch.float32)
+
+
+def check(mask, s_q, s_k, **layer):
+    """Recognised, and the same as under the mask wherever a query sees anything."""
+    query, key, value = qkv(s_q, s_k)
+    found = recognise(mask, query, key, value, **layer)
+    assert found is not None
+    with ops.recording() as routes:
+        actual, _ = ops.attention(query, key, value, scale=0.25, mask=mask, padded=found)
+    assert [each.operation for each in routes] == ["decode_attention" if s_q == 1 else "varlen_attention"]
+    expected, _ = ops.attention(query, key, value, scale=0.25, mask=mask)
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    sighted = seen[:, 0, :, :s_k].any(-1).expand(2, s_q)
+    torch.testing.assert_close(actual[sighted], expected[sighted])
+    assert torch.equal(actual[~sighted], torch.zeros_like(actual[~sighted]))
+    return routes[0]
+
+
+@pytest.mark.parametrize("s_q", [9, 4])
+@pytest.mark.parametrize("padding", ["left", "none", "one"])
+def test_left_padding_under_causality(padding, s_q):
+    route = check(causal_mask(PADDING[padding], s_q), s_q, 9)
+    real = sum(map(sum, PADDING[padding]))
+    assert route.shapes[1][0] == real  # padding keys are left out, not masked
+
+
+@pytest.mark.parametrize("padding", PADDING)
+def test_keys_that_nobody_sees(padding):
+    real = torch.tensor(PADDING[padding], dtype=torch.bool)
+    check(real[:, None, None].expand(2, 1, 6, 9), 6, 9)
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (1, 7)])
+def test_a_single_query_on_the_filled_part_of_a_cache(lengths):
+    check((torch.arange(12)[None] < torch.tensor(lengths)[:, None])[:, None, None], 1, 12)
+
+
+def test_a_mask_longer_than_the_keys_and_shared_by_the_rows():
+    check(torch.ones(1, 1, 1, 15, dtype=torch.bool), 1, 9)
+    check(torch.nn.functional.pad(causal_mask([[1] * 9], 9), (0, 6)), 9, 9)
+
+
+def windowed(real, s_q, window):
+    seen = causal_mask(real, s_q)
+    places = torch.arange(seen.shape[3])
+    return seen & (places[None] > places[-s_q:, None] - window)
+
+
+@pytest.mark.parametrize("s_q", [9, 4])
+@pytest.mark.parametrize("padding", ["left", "none", "one"])
+def test_a_sliding_window(padding, s_q):
+    mask = windowed(PADDING[padding], s_q, 3)
+    check(mask, s_q, 9, window=3)
+    assert recognise(mask, *qkv(s_q, 9)) is None  # who doesn't know of the window can't tell
+    assert recognise(mask, *qkv(s_q, 9), window=4) is None
+
+
+def test_a_window_as_wide_as_the_keys_hides_nothing():
+    check(causal_mask(PADDING["left"], 9), 9, 9, window=9)
+
+
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.float32).min, -torch.inf])
+def test_an_additive_mask_that_only_hides(hidden):
+    mask = torch.zeros(2, 1, 9, 9).masked_fill(~causal_mask(PADDING["left"], 9), hidden)
+    check(mask, 9, 9)
+
+
+def test_sinks_have_no_packed_form(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(registry, "kernel_serves", lambda *_: True)
+    assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9), sinks=True) is None
+    assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is not None
+    assert recognise(torch.ones(2, 1, 1, 9, dtype=torch.bool), *qkv(1, 9), sinks=True) is not None
+
+
+def altered():
+    window = causal_mask(PADDING["none"], 9)
+    window[:, :, 8, 0] = False
+    other_row = causal_mask(PADDING["left"], 9)
+    other_row[1, 0, 4, 2] = False
+    future = causal_mask(PADDING["none"], 9)
+    future[0, 0, 2, 5] = True
+    return {
+        "one key less": window,
+        "one element of one row": other_row,
+        "one future key": future,
+        "right padding, whose queries see something": causal_mask(PADDING["right"], 9),
+        "a gap, whose queries see something": causal_mask(PADDING["gap"], 9),
+        "a blind last query": causal_mask([[1] * 9, [0] * 9], 9),
+        "one per head": causal_mask(PADDING["left"], 9).expand(2, 4, 9, 9),
+        "additive, weighing keys": torch.full((2, 1, 9, 9), -3.0),
+    }
+
+
+@pytest.mark.parametrize("name", altered())
+def test_anything_else_stays_a_mask(name):
+    assert recognise(altered()[name], *qkv(9, 9)) is None
+
+
+@pytest.mark.parametrize("real", [[0, 1, 1], [1, 0, 1], [0, 0, 0]])
+def test_a_single_query_that_sees_other_than_the_first_keys(real):
+    mask = torch.tensor([real, [1, 1, 1]], dtype=torch.bool)[:, None, None]
+    assert recognise(mask, *qkv(1, 3)) is None
+
+
+def test_it_is_read_once_and_again_after_a_change(monkeypatch):
+    mask, arguments = causal_mask(PADDING["left"], 9), qkv(9, 9)
+    first = recognise(mask, *arguments)
+    monkeypatch.setattr(mask_patterns, "_packed", lambda *_: pytest.fail("read again"))
+    assert recognise(mask, *arguments) is first
+    monkeypatch.undo()
+    monkeypatch.setattr(mask_patterns, "_kernel_serves", lambda *_: True)
+    mask[0, 0, 8, 8] = False
+    assert recognise(mask, *arguments) is None
+
+
+def test_masks_that_can_not_be_watched_and_calls_that_no_kernel_serves(monkeypatch):
+    with torch.inference_mode():
+        assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is None
+    monkeypatch.undo()
+    assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is None  # the torch tier takes masks
+
+
+def test_gradients_pass():
+    query, key, value = (each.detach().requires_grad_() for each in qkv(9, 9))
+    mask = causal_mask(PADDING["left"], 9)
+    output = recognise(mask, query, key, value).attend(query, key, value, scale=0.25)
+    output.square().sum().backward()
+    grads = [each.grad.clone() for each in (query, key, value)]
+    for each in (query, key, value):
+        each.grad = None
+    other, _ = ops.attention(query, key, value, scale=0.25, mask=mask)
+    other[mask[:, 0].any(-1)].square().sum().backward()
+    for mine, each in zip(grads, (query, key, value), strict=True):
+        torch.testing.assert_close(mine, each.grad)

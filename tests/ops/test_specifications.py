@@ -1,0 +1,73 @@
+"""Specifications: built in one place per operation, in the order of their fields."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+import hf_rocm.ops
+from hf_rocm.ops import registry
+
+assert hf_rocm.ops  # registers every operation
+
+BUILDERS = {  # the operation: the function that builds its specification
+    "act_and_mul": "pointwise._activation_specification",
+    "add_rms_norm": "pointwise.add_rms_norm",
+    "attention": "attention._specification",
+    "choose_experts": "routing.specification",
+    "decode_attention": "decode.decode_attention",
+    "experts": "moe.specification",
+    "fused_linear": "linear.fused_linear",
+    "linear": "linear.specification",
+    "paged_attention": "paged.paged_attention",
+    "quantized_linear": "quantized.quantized_linear",
+    "rms_norm": "pointwise.rms_norm",
+    "rope": "pointwise.rope",
+    "rope_into_cache": "rope_into_cache._specification",
+    "varlen_attention": "varlen.varlen_attention",
+}
+SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts"}  # built as those of another operation
+
+
+def test_every_operation_is_listed():
+    assert {*BUILDERS, *SHARED} == set(registry.operations())
+
+
+@pytest.mark.parametrize("operation", BUILDERS)
+def test_the_plain_tuple_names_the_fields_in_their_order(operation):
+    """The router takes a plain tuple, for speed; each of its elements is a variable with the name of its field."""
+    module, _, name = BUILDERS[operation].partition(".")
+    function = getattr(sys.modules[f"hf_rocm.ops.{module}"], name)
+    fields = registry.operations()[operation].spec_type._fields
+    tuples = [
+        names
+        for statement in _body(function)
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load) and len(node.elts) == len(fields)
+        for names in [tuple(map(_variable, node.elts))]
+    ]
+    assert tuples == [fields]
+
+
+@pytest.mark.parametrize(("operation", "builder"), SHARED.items())
+def test_shared_specifications_have_one_type(operation, builder):
+    known = registry.operations()
+    assert known[operation].spec_type is known[builder].spec_type
+
+
+def _variable(node: ast.expr) -> str:
+    """`name`, or `name is not None`."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.IsNot):
+        node = node.left
+    return node.id if isinstance(node, ast.Name) else ast.unparse(node)
+
+
+def _body(function: Any) -> list[ast.stmt]:
+    definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    return definition.body

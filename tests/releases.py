@@ -1,0 +1,18 @@
+"""Marks for what only some of the tested releases run; docs/testing.md gives the reasons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+from packaging.version import Version
+
+RELEASE = Version(transformers.__version__)
+# every tested release has a record
+TESTED = [Version(path.stem) for path in (Path(__file__).resolve().parents[1] / "docs" / "support").glob("*.json")]
+
+at_the_ends = pytest.mark.skipif(
+    min(TESTED) < RELEASE < max(TESTED), reason="in the oldest and the newest tested release"
+)
+in_the_newest = pytest.mark.skipif(max(TESTED) > RELEASE, reason="in the newest tested release")

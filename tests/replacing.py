@@ -1,0 +1,58 @@
+"""What users put in the place of functions of transformers and torch."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def replaced(holder, name, change):
+    """Within the block, a place has change(what it had). holder: a class, a module, a mapping or a registry."""
+    before = holder[name] if hasattr(holder, "keys") else getattr(holder, name)
+    own = name in getattr(holder, "_local_mapping", holder if hasattr(holder, "keys") else vars(holder))
+    put(holder, name, change(before))
+    try:
+        yield
+    finally:
+        if own:
+            put(holder, name, before)
+        else:
+            take_away(holder, name)
+
+
+def put(holder, name, value):
+    if hasattr(holder, "keys"):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
+
+
+def take_away(holder, name):
+    if hasattr(holder, "keys"):
+        del holder[name]
+    else:
+        delattr(holder, name)
+
+
+def scaled(function):
+    """A function of the user's: the tensor, or the first of several, times 1.25."""
+
+    def theirs(*args, **kwargs):
+        result = function(*args, **kwargs)
+        return (result[0] * 1.25, *result[1:]) if isinstance(result, tuple) else result * 1.25
+
+    return theirs
+
+
+def masked(function):
+    """No query sees the second key, in prompts and in steps."""
+
+    def theirs(*args, **kwargs):
+        kwargs = {**kwargs, "allow_is_causal_skip": False}
+        mask = function(*args, **kwargs).clone()
+        mask[..., 1] = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        return mask
+
+    return theirs

@@ -1,0 +1,64 @@
+"""scripts/demo: what it removes with --clean, and the process that runs beside other steps."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def lib(monkeypatch, tmp_path):
+    """The demo's modules, with a temporary folder as `.demo`."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from lib import demo, demo_environment, demo_runs
+
+    for module in (demo, demo_environment, demo_runs):
+        monkeypatch.setattr(module, "DEMO", tmp_path / ".demo")
+    monkeypatch.setattr(demo, "lock", nullcontext)
+    monkeypatch.setattr(demo, "Demo", lambda *arguments, **more: pytest.fail("the demo ran"))
+    return SimpleNamespace(demo=demo, runs=demo_runs, folder=tmp_path / ".demo")
+
+
+def test_clean_removes_the_folder_and_nothing_beside_it(lib, capsys):
+    (lib.folder / "bin").mkdir(parents=True)
+    (lib.folder / "bin" / "big").write_bytes(bytes(3_000_000))
+    outside = lib.folder.parent / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    (lib.folder / "link").symlink_to(outside)
+    assert lib.demo.main(["--clean"]) == 0
+    assert capsys.readouterr().out == "removed .demo: 3.0 MB\n"
+    assert not lib.folder.exists() and (outside / "kept").exists()
+    assert lib.demo.main(["--clean"]) == 0
+    assert "nothing to remove" in capsys.readouterr().out
+
+
+def test_a_background_process_is_shown_and_its_failure_raised(lib, capsys):
+    lib.folder.mkdir()
+    environment = SimpleNamespace(python=Path(sys.executable))
+    code = "print('one'); print('two'); raise SystemExit({})"
+    with lib.runs.background(environment, "-c", code.format(0)) as process:
+        lib.runs.show(process, name="it")
+    assert capsys.readouterr().out.splitlines() == ["one", "two"]
+    with (
+        pytest.raises(Exception, match="it ended with exit code 3"),
+        lib.runs.background(environment, "-c", code.format(3)) as process,
+    ):
+        lib.runs.show(process, name="it")
+
+
+def test_a_background_process_ends_with_its_block(lib):
+    lib.folder.mkdir()
+    environment = SimpleNamespace(python=Path(sys.executable))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        lib.runs.background(environment, "-c", "import time; time.sleep(600)") as process,
+    ):
+        raise KeyboardInterrupt
+    assert process.returncode is not None and process.returncode != 0

@@ -1,0 +1,211 @@
+"""`flash_attention_2` without the flash-attn package, computed by our operations, and batches that switch to it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+from importlib.util import find_spec
+
+import pytest
+import torch
+import transformers
+
+import hf_rocm
+from hf_rocm import ops, patches
+from hf_rocm.errors import OptionError
+from hf_rocm.generation import flash_provider
+from hf_rocm.layers import flash_functions
+from tests.generation.conftest import make
+from tests.serving.batching import NEW, RELEASE, needs_batching, one_by_one, prompts
+
+NAME = flash_provider.NAME
+HAS_INTERFACE = RELEASE.release >= (5, 9)
+
+pytestmark = [
+    needs_batching,
+    pytest.mark.skipif(find_spec("flash_attn") is not None, reason="not run: flash-attn is installed and is used"),
+]
+served = pytest.mark.skipif(not HAS_INTERFACE, reason="not run: this release has no flash attention over pages")
+
+KINDS = {  # with terms that a wrong window, softcap or sink would show
+    "llama": {},
+    "qwen3": {},
+    "gemma2": {
+        "attn_implementation": "eager",
+        "sliding_window": 8,
+        "tie_word_embeddings": False,
+    },  # stock's sdpa drops the softcap
+    "gpt_oss": {"attn_implementation": "eager", "sliding_window": 8},
+    "mistral": {"sliding_window": 8},
+}
+
+
+def batch(model, **settings):
+    from transformers.generation import ContinuousBatchingConfig
+
+    config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
+    batching = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, **settings)
+    results = model.generate_batch(
+        [list(prompt) for prompt in prompts()],
+        generation_config=config,
+        continuous_batching_config=batching,
+        progress_bar=False,
+    ).values()
+    found = {tuple(each.prompt_ids): list(each.generated_tokens) for each in results}
+    return [found[tuple(prompt)] for prompt in prompts()]
+
+
+def ran(routes):
+    return {each.operation for each in routes if each.operation.endswith("attention")}
+
+
+@served
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_runs_over_flash_attention_and_gives_the_tokens_of_stock(kind):
+    model = make(kind, **KINDS[kind])
+    own = model.config._attn_implementation
+    expected = one_by_one(model, prompts())
+    assert all(len(set(each)) > NEW / 3 for each in expected)
+    hf_rocm.prepare(model, force=True)
+    if kind in ("gemma2", "mistral") and len(flash_provider._names()) > 1:
+        assert {"gemma2": "softcap", "mistral": "window"}[kind] in flash_provider.batches_refused(model)
+        return
+    with ops.recording() as routes:
+        assert batch(model) == expected
+    assert ran(routes) == {"varlen_attention"}
+    assert model.config._attn_implementation == own
+    assert f"continuous batching runs {NAME!r}, computed by hf_rocm" in hf_rocm.explain(model).details()
+
+
+@served
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_steps_of_single_tokens_run_over_pages(kind, monkeypatch):
+    """transformers uses its page tables on GPUs only; here they are used on the CPU."""
+    initialization = importlib.import_module("transformers.generation.continuous_batching.initialization")
+
+    def available(config, cb_config, user_requested):
+        cb_config.max_blocks_per_request = 4
+
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", available)
+    monkeypatch.setattr(flash_provider.features, "refuses", lambda feature: None)
+    model = make(kind)
+    expected = one_by_one(model, prompts())
+    hf_rocm.prepare(model, force=True)
+    with ops.recording() as routes:
+        assert batch(model) == expected
+    assert ran(routes) == {"varlen_attention", "paged_attention"}
+
+
+@served
+def test_a_user_who_declines_keeps_sdpa():
+    model = hf_rocm.prepare(make("llama"), force=True)
+    settings = {"auto_switch_to_flash": False} if len(flash_provider._names()) == 1 else {}
+    if not settings:
+        model.set_attn_implementation("paged|sdpa")
+    with ops.recording() as routes:
+        batch(model, **settings)
+    assert not ran(routes)
+
+
+@served
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "mistral"])
+def test_generate_and_padded_forwards(kind):
+    """The dense and the packed functions, in `generate` of one prompt and in a left-padded batch."""
+    model = make(kind, **KINDS[kind])
+    ids = torch.tensor([[0, 0, *range(5, 20)], list(range(7, 24))])
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+    tokens = one_by_one(model, prompts())
+    hf_rocm.prepare(model, force=True)
+    model.set_attn_implementation(NAME)
+    with torch.no_grad(), ops.recording() as routes:
+        actual = model(input_ids=ids, attention_mask=mask).logits
+        assert one_by_one(model, prompts()) == tokens
+    assert ran(routes) == {"attention", "varlen_attention"}
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
+
+
+@served
+def test_other_models_are_refused_as_in_stock_and_restore_removes_it():
+    gc.collect()
+    patches.sweep()
+    model, other = make("llama"), make("llama")
+    places = [importlib.import_module(name) for name in (flash_provider._UTILS, flash_provider._MODELING)]
+    stock = [module.lazy_import_flash_attention for module in places]
+    hf_rocm.prepare(model, force=True)
+    model.set_attn_implementation(NAME)
+    with pytest.raises(ImportError, match="FlashAttention2"):
+        other.set_attn_implementation(NAME)
+    with pytest.raises(ValueError, match="nonsense"):
+        model.set_attn_implementation("nonsense")
+    expected = one_by_one(model, prompts())
+    hf_rocm.restore(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert [module.lazy_import_flash_attention for module in places] == stock
+    assert not patches.of(model) and not any(name.startswith("_hf_rocm_flash") for name in model.__dict__)
+    assert one_by_one(model, prompts()) == expected
+    with pytest.raises(ImportError, match="FlashAttention2"):
+        model.set_attn_implementation(NAME)
+
+
+@served
+def test_a_copy_has_it_after_the_original_is_gone():
+    model = hf_rocm.prepare(make("llama"), force=True)
+    model.set_attn_implementation(NAME)
+    expected = one_by_one(model, prompts())
+    twin = copy.deepcopy(model)
+    hf_rocm.restore(model)
+    assert one_by_one(twin, prompts()) == expected
+    hf_rocm.restore(twin)
+
+
+@served
+def test_an_exception_while_the_batch_begins_leaves_the_model_as_it_was():
+    model = hf_rocm.prepare(make("llama"), force=True)
+    with pytest.raises(Exception, match="page_size"):
+        batch(model, page_size=1)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@served
+def test_from_pretrained_with_the_name(tiny_checkpoint):
+    """transformers would refuse it while it builds the model."""
+    expected = one_by_one(transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint), prompts())
+    model = hf_rocm.from_pretrained(tiny_checkpoint, force=True, attn_implementation=NAME)
+    assert model.config._attn_implementation == NAME
+    assert one_by_one(model, prompts()) == expected
+    with pytest.raises(ImportError, match="FlashAttention2"):
+        hf_rocm.from_pretrained(tiny_checkpoint, force=False, attn_implementation=NAME)
+
+
+@pytest.mark.skipif(HAS_INTERFACE, reason="not run: this release has the interface")
+def test_older_releases_stay_stock_with_the_reason():
+    model = hf_rocm.prepare(make("llama"), force=True)
+    assert "5.9" in flash_provider.unavailable()
+    assert flash_provider.MARK not in model.__dict__
+    assert "continuous batching runs as in stock transformers" in hf_rocm.explain(model).details()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_windows_on_both_sides(packed):
+    """As encoders request them, where no operation has one."""
+    query, key = (torch.randn(9, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    distance = (torch.arange(9) - torch.arange(9)[:, None]).abs()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(each.transpose(0, 1) for each in (query, key, key)), attn_mask=distance <= 2
+    ).transpose(0, 1)
+    if packed:
+        ends = torch.tensor([0, 9])
+        actual = flash_functions.flash_attn_varlen_func(query, key, key, ends, ends, 9, 9, window_size=(2, 2))
+    else:
+        actual = flash_functions.flash_attn_func(query[None], key[None], key[None], window_size=(2, 2))[0]
+    torch.testing.assert_close(actual, expected)
+
+
+def test_dropout_is_an_error():
+    query = torch.zeros(1, 2, 1, 8)
+    with pytest.raises(OptionError, match="no dropout"):
+        flash_functions.flash_attn_func(query, query, query, dropout_p=0.1)

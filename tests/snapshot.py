@@ -1,0 +1,141 @@
+"""A snapshot of all entries of every module of transformers, torch and accelerate, compared by identity.
+
+Nothing here reads hf_rocm's own list of changes. Namespaces are modules, their classes, the objects that modules hold
+(registries, function tables), and the dictionaries and lists within any of these.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+ROOTS = ("transformers", "torch", "accelerate")
+ABSENT = object()
+CACHES = ("torch._dynamo", "torch._guards", "torch.fx", "torch._higher_order_ops", "torch._opaque_base")
+_DEPTH = 3  # nesting of containers and objects in an entry of a module or class
+
+# Caches of look-ups, and attributes that the import system and `inspect` set.
+_WRITTEN_BY_PYTHON = {"__warningregistry__", "__abstractmethods__", "_abc_impl", "__weakref__", "__annotations__"}
+
+Snapshot = dict[tuple[str, ...], tuple[Any, dict[Any, Any]]]
+
+
+def take() -> Snapshot:
+    """Path of a namespace → (owner, entries). Keeps references to all objects, so that identities stay unique."""
+    snapshot: Snapshot = {}
+    seen: set[int] = set()
+    waiting: list[tuple[tuple[str, ...], Any, int]] = [
+        ((name,), module, 0)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in ROOTS and _is(module, types.ModuleType)
+    ]
+    while waiting:
+        path, owner, depth = waiting.pop()
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        entries = _entries(owner)
+        snapshot[path] = owner, entries
+        for name, value in entries.items():
+            inner = depth if _is(value, type) else depth + 1
+            if inner <= _DEPTH and _is_namespace(value):
+                waiting.append(((*path, str(name)), value, inner))
+    return snapshot
+
+
+def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[str, tuple[Any, Any]]:
+    """The entries that are another object than before, or are new and lead to hf_rocm: "path.name" → (before, now).
+
+    New entries count if they lead to hf_rocm: transformers and torch import, register and cache as they run.
+    ignored: prefixes of modules whose caches PyTorch replaces; entries that lead to hf_rocm count there too.
+    """
+    wrong = {}
+    for path, (owner, entries) in before.items():
+        cache = path[0].startswith(ignored)
+        now = _entries(owner)
+        for name in entries if entries.keys() == now.keys() else {**entries, **now}:
+            old, new = entries.get(name, ABSENT), now.get(name, ABSENT)
+            if old is new:
+                continue
+            if _is(new, types.ModuleType) and str(name).startswith("__import_"):
+                continue  # the compiler's names of modules in the globals of compiled code
+            if ((cache or old is ABSENT) and not is_ours(new)) or (_is_plain(old) and _is_plain(new)):
+                continue
+            wrong[".".join((*path, str(name)))] = old, new
+    return wrong
+
+
+def ours() -> Iterator[str]:
+    """All entries that lead to hf_rocm's code now."""
+    for path, (_, entries) in take().items():
+        for name, value in entries.items():
+            if is_ours(value):
+                yield ".".join((*path, str(name)))
+
+
+def is_ours(value: Any, depth: int = 4) -> bool:
+    """Whether a function was written in hf_rocm or an overlay, or calls one that was: wrapped, bound, in a closure."""
+    if depth == 0:
+        return False
+    if _is(value, types.FunctionType):
+        return str(value.__globals__.get("__name__", "")).partition(".")[0] == "hf_rocm" or any(
+            is_ours(content, depth - 1) for content in map(_content, value.__closure__ or ())
+        )
+    if _is(value, staticmethod, classmethod, types.MethodType):
+        return is_ours(value.__func__, depth - 1)
+    if _is(value, functools.partial):
+        return is_ours(value.func, depth - 1) or any(is_ours(argument, depth - 1) for argument in value.args)
+    if _is(value, property):
+        return any(is_ours(accessor, depth - 1) for accessor in (value.fget, value.fset, value.fdel))
+    if _is(value, types.ModuleType):
+        return value.__name__.partition(".")[0] == "hf_rocm"
+    origin = value.__module__ if _is(value, type) else type(value).__module__
+    return str(origin).partition(".")[0] == "hf_rocm"
+
+
+def _is(value: Any, *kinds: type) -> bool:
+    """By the type itself: `isinstance` reads `__class__`, where torch has warnings."""
+    return issubclass(type(value), kinds)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _entries(owner: Any) -> dict[Any, Any]:
+    if _is(owner, list):
+        return dict(enumerate(owner))
+    if _is(owner, type):
+        own: Any = vars(owner)
+    else:
+        own = object.__getattribute__(owner, "__dict__") if _has_attributes(owner) else {}
+    entries = {name: value for name, value in list(own.items()) if name not in _WRITTEN_BY_PYTHON}
+    if _is(owner, dict):
+        # not through the methods of lazy mappings, which import modules
+        entries.update((f"[{key!r}]", value) for key, value in list(dict.items(owner)))
+    return entries
+
+
+def _has_attributes(value: Any) -> bool:
+    kinds = (types.GetSetDescriptorType, types.MemberDescriptorType)
+    return any(isinstance(vars(cls).get("__dict__"), kinds) for cls in type(value).__mro__)
+
+
+def _is_namespace(value: Any) -> bool:
+    if _is(value, types.ModuleType):
+        return False  # reached through sys.modules
+    if _is(value, dict, list):
+        return True
+    if _is(value, type):
+        return str(value.__module__).partition(".")[0] in ROOTS
+    return str(type(value).__module__).partition(".")[0] in ROOTS and _has_attributes(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is ABSENT or value is None or _is(value, bool, int, float, str, bytes)

@@ -1,0 +1,140 @@
+"""Only `hf_rocm.patches` sets attributes of what is not hf_rocm's: classes, modules, objects. Read from the sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted(path for folder in ("hf_rocm", "overlays") for path in (ROOT / folder).rglob("*.py"))
+EXECUTOR = ROOT / "hf_rocm" / "patches.py"
+
+THREAD_LOCALS = ("_thread", "_loading", "_watched")
+
+# Names that an hf_rocm class declares may be set on its objects. Any other attribute is somebody else's: file → names.
+# `()` as a name stands for setattr, delattr or a call that registers a hook.
+ALLOWED = {
+    # what the user calls for: PyTorch's own flags, as code for NVIDIA sets them
+    "hf_rocm/environment.py": {"()"},
+    # a process of its own sets each flag to the value that it has, to learn whether the build has it
+    "hf_rocm/tools/doctor/child.py": {"()"},
+    # tensors are data: their memory, and marks that aiter or we keep on them
+    "hf_rocm/generation/static_buffers.py": {"()"},
+    "hf_rocm/layers/attention.py": {"()"},
+    "hf_rocm/ops/mask_patterns.py": {"()"},
+    "hf_rocm/ops/aiter/linear.py": {"is_shuffled"},
+    "hf_rocm/ops/aiter/moe.py": {"is_shuffled"},
+    "hf_rocm/weights/sharded.py": {"_local_tensor"},
+    # an object that was made for one call: a log record, a foreign function of ctypes, a config, a stand-in module
+    "hf_rocm/distributed/rank_logging.py": {"msg", "args"},
+    "hf_rocm/generation/continuous_batching.py": {"use_cuda_graph"},
+    # the output object of a call of generate, before the user gets it
+    "hf_rocm/generation/hooks.py": {"()", "past_key_values", "sequences"},
+    "hf_rocm/weights/mmap_pages.py": {"argtypes"},
+    "hf_rocm/weights/experts.py": {"_modules"},
+    "hf_rocm/overlay/activate.py": {"__file__"},
+    # what torch.compile reads on a function of ours
+    "hf_rocm/ops/registry.py": {"_dynamo_marked_constant"},
+    "hf_rocm/overlay/replacements.py": {"_dynamo_marked_constant"},
+    "hf_rocm/overlay/bind.py": {"__hf_rocm_binding__"},
+    # a cache belongs to one call, and stock sets this on it where it hasn't
+    "overlays/transformers-4.53/models/gemma3n/modeling_gemma3n.py": {"shared_layers"},
+    # the tools' own copies of a model, and settings of the model under test, put back where it is the user's
+    "hf_rocm/tools/bench/parity.py": {"()"},
+    "hf_rocm/tools/bench/variants.py": {
+        "_compile_all_devices",
+        "do_sample",
+        "eos_token_id",
+        "pad_token_id",
+        "temperature",
+        "top_k",
+        "top_p",
+    },
+    "hf_rocm/tools/verify/cases.py": {"sliding_window"},
+    "hf_rocm/tools/verify/generate.py": {"generation_config"},
+    "hf_rocm/tools/verify/model_under_test.py": {"()"},
+}
+
+
+def test_only_the_executor_changes_what_is_not_ours() -> None:
+    own = _declared()
+    seen: dict[str, set[str]] = {}
+    wrong = []
+    for path in SOURCES:
+        file = path.relative_to(ROOT).as_posix()
+        for name, line in _sets(_tree(path)):
+            if path == EXECUTOR or name in own:
+                continue
+            seen.setdefault(file, set()).add(name)
+            if name not in ALLOWED.get(file, ()):
+                wrong.append(f"{file}:{line} sets {name}")
+    assert not wrong, "declare a Change instead:\n" + "\n".join(wrong)
+    assert {
+        file: names - seen.get(file, set()) for file, names in ALLOWED.items() if names - seen.get(file, set())
+    } == {}
+
+
+def test_the_reader_sees_what_it_is_made_for() -> None:
+    source = """
+nn.Linear.forward = ours
+cls.forward, other.generate = a, b
+setattr(module, "name", value)
+delattr(cls, name)
+del cls.forward
+torch_module.register_module_module_registration_hook(function)
+interface["sdpa"], table.entry[0].rows = 1, 2
+for owner.attribute in values: pass
+with block as owner.block: pass
+self.mine = 3
+"""
+    names = [name for name, _ in _sets(ast.parse(source))]
+    assert sorted(names) == sorted(
+        ["forward", "forward", "generate", "()", "()", "forward", "()", "rows", "attribute", "block"]
+    )
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _sets(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every attribute that is set on, or deleted from, anything but `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", *THREAD_LOCALS)):
+                yield node.attr, node.lineno
+        elif isinstance(node, ast.Call) and _changes(node.func):
+            yield "()", node.lineno
+
+
+def _changes(called: ast.expr) -> bool:
+    if isinstance(called, ast.Name):
+        return called.id in ("setattr", "delattr")
+    name = called.attr if isinstance(called, ast.Attribute) else ""
+    return name in ("__setattr__", "__delattr__") or (name.startswith("register_") and name.endswith("_hook"))
+
+
+def _declared() -> set[str]:
+    """Names that classes of hf_rocm give their objects: annotated or assigned in the class, or set on `self`."""
+    names: set[str] = set()
+    for path in SOURCES:
+        for node in ast.walk(_tree(path)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    names.add(statement.target.id)
+                elif isinstance(statement, ast.Assign):
+                    names.update(target.id for target in statement.targets if isinstance(target, ast.Name))
+            names.update(
+                inner.attr
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.Attribute)
+                and isinstance(inner.ctx, ast.Store)
+                and isinstance(inner.value, ast.Name)
+                and inner.value.id == "self"
+            )
+    return names - {"forward"}

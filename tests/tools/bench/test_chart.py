@@ -1,0 +1,104 @@
+"""The chart: a well-formed SVG without help, a PNG where Pillow is, bars as long as their times."""
+
+from __future__ import annotations
+
+import struct
+from xml.etree import ElementTree
+
+import pytest
+
+from hf_rocm.tools import drawing
+from hf_rocm.tools.bench import chart
+from hf_rocm.tools.bench.cases import Case
+from hf_rocm.tools.bench.rates import Rates
+from hf_rocm.tools.drawing import ChartError
+from tests.tools.bench.conftest import result, segment
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def words_of(picture: drawing.Picture) -> list[drawing.Words]:
+    return [part for part in picture.parts if isinstance(part, drawing.Words)]
+
+
+def test_the_svg_is_well_formed_and_says_it_all(tmp_path):
+    (file,) = chart.save([segment()], tmp_path / "a.svg", title="A < B & C")
+    root = ElementTree.parse(file).getroot()
+    assert root.tag == f"{SVG}svg" and root.find(f"{SVG}title").text == "A < B & C"
+    words = [each.text for each in root.iter(f"{SVG}text")]
+    for expected in ("hf_rocm", "5.00 ms (3.20 ×)", "16.00 ms", "floor 4.00", "stock + torch.compile"):
+        assert expected in words, expected
+    assert any("not an AMD GPU" in each for each in words) and any("4.25 TB/s" in each for each in words)
+    width, height = (float(root.get(name)) for name in ("width", "height"))
+    for each in root.iter(f"{SVG}rect"):
+        assert float(each.get("x")) >= 0 and float(each.get("x")) + float(each.get("width")) <= width
+        assert float(each.get("y")) + float(each.get("height")) <= height
+
+
+def test_segments_of_several_commits_are_named_with_all_rates():
+    segments = [segment(), segment(commit="fedcba987654", rates=Rates(4.3e12, 0.8e12)), segment(commit=None)]
+    text = " ".join(each.text for each in words_of(chart.draw("x", segments)))
+    assert "commit 0123456789ab, fedcba987654, hf_rocm forced" in text
+    assert "4.25–4.30 TB/s (copy) and 800 G–790 TFLOP/s" in text
+
+
+def test_no_word_is_cut_at_the_right():
+    commits = [segment(commit=f"{number:012x}") for number in range(6)]
+    for part in words_of(chart.draw("x", commits)):
+        width = chart.CHARACTER * part.size * len(part.text)
+        right = part.x + {"start": width, "middle": width / 2, "end": 0}[part.anchor]
+        assert right <= chart.WIDTH - chart.MARGIN / 2, part.text
+
+
+def test_a_panel_names_its_own_unit():
+    cases = [result(Case("decode", 1, 8, 8), stock=16.0), result(Case("prefill", 1, 8), stock=16.0)]
+    texts = [each.text for each in words_of(chart.draw("x", [segment("both", *cases)]))]
+    assert [text for text in texts if text.startswith("ms")] == ["ms a token, end to end through generate", "ms"]
+    assert not any("token," in text for text in texts[:2]), "the subtitle holds for every panel"
+
+
+def test_quartiles_are_drawn_over_the_bar():
+    picture = chart.draw("x", [segment("one", result(Case("decode", 1, 8, 8), stock=16.0))])
+    (spread,) = [each for each in picture.parts if isinstance(each, drawing.Line) and each.y == each.to_y]
+    bar = next(each for each in picture.parts if isinstance(each, drawing.Box) and each.fill == chart.COLOURS["stock"])
+    ends = [(x - chart.LABEL) / bar.width for x in (spread.x, spread.to_x)]
+    assert ends == pytest.approx([0.9, 1.2])
+    (figure,) = [each for each in words_of(picture) if each.text == "16.00 ms"]
+    assert figure.x > spread.to_x
+    assert "median and quartiles of 5 rounds" in words_of(picture)[1].text
+
+
+def test_bars_are_as_long_as_their_times():
+    picture = chart.draw("x", [segment()])
+    bars = {each.fill: each.width for each in picture.parts if isinstance(each, drawing.Box)}
+    stock, ours = bars[chart.COLOURS["stock"]], bars[chart.COLOURS["hf_rocm"]]
+    assert ours / stock == pytest.approx(5 / 16)
+    (line,) = [each for each in picture.parts if isinstance(each, drawing.Line) and each.dashed]
+    assert (line.x - chart.LABEL) / stock == pytest.approx(4 / 16)
+
+
+def test_panels_of_a_kind_share_a_scale_unless_one_would_be_a_stub():
+    near = [chart.panel(result(Case("decode", 1, 8, 8), stock=each)) for each in (10.0, 20.0)]
+    far = [chart.panel(result(Case("prefill", 1, 8), stock=each)) for each in (10.0, 99.0)]
+    assert chart._scales([*near, *far]) == pytest.approx([24.0, 24.0, 12.0, 1.2 * 99.0])
+
+
+def test_the_png_where_pillow_is(tmp_path):
+    if not drawing.can_png():
+        pytest.skip("Pillow is not installed here")
+    files = chart.save([segment()], tmp_path / "a")
+    assert [each.suffix for each in files] == [".svg", ".png"]
+    data = files[1].read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    picture = chart.draw("x", [segment()])
+    assert struct.unpack(">II", data[16:24]) == (2 * picture.width, round(2 * picture.height))
+
+
+def test_what_can_not_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    with pytest.raises(ChartError, match=r"a\.pdf"):
+        chart.check(tmp_path / "a.pdf")
+    monkeypatch.setattr(drawing, "can_png", lambda: False)
+    with pytest.raises(ChartError, match="Pillow is not installed"):
+        chart.check(tmp_path / "a.png")
+    chart.check(tmp_path / "a")
+    assert [each.name for each in chart.save([segment()], tmp_path / "a")] == ["a.svg"]

@@ -1,0 +1,28 @@
+"""Starts are fresh processes with caches of their own, and one that fails says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_rocm.tools.bench.cases import Case
+from hf_rocm.tools.bench.cold_start import StartError, start, starts
+from hf_rocm.tools.bench.run import Subject
+from tests.tools.bench.conftest import CPU
+
+CASE = Case("decode", 1, 8, 3)
+
+
+@pytest.mark.slow
+def test_a_start_is_cold_once_and_then_finds_its_caches():
+    done = starts(Subject(None, "small", CPU, layers=1), CASE, ["hf_rocm"], segment="x", progress=lambda text: None)
+    assert [(each["side"], each["caches"]) for each in done.starts] == [("hf_rocm", "cold"), ("hf_rocm", "cached")]
+    for each in done.starts:
+        assert each["first_call"] > 0 and each["warmup"] >= 0 and each["prepared"] > 0
+        assert each["static_cache"] == 11 * 2 * 2 * 64 * 4 and each["weights"] > each["static_cache"]
+    assert done.model["name"] == "small, 1 layer"
+
+
+def test_a_start_that_fails_says_why(tmp_path):
+    with pytest.raises(StartError) as error:
+        start(Subject(None, "no-such-shape", CPU), CASE, "hf_rocm", tmp_path)
+    assert "no-such-shape" in str(error.value) and "exit code" in error.value.facts

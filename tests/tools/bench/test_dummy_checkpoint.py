@@ -1,0 +1,64 @@
+"""A checkpoint without matrices: transformers loads it, it takes no room, and what a rank fills is right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from hf_rocm.tools.bench import dummy_checkpoint, known_shapes, shapes
+
+SMALLER = {
+    "gemma2-9b": {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3-8b": {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+@pytest.fixture
+def smaller(monkeypatch):
+    """Shapes of the same kinds, a little smaller."""
+    for name, settings in SMALLER.items():
+        shape = known_shapes.SHAPES[name]
+        sizes = {**shape.settings, **settings, "vocab_size": 512, "intermediate_size": 64}
+        monkeypatch.setitem(known_shapes.SHAPES, name, known_shapes.Shape(shape.of, shape.config, shape.model, sizes))
+
+
+@pytest.mark.parametrize("name", ["small", *SMALLER])
+def test_transformers_loads_it_and_filled_it_is_like_a_model_that_was_built(name, smaller, tmp_path):
+    dummy_checkpoint.write(tmp_path, name, dtype=torch.float32, layers=2)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    dummy_checkpoint.fill(loaded, tmp_path, rank=0)
+    built = shapes.build(name, device=torch.device("cpu"), dtype=torch.float32, layers=2)
+    expected = dict(built.named_parameters())
+    assert {path: each.shape for path, each in loaded.named_parameters()} == {
+        path: each.shape for path, each in expected.items()
+    }
+    for path, parameter in loaded.named_parameters():
+        if parameter.ndim < 2:
+            assert torch.equal(parameter, expected[path]), path
+        else:
+            assert parameter.std().item() == pytest.approx(parameter.shape[-1] ** -0.5, rel=0.1), path
+    with torch.no_grad():
+        logits = loaded(torch.arange(10, 20)[None]).logits
+    assert logits.isfinite().all() and logits.std() > 0.01
+
+
+def test_it_takes_no_room(tmp_path):
+    dummy_checkpoint.write(tmp_path, "small", dtype=torch.bfloat16)
+    found = (tmp_path / dummy_checkpoint.MATRICES).stat()
+    assert found.st_size > 7_000_000 and found.st_blocks * 512 < 200_000
+
+
+def test_parts_differ_between_ranks_and_what_all_have_does_not(tmp_path):
+    dummy_checkpoint.write(tmp_path, "small", dtype=torch.float32, layers=1)
+    first = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    # as a rank has it: its rows of q
+    query = first.model.layers[0].self_attn.q_proj
+    query.weight = torch.nn.Parameter(query.weight[:128].clone())
+    second = copy.deepcopy(first)
+    for rank, model in enumerate((first, second)):
+        dummy_checkpoint.fill(model, tmp_path, rank=rank)
+    for (path, one), other in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other) is ("q_proj" not in path), path

@@ -1,0 +1,168 @@
+"""Rounds are interleaved, warm-up is not timed, a side that cannot run is left out, and sides share weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_rocm
+from hf_rocm.errors import OptionError
+from hf_rocm.generation import recorder
+from hf_rocm.tools.bench import inputs, measure, run, variants
+from hf_rocm.tools.bench.cases import Case, grid
+from hf_rocm.tools.bench.clock import device_time, spread
+from hf_rocm.tools.bench.generating import generate_logits
+from tests.generation.emulator import EmulatedRecorder
+from tests.tools.bench.conftest import CPU, RATES
+
+DECODE = Case("decode", 1, 8, 3)
+
+
+def measurement(model, names, *, rounds=3, progress=lambda text: None):
+    made, _ = variants.sides(model, names, encoder=False)
+    return measure.Measurement(model, made, None, RATES, rounds, progress)
+
+
+def test_each_round_runs_every_side_in_turn(model, monkeypatch):
+    turns = []
+    monkeypatch.setattr(
+        measure, "_turn", lambda side, case, samples, *, warm: turns.append((side.name, warm)) or "enough"
+    )
+    run = measurement(model, ["stock", "hf_rocm"])
+    done = measure.measure(run, DECODE)
+    assert turns == [("stock", True), ("hf_rocm", True)] and done.left_out == {"stock": "enough", "hf_rocm": "enough"}
+    turns.clear()
+
+    def turn(side, case, samples, *, warm):
+        turns.append((side.name, warm))
+        samples.cold = 1.0
+        if not warm:
+            samples.unit.append(0.25)
+            samples.whole.append(0.5)
+
+    monkeypatch.setattr(measure, "_turn", turn)
+    done = measure.measure(run, DECODE)
+    order = [name for name, _ in turns]
+    assert order == ["stock", "hf_rocm"] * 5 and [warm for _, warm in turns] == [True] * 4 + [False] * 6
+    assert [(each.unit.median, each.warmup, len(each.rounds)) for each in done.timings] == [(250.0, 0.5, 3)] * 2
+
+
+def test_a_timed_round_counts_every_token_after_the_first(model):
+    done = measure.measure(measurement(model, ["stock", "hf_rocm"], rounds=2), DECODE)
+    for each in done.timings:
+        assert 0 < each.unit.low <= each.unit.median <= each.unit.high and each.first.median > 0
+        assert len(each.rounds) == 2 and each.peak is None
+
+
+def test_a_recorded_step_is_timed_by_itself_too(model, monkeypatch):
+    """The timing must not change the tokens of the next call."""
+    monkeypatch.setitem(recorder.factories, "cpu", EmulatedRecorder)
+    run = measurement(model, ["stock", "no-graphs", "hf_rocm"], rounds=1)
+    monkeypatch.setattr(variants.Side, "forget", lambda side: None)
+    stock, uncaptured, ours = measure.measure(run, Case("decode", 1, 8, 8)).timings
+    assert ours.replay > 0 and stock.replay is uncaptured.replay is None
+    ids = inputs.tokens(model, 1, 8)
+    before = generate_logits(run.sides[2], ids, 8, judged=8)[1]
+    assert run.sides[2].replay_alone() > 0
+    assert torch.equal(generate_logits(run.sides[2], ids, 8, judged=8)[1], before)
+    run.sides[2].release()
+    assert run.sides[2].replay_alone() is None
+
+
+def test_a_side_that_fails_is_left_out_unless_it_is_ours(model, monkeypatch):
+    run = measurement(model, ["stock", "hf_rocm"], rounds=1)
+    run.sides[0].arguments["no_such_argument"] = 1
+    done = measure.measure(run, DECODE)
+    assert "ValueError" in done.left_out["stock"] and [each.side for each in done.timings] == ["hf_rocm"]
+    run.sides[1].arguments["no_such_argument"] = 1
+    with pytest.raises(ValueError):
+        measure.measure(run, DECODE)
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(measure, "generate", full)
+    done = measure.measure(run, DECODE)
+    assert done.left_out["hf_rocm"] == "it needs more memory than is available"
+
+
+def test_sides_share_weights_and_only_ours_is_prepared(model):
+    made, missing = variants.sides(model, ["stock", "compile", "liger", "no-graphs", "hf_rocm"], encoder=False)
+    assert list(missing) == ["liger"] and [each.name for each in made] == ["stock", "compile", "no-graphs", "hf_rocm"]
+    stock, ours = made[0].model, made[3].model
+    assert ours is model and made[2].model is model and stock is not model and type(stock) is type(model)
+    for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert mine.data_ptr() == theirs.data_ptr()
+    with torch.no_grad(), hf_rocm.ops.recording() as routes:
+        made[0](input_ids=torch.arange(10, 20)[None])
+        assert not routes
+        made[3](input_ids=torch.arange(10, 20)[None])
+    assert {each.operation for each in routes} >= {"attention", "rms_norm"}
+    with pytest.raises(AssertionError, match="before the model is prepared"):
+        variants.twin(model)
+    assert made[2].arguments == {"disable_compile": True}
+    assert (
+        made[1].arguments["cache_implementation"] == "static" and made[1].arguments["compile_config"].mode == "default"
+    )
+
+
+def test_ours_is_timed_with_fused_weights(monkeypatch):
+    """Models that share its weights must not move them out of the fused blocks."""
+    seen = []
+    timed = measure.timed
+
+    def recorded(call, device):
+        with hf_rocm.ops.recording() as routes:
+            taken = timed(call, device)
+        seen.append({each.shapes[1] for each in routes if "linear" in each.operation})
+        return taken
+
+    monkeypatch.setattr(measure, "timed", recorded)
+    subject = run.Subject(None, "small", CPU, layers=1)
+    run.bench(
+        subject, [Case("prefill", 2, 40)], ["stock", "hf_rocm"], rounds=1, segment="x", progress=lambda text: None
+    )
+    fused = {((4 + 2 + 2) * 64, 256), (2 * 704, 256)}
+    assert seen[0] == set() and seen[-1] >= fused
+
+
+def test_an_unknown_side_and_an_unknown_shape_are_named(model):
+    with pytest.raises(OptionError, match="'fast'"):
+        variants.sides(model, ["fast"], encoder=False)
+    with pytest.raises(OptionError, match="'llama-9b'"):
+        run.bench(run.Subject(None, "llama-9b", CPU), [], ["stock"], rounds=1, segment="x", progress=lambda text: None)
+
+
+def test_encoders_are_timed_by_samples():
+    subject = run.Subject(None, "bert-base", CPU, layers=1)
+    segment = run.bench(
+        subject, [Case("encode", 2, 8)], ["stock", "hf_rocm"], rounds=1, segment="x", progress=lambda text: None
+    )
+    (result,) = segment.results
+    assert [each.side for each in result.timings] == ["stock", "hf_rocm"] and result.floor.milliseconds > 0
+    assert result.case.rate(10.0) == 200.0
+
+
+def test_the_grid_has_every_combination():
+    cases = grid(["decode", "prefill"], [1, 8], [128, 1024], new=64)
+    assert len(cases) == 8 and cases[0] == Case("decode", 1, 128, 64) and cases[-1] == Case("prefill", 8, 1024)
+
+
+def test_spread_and_device_time():
+    assert spread([0.004]) == (4.0, 4.0, 4.0)
+    assert spread([0.001, 0.002, 0.003, 0.004, 0.005]) == pytest.approx((3.0, 2.0, 4.0))
+    called = []
+    times = device_time([lambda: called.append(1)] * 4, CPU, repeats=2)
+    assert len(times) == 2 and len(called) == 3 + 2 * 4
+
+
+def test_sides_whose_caches_do_not_fit_together_run_one_after_the_other_and_say_so(model, monkeypatch):
+    monkeypatch.setattr(measure, "_all_fit", lambda *args: False)
+    order = []
+    turn = measure._turn
+    monkeypatch.setattr(
+        measure, "_turn", lambda side, *args, **rest: order.append(side.name) or turn(side, *args, **rest)
+    )
+    done = measure.measure(measurement(model, ["stock", "hf_rocm"], rounds=1), DECODE)
+    assert order == ["stock"] * 3 + ["hf_rocm"] * 3
+    assert all("its rounds ran in a row" in each.note for each in done.timings)

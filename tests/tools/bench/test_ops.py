@@ -1,0 +1,75 @@
+"""bench ops: each implementation runs itself, wrong ones aren't timed, refusals are told, PyTorch's switches tried."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm.errors import OptionError
+from hf_rocm.ops.registry import operations
+from hf_rocm.tools.bench import ops_run, routing
+from hf_rocm.tools.bench.known_shapes import SHAPES
+from hf_rocm.tools.bench.ops import compare_all
+from hf_rocm.tools.bench.ops_cases import OPERATIONS, Sizes, cases
+from hf_rocm.tools.bench.run import Subject
+from tests.tools.bench.conftest import CPU, RATES
+
+
+def lines(*names):
+    sizes = Sizes((2,), (1,), (24,), 9, CPU, torch.float32)
+    return list(compare_all(list(cases(names, SHAPES["small"], sizes)), RATES, CPU, lambda text: None))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_is_compared_on_every_implementation_it_has(name):
+    found = lines(name)
+    candidates = {f"{each.tier}: {each.name}" for each in operations()[name].implementations}
+    assert candidates <= {each.implementation for each in found}
+    timed = {each.implementation.split(":")[0] for each in found if each.microseconds is not None}
+    assert timed == {"torch", "eager"}
+    for each in found:
+        assert (each.microseconds is None) == (each.reason is not None) and each.floor > 0
+    assert not operations()[name].choices  # nothing of this is left to the next call
+
+
+def test_each_line_ran_its_own_implementation(monkeypatch):
+    ran = []
+    for each in operations()["rms_norm"].implementations:
+        call = each.call
+        monkeypatch.setitem(
+            each.__dict__, "call", lambda *args, name=each.name, call=call: ran.append(name) or call(*args)
+        )
+    lines("rms_norm")
+    assert {"F.rms_norm", "formula"} <= set(ran)
+    monkeypatch.setitem(operations()["rms_norm"].implementations[-2].__dict__, "call", lambda x, *rest: x * 1.001)
+    spoilt = operations()["rms_norm"].implementations[-2].name
+    (line,) = [each for each in lines("rms_norm") if each.implementation.endswith(spoilt)]
+    assert line.microseconds is None and "its numbers are wrong" in line.reason
+
+
+def test_attention_is_tried_through_each_backend_of_pytorchs():
+    found = {each.implementation: each for each in lines("attention")}
+    assert found["torch: SDPA, math"].microseconds is not None
+    assert found["torch: SDPA, cudnn_attention"].reason is not None
+
+
+def test_the_floor_of_a_product():
+    (line, *_) = [each for each in lines("linear") if each.case.startswith("o,")]
+    assert line.floor == pytest.approx(1e6 * max(4 * (256 * 256 + 2 * 512) / 1e10, 2 * 2 * 256 * 256 / 1e11))
+
+
+def test_what_the_router_adds_is_measured_with_kernels_that_do_nothing(monkeypatch):
+    monkeypatch.setattr(routing, "CALLS", 50)
+    monkeypatch.setattr(routing, "ROUNDS", 3)
+    found = list(routing.routing())
+    assert [each.case for each in found] == ["attention", "linear", "act_and_mul", "rms_norm"]
+    assert all(0 < each.microseconds < 1000 for each in found)
+    assert not any(operations()[each.case].choices for each in found)
+
+
+def test_a_run_is_a_segment_and_an_encoder_is_refused():
+    sizes = {"rows": (1,), "batches": (1,), "keys": (8,), "prompt": 8}
+    done = ops_run.compare_ops(Subject(None, "small", CPU), ["rope"], **sizes, segment="x", progress=lambda text: None)
+    assert done.kernels and not done.results and done.kernels[0]["operation"] == "rope"
+    with pytest.raises(OptionError, match="bert-base is an encoder"):
+        ops_run.compare_ops(Subject(None, "bert-base", CPU), [], **sizes, segment="x", progress=lambda text: None)

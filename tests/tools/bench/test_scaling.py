@@ -1,0 +1,68 @@
+"""The arithmetic of sharing a model: against models that are counted, and against itself where it has an inverse."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_rocm.tools.bench import known_shapes, roofline, scaling, shapes
+from hf_rocm.tools.bench.scaling import Decoder
+
+LLAMA_70B = Decoder.of(known_shapes.SHAPES["llama-70b"].settings)
+MI300X = 5.3e12
+
+
+@pytest.mark.parametrize("name", ["small", "qwen3-8b"])
+def test_a_decoder_has_the_matrices_of_the_model(name):
+    import torch
+
+    small = {"vocab_size": 64, "intermediate_size": 96, "hidden_size": 128}
+    cls, config = shapes.architecture(name, layers=2, **small)
+    with torch.device("meta"):
+        model = cls(config)
+    decoder = Decoder.of({**known_shapes.SHAPES[name].settings, "num_hidden_layers": 2, **small}, item=4)
+    weights = roofline.Weights.of(model)
+    assert decoder.matrices == weights.dense and decoder.item == weights.item
+    assert decoder.keys * decoder.item == 2 * roofline._key_bytes(model)
+    assert decoder.weights == 4 * sum(each.numel() for each in model.parameters() if each.ndim > 1)
+
+
+def test_each_layer_sums_twice_and_a_ring_sends_almost_each_message_twice():
+    told = scaling.exchange(LLAMA_70B, 8)
+    assert (told.sums, told.message, told.gathered) == (160, 8192 * 2, 0)
+    assert told.sent == pytest.approx(160 * 2 * 7 / 8 * 16384)
+    told = scaling.exchange(LLAMA_70B, 2, tokens=1024, embedding=True, head=True)
+    assert (told.sums, told.message, told.gathered) == (161, 1024 * 16384, 128256 * 2)
+    assert told.sent == pytest.approx(161 * told.message + told.gathered / 2)
+    assert scaling.exchange(LLAMA_70B, 1).sent == 0
+
+
+def test_a_ring_played_through_sends_what_is_computed():
+    """Four ranks, a chunk a step: the bytes that the first one sends are counted."""
+    ranks, message = 4, 4096
+    sent = sum(message // ranks for _ in range(2 * (ranks - 1)))
+    assert scaling.Exchange(ranks, 1, message).sent == sent
+    assert scaling.wire_seconds(message, ranks, link=1e9) == pytest.approx(sent / 1e9)
+
+
+def test_over_nodes_each_gpu_carries_its_share_across():
+    one = scaling.nodes_wire_seconds(2**20, nodes=1, per_node=8, link=64e9, nic=50e9)
+    assert one == pytest.approx(scaling.wire_seconds(2**20, 8, 64e9))
+    two = scaling.nodes_wire_seconds(2**20, nodes=2, per_node=8, link=64e9, nic=50e9)
+    assert two - one == pytest.approx(2**20 / 8 / 50e9)
+
+
+def test_at_the_allowed_time_more_ranks_are_exactly_as_slow_as_fewer():
+    allowed = scaling.allowed_seconds(LLAMA_70B, 4, 8, MI300X)
+    fewer = scaling.step_seconds(LLAMA_70B, 4, MI300X)
+    more = scaling.step_seconds(LLAMA_70B, 8, MI300X) + scaling.exchange(LLAMA_70B, 8).sums * allowed
+    assert more == pytest.approx(fewer)
+    alone = scaling.step_seconds(LLAMA_70B, 1, MI300X)
+    assert alone == pytest.approx(8 * scaling.step_seconds(LLAMA_70B, 8, MI300X))
+    sums = scaling.exchange(LLAMA_70B, 8).sums * scaling.allowed_seconds(LLAMA_70B, 1, 8, MI300X)
+    assert alone == pytest.approx(scaling.step_seconds(LLAMA_70B, 8, MI300X) + sums)
+
+
+def test_context_is_read_beside_the_weights():
+    short = scaling.step_seconds(LLAMA_70B, 2, MI300X)
+    long = scaling.step_seconds(LLAMA_70B, 2, MI300X, batch=4, context=1000)
+    assert long - short == pytest.approx(4 * 1000 * 327680 / 2 / MI300X)

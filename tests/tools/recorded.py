@@ -1,0 +1,118 @@
+"""Machines as files: what their tools print, which files they have, what the children answered. No GPU is needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_rocm.generation.ledger import Event
+from hf_rocm.overlay.facts import AiterFacts, TorchFacts
+from hf_rocm.tools.doctor.machine import Answer, Node, Ran, System
+from hf_rocm.tools.doctor.transformers import TransformersFacts
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FOLDER = Path(__file__).with_name("machines")
+NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+class Recorded:
+    """One machine of the folder. `base` names another one, of which it says only what differs; "-" takes away."""
+
+    def __init__(self, name: str) -> None:
+        self.told = read(name)
+
+    @property
+    def system(self) -> System:
+        return System(**self.told["system"])
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return self.told.get("environment", {})
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(self.told.get("groups", ()))
+
+    def text(self, path: str) -> str | None:
+        return self._files.get(path)
+
+    def names(self, folder: str) -> tuple[str, ...]:
+        start = f"{folder}/"
+        known = (*self._files, *self._nodes)
+        return tuple(sorted({path[len(start) :].split("/")[0] for path in known if path.startswith(start)}))
+
+    def mentions(self, path: str, word: bytes) -> bool:
+        return word.decode() in self._files.get(path, "")
+
+    def look(self, path: str) -> Node | None:
+        if path in self._nodes:
+            return Node(**self._nodes[path])
+        return Node() if path in self._files or self.names(path) else None
+
+    def free_bytes(self, path: str) -> int | None:
+        return self.told.get("free", {}).get(path)
+
+    def resolves(self) -> bool | None:
+        return self.told.get("resolves")
+
+    def run(self, *command: str, timeout: float) -> Ran | None:
+        found = self.told.get("commands", {}).get(command[0])
+        return None if found is None else Ran(found.get("code", 0), found.get("out", ""), found.get("err", ""))
+
+    def packages(self) -> Mapping[str, str]:
+        return self.told.get("packages", {})
+
+    def torch(self) -> TorchFacts:
+        return TorchFacts(**self.told.get("torch", {}))
+
+    def aiter(self) -> AiterFacts:
+        return AiterFacts(**self.told.get("aiter", {}))
+
+    def transformers(self) -> TransformersFacts:
+        return TransformersFacts(**self.told.get("transformers", {}))
+
+    def graph_events(self) -> tuple[Event, ...]:
+        return tuple(Event(**event) for event in self.told.get("graph_events", ()))
+
+    def ask(self, task: str, *, timeout: float) -> Answer:
+        return Answer(**self.told.get("child", {}).get(task, {}))
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        return self.told["expect"]
+
+    @property
+    def _files(self) -> dict[str, str]:
+        return self.told.get("files", {})
+
+    @property
+    def _nodes(self) -> dict[str, dict[str, Any]]:
+        return self.told.get("nodes", {})
+
+
+def read(name: str) -> dict[str, Any]:
+    told = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    base = told.pop("base", None)
+    if base is None:
+        return told
+    below = read(base)
+    below.pop("expect")
+    return merged(below, told)
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    found = dict(below)
+    for key, value in above.items():
+        if value == "-":
+            found.pop(key, None)
+        elif isinstance(value, dict) and isinstance(found.get(key), dict) and key != "expect":
+            found[key] = merged(found[key], value)
+        else:
+            found[key] = value
+    return found

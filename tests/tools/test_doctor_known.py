@@ -1,0 +1,278 @@
+"""Faults that were reported: each rule on facts that it is about and on facts next to them, with source and remedy."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_rocm.cli import main
+from hf_rocm.tools.doctor import examine, kernels
+from hf_rocm.tools.doctor.checks.known import RULES, known
+from hf_rocm.tools.doctor.checks.packages import packages
+from hf_rocm.tools.doctor.checks.torch import install
+from hf_rocm.tools.doctor.checks.transformers import transformers
+from hf_rocm.tools.doctor.collect import collect
+from hf_rocm.tools.doctor.facts import Facts
+from hf_rocm.tools.doctor.machine import Answer, System
+from hf_rocm.tools.doctor.model import ModelFacts, model_facts
+from hf_rocm.tools.doctor.report import Finding
+from hf_rocm.tools.doctor.transformers import hub_facts
+from tests.tools.recorded import Recorded
+
+
+@pytest.fixture(scope="module")
+def good() -> Facts:
+    return collect(Recorded("mi300x"))
+
+
+def applied(facts: Facts) -> list[Finding]:
+    """What the rules say of these facts; every rule gives a line, shown or not."""
+    found = list(known(facts))
+    assert {finding.check for finding in found} == {rule.name for rule in RULES}
+    for finding in found:
+        assert finding.shown or (finding.level.value == "ok" and finding.link.startswith("https://github.com/"))
+        if finding.level.value != "ok":
+            assert finding.means and finding.fix and finding.link.startswith("https://github.com/"), finding
+    return [finding for finding in found if finding.shown]
+
+
+def with_gpu(facts: Facts, gfx: str, **torch_facts: str | None) -> Facts:
+    driver = replace(facts.driver, gpus=(gfx,))
+    return replace(facts, driver=driver, torch=replace(facts.torch, **torch_facts))
+
+
+def test_a_machine_without_any_of_them(good: Facts) -> None:
+    assert not applied(good)
+    without = replace(good, driver=replace(good.driver, gpus=(), cards=()), rocm=replace(good.rocm, agents=()))
+    assert not list(known(replace(without, torch=replace(good.torch, hip=None))))
+
+
+@pytest.mark.parametrize(
+    ("gfx", "torch_facts", "system", "bundled", "found"),
+    [
+        ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.0", True, True),
+        ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", True, True),  # torch has its own
+        ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", False, False),
+        ("gfx942", {"version": "2.9.1", "hip": "7.2.26015"}, "7.2.1", False, True),
+        ("gfx942", {"version": "2.11.0+rocm7.1", "hip": "7.1.25424"}, "7.1.1", True, False),
+        ("gfx942", {"version": "2.13.0", "hip": "7.15.1", "rocm": "10.0.0"}, "10.0.0", True, False),
+        ("gfx90a", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.0", True, False),
+        ("gfx1201", {"version": "2.11.0+rocm7.1", "hip": "7.1.25424"}, None, True, True),
+    ],
+)
+def test_graph_replays(good: Facts, gfx: str, torch_facts, system: str | None, bundled: bool, found: bool) -> None:
+    facts = replace(
+        with_gpu(good, gfx, **torch_facts),
+        rocm=replace(good.rocm, version=system),
+        files={**good.files, "torch_rocm": bundled},
+    )
+    shown = applied(facts)
+    assert [finding.check for finding in shown] == ["graphs"] * found
+    if found:
+        assert gfx in shown[0].what and "HF_ROCM_GRAPHS=0" in shown[0].fix
+        off = applied(replace(facts, environment={"HF_ROCM_GRAPHS": "0"}))
+        assert [finding.level.value for finding in off] == ["ok"]
+
+
+def test_the_builds_of_torch_that_are_recommended() -> None:
+    """ROCm 7.2 on a GPU whose graph replays it breaks is not; where every release breaks them, the newest is."""
+    releases = {gfx: install(gfx).rpartition("rocm")[2] for gfx in ("gfx942", "gfx950", "gfx1100", "gfx1201")}
+    assert releases == {"gfx942": "7.1", "gfx950": "7.1", "gfx1100": "7.2", "gfx1201": "7.2"}
+    assert install().endswith("7.2") and install("gfx1100", "gfx942").endswith("7.1")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "gfx", "level"),
+    [
+        ("7.0.0-28-generic", "gfx1100", "warning"),
+        ("7.0.12-201.fc44.x86_64", "gfx1200", "warning"),
+        ("6.14.0-35-generic", "gfx1151", "ok"),
+        ("7.0.0-14-generic", "gfx1100", None),
+    ],
+)
+def test_copies_from_mapped_files(good: Facts, kernel: str, gfx: str, level: str | None) -> None:
+    facts = replace(with_gpu(good, gfx), system=System("Linux", kernel, "3.12.3"))
+    found = [finding for finding in applied(facts) if finding.check == "mapped-copies"]
+    assert [finding.level.value for finding in found] == [level] * (level is not None)
+    if found:
+        assert "through ordinary memory" in found[0].what + found[0].means
+
+
+def test_bitsandbytes_is_judged_by_its_numbers(good: Facts) -> None:
+    facts = replace(good, packages={**good.packages, "bitsandbytes": "0.49.0"}, files={"bitsandbytes_rocm": True})
+    right = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": None}}))
+    assert [finding.level.value for finding in applied(right)] == ["ok"]
+    assert [finding.what for finding in packages(right)] == ["none that are made for NVIDIA GPUs only"]  # no version
+    wrong = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": "a product of 8 rows is off by 1"}}))
+    (finding,) = applied(wrong)
+    assert (finding.level.value, finding.check) == ("problem", "bitsandbytes")
+    assert "GPU 1 (gfx942): a product of 8 rows" in finding.what and "BNB_ROCM_ARCH=gfx942" in finding.fix
+    crashed = replace(facts, bitsandbytes=Answer({}, "it was killed by signal 11", "a 4-bit product on GPU 0"))
+    assert "signal 11" in applied(crashed)[0].what
+    assert any("older than 0.50" in finding.what for finding in packages(facts))  # not tried: its version counts
+
+
+@pytest.mark.parametrize(
+    ("answer", "level"),
+    [
+        (Answer({}, "it was killed by signal 11", "a Conv3d on GPU 0"), "problem"),
+        (Answer({"seconds": {"0": [3.5, 0.002]}}), "warning"),
+        (Answer({"seconds": {"0": [0.003, 0.002]}}), "ok"),
+    ],
+)
+def test_a_conv3d_that_embeds_patches(good: Facts, answer: Answer, level: str) -> None:
+    named = ModelFacts("org/qwen-vl", conv3d=True)
+    facts = replace(good, model=named, patch_embedding=answer)
+    (finding,) = applied(facts)
+    assert (finding.level.value, finding.check) == (level, "patch-embedding")
+    if level != "ok":
+        assert "hf_rocm.prepare" in finding.fix
+
+
+def test_a_model_with_a_conv3d_is_recognised_and_tried(tmp_path: Path, good: Facts) -> None:
+    config = {"model_type": "qwen3_vl", "vision_config": {"temporal_patch_size": 2}, "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    named = model_facts(str(tmp_path), cache=tmp_path, memory=None)
+    assert named.conv3d and not named.sinks
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    named = model_facts(str(tmp_path), cache=tmp_path, memory=None)
+    assert named.sinks and not named.conv3d
+
+    asked = []
+
+    class Asked(Recorded):
+        def ask(self, task: str, *, timeout: float) -> Answer:
+            asked.append(task)
+            return super().ask(task, timeout=timeout)
+
+    collect(Asked("mi300x"), model=str(tmp_path))
+    assert sorted(asked) == ["aiter", "torch"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    collect(Asked("stalling-kernel"), model=str(tmp_path))
+    assert {"bitsandbytes", "patch-embedding"} <= set(asked)
+
+
+def test_the_backward_of_rocm_10(good: Facts) -> None:
+    ten = {"version": "2.13.0+rocm10.0.0", "hip": "7.15.26333", "rocm": "10.0.0"}
+    assert [finding.check for finding in applied(with_gpu(good, "gfx950", **ten))] == ["backward"]
+    assert not applied(with_gpu(good, "gfx942", **ten))
+    assert not applied(with_gpu(good, "gfx950"))
+
+
+@pytest.mark.parametrize(
+    ("kernels_here", "hub", "found"),
+    [
+        ("0.17.1", {"hub_rope": 2, "hub_flash": True}, ["hub-rope", "hub-flash"]),
+        ("0.17.1", {"hub_rope": 3, "hub_flash": True}, ["hub-flash"]),
+        ("0.17.1", {}, []),
+        ("0.18.0", {"hub_rope": 2, "hub_flash": True}, []),  # out of range: no hub kernel is used
+        (None, {"hub_rope": 2, "hub_flash": True}, []),
+    ],
+)
+def test_kernels_of_the_hub(good: Facts, kernels_here: str | None, hub, found: list[str]) -> None:
+    packages = {**good.packages, **({"kernels": kernels_here} if kernels_here else {})}
+    facts = replace(
+        good,
+        packages=packages,
+        transformers=replace(good.transformers, version="5.19.0", kernels="kernels>=0.16,<0.18", **hub),
+    )
+    assert [finding.check for finding in applied(facts)] == found
+
+
+def test_rows_of_padding_in_fp16(good: Facts) -> None:
+    half = replace(good, model=ModelFacts("org/model", dtype="float16"))
+    assert [finding.check for finding in applied(half)] == ["padded-rows"]
+    assert not applied(replace(half, transformers=replace(good.transformers, version="4.57.6")))
+    assert not applied(replace(good, model=ModelFacts("org/model", dtype="bfloat16")))
+
+
+def test_a_kernels_package_out_of_range_and_what_that_disables(good: Facts) -> None:
+    facts = replace(good, packages={**good.packages, "kernels": "0.17.2"})
+    (finding,) = (finding for finding in transformers(facts) if finding.check == "kernels")
+    assert finding.level.value == "warning"
+    for disabled in ("use_kernels=True", "flash attention from the hub", "FP8", "MXFP4"):
+        assert disabled in finding.means
+    assert finding.link.startswith("https://github.com/huggingface/transformers/")
+
+
+def test_what_this_release_takes_from_the_hub() -> None:
+    """Read from the installed transformers: 5.16 to 5.22 name version 2 of the rotary kernel."""
+    from importlib.util import find_spec
+
+    import transformers as installed
+    from packaging.version import Version
+
+    root = Path(str(find_spec("transformers").origin)).parent
+    here, found = Version(installed.__version__), hub_facts(root)
+    if here < Version("5.16"):
+        assert found == {"hub_rope": None, "hub_flash": False}
+    else:
+        assert found["hub_rope"] in (2, 3) and found["hub_flash"]
+    assert hub_facts(root / "nowhere") == {"hub_rope": None, "hub_flash": False}
+
+
+class Bitsandbytes:
+    """NF4 as bitsandbytes has it, in PyTorch on a CPU, with a fault."""
+
+    values = torch.tensor(
+        [-1.0, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0.0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1.0]
+    )
+
+    def __init__(self, fault: str | None = None) -> None:
+        self.fault, self.functional = fault, self
+
+    def quantize_4bit(self, weight, *, blocksize, quant_type):
+        assert quant_type == "nf4"
+        blocks = weight.float().reshape(-1, blocksize)
+        absmax = blocks.abs().amax(-1, keepdim=True)
+        codes = (blocks / absmax)[..., None].sub(self.values).abs().argmin(-1)
+        return codes, (absmax, weight.shape)
+
+    def dequantize_4bit(self, codes, state):
+        absmax, shape = state
+        if self.fault == "absmax":
+            absmax = absmax.roll(1, 0)
+        return (self.values[codes] * absmax).reshape(shape).bfloat16()
+
+    def matmul_4bit(self, x, packed, *, quant_state):
+        product = x @ self.dequantize_4bit(packed.t(), quant_state).t()
+        wrong = {"one row": len(x) == 1, "rows": len(x) > 1}.get(str(self.fault), False)
+        return product.roll(1, -1) if wrong else product
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [(None, None), ("one row", "1 row is off"), ("rows", "8 rows is off"), ("absmax", "unpacked weights are off")],
+)
+def test_the_probe_of_4_bit_products(fault: str | None, words: str | None) -> None:
+    why = kernels.four_bit_product(torch, Bitsandbytes(fault), "cpu")
+    assert why is None if words is None else words in str(why)
+
+
+def test_the_probe_of_a_conv3d(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "PATCHES", 3)
+    monkeypatch.setattr(kernels, "EMBEDDING", 8)
+    convolution, product = kernels.patch_embedding(torch, "cpu")
+    assert convolution > 0 and product > 0
+
+
+def test_what_does_not_apply_is_listed_on_request(
+    good: Facts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(examine, "ThisMachine", lambda: Recorded("mi300x"))
+    main(["doctor"])
+    short = capsys.readouterr().out
+    assert "not here:" not in short
+    assert main(["doctor", "--all"]) == 0
+    long = capsys.readouterr().out
+    for rule in RULES:
+        assert f"ok       {rule.name} " in long and rule.link in long
+    assert short.splitlines()[-1] == long.splitlines()[-1]  # the verdict counts what is here
+    main(["doctor", "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    main(["doctor", "-v", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["findings"]) == len(findings) + len(RULES)

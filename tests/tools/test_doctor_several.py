@@ -1,0 +1,138 @@
+"""Doctor on several GPUs: what holds RCCL back, and the variables that tell ranks their place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hf_rocm.tools.doctor.checks.ranks import ranks
+from hf_rocm.tools.doctor.checks.several import several
+from hf_rocm.tools.doctor.collect import collect
+from hf_rocm.tools.doctor.facts import Facts
+from hf_rocm.tools.doctor.machine import ThisMachine
+from tests.tools.recorded import Recorded
+
+
+@pytest.fixture(scope="module")
+def good() -> Facts:
+    return collect(Recorded("mi300x"))
+
+
+def with_environment(facts: Facts, **variables: str) -> Facts:
+    return replace(facts, environment={**facts.environment, **variables})
+
+
+def levels(findings) -> list[str]:
+    return [each.level.value for each in findings]
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def with_host(facts: Facts, **changes: object) -> Facts:
+    return replace(facts, host=replace(facts.host, **changes))
+
+
+def test_ranks_as_torchrun_numbers_them_are_fine(good: Facts) -> None:
+    found = list(several(with_environment(good, **TORCHRUN, LOCAL_WORLD_SIZE="2")))
+    assert levels(found) == ["ok", "ok"] and found[0].what == "RANK 1, WORLD_SIZE 2, LOCAL_RANK 1"
+    assert list(ranks(good)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "words", "fix"),
+    [
+        (
+            {"WORLD_SIZE": ""},
+            "warning",
+            "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT set, but not WORLD_SIZE",
+            "torchrun",
+        ),
+        ({"RANK": "one"}, "problem", "RANK=one: not a number", "torchrun"),
+        ({"RANK": "2"}, "problem", "RANK=2 among WORLD_SIZE=2", "torchrun"),
+        ({"LOCAL_RANK": "2"}, "problem", "LOCAL_RANK=2, and this process sees 2 GPUs", "--nproc-per-node 2"),
+        (
+            {"LOCAL_RANK": "2", "ROCR_VISIBLE_DEVICES": "0,1"},
+            "problem",
+            "sees 2 GPUs (ROCR_VISIBLE_DEVICES=0,1)",
+            "unset ROCR_VISIBLE_DEVICES; or, where a scheduler shows each rank its own GPU only: export LOCAL_RANK=0",
+        ),
+        ({"LOCAL_WORLD_SIZE": "4"}, "problem", "4 ranks on this machine, and each sees 2 GPUs", "--nproc-per-node 2"),
+    ],
+)
+def test_ranks_that_do_not_fit(good: Facts, changes: dict[str, str], level: str, words: str, fix: str) -> None:
+    found = [each for each in ranks(with_environment(good, **{**TORCHRUN, **changes})) if each.level.value != "ok"]
+    assert levels(found) == [level] and words in found[0].what and fix in found[0].fix and found[0].means
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wrong"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eno1", False),
+        ("GLOO_SOCKET_IFNAME", "eno1,eno2", True),
+        ("GLOO_SOCKET_IFNAME", "eno", True),  # gloo takes no prefixes
+        ("NCCL_SOCKET_IFNAME", "en,ib", False),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", False),
+        ("NCCL_SOCKET_IFNAME", "=eno", True),
+        ("NCCL_SOCKET_IFNAME", "=eno1", False),
+        ("NCCL_SOCKET_IFNAME", "ib", True),
+    ],
+)
+def test_interfaces_that_are_named(good: Facts, name: str, value: str, wrong: bool) -> None:
+    facts = with_environment(with_host(good, interfaces=("eno1", "lo")), **{name: value})
+    assert levels(ranks(facts)) == ["problem"] * wrong
+
+
+def test_a_name_that_leads_nowhere_matters_over_several_machines_only(good: Facts) -> None:
+    lost = with_host(good, resolves=False, interfaces=("lo", "eno1"))
+    alone = with_environment(lost, **TORCHRUN, LOCAL_WORLD_SIZE="2")
+    assert levels(ranks(alone)) == ["ok"]
+    among = {**TORCHRUN, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    found = list(ranks(with_environment(lost, **among)))
+    assert levels(found) == ["ok", "warning"] and "GLOO_SOCKET_IFNAME=eno1" in found[1].fix
+    assert levels(ranks(with_environment(lost, **among, GLOO_SOCKET_IFNAME="eno1"))) == ["ok"]
+    assert levels(ranks(with_environment(with_host(good, resolves=True), **among))) == ["ok"]
+
+
+def test_what_holds_rccl_back(good: Facts) -> None:
+    assert levels(several(good)) == ["ok"]
+    for changes in ({"numa_balancing": True}, {"iommu": ""}, {"iommu": "soft"}):
+        assert levels(several(with_host(good, **changes))) == ["ok", "warning"], changes
+    assert levels(several(with_host(good, iommu="force,pt"))) == ["ok"]
+    assert levels(several(with_host(good, locked=65536))) == ["ok"]  # nothing to lock it for
+    assert levels(several(with_host(good, locked=65536, networks=("mlx5_0",)))) == ["ok", "warning"]
+    assert levels(several(with_host(good, locked=None, networks=("mlx5_0",)))) == ["ok"]
+    assert levels(several(with_environment(good, NCCL_SHM_DISABLE="0", NCCL_DEBUG="WARN"))) == ["ok"]
+    shown = with_environment(good, NCCL_MIN_NCHANNELS="32", HSA_NO_SCRATCH_RECLAIM="1")
+    assert "NCCL_MIN_NCHANNELS=32; HSA_NO_SCRATCH_RECLAIM=1" in next(several(shown)).what
+    one = replace(good.torch_answer, facts={**good.torch_answer.facts, "peers": None})
+    assert list(several(with_host(replace(good, torch_answer=one), numa_balancing=True))) == []
+
+
+@pytest.mark.parametrize(("loaded", "fine"), [("2.27.3", True), ("2.22.3", False), ("nonsense", True)])
+def test_rccl_of_another_rocm(good: Facts, loaded: str, fine: bool) -> None:
+    facts = {**good.torch_answer.facts, "collectives_loaded": {"path": "/opt/rocm/lib/librccl.so.1", "version": loaded}}
+    found = levels(several(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
+    assert found == (["ok"] if fine else ["ok", "warning"])
+
+
+def test_the_library_for_collectives_says_what_it_is(tmp_path: Path) -> None:
+    from hf_rocm.tools.doctor import child
+
+    assert [child.version_of(code) for code in (22707, 21805)] == ["2.27.7", "2.18.5"]
+    maps = tmp_path / "maps"
+    assert child._loaded_collectives(maps) is None
+    maps.write_text("7f00-7f01 r-xp 00000000 08:01 1  /usr/lib/libc.so.6\n")
+    assert child._loaded_collectives(maps) is None
+
+
+def test_the_host_is_read_from_its_files() -> None:
+    host = collect(Recorded("rccl-held-back")).host
+    assert (host.numa_balancing, host.iommu, host.locked, host.networks) == (True, "", 65536, ("mlx5_0",))
+    machine = Recorded("mi300x")
+    assert collect(machine).host.iommu == "pt"
+    machine.told["files"]["/sys/devices/virtual/dmi/id/bios_version"] = "Hyper-V UEFI Release v4.1"
+    assert collect(machine).host.iommu is None
+    assert ThisMachine().resolves() in (True, False)

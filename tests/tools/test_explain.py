@@ -1,0 +1,222 @@
+"""explain tells what is, in words and as data."""
+
+from __future__ import annotations
+
+import json
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_rocm
+from hf_rocm import options
+from hf_rocm.errors import OptionError
+from hf_rocm.loading.prepare import REPORT
+from hf_rocm.overlay import bind
+from tests.parity import models
+from tests.parity.models import tokens
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return models.load_ours(models.save_checkpoint("llama", tmp_path, torch.float32))
+
+
+def part(model, name):
+    return next(each for each in hf_rocm.explain(model).parts if each.cls == name)
+
+
+def test_a_served_model(llama):
+    with torch.inference_mode():
+        explanation = hf_rocm.explain(llama)
+    assert explanation.state == "served by hf_rocm, forced on this machine"
+    report = llama.__dict__.pop(REPORT)  # an installed block serves without one
+    assert hf_rocm.explain(llama).state == explanation.state
+    llama.__dict__[REPORT] = report
+    assert explanation.machine["ROCm"] == "none" and explanation.machine["dtype"] == "float32"
+    attention, mlp, norm = (
+        next(each for each in explanation.parts if each.cls == name)
+        for name in ("LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
+    )
+    assert (attention.instances, attention.active, attention.fused) == (2, 2, 2)
+    assert attention.group == ("q_proj", "k_proj", "v_proj") and attention.delivery == "in memory"
+    assert mlp.fused == 2 and norm.group == () and norm.instances == 5
+    routed = {(each.operation, each.tier) for each in explanation.kernels}
+    assert {("attention", "torch"), ("linear", "torch"), ("act_and_mul", "torch"), ("rms_norm", "torch")} <= routed
+
+
+def test_the_text_and_the_data_say_the_same(llama):
+    with torch.inference_mode():
+        explanation = hf_rocm.explain(llama)
+    data = json.loads(json.dumps(explanation.to_dict()))
+    assert data["parts"][0]["cls"] in explanation.details()
+    for each in data["kernels"]:
+        assert f"{each['operation']} ({each['situation']}): {each['tier']}, {each['kernel']}" in explanation.details()
+    assert "fused 2 of 2: q_proj + k_proj + v_proj" in explanation.details()
+
+
+def test_the_short_form_names_every_class_and_each_reason_once(llama, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    with torch.inference_mode():
+        llama(input_ids=tokens(1, 4))
+        explanation = hf_rocm.explain(llama)
+    text = str(explanation)
+    lines = text.splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) <= 72 and repr(explanation) == text
+    words = " ".join(text.split())
+    assert "LlamaAttention 2 of 2 fused: q_proj + k_proj + v_proj" in words
+    for cls in {type(module).__name__ for module in llama.modules()} - {"ModuleList"}:
+        assert cls in text, cls
+    reasons = {reason for kernel in explanation.kernels for _, reason in kernel.refused}
+    assert reasons and all(words.count(reason) == 1 for reason in reasons)
+    assert explanation._repr_html_().startswith("<pre>LlamaForCausalLM: served")
+
+
+def stock_reasons(model):
+    return {each.cls: each.reason for each in hf_rocm.explain(model).stock}
+
+
+@pytest.mark.parametrize(
+    ("forced", "reason"),
+    [
+        (True, "not prepared, and the overlay of stablelm is not bound"),
+        (False, "the overlay of stablelm is not used on this machine"),
+    ],
+)
+def test_what_an_unbound_overlay_serves_is_not_called_unserved(forced, reason, monkeypatch):
+    config = transformers.StableLmConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.StableLmForCausalLM(config).eval()
+    hf_rocm.deactivate("stablelm")  # other tests may have bound it
+    monkeypatch.setattr("hf_rocm.options.force_requested", lambda: forced)
+    reasons = stock_reasons(model)
+    attention = type(model.model.layers[0].self_attn).__name__
+    assert reasons[attention] == reasons["StableLmMLP"] == reason
+    assert reasons["StableLmModel"] == "has no weights of its own"
+
+
+def test_a_stock_attention_without_weights_of_its_own():
+    config = transformers.MptConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=1)
+    assert stock_reasons(transformers.MptForCausalLM(config).eval())["MptAttention"] == "has no weights of its own"
+
+
+def test_every_module_is_counted_once(llama):
+    class Attention(type(llama.model.layers[0].self_attn)):  # as remote code subclasses a stock class
+        pass
+
+    llama.model.layers[0].self_attn.__class__ = Attention
+    with torch.no_grad():
+        explanation = hf_rocm.explain(llama)
+    modules = [module for module in llama.modules() if not isinstance(module, nn.ModuleList)]
+    assert sum(each.instances for each in (*explanation.parts, *explanation.stock)) == len(modules)
+    (subclass,) = (each for each in explanation.stock if each.cls == "Attention")
+    assert subclass.instances == 1 and "a subclass of LlamaAttention" in subclass.reason
+    assert "a subclass of LlamaAttention" in " ".join(str(explanation).split())
+
+
+def test_a_model_without_an_overlay_names_the_next_step():
+    config = transformers.GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global"], 2]]
+    )
+    model = hf_rocm.prepare(transformers.GPTNeoForCausalLM(config).eval(), force=True)
+    assert "next: hf_rocm.route_linear(model)" in str(hf_rocm.explain(model))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_around_attention_has_its_attention_listed(llama):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    adapted = peft.get_peft_model(llama, config).eval()
+    with torch.no_grad():
+        explanation = hf_rocm.explain(adapted)
+    assert {each.situation.split(",")[0] for each in explanation.kernels if each.operation == "attention"} == {
+        "prefill",
+        "padded batch",
+        "decode",
+    }
+    named = {(each.cls, each.reason.split(",")[0]) for each in explanation.stock}
+    assert ("lora.Linear", "code of peft") in named and "lora.Linear × " in str(explanation)
+    assert "Linear" in {cls for cls, reason in named if reason != "code of peft"}
+
+
+FUNCTIONS = ("compile", "dequantize", "explain", "prepare", "restore", "route_linear", "verify")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_no_model_is_named(name):
+    with pytest.raises(OptionError, match=f"{name} takes a model") as caught:
+        getattr(hf_rocm, name)("llama")
+    assert caught.value.facts["found"] == "str" and "from_pretrained" in caught.value.hint
+
+
+def test_gradients_are_told_apart_from_what_keeps_layers_from_being_fused(llama):
+    attention = part(llama, "LlamaAttention")
+    assert attention.gradients and attention.fused == 2 and attention.not_fused == {}
+    assert "one by one while gradients are on" in hf_rocm.explain(llama).details()
+    words = " ".join(str(hf_rocm.explain(llama)).split())
+    assert "in bare calls while gradients are on: use torch.inference_mode(); generate does this itself" in words
+    with torch.no_grad():
+        assert not part(llama, "LlamaAttention").gradients
+        assert "gradients" not in hf_rocm.explain(llama).details()
+
+
+def test_what_changed_after_preparing_is_told(llama):
+    attention = llama.model.layers[0].self_attn
+    attention.q_proj.register_forward_hook(lambda *arguments: None)
+    llama.model.layers[1].mlp.up_proj = nn.Identity()
+    with torch.no_grad():
+        assert part(llama, "LlamaAttention").fused == 1
+        assert "hook" in next(iter(part(llama, "LlamaAttention").not_fused))
+        assert "Identity" in next(iter(part(llama, "LlamaMLP").not_fused))
+
+
+def test_a_stock_call_leaves_its_reason(llama):
+    with torch.no_grad():
+        llama(input_ids=tokens(1, 4))
+        assert part(llama, "LlamaAttention").stayed_stock == {}
+        llama.config._attn_implementation = "eager"
+        llama(input_ids=tokens(1, 4))
+        assert "'eager'" in next(iter(part(llama, "LlamaAttention").stayed_stock))
+        llama.config._attn_implementation = "sdpa"
+        llama(input_ids=tokens(1, 4))
+        assert part(llama, "LlamaAttention").stayed_stock == {}
+
+
+def test_a_named_tier_shows_in_every_refusal(llama):
+    with torch.no_grad(), options.override(tier="eager"):
+        kernels = hf_rocm.explain(llama).kernels
+        assert {each.tier for each in kernels} == {"eager"}
+        assert all("the eager tier was named" in dict(each.refused).values() for each in kernels)
+    with torch.no_grad(), options.override(tier="triton"):
+        kernels = hf_rocm.explain(llama).kernels
+        assert {each.tier for each in kernels} == {"none"}
+        assert all("triton" in " ".join(reason for _, reason in each.refused).lower() for each in kernels)
+
+
+def test_a_function_in_front_of_ours_is_named(llama, monkeypatch):
+    cls = type(llama.model.layers[0].mlp)
+    assert f"{cls.__name__}.forward" not in hf_rocm.explain(llama).details()
+    ours = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, x: ours(self, x))
+    explanation = hf_rocm.explain(llama)
+    assert explanation.replaced == (f"{cls.__name__}.forward",)
+    assert f"  {cls.__name__}.forward" in explanation.details().splitlines()
+
+
+def test_a_restored_model(llama):
+    hf_rocm.restore(llama)
+    explanation = hf_rocm.explain(llama)
+    assert explanation.state.startswith("stock") and explanation.kernels == ()
+    assert all(each.active == 0 for each in explanation.parts)
+
+
+def test_explaining_changes_nothing(llama):
+    before = {path: dict(vars(module)) for path, module in llama.named_modules()}
+    with torch.no_grad():
+        hf_rocm.explain(llama)
+    after = {path: dict(vars(module)) for path, module in llama.named_modules()}
+    assert before.keys() == after.keys() and all(before[path].keys() == after[path].keys() for path in before)
+    assert bind.mode_of(llama.model.layers[0].mlp) == bind.ON

@@ -1,0 +1,73 @@
+"""quantization_loss: the numbers are those of their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hf_rocm
+from hf_rocm.errors import LoadError, OptionError
+from hf_rocm.tools import quality
+from tests.weights import models
+
+
+def test_a_model_beside_itself_loses_nothing():
+    model = models.build()
+    loss = hf_rocm.quantization_loss(model, models.build(), ids=models.IDS)
+    assert (loss.tokens, loss.largest, loss.mean, loss.same_choice, loss.ratio) == (14, 0, 0, 1, 1)
+    with torch.no_grad():
+        logits = model(models.IDS).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), models.IDS[:, 1:].flatten()).exp()
+    assert loss.perplexity is not None and math.isclose(loss.perplexity[0], expected, rel_tol=1e-5)
+    assert math.isclose(loss.size, logits.std(correction=0), rel_tol=1e-5)
+
+
+def test_8_bits_cost_something(tmp_path):
+    models.build().save_pretrained(tmp_path)
+    ids = torch.randint(0, 96, (1100,), generator=torch.Generator().manual_seed(0))
+    losses = {}
+    for kind in ("fp8", "int8"):
+        quantized = hf_rocm.quantize(models.build(), kind, force=True)
+        losses[kind] = hf_rocm.quantization_loss(quantized, tmp_path, ids=ids[:60])
+        assert 0 < losses[kind].mean < losses[kind].largest < losses[kind].size and losses[kind].ratio != 1
+    assert losses["int8"].mean < losses["fp8"].mean  # 7 bits of a row's range, and 3 of each number
+    assert [len(each[0]) for each in quality.chunks(ids)] == [512, 512, 76]
+    assert f"× {losses['fp8'].ratio:.4f}" in str(losses["fp8"]) and losses["fp8"].to_dict()["tokens"] == 60
+
+
+def test_a_difference_is_told_as_it_is():
+    first, second = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
+    second[0, 1, 2] = 2.0
+    ids = torch.tensor([[0, 2, 2]])
+    loss = quality.compare([second], [first], [ids], predicts=True)
+    assert (loss.largest, loss.mean, loss.size) == (2.0, 2 / 12, 0.0)
+    assert math.isclose(loss.same_choice, 2 / 3)
+    uneven = (2 * math.log(4) + math.log((3 + math.e**2) / math.e**2) - math.log(4)) / 2
+    assert loss.perplexity is not None and math.isclose(loss.perplexity[1], 4.0, rel_tol=1e-6)
+    assert math.isclose(loss.perplexity[0], math.exp(uneven), rel_tol=1e-6)
+    assert math.isnan(quality.compare([second * torch.nan], [first], [ids], predicts=False).largest)
+    assert quality.compare([second], [first], [ids], predicts=False).perplexity is None
+
+
+def test_what_cannot_be_compared(tmp_path):
+    model = models.build()
+    with pytest.raises(LoadError, match="there is no tokenizer"):
+        hf_rocm.quantization_loss(model, models.build(), text="a text")
+    with pytest.raises(OptionError, match="has no logits to compare"):
+        hf_rocm.quantization_loss(model.model, model.model, ids=models.IDS)
+    with pytest.raises(OptionError, match="no tokens to read"):
+        hf_rocm.quantization_loss(model, model, ids=torch.empty(0, dtype=torch.long))
+
+
+def test_python_brings_a_text():
+    text = quality.python_text()
+    assert len(text) > 20_000 and text == quality.python_text()
+
+    def tokenizer(words):
+        return {"input_ids": list(words.encode())}
+
+    assert quality.read(tokenizer, None).shape == (2048,)
+    assert quality.read(tokenizer, "ab", tokens=9).tolist() == [97, 98]

@@ -1,0 +1,100 @@
+"""One table of several: whose row wins, what is left out, and what aiter then finds in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_rocm.ops.aiter.tables import merge as module
+from hf_rocm.ops.aiter.tables import table
+from hf_rocm.ops.aiter.tables.columns import LAYOUTS, layout_of
+from hf_rocm.ops.aiter.tables.merge import SHIPPED, TUNED, YOURS, merge, padded, tuned_of
+from hf_rocm.tools.tuning.shapes import Gemm
+from tests.tools.tuning.conftest import MI300X, row, table_text, write
+
+LAYOUT = layout_of("0.1.20")
+
+
+@pytest.fixture
+def read(tmp_path):
+    def one(*rows, layout=LAYOUT, to=LAYOUT, release="0.1.20"):
+        path = write(tmp_path / f"{len(list(tmp_path.iterdir()))}.csv", table_text(layout, *rows))
+        return table.read(path, to, release)
+
+    return one
+
+
+def kernels(merged):
+    return [each.values["kernelName"] for each in merged.rows.values()]
+
+
+def test_the_users_rows_win_and_among_shipped_ones_the_fastest(read):
+    mine = read(row(LAYOUT, kernelName="mine", us=99))
+    here = read(row(LAYOUT, kernelName="here", us=50), row(LAYOUT, M=16, kernelName="here16"))
+    general = read(row(LAYOUT, us=1), row(LAYOUT, M=32, us=9, kernelName="slow"), row(LAYOUT, M=16))
+    model = read(row(LAYOUT, M=32, us=3, kernelName="fast"))
+    merged = merge([(YOURS, mine), (TUNED, here), (SHIPPED, general), (SHIPPED, model)], LAYOUT, MI300X)
+    assert kernels(merged) == ["mine", "here16", "fast"]
+    assert [(each.role, each.taken, each.repeated) for each in merged.shares] == [
+        (YOURS, 1, 0),
+        (TUNED, 1, 1),
+        (SHIPPED, 0, 3),
+        (SHIPPED, 1, 0),
+    ]
+
+
+def test_rows_of_other_gpus_and_of_failed_tunings_are_left_out(read):
+    one = read(
+        row(LAYOUT, M=1),
+        row(LAYOUT, M=2, cu_num=80),
+        row(LAYOUT, M=3, gfx="gfx90a"),
+        row(LAYOUT, M=4, us=-1),
+    )
+    merged = merge([(YOURS, one)], LAYOUT, MI300X)
+    assert [key.m for key in merged.rows] == [1]
+    (share,) = merged.shares
+    assert (share.taken, share.elsewhere, share.failed) == (1, 2, 1)
+    assert [key.m for key in merge([(YOURS, one)], LAYOUT, None).rows] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.since)
+def test_what_is_merged_is_a_right_table_of_the_same_rows(layout, read, tmp_path):
+    one = read(row(layout, M=1), row(layout, M=2, libtype="torch"), layout=layout, to=layout, release=layout.since)
+    merged = merge([(YOURS, one)], layout, MI300X)
+    back = table.read(write(tmp_path / "merged.csv", merged.text), layout, layout.since)
+    assert back.problems == [] and back.columns == layout.tuned
+    again = merge([(YOURS, back)], layout, MI300X)
+    assert again.text == merged.text and again.digest == merged.digest
+
+
+def test_a_missing_gfx_is_filled_in_and_flags_are_spelled_as_they_are_compared(read):
+    old = layout_of("0.1.12")
+    one = read(row(old, bias="TRUE", scaleAB="false"), layout=old)
+    (line,) = merge([(YOURS, one)], LAYOUT, MI300X).text.splitlines()[1:]
+    assert line.startswith("gfx942,304,8,4096,512,True,torch.bfloat16,torch.bfloat16,False,False,asm")
+
+
+def test_the_m_that_aiter_pads_to():
+    assert {m: padded(m, 4096) for m in (1, 16, 17, 257, 1025, 4097)} == {
+        1: (16, 1),
+        16: (16, 16),
+        17: (32, 32),
+        257: (288, 512),
+        1025: (1088, 2048),
+        4097: (4224, 8192),
+    }
+    assert padded(9000, 4096) == (9088, 16384) and padded(9000, 4097) == (9088, 8192)
+
+
+def test_how_many_products_aiter_finds(read):
+    merged = merge([(YOURS, read(row(LAYOUT, M=16), row(LAYOUT, M=64, bias=True)))], LAYOUT, MI300X)
+    shapes = [
+        Gemm(16, 4096, 512, "torch.bfloat16", False),
+        Gemm(9, 4096, 512, "torch.bfloat16", False),  # padded to 16
+        Gemm(33, 4096, 512, "torch.bfloat16", True),  # to 64, the power of two
+        Gemm(33, 4096, 512, "torch.bfloat16", False),
+        Gemm(16, 4096, 512, "torch.float16", False),
+        Gemm(16, 4096, 512, "torch.bfloat16", False, shuffled=True),
+    ]
+    found = [tuned_of(merged, [each.key(*MI300X)]) for each in shapes]
+    assert found == [1, 1, 1, 0, 0, 0]
+    assert module.tuned_of(merged, [each.key("gfx950", 256) for each in shapes]) == 0

@@ -1,0 +1,113 @@
+"""The products of real models, seen without their weights, are those that they run with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+import hf_rocm
+from hf_rocm.errors import LoadError, TuningError
+from hf_rocm.tools.tuning import record as module
+from hf_rocm.tools.tuning import shapes
+from hf_rocm.tools.tuning.record import loaded, record, without_weights
+from tests.parity import models
+
+BF16 = "torch.bfloat16"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return {
+        name: str(models.save_checkpoint(name, tmp_path_factory.mktemp(name), torch.bfloat16))
+        for name in ("llama", "bert")
+    }
+
+
+def seen_without(path, batches, prompts, **arguments):
+    with without_weights(path, **arguments) as built:
+        return record(built, batches, prompts), shapes.fingerprint(built)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_without_its_weights_a_model_shows_the_products_that_it_runs_with_them(name, checkpoints):
+    with loaded(checkpoints[name]) as model:
+        real, mark = record(model, [1, 3], [5]), shapes.fingerprint(model)
+    assert seen_without(checkpoints[name], [1, 3], [5]) == (real, mark)
+    prepared = hf_rocm.from_pretrained(checkpoints[name], force=True).eval()
+    assert (record(prepared, [1, 3], [5]), shapes.fingerprint(prepared)) == (real, mark)
+
+
+def test_prefill_and_decode_fused_as_the_loader_does_with_the_last_logits_only(checkpoints):
+    found, _ = seen_without(checkpoints["llama"], [2], [5])
+    layers = [(128, 64), (64, 64), (192, 64), (64, 96)]  # q + k + v, o, gate + up, down
+    expected = {(m, n, k) for n, k in layers for m in (2, 10)} | {(2, 131, 64)}
+    assert {each[:3] for each in found} == expected
+    assert {(each.dtype, each.bias) for each in found} == {(BF16, False)}
+
+
+def test_a_config_is_enough_and_memory_is_not_needed(checkpoints, tmp_path):
+    config = transformers.LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128256, torch_dtype="float16", architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    found, _ = seen_without(str(tmp_path), [64], [4096])
+    assert (262144, 57344, 8192) in {each[:3] for each in found}  # 28 GiB of output
+    assert {each.dtype for each in found} == {"torch.float16"}
+    assert {each.dtype for each in seen_without(str(tmp_path), [1], [4], dtype="bfloat16")[0]} == {BF16}
+
+
+def test_experts_that_depend_on_the_routing_are_said_to_need_the_weights(tmp_path):
+    config = transformers.MixtralConfig(**{**models.SHARED, "num_key_value_heads": 2, "num_local_experts": 4})
+    config.architectures = ["MixtralForCausalLM"]
+    config.save_pretrained(tmp_path)
+    if Version(transformers.__version__) >= Version("5.0"):
+        found, _ = seen_without(str(tmp_path), [1], [4], dtype="bfloat16")
+        assert (4, 4, 64) in {each[:3] for each in found}, "the router"
+        return
+    with pytest.raises(TuningError, match="cannot be traced without its weights") as refused:
+        seen_without(str(tmp_path), [1], [4])
+    assert "--load" in refused.value.hint
+
+
+def test_a_loop_that_waits_for_values_ends(checkpoints, monkeypatch):
+    monkeypatch.setattr(module, "MAX_ANSWERS", 50)
+
+    def waits(*arguments, **keywords):
+        while torch.ones(3).any():
+            pass
+
+    with pytest.raises(TuningError, match="cannot be traced"), without_weights(checkpoints["llama"]) as built:
+        monkeypatch.setattr(built.model, "forward", waits)
+        record(built, [1], [1])
+
+
+def test_an_encoder_and_decoder(tmp_path):
+    config = transformers.T5Config(
+        d_model=64, d_ff=96, num_layers=1, num_heads=4, d_kv=16, vocab_size=131, decoder_start_token_id=0
+    )
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    found, _ = seen_without(str(tmp_path), [2], [7], dtype="bfloat16")
+    assert {each.m for each in found} == {2, 14}
+
+
+def test_what_can_not_be_recorded_is_said(checkpoints, tmp_path):
+    with pytest.raises(LoadError, match="no config could be loaded"):
+        seen_without(str(tmp_path / "nothing"), [1], [1])
+    with pytest.raises(TuningError, match="there is no dtype 'bf17'"):
+        seen_without(checkpoints["llama"], [1], [1], dtype="bf17")
+    config = json.loads((Path(checkpoints["llama"]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(TuningError, match="is quantised"):
+        seen_without(str(tmp_path), [1], [1])
+    image = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    image.architectures = ["ViTModel"]
+    image.save_pretrained(tmp_path / "image")
+    with pytest.raises(TuningError, match="takes pixel_values"):
+        seen_without(str(tmp_path / "image"), [1], [1])

@@ -1,0 +1,118 @@
+"""Which products are seen, and the files that they are kept in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hf_rocm import ops
+from hf_rocm.errors import HfRocmError, TableError
+from hf_rocm.ops.aiter.tables.columns import LAYOUTS
+from hf_rocm.tools.tuning import shapes
+from hf_rocm.tools.tuning.shapes import Gemm, Recording
+from tests.tools.tuning.conftest import write
+
+FLOAT = "torch.float32"
+
+
+def test_every_way_to_a_linear_layer_is_seen():
+    module, weight, bias = nn.Linear(8, 16), torch.randn(24, 8), torch.randn(24)
+    with Recording() as seen, torch.no_grad():
+        module(torch.randn(2, 3, 8))
+        module(torch.randn(2, 3, 8))
+        F.linear(torch.randn(5, 8), weight)
+        F.linear(input=torch.randn(5, 8), weight=weight, bias=bias)
+        ops.linear(torch.randn(7, 8), weight)
+        F.linear(torch.randn(0, 8), weight)
+        torch.randn(8, 8) @ torch.randn(8, 8)
+    F.linear(torch.randn(11, 8), weight)
+    assert seen.shapes() == [
+        Gemm(5, 24, 8, FLOAT, False),
+        Gemm(5, 24, 8, FLOAT, True),
+        Gemm(6, 16, 8, FLOAT, True),
+        Gemm(7, 24, 8, FLOAT, False),
+    ]
+
+
+def test_layers_that_are_fused_count_as_one():
+    q, k, v = (nn.Linear(8, n, bias=False) for n in (16, 4, 4))
+    with Recording() as seen, torch.no_grad():
+        for m in (1, 6):
+            x = torch.randn(m, 8)
+            q(x), k(x), v(x)
+    assert seen.shapes([(q, k, v)]) == [Gemm(1, 24, 8, FLOAT, False), Gemm(6, 24, 8, FLOAT, False)]
+    with seen, torch.no_grad():
+        k(torch.randn(3, 8))  # cross attention, say
+    assert {each.n for each in seen.shapes([(q, k, v)])} == {16, 4}
+
+
+def test_what_the_loader_would_not_fuse():
+    plain = nn.Linear(8, 4)
+    assert shapes.fusable((plain, nn.Linear(8, 16)))
+    assert not shapes.fusable((plain,))
+    assert not shapes.fusable((plain, None))
+    assert not shapes.fusable((plain, nn.Linear(8, 4, bias=False)))
+    assert not shapes.fusable((plain, nn.Linear(16, 4)))
+    assert not shapes.fusable((plain, nn.Linear(8, 4).half()))
+    assert not shapes.fusable((plain, type("Other", (nn.Linear,), {})(8, 4)))
+
+
+def test_a_fingerprint_tells_models_apart_and_not_how_they_were_made():
+    one, same = (nn.Sequential(nn.Linear(8, 4), nn.ReLU()) for _ in range(2))
+    assert shapes.fingerprint(one) == shapes.fingerprint(same)
+    assert shapes.fingerprint(one) != shapes.fingerprint(one.half())
+    assert shapes.fingerprint(same) != shapes.fingerprint(nn.Sequential(nn.Linear(8, 5)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.since)
+def test_a_list_of_shapes_comes_back_as_it_was(layout, tmp_path):
+    plain = [Gemm(1, 64, 32, "torch.bfloat16", False), Gemm(7, 64, 32, "torch.float16", True)]
+    shuffled = [*plain, Gemm(7, 64, 64, "torch.bfloat16", False, shuffled=True)]
+    text = shapes.write(shuffled, layout)
+    assert text.splitlines()[0] == ",".join(layout.untuned)
+    assert shapes.read(write(tmp_path / "s.csv", text)) == (shuffled if layout.shuffled else plain)
+
+
+HEADER = "M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle\n"
+RIGHT = "1,64,32,False,torch.bfloat16,torch.bfloat16,False,False\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("M,N\n1,2\n", 1, "there is no column K, bias"),
+        (HEADER + RIGHT + "1,64\n", 3, "2 fields, and the header has 8"),
+        (HEADER + RIGHT.replace("64", "-64"), 2, "M, N and K are '1', '-64', '32', not whole numbers"),
+        (HEADER + RIGHT.replace("64", "9" * 12), 2, "M, N and K are"),
+        (HEADER + RIGHT.replace("bfloat16", "bf16"), 2, "dtype must be such as torch.bfloat16"),
+        (HEADER + RIGHT.replace("False", "no", 1), 2, "bias and bpreshuffle True or False"),
+        (HEADER + RIGHT + '"', 3, "not CSV"),
+        (HEADER + RIGHT + "\0", 3, "a NUL byte"),
+    ],
+)
+def test_a_damaged_list_is_refused_by_its_line(text, line, words, tmp_path):
+    with pytest.raises(TableError) as refused:
+        shapes.read(write(tmp_path / "s.csv", text))
+    assert words in refused.value.facts[f"line {line}"]
+
+
+def test_an_empty_list_is_refused(tmp_path):
+    for text in ("", HEADER):
+        with pytest.raises(TableError):
+            shapes.read(write(tmp_path / "s.csv", text))
+
+
+@given(st.binary(max_size=200), st.integers(0, 120), st.integers(0, 40))
+def test_any_bytes_anywhere_give_shapes_or_an_error(tmp_path_factory, noise, where, cut):
+    whole = (HEADER + RIGHT).encode()
+    path = tmp_path_factory.getbasetemp() / "noise.csv"
+    path.write_bytes(whole[:where] + noise + whole[where + cut :])
+    try:
+        found = shapes.read(path)
+    except HfRocmError:
+        return
+    assert found and all(each.m > 0 for each in found)

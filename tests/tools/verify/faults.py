@@ -1,0 +1,113 @@
+"""Faults that kernels and weights have had, planted where hf_rocm alone runs into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import hf_rocm
+from hf_rocm import ops
+from hf_rocm.layers import grouped_linear
+from hf_rocm.ops.attention_eager import attention as softmax
+from hf_rocm.ops.pointwise import eager_rope
+
+Planted = Callable[[Any], Any]
+
+
+@contextmanager
+def instead(operation: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Every call of the operation goes to `call`, in hf_rocm's path alone."""
+    remove = ops.register(operation, name="planted", call=call, refuses=lambda spec, device: None, check=False)
+    try:
+        yield
+    finally:
+        remove()
+
+
+def top_left(query, key, value, *, mask, **terms):
+    """A causal mask aligned at the first key: a query on a filled cache sees too little."""
+    s_q, s_k = query.shape[2], key.shape[2]
+    seen = torch.ones(s_q, s_k, dtype=torch.bool, device=query.device).tril()
+    mask = None if s_q == s_k else torch.where(seen, 0.0, torch.finfo(query.dtype).min).to(query.dtype)[None, None]
+    return softmax(query, key, value, mask=mask, **{**terms, "causal": s_q == s_k})
+
+
+def one_key_less(query, key, value, *, mask, **terms):
+    """A window off by one: where some key is hidden behind a query, the oldest that it sees is, too."""
+    s_k = key.shape[2]
+    places = torch.arange(s_k, device=query.device)
+    if mask is None:
+        return softmax(query, key, value, mask=None, **terms)
+    seen = mask[..., :s_k] if mask.dtype == torch.bool else mask[..., :s_k] == 0
+    oldest = torch.where(seen, places, s_k).amin(-1, keepdim=True)
+    return softmax(query, key, value, mask=seen & ~((places == oldest) & (oldest > 0)), **terms)
+
+
+def without(term: str) -> Callable[..., Any]:
+    def call(query, key, value, **terms):
+        return softmax(query, key, value, **{**terms, term: None})
+
+    return call
+
+
+def first_rows_positions(query, key, cos, sin, interleaved):
+    return eager_rope(query, key, cos[:1], sin[:1], interleaved)
+
+
+def wrong_block(model: Any, path: str) -> None:
+    """A fused block whose bytes are not those of its layers."""
+    module = model.get_submodule(path)
+    with torch.no_grad():
+        held = grouped_linear.live(module)
+        held.weight = held.weight.clone()
+        held.weight[-1] += 0.5
+
+
+def stale_block(model: Any, path: str, monkeypatch: Any) -> None:
+    """A layer's weight is replaced, and the block is used as if nothing had happened."""
+    module = model.get_submodule(path)
+    with torch.no_grad():
+        held = grouped_linear.live(module)
+        first = module._modules[held.names[0]]
+        first.weight = torch.nn.Parameter(first.weight + 0.25 * torch.randn_like(first.weight))
+    honest = grouped_linear.live
+    monkeypatch.setattr(grouped_linear, "live", lambda each: held if each is module else honest(each))
+
+
+def prepared(model: Any) -> Any:
+    return hf_rocm.prepare(model, force=True)
+
+
+def rotates_by_the_first_row(honest: Callable[..., Any]) -> Callable[..., Any]:
+    """A model file's rotary function as a kernel of the hub computes it: every row takes the first row's positions."""
+
+    def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
+        return honest(q, k, cos[:1], sin[:1], *args, **kwargs)
+
+    return apply_rotary_pos_emb
+
+
+def nan_where_no_key_is_seen(honest: Callable[..., Any]) -> Callable[..., Any]:
+    """SDPA of a backend that divides by the sum of no weights."""
+
+    def scaled_dot_product_attention(query, key, value, attn_mask=None, **kwargs):
+        output = honest(query, key, value, attn_mask=attn_mask, **kwargs)
+        if attn_mask is None:
+            return output
+        seen = attn_mask if attn_mask.dtype == torch.bool else attn_mask > torch.finfo(attn_mask.dtype).min
+        return output.masked_fill(~seen.any(-1, keepdim=True), float("nan"))
+
+    return scaled_dot_product_attention
+
+
+def attention_without_sinks(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """A flash interface that does not pass `s_aux` on to its kernel."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+    if attention_mask is not None:
+        scores = scores + attention_mask[..., : key.shape[-2]]
+    return (scores.float().softmax(-1).to(value.dtype) @ value).transpose(1, 2).contiguous(), None

@@ -1,0 +1,44 @@
+"""The reference: wide throughout, one block at a time, and nothing left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_rocm.tools.verify.fp64_reference import wide_of
+from hf_rocm.tools.verify.intercept import intercepted
+from hf_rocm.tools.verify.model_under_test import Subject
+from tests.coverage.inputs import tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_block_is_wide_at_a_time_and_all_comes_back(dtype, build):
+    model = build("llama", dtype)
+    subject = Subject(model)
+    before = {name: (id(each), each.dtype) for name, each in model.named_parameters()}
+    wide_blocks = []
+
+    def watch(module, args, kwargs, call):
+        wide_blocks.append([next(block.parameters()).dtype == subject.wide for block in subject.blocks.values()])
+        return call(*args, **kwargs)
+
+    inner = {id(block.mlp): watch for block in subject.blocks.values()}
+    with torch.no_grad(), subject.reference(), intercepted(inner):
+        logits = model(input_ids=tokens(1, 5)).logits
+    assert logits.dtype == subject.wide == wide_of(dtype)
+    assert wide_blocks == [[True, False], [False, True]]
+    assert {name: (id(each), each.dtype) for name, each in model.named_parameters()} == before
+    assert torch.get_default_dtype() == torch.float32 and nn.Module.__call__ is nn.Module._wrapped_call_impl
+
+
+def test_the_reference_is_as_exact_as_a_wide_model(build):
+    """Norms and softmax, too, which stock computes in fp32 whatever comes in."""
+    model = build("llama")
+    with torch.no_grad(), Subject(model).reference():
+        found = model(input_ids=tokens(1, 5)).logits
+    with torch.no_grad():
+        narrow = model.double()(input_ids=tokens(1, 5)).logits  # its norms stay in fp32
+    step = torch.finfo(torch.float32).eps
+    off = ((found - narrow).norm() / narrow.norm()).item()
+    assert 0 < off < 16 * step

@@ -1,0 +1,74 @@
+"""Three faults that stock has on AMD, planted as stand-ins: the check of stock finds and names each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.llama import modeling_llama
+
+import hf_rocm
+from hf_rocm.tools.verify.check import FAILED, PASSED, Check
+from tests.tools.verify import faults
+from tests.tools.verify.conftest import those_here
+
+
+def check_of(model, **arguments) -> Check:
+    return hf_rocm.verify(model, force=True, quick=True, **arguments).check("stock")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    those_here(
+        ("llama", torch.float32), ("qwen3", torch.bfloat16), ("gemma2", torch.bfloat16), ("gpt_oss", torch.float32)
+    ),
+)
+def test_stock_that_is_right(name, dtype, build):
+    check = check_of(build(name, dtype))
+    assert check.status == PASSED and check.error <= check.allowed, check
+
+
+def test_an_encoder_has_none(build):
+    assert "no causal attention" in check_of(build("bert")).note
+
+
+def test_a_rotary_kernel_that_takes_the_first_rows_positions(build, monkeypatch):
+    honest = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", faults.rotates_by_the_first_row(honest))
+    check = check_of(build("llama"))
+    assert check.status == FAILED and check.error > 10 * check.allowed
+    assert "with padding only: rows take other rows' positions" in check.note
+
+
+def test_rows_of_padding_that_become_nan(build, monkeypatch):
+    honest = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", faults.nan_where_no_key_is_seen(honest))
+    model = build("llama")
+    model.config._attn_implementation = "sdpa"
+    check = check_of(model)
+    assert check.status == FAILED and check.error != check.error
+    assert "not finite in stock, with padding only" in check.note and "'sdpa'" in check.note
+
+
+@pytest.mark.skipif(not those_here(("gpt_oss",)), reason="this release has no model with sinks")
+def test_a_flash_interface_that_drops_sinks(build):
+    name = "attention_without_sinks"  # in 5.0 the config of gpt_oss refuses names with "flash"
+    AttentionInterface.register(name, faults.attention_without_sinks)
+    AttentionMaskInterface.register(name, eager_mask)
+    try:
+        model = build("gpt_oss")
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.sinks.fill_(1.0)
+        assert check_of(model).status == PASSED
+        model = build("gpt_oss")
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config._attn_implementation_internal = name
+        check = check_of(model)
+    finally:
+        AttentionInterface._global_mapping.pop(name)
+        AttentionMaskInterface._global_mapping.pop(name)
+    assert check.status == FAILED and check.error > 10 * check.allowed
+    assert "without padding" in check.note and name in check.note and "sinks" in check.note

@@ -1,0 +1,74 @@
+"""aiter's own Triton kernel for attention, called as our aiter tier calls it, executed as machine code.
+
+Our tier calls one Triton kernel of aiter's: `flash_attn_func`, on Radeon, in releases that list Radeon. The release
+that is installed for these tests has the same function, without sinks, and tiles for MI300X and MI350X alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_rocm.ops.aiter.layout import rows_first
+from hf_rocm.ops.aiter.triton import _TILE
+from hf_rocm.ops.attention_eager import attention as eager_attention
+from tests.amdgcn import suite
+from tests.tolerance import assert_as_good_as_eager
+from tests.triton.routed import random
+
+pytestmark = pytest.mark.skipif(suite.gpu() is None, reason="aiter's kernels are executed as machine code alone")
+
+TILED = ("gfx942", "gfx950")  # the architectures for which this release has a table
+
+
+@pytest.fixture(scope="module")
+def flash_attn_func(tmp_path_factory):
+    from tests.aiter import standins
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # aiter's own, from its imports
+        for name, value in standins.environment(tmp_path_factory.mktemp("rocm-tools")).items():
+            patch.setenv(name, value)
+        standins.install()
+        gpu = suite.gpu()
+        properties = SimpleNamespace(multi_processor_count=gpu.units, gcnArchName=gpu.arch, warp_size=gpu.lanes)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        module = pytest.importorskip("aiter.ops.triton.mha", reason="not run: needs amd-aiter", exc_type=ImportError)
+        yield module.flash_attn_func
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1, 1, 70, 64), (2, 4, 2, 63, 63, 32), (1, 2, 1, 40, 97, 128)], ids=str
+)  # B, H, Hkv, S_q, S, D
+def test_attention(flash_attn_func, shape, causal, dtype):
+    b, h, kv_heads, s_q, s_k, d = shape
+    query = random(b, h, s_q, d, dtype=dtype)
+    key, value = (random(b, kv_heads, s_k, d, dtype=dtype, seed=seed) for seed in (1, 2))
+    how = {"scale": d**-0.5, "causal": causal, "mask": None, "window": None, "softcap": None, "sinks": None}
+    further = {} if suite.arch() in TILED else {"config": dict(_TILE)}
+    output = flash_attn_func(
+        q=rows_first(query),
+        k=rows_first(key),
+        v=rows_first(value),
+        softmax_scale=how["scale"],
+        causal=causal,
+        window_size=(-1, -1),
+        **further,
+    )
+    output = output[0] if isinstance(output, (tuple, list)) else output
+    expected, _ = eager_attention(*(each.double() for each in (query, key, value)), **how)
+    assert_as_good_as_eager(output.contiguous(), eager_attention(query, key, value, **how)[0], expected)
+
+
+def test_other_gpus_have_no_tile_in_this_release(flash_attn_func):
+    if suite.arch() in TILED:
+        pytest.skip("this release has tiles for it")
+    x = random(1, 16, 2, 32, dtype=torch.bfloat16)
+    with pytest.raises(KeyError, match=str(suite.arch())):
+        flash_attn_func(q=x, k=x, v=x, softmax_scale=0.2, causal=False, window_size=(-1, -1))

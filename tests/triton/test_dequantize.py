@@ -1,0 +1,134 @@
+"""Weights of 8 and 4 bits that our kernels dequantise, interpreted: bit for bit, and many rows against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from hf_rocm.ops import probe_cases
+from hf_rocm.ops import quantized as operation
+from hf_rocm.ops.eight_bit import FP8, INT8, dequantize_rows
+from hf_rocm.ops.four_bit import GROUPS, dequantize_groups, quantize_groups
+from hf_rocm.ops.quantized import ROUNDED_FROM, keeps_input
+from hf_rocm.ops.triton import quantized
+from tests.triton.routed import compiled_once, here, random
+from tests.triton.test_quantized import BF16, FORMATS, FORMS, FP16, SPEC, as_good_as_eager, each_format, rounded
+
+FP32 = torch.float32
+MANY = SPEC._replace(rows=0)
+each_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+
+
+def same(output: torch.Tensor, expected: torch.Tensor) -> None:
+    assert output.dtype == expected.dtype and torch.equal(output.isnan(), expected.isnan())
+    assert torch.equal(output.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+def extreme(n: int, k: int) -> torch.Tensor:
+    """Rows of zeros, of tiny and of large numbers."""
+    weight = random(n, k, dtype=FP32, seed=1)
+    weight[1] = 0
+    weight[2] *= 2.0**-100
+    weight[3] *= 2.0**100
+    return weight
+
+
+@each_dtype
+@each_format
+@pytest.mark.parametrize("k", [1, 16, 67, 2048, 2100])
+def test_eight_bits(k, format, dtype):
+    data, scale = rounded(extreme(5, k), format)
+    scale[4] = torch.nan
+    same(quantized._dequantized(data, scale, dtype), dequantize_rows(data, scale, dtype))
+
+
+# K: runs of 64 down to 4, pieces of K that are not whole, more than a program writes
+@each_dtype
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("k", [128, 640, 896, 4608])
+def test_four_bits(k, group, dtype):
+    weight = extreme(5, k)
+    weight[4, k - 1] = torch.nan
+    words, scale = quantize_groups(weight, group)
+    same(quantized._dequantized(words, scale, dtype), dequantize_groups(words, scale, dtype))
+
+
+def test_short_runs():
+    words, scale = quantize_groups(extreme(5, 32), 32)
+    same(quantized._dequantized(words, scale, BF16), dequantize_groups(words, scale, BF16))
+
+
+def encoded(weight: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantize_groups(weight, kind) if isinstance(kind, int) else rounded(weight, kind)
+
+
+@pytest.mark.parametrize("form", [{"bias": True}, *FORMS], ids=str)
+@pytest.mark.parametrize("kind", [*FORMATS, *GROUPS], ids=str)
+def test_many_rows(kind, form):
+    m, n, k = 65, 38, 128
+    x, weight = random(1, m, k, dtype=BF16), random(n, k, dtype=BF16, seed=1) * k**-0.5
+    more: dict[str, Any] = {"activation": form.get("activation")}
+    if "norm" in form:
+        more["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
+    if "residual" in form:
+        more["residual"] = random(1, m, n // 2 if "activation" in form else n, dtype=BF16, seed=4)
+    bias = random(n, dtype=BF16, seed=2) if "bias" in form else None
+    data, scale = encoded(weight, kind)
+    with ops.recording() as routes:
+        output = ops.quantized_linear(x, data, scale, bias, round_input=False, **more)
+    routes = [each for each in routes if each.operation == "quantized_linear"]
+    assert [(each.tier, each.name) for each in routes] == [("triton", quantized.DEQUANTIZE)]
+    as_good_as_eager(output, x, data, scale, bias, **more)
+
+
+@pytest.mark.parametrize("kind", [INT8, 32], ids=str)
+def test_a_graph(kind):
+    x, weight = random(70, 64, dtype=BF16), random(32, 64, dtype=BF16)
+
+    def function(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return ops.quantized_linear(x, data, scale, round_input=False)
+
+    assert "hf_rocm.triton_dequantize.default" in compiled_once(function, x, *encoded(weight, kind))
+
+
+@pytest.mark.parametrize("format", [FP8, INT8], ids=str)
+def test_which_rows_are_not_rounded(format):
+    """fp8 rounds as many rows as make its product faster, int8 none; aiter's products of rounded rows come first."""
+    x, weight = random(ROUNDED_FROM, 64, dtype=BF16), random(32, 64, dtype=BF16)
+    data, scale = rounded(weight, format)
+    arguments = (data, scale, None, False)
+    assert keeps_input(x[:65], *arguments) and keeps_input(x[:-1], *arguments)
+    assert keeps_input(x, *arguments) is (format == INT8) and not keeps_input(x[:0], *arguments)
+    with options.override(tiers={"linear": "triton"}):
+        assert keeps_input(x, *arguments)
+
+
+def test_rounded_products_of_aiter_come_first(monkeypatch):
+    tiers = {False: "triton", True: "aiter"}
+    monkeypatch.setattr(operation, "_tier", lambda spec: tiers[spec.round_input])
+    assert not operation.keeps_rows(MANY, 65) and operation.keeps_rows(SPEC, 1)
+
+
+@pytest.mark.parametrize("kind", [INT8, 128], ids=str)
+def test_the_first_use_check(kind):
+    group = 0 if kind == INT8 else kind
+    spec = MANY._replace(format=torch.int32 if group else kind, group=group, k=128)
+    assert probe_cases.check("quantized_linear", "triton", quantized.DEQUANTIZE, spec) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"round_input": True}, "rounds x"),
+        ({"rows": 1}, "few rows"),
+        ({"dtype": torch.float32}, "not torch.float32"),
+        ({"shuffled": True}, "plain order"),
+    ],
+    ids=str,
+)
+def test_refusals(change, reason):
+    assert reason in str(quantized.dequantize_refuses(MANY._replace(**change), here()))
+    assert quantized.dequantize_refuses(MANY, here()) is None

@@ -1,0 +1,230 @@
+"""Attention of many queries by our flash kernel, interpreted, against the float64 oracle.
+
+Keys that no query may see are NaN: a kernel that only weighs them with zero is found, and so is one that reads them.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from hf_rocm import ops
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops import probe_cases
+from hf_rocm.ops.attention import AttentionSpec
+from hf_rocm.ops.attention_eager import attention as eager_attention
+from hf_rocm.ops.triton import flash
+from hf_rocm.ops.triton.tiles import FlashTile, flash_tile
+from hf_rocm.ops.varlen import VarlenSpec, eager_varlen
+from tests.amdgcn import suite
+from tests.tolerance import assert_as_good_as_eager
+from tests.triton.routed import compiled_once, here, random, routed
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# on a GPU the kernel leaves fp32 to PyTorch
+SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
+USUAL = SERVED[0]
+each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(request, monkeypatch):
+    """Tiles that are small enough for short sequences to have several, where kernels are interpreted."""
+    if suite.gpu() is None:
+        monkeypatch.setattr(flash, "flash_tile", lambda dim, size, arch: FlashTile(16, 16, 4, 2))
+
+
+def wide(*parts):
+    return [None if each is None else each.double() for each in parts]
+
+
+def check(heads, dims, queries, keys, *, dtype=USUAL, sinks=False, causal=True, window=None, softcap=None):
+    """Packed sequences with these numbers of queries and keys, with rows of nobody after the last one."""
+    (h, kv_heads), (d, value_dim) = heads, dims
+    query = random(sum(queries) + 3, h, d, dtype=dtype)
+    key, value = (random(sum(keys), kv_heads, n, dtype=dtype, seed=n + 1) for n in (d, value_dim))
+    ends = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys)]
+    sink = random(h, dtype=dtype, seed=3) if sinks else None
+    how = {"longest_query": max(queries), "longest_key": max(keys), "scale": d**-0.5}
+    how |= {"causal": causal, "window": window, "softcap": softcap}
+    real = query[: sum(queries)]
+    eager = eager_varlen(real, key, value, *ends, sinks=sink, **how)
+    expected = eager_varlen(*wide(real, key, value), *ends, sinks=None if sink is None else sink.double(), **how)
+    output = routed("varlen_attention", query, key, value, *ends, sinks=sink, **how)
+    assert output.shape == (len(query), h, value_dim) and output.is_contiguous()
+    assert torch.equal(output[len(real) :], torch.zeros_like(output[len(real) :]))
+    assert_as_good_as_eager(output[: len(real)], eager, expected)
+    return output
+
+
+PACKED = {  # H and Hkv, D and D_v, queries, keys
+    "one token": ((1, 1), (64, 64), [1], [1]),
+    "63 and 1": ((4, 2), (64, 64), [63, 1], [63, 1]),
+    "mixed step": ((4, 1), (32, 32), [1, 37, 1, 1, 20], [50, 37, 1, 17, 65]),
+    "group of 7": ((7, 1), (64, 64), [9, 0, 30], [9, 0, 31]),
+    "no group": ((3, 3), (80, 80), [17, 16], [17, 33]),
+    "empty at the end": ((2, 1), (32, 32), [5, 18, 0, 0], [5, 20, 0, 0]),
+    "96": ((2, 1), (96, 96), [20], [33]),
+    "128": ((2, 2), (128, 128), [33], [34]),
+    "192 and 128": ((1, 1), (192, 128), [18], [18]),
+    "256": ((2, 1), (256, 256), [18], [19]),
+    "tiny": ((2, 1), (8, 12), [18], [18]),
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", PACKED.values(), ids=PACKED)
+def test_packed_sequences(shape, dtype):
+    if max(shape[1]) > 128 and (suite.arch() or "").startswith("gfx11"):
+        with pytest.raises(TierUnavailable, match="spill registers"):
+            check(*shape, dtype=dtype)
+        return
+    check(*shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 15, 16, 40, 500])
+def test_windows(window, causal):
+    check((4, 2), (32, 32), [40, 3, 21], [90, 40, 21], window=window, causal=causal)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "terms", [{"softcap": 2.0}, {"sinks": True}, {"softcap": 3.0, "sinks": True, "window": 20}], ids=str
+)
+def test_softcap_and_sinks(terms, dtype):
+    check((4, 2), (64, 64), [37, 2], [37, 40], dtype=dtype, **terms)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_queries_than_keys(causal):
+    """Causal queries before the first key see nothing and are zero, with a sink too."""
+    for sinks in (False, True):
+        output = check((2, 1), (32, 32), [21], [5], causal=causal, sinks=sinks)
+        assert (output[:16] == 0).all() == causal and (output[16:21] != 0).all()
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 3, 8, 9, 33])
+def test_every_number_of_sequences(sequences):
+    lengths = [(7 * n) % 23 for n in range(sequences)]
+    lengths[0] = 5
+    check((2, 1), (16, 16), lengths, [length + n % 3 for n, length in enumerate(lengths)])
+
+
+@each_dtype
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("s_q", "s_k"), [(33, 33), (17, 60), (40, 21), (20, 1), (17, 0)])
+def test_dense(s_q, s_k, causal, dtype):
+    query = random(2, s_q, 6, 32, dtype=dtype).transpose(1, 2)  # as a projection leaves it
+    key, value = (random(2, 2, s_k + 7, 32, dtype=dtype, seed=seed) for seed in (1, 2))
+    hidden = key.clone(), value.clone()
+    for each in hidden:
+        each[:, :, s_k:] = torch.nan
+    how = {"scale": 0.2, "causal": causal, "mask": None, "window": 9 if s_k == 60 else None, "softcap": 2.0}
+    key, value = key[:, :, :s_k], value[:, :, :s_k]
+    if s_k:
+        eager, _ = eager_attention(query, key, value, sinks=None, **how)
+        expected, _ = eager_attention(*wide(query, key, value), sinks=None, **how)
+    else:
+        eager = expected = torch.zeros(2, s_q, 6, 32, dtype=dtype)
+    output, weights = routed("attention", query, *(each[:, :, :s_k] for each in hidden), sinks=None, **how)
+    assert weights is None and output.is_contiguous()
+    assert_as_good_as_eager(output, eager, expected.double())
+
+
+def test_any_strides_and_empty_batches():
+    query, key, value = (random(2, heads, 20, 32, dtype=USUAL, seed=heads) for heads in (4, 2, 2))
+    expected, _ = routed("attention", query, key, value, scale=0.2, causal=True, softcap=2.0)
+    apart = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in (query, key, value)]
+    assert torch.equal(routed("attention", *apart, scale=0.2, causal=True, softcap=2.0)[0], expected)
+    assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 20, 4, 32)
+
+
+def test_ends_are_read_when_it_runs():
+    """The same call after the ends were changed in place: what a recorded graph of a batch does."""
+    query, key = random(40, 2, 16, dtype=USUAL), random(50, 1, 16, dtype=USUAL, seed=1)
+    ends = torch.tensor([0, 30, 31, 40], dtype=torch.int32)
+    how = {"longest_query": 40, "longest_key": 50, "scale": 0.2, "causal": True, "softcap": None, "window": None}
+    for change in ([0, 0, 0, 0], [0, -25, 5, -2]):
+        ends += torch.tensor(change, dtype=torch.int32)
+        output = routed("varlen_attention", query, key, key, ends, ends, **how)
+        expected = eager_varlen(*wide(query, key, key), ends, ends, sinks=None, **how)
+        eager = eager_varlen(query, key, key, ends, ends, sinks=None, **how)
+        assert_as_good_as_eager(output, eager, expected)
+
+
+HEADS = {"dtype": USUAL, "device": CPU, "heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16}
+DENSE = AttentionSpec(
+    **HEADS,
+    one_query=False,
+    square=True,
+    more_queries=False,
+    causal=True,
+    window=None,
+    softcap=False,
+    sinks=False,
+    mask=None,
+    grad=False,
+    weights=False,
+)
+PACK = VarlenSpec(**HEADS, causal=True, window=None, softcap=False, sinks=False, grad=False)
+
+
+@pytest.mark.parametrize(
+    ("operation", "spec"),
+    [
+        ("attention", DENSE._replace(softcap=True)),
+        ("varlen_attention", PACK),
+        ("varlen_attention", PACK._replace(sinks=True, window=5, value_dim=12)),
+    ],
+    ids=["dense", "packed", "packed, all terms"],
+)
+def test_first_use_checks_pass_and_find_a_wrong_result(operation, spec, monkeypatch):
+    assert probe_cases.check(operation, "triton", "flash_kernel", tuple(spec)) is None
+    stock = flash._traced
+    monkeypatch.setattr(flash, "_traced", lambda *given: stock(*given[:-2], 3, given[-1]))  # another window
+    assert "wrong by" in probe_cases.check(operation, "triton", "flash_kernel", tuple(spec))
+
+
+REFUSED = {
+    "weights": (DENSE._replace(weights=True), "weights"),
+    "mask": (DENSE._replace(mask=torch.bool), "mask"),
+    "one query": (DENSE._replace(one_query=True), "split the keys"),
+    "gradient": (DENSE._replace(grad=True), "gradient"),
+    "dtype": (DENSE._replace(dtype=torch.float64), "float64"),
+    "head dim": (DENSE._replace(head_dim=320), "at most 256"),
+}
+
+
+@pytest.mark.parametrize(("spec", "match"), REFUSED.values(), ids=REFUSED)
+def test_refusals_of_attention(spec, match):
+    assert match in flash.attention_refuses(spec, here())
+    served = spec._replace(
+        weights=False, mask=None, one_query=False, grad=False, dtype=USUAL, head_dim=min(spec.head_dim, 16)
+    )
+    assert served == DENSE and (suite.gpu() is not None or flash.attention_refuses(served, here()) is None)
+
+
+def test_refusals_of_packed_sequences():
+    assert "gradient" in flash.refuses(PACK._replace(grad=True), here())
+    assert flash.refuses(PACK, here()) is None
+
+
+def test_tiles_of_every_architecture_are_distinct_where_their_registers_are():
+    assert flash_tile(128, 2, None).rows >= flash_tile(128, 2, "gfx942").rows > flash_tile(128, 2, "gfx1201").rows
+    assert flash_tile(128, 2, "gfx1100").keys < flash_tile(128, 2, "gfx1201").keys
+    assert flash_tile(256, 2, None).rows < flash_tile(128, 2, None).rows
+
+
+def test_it_is_one_operator_in_a_compiled_graph():
+    query, ends = random(20, 2, 16, dtype=USUAL), torch.tensor([0, 7, 20], dtype=torch.int32)
+
+    def call(query, ends):
+        return ops.varlen_attention(
+            query, query, query, ends, ends, longest_query=13, longest_key=13, scale=0.2, causal=True
+        )
+
+    assert "hf_rocm.triton_flash.default" in compiled_once(call, query, ends)

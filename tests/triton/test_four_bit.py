@@ -1,0 +1,73 @@
+"""quantized_linear with 4-bit weights by our kernels, interpreted, against float64: every group and run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_rocm import ops
+from hf_rocm.ops import four_bit
+from hf_rocm.ops.four_bit import GROUPS, quantize_groups
+from tests.triton.routed import random, routed
+from tests.triton.test_quantized import BF16, FORMS, FP16, check
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 16, 17, 64])
+def test_every_class_of_rows(m):
+    x, weight = random(m, 512, dtype=BF16), random(21, 512, dtype=BF16, seed=1)
+    check(x, *quantize_groups(weight, 128))
+
+
+# K: whole blocks of runs of 64, 32 and 16; pieces of K that are not whole
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("k", [128, 256, 640, 1536, 4608])
+@pytest.mark.parametrize("m", [1, 3])
+def test_every_group_and_run(m, k, group):
+    dtype = FP16 if k == 640 else BF16
+    x, weight = random(m, k, dtype=dtype), random(18, k, dtype=dtype, seed=1)
+    check(x, *quantize_groups(weight, group), random(18, dtype=dtype, seed=2))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("m", [1, 5])
+def test_norm_gate_and_sum(m, form):
+    n, k = 38, 640
+    columns = n // 2 if "activation" in form else n
+    x, weight = random(1, m, k, dtype=BF16), random(n, k, dtype=BF16, seed=1) * k**-0.5
+    more: dict[str, Any] = {"activation": form.get("activation")}
+    if "norm" in form:
+        more["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
+    if "residual" in form:
+        more["residual"] = random(1, m, columns, dtype=BF16, seed=4)
+    check(x, *quantize_groups(weight, 64), random(n, dtype=BF16, seed=2) if "bias" in form else None, **more)
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_zeros_extremes_and_nan(m):
+    weight = random(24, 256, dtype=BF16, seed=1)
+    weight[3] = 0
+    weight[4] *= 2.0**-100
+    weight[5] *= 2.0**100
+    weight[7, 200] = torch.nan
+    words, scale = quantize_groups(weight, 128)
+    x = random(m, 256, dtype=BF16)
+    output = routed("quantized_linear", x, words, scale)
+    assert output[:, 7].isnan().all() and torch.isfinite(output[:, :7]).all() and (output[:, 3] == 0).all()
+    check(x, *(part[[*range(7), *range(8, 24)]] for part in (words, scale)))
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_every_number_in_every_place(m, dtype):
+    """One column of x is one: what comes out is the number there, exactly."""
+    levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
+    levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()
+    words, scale = four_bit._packed(levels, four_bit.run_length(128, 128)), torch.ones(16, 1, dtype=BF16)
+    weight = (levels - 8).to(dtype)
+    for column in (1, 17, 40, 63, 64, 90, 111, 127):
+        x = torch.zeros(m, 128, dtype=dtype)
+        x[:, column] = 1
+        output = routed("quantized_linear", x, words, scale)
+        assert torch.equal(output, weight[:, column].expand(m, -1))

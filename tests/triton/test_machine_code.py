@@ -1,0 +1,27 @@
+"""Every kernel has been executed as machine code: this runs last, and a kernel that no test launches fails it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.amdgcn import suite
+from tests.amdgcn.kernels import built, entries, modules
+
+pytestmark = pytest.mark.skipif(suite.gpu() is None, reason="kernels are interpreted in this run")
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_every_kernel_is_among_the_builds(name):
+    module = modules()[name]
+    assert entries(module), "a module of kernels without a kernel"
+    assert entries(module) == built(module)
+
+
+def test_every_kernel_was_executed(request):
+    executed = suite.record().kernels()
+    wanted = {name: entries(module) for name, module in modules().items()}
+    if request.config.getoption("--machine-code-share") in ("few", "sample"):  # one of every module is enough
+        missing = [name for name, kernels in wanted.items() if not kernels & executed]
+    else:
+        missing = [kernel for kernels in wanted.values() for kernel in sorted(kernels - executed)]
+    assert not missing, "no test launched them"

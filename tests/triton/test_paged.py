@@ -1,0 +1,123 @@
+"""Decode attention over pages by our split kernel, interpreted, against the float64 oracle; unused rows are NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm.ops import probe_cases
+from hf_rocm.ops.paged import PagedSpec, eager_paged
+from hf_rocm.ops.triton import decode
+from tests.amdgcn import suite
+from tests.tolerance import assert_as_good_as_eager
+from tests.triton.routed import here, random, routed
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
+USUAL = SERVED[0]
+
+
+@pytest.fixture(autouse=True)
+def several_splits(monkeypatch):
+    monkeypatch.setattr(decode, "_units", lambda device: 8)
+    decode._work.cache_clear()
+
+
+def pages_of(lengths, page, kv_heads, dims, dtype, columns):
+    """Pages in any order, filled up to the lengths; the rest is NaN."""
+    rows = len(lengths)
+    order = torch.randperm(rows * columns + 2, generator=torch.Generator().manual_seed(1))
+    table = order[: rows * columns].view(rows, columns).to(torch.int32)
+    pages = [torch.full((len(order), page, kv_heads, dim), torch.nan, dtype=dtype) for dim in dims]
+    for row, length in enumerate(lengths):
+        for j in range(length):
+            for seed, tensor in enumerate(pages):
+                tensor[table[row, j // page], j % page] = random(*tensor.shape[2:], dtype=dtype, seed=9 * j + seed)
+        table[row, -(-(length + 1) // page) :] = -1  # not allocated
+    return table, *pages
+
+
+def check(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new=True, columns=4, **terms):
+    """lengths: without the queries' own keys; None: a row without a request."""
+    h, kv_heads = heads
+    b = len(lengths)
+    total = torch.tensor([0 if length is None else length + s_q for length in lengths], dtype=torch.int32)
+    kept = [0 if length is None else length + (0 if new else s_q) for length in lengths]
+    if s_q > 1:  # room for the last of them
+        columns += 1
+    table, *pages = pages_of(kept, page, kv_heads, dims, dtype, columns)
+    for row, length in enumerate(total.tolist()):
+        used = -(-length // page)
+        missing = table[row, :used] < 0
+        table[row, :used][missing] = torch.arange(len(pages[0]) - 2, len(pages[0]), dtype=torch.int32)[: missing.sum()]
+    query = random(b, s_q, h, dims[0], dtype=dtype).transpose(1, 2)
+    kv = [random(b, s_q, kv_heads, dim, dtype=dtype, seed=5).transpose(1, 2) if new else None for dim in dims]
+    sinks = random(h, dtype=dtype, seed=3) if terms.pop("sinks", False) else None
+    how = {"scale": dims[0] ** -0.5, "window": None, "softcap": None, **terms}
+
+    def run(function, convert, sink):
+        copies = [convert(each) if each is not None else None for each in (query, *pages, *kv)]
+        output = function(*copies[:3], table, total, *copies[3:], sinks=sink, **how)
+        return output, copies[1:3]
+
+    eager, _ = run(eager_paged, torch.Tensor.clone, sinks)
+    expected, wide = run(eager_paged, torch.Tensor.double, None if sinks is None else sinks.double())
+    output, written = run(lambda *a, **k: routed("paged_attention", *a, **k), torch.Tensor.clone, sinks)
+    assert output.is_contiguous()
+    assert_as_good_as_eager(output, eager, expected)
+    for mine, oracle in zip(written, wide, strict=True):  # every new row where it belongs, and nothing else
+        assert torch.equal(mine.double().nan_to_num(7e3), oracle.nan_to_num(7e3))
+    for row, length in enumerate(lengths):
+        assert length is not None or (output[row] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", SERVED, ids=str)
+@pytest.mark.parametrize("page", [4, 16, 100])
+def test_single_queries(page, dtype):
+    check([page - 1, 0, None, 3 * page, 2 * page], page=page, dtype=dtype)
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("s_q", [2, 16])
+def test_several_queries(s_q, new):
+    check([30, 0], page=16, s_q=s_q, new=new)
+
+
+@pytest.mark.parametrize(
+    "terms", [{"softcap": 2.0}, {"sinks": True}, {"window": 20}, {"softcap": 3.0, "sinks": True, "window": 5}], ids=str
+)
+def test_terms(terms):
+    check([63, 5, None], page=16, columns=5, **terms)
+
+
+@pytest.mark.parametrize(("heads", "dims"), [((7, 1), (80, 80)), ((2, 2), (64, 48)), ((40, 1), (16, 16))], ids=str)
+def test_shapes(heads, dims):
+    check([17, 40], page=16, heads=heads, dims=dims)
+
+
+def test_one_program_for_each_head(monkeypatch):
+    monkeypatch.setattr(decode, "_units", lambda device: 1)
+    decode._work.cache_clear()
+    check([17, 40, None], page=16, sinks=True)
+
+
+def test_one_request_uses_its_own_length():
+    """A single length isn't shared by all rows, as it is in `decode_attention`."""
+    check([33], page=16)
+
+
+SPEC = PagedSpec(USUAL, torch.device("cpu"), 4, 2, 16, 16, 16, softcap=False, sinks=False)
+
+
+@pytest.mark.parametrize("spec", [SPEC, SPEC._replace(softcap=True, sinks=True, window=5, new=False)], ids=str)
+def test_first_use_checks_pass_and_find_a_key_too_many(spec, monkeypatch):
+    assert probe_cases.check("paged_attention", "triton", "decode_kernel, pages", tuple(spec)) is None
+    stock = decode._traced
+    monkeypatch.setattr(decode, "_traced", lambda q, k, v, lengths, *rest: stock(q, k, v, lengths - 1, *rest))
+    assert "wrong by" in probe_cases.check("paged_attention", "triton", "decode_kernel, pages", tuple(spec))
+
+
+def test_refusals():
+    assert "16 queries" in decode.paged_refuses(SPEC._replace(few_queries=False), here())
+    assert "at most 256" in decode.paged_refuses(SPEC._replace(head_dim=320), here())
+    assert decode.paged_refuses(SPEC, here()) is None

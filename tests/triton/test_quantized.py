@@ -1,0 +1,209 @@
+"""quantized_linear of few rows by our kernels, interpreted, against float64: 8-bit weights, which x meets unrounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from hf_rocm.device import Device
+from hf_rocm.errors import OptionError
+from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ, INT8, quantize_rows
+from hf_rocm.ops.linear import eager_fused_linear
+from hf_rocm.ops.quantized import keeps_input
+from hf_rocm.ops.quantized_torch import QuantizedCall, QuantizedSpec
+from hf_rocm.ops.triton import quantized
+from tests.amdgcn import suite
+from tests.tolerance import assert_as_good_as_eager
+from tests.triton.routed import compiled_once, here, random, routed
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+# Triton's interpreter does not have the fp8 of MI300
+FORMATS = (FP8, INT8) if suite.gpu() is None else (FP8, FP8_FNUZ, INT8)
+
+each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
+
+
+def rounded(weight: torch.Tensor, format: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    data, scale = quantize_rows(weight, format)
+    return data, scale.flatten().float()
+
+
+def exact(call: QuantizedCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """What eager layers with the dequantised weight give, in x's dtype and in float64."""
+    results = []
+    for dtype in (call.x.dtype, torch.float64):
+        x, bias, norm, residual = (
+            None if tensor is None else tensor.to(dtype)
+            for tensor in (call.x, call.bias, call.norm_weight, call.residual)
+        )
+        weight = call.dequantized(dtype)
+        results.append(eager_fused_linear(x, weight, bias, norm, residual, call.eps, call.one_plus, call.activation))
+    return results[0], results[1]
+
+
+def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, **more: Any):
+    output = routed("quantized_linear", x, weight, scale, bias, round_input=False, **more)
+    as_good_as_eager(output, x, weight, scale, bias, **more)
+    return output
+
+
+def as_good_as_eager(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    **more: Any,
+) -> None:
+    norm = more.get("norm") or ops.Norm(None, 0.0)  # type: ignore[arg-type]
+    call = QuantizedCall(x, weight, scale, bias, weight.dtype, False, False, norm.weight, more.get("residual"))
+    eager, wide = exact(call._replace(eps=norm.eps, one_plus=norm.one_plus, activation=more.get("activation")))
+    assert_as_good_as_eager(output, eager, wide)
+
+
+@each_format
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 16, 17, 33, 64])
+def test_every_class_of_rows(m, format):
+    x, weight = random(m, 80, dtype=BF16), random(21, 80, dtype=BF16, seed=1)
+    check(x, *rounded(weight, format))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@each_format
+@pytest.mark.parametrize(
+    ("shape", "n"), [((1, 16), 16), ((1, 1, 63), 37), ((2, 131), 20), ((3, 5, 40), 33), ((1, 2100), 18)], ids=str
+)
+def test_odd_sizes(shape, n, format, dtype):
+    x, weight = random(*shape, dtype=dtype), random(n, shape[-1], dtype=dtype, seed=1)
+    check(x, *rounded(weight, format), random(n, dtype=dtype, seed=2))
+
+
+FORMS: list[dict[str, Any]] = [
+    {"norm": True},
+    {"residual": True},
+    {"activation": "silu"},
+    {"activation": "gelu_tanh", "norm": True, "residual": True, "bias": True},
+]
+
+
+@each_format
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("m", [1, 5])
+def test_norm_gate_and_sum(m, form, format):
+    n, k = 38, 67
+    columns = n // 2 if "activation" in form else n
+    x, weight = random(1, m, k, dtype=BF16), random(n, k, dtype=BF16, seed=1) * k**-0.5
+    more: dict[str, Any] = {"activation": form.get("activation")}
+    if "norm" in form:
+        more["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
+    if "residual" in form:
+        more["residual"] = random(1, m, columns, dtype=BF16, seed=4)
+    check(x, *rounded(weight, format), random(n, dtype=BF16, seed=2) if "bias" in form else None, **more)
+
+
+@each_format
+@pytest.mark.parametrize("m", [1, 4])
+def test_zeros_extremes_and_nan(m, format):
+    weight = random(24, 64, dtype=BF16, seed=1)
+    weight[3] = 0
+    weight[4] *= 2.0**-100
+    weight[5] *= 2.0**100
+    x = random(m, 64, dtype=BF16)
+    data, scale = rounded(weight, format)
+    output = check(x, data, scale)
+    assert (output[:, 3] == 0).all()
+    scale[7] = torch.nan
+    x[-1, 0] = torch.inf
+    output = routed("quantized_linear", x, data, scale, round_input=False)
+    assert output[:, 7].isnan().all() and not output[-1].isfinite()[data[:, 0].float() != 0].any()
+    assert torch.isfinite(output[:-1, :7]).all()
+
+
+def test_every_number_of_a_format():
+    """A matrix of one column that is not zero: what comes out is the number itself."""
+    for format, numbers in ((INT8, range(-127, 128)), (FP8, [i for i in range(256) if i & 0x7F != 0x7F])):
+        bits = torch.tensor(list(numbers), dtype=torch.int64).to(torch.uint8)
+        data = torch.zeros(len(bits), 16, dtype=torch.uint8)
+        data[:, 5] = bits
+        weight = data.view(format)
+        for m in (1, 2):
+            x = torch.zeros(m, 16, dtype=BF16)
+            x[:, 5] = 1
+            output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)
+            assert torch.equal(output, weight[:, 5].to(BF16).expand(m, -1))
+
+
+def test_an_empty_batch_and_a_graph():
+    x, weight = random(2, 64, dtype=BF16), random(32, 64, dtype=BF16)
+    data, scale = rounded(weight, INT8)
+    assert routed("quantized_linear", x[:0], data, scale, round_input=False).shape == (0, 32)
+
+    def function(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return ops.quantized_linear(x, data, scale, round_input=False)
+
+    assert compiled_once(function, x, data, scale)
+
+
+def test_few_rows_are_converted_in_registers():
+    x, weight = random(65, 64, dtype=BF16), random(32, 64, dtype=BF16)
+    data, scale = rounded(weight, INT8)
+    with ops.recording() as routes:
+        ops.quantized_linear(x, data, scale, round_input=False)
+        ops.quantized_linear(x[:64], data, scale, round_input=False)
+    assert [(each.tier, each.name) for each in routes] == [
+        ("triton", "dequantize, F.linear"),
+        ("triton", "few_rows"),
+    ]
+    assert keeps_input(x, data, scale, None, False) and keeps_input(x[:2], data, scale, None, False)
+    with options.override(tiers={"linear": "torch"}):
+        assert not keeps_input(x, data, scale, None, False) and not keeps_input(x[:2], data, scale, None, False)
+
+
+SPEC = QuantizedSpec(
+    dtype=BF16,
+    format=INT8,
+    device=torch.device("cpu"),
+    n=64,
+    k=64,
+    bias_dtype=None,
+    shuffled=False,
+    round_input=False,
+    rows=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"round_input": True}, "don't round x"),
+        ({"dtype": torch.float32}, "not torch.float32"),
+        ({"bias_dtype": torch.float32}, "one dtype"),
+        ({"shuffled": True}, "plain order"),
+        ({"n": 8}, "at least 16"),
+        ({"rows": 0}, "M > 64"),
+        ({"activation": "silu", "n": 65}, "even N"),
+        ({"format": torch.int32, "group": 32, "k": 96}, "multiple of 128"),
+    ],
+    ids=str,
+)
+def test_refusals(change, reason):
+    assert reason in str(quantized.refuses(SPEC._replace(**change), here()))
+    assert quantized.refuses(SPEC, here()) is None
+
+
+def test_refusals_of_fp8_on_nvidia(monkeypatch):
+    nvidia = Device("cuda", rocm=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert "capability 8.9" in str(quantized._format_refuses(SPEC._replace(format=FP8), nvidia))
+    assert quantized._format_refuses(SPEC, nvidia) is None
+    assert "negative zero" in str(quantized._format_refuses(SPEC._replace(format=FP8_FNUZ), nvidia))
+
+
+def test_an_unknown_activation():
+    data, scale = rounded(random(32, 64, dtype=BF16), INT8)
+    with pytest.raises(OptionError, match="mish"):
+        ops.quantized_linear(random(1, 64, dtype=BF16), data, scale, activation="mish")

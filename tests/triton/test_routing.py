@@ -1,0 +1,100 @@
+"""choose_experts by our kernel, interpreted: every form, equal scores, numbers that are none, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops import routing
+from hf_rocm.ops.triton import routing as triton
+from tests.ops.test_routing import FORMS, check, drawn, eager
+from tests.triton.routed import compiled_once, here, routed
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@each_dtype
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_choose_experts(form, dtype):
+    logits, keywords = drawn(3, form, dtype)
+    actual = routed("choose_experts", logits, **keywords)
+    assert torch.equal(actual[1], eager(logits, keywords)[1]), "the largest score first"
+    check(actual, logits, keywords)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize(("experts", "top"), [(1, 1), (3, 2), (60, 4), (63, 8), (128, 8), (300, 10)])
+def test_every_number_of_experts(experts, top, tokens):
+    logits, keywords = drawn(tokens, {"top": top, "normalise": True}, torch.float32, experts=experts)
+    actual = routed("choose_experts", logits, **keywords)
+    if tokens:
+        check(actual, logits, keywords)
+    else:
+        assert actual[0].shape == actual[1].shape == (0, top)
+
+
+@pytest.mark.parametrize("scores", routing.SCORES)
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_of_equal_scores_the_lower_experts(scores, steps):
+    """As with torch.topk on a GPU, which tests/gpu compares."""
+    logits = torch.randint(steps, (7, 37), generator=torch.Generator().manual_seed(steps)).bfloat16() / 4
+    ids = routed("choose_experts", logits, top=5, scores=scores)[1]
+    assert torch.equal(ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :5])
+
+
+def test_equal_groups_are_the_lower_ones():
+    ids = routed("choose_experts", torch.zeros(2, 16), top=5, scores="sigmoid", groups=4, chosen_groups=2)[1]
+    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("scores", routing.SCORES)
+def test_whatever_the_numbers_are_the_experts_exist_and_are_distinct(scores):
+    logits = torch.tensor([[float("nan")] * 5, [float("-inf")] * 5, [float("inf")] * 5, [0.0, float("nan"), 1, 2, 3]])
+    weights, ids = routed("choose_experts", logits, top=3, scores=scores)
+    assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in ids.tolist())
+    assert weights[0].isnan().all() and weights[3].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"grad": True}, "no gradient"),
+        ({"dtype": torch.float64}, "not torch.float64"),
+        ({"experts": 2000}, "of 2000"),
+        ({"top": 33}, "33 of 64"),
+        ({"top": 0}, "can't be chosen"),
+        ({"biased": True, "scores": routing.CHOSEN}, "no bias to logits"),
+        ({"groups": 8, "scores": routing.CHOSEN}, "scores of all experts"),
+        ({"groups": 7}, "groups of 64 experts can't be chosen"),
+        ({"groups": 8, "chosen_groups": 9}, "9 of 8 groups"),
+        ({"groups": 3, "experts": 48}, "powers of two"),
+        ({"groups": 8, "best": 3}, "best one or two"),
+        ({"groups": 32, "chosen_groups": 2}, "fewer than 8"),
+    ],
+    ids=str,
+)
+def test_refusals(change, reason):
+    spec = routing.RoutingSpec(
+        *routing.specification(torch.zeros(1, 64), None, torch.float32, 64, 8, "softmax", 1, 1, 2, False)
+    )
+    assert triton.refuses(spec, here()) is None
+    assert reason in str(triton.refuses(spec._replace(**change), here()))
+
+
+def test_gradients_are_refused_when_the_tier_is_named():
+    with pytest.raises(TierUnavailable, match="gradient"):
+        routed("choose_experts", torch.zeros(1, 4, requires_grad=True), top=1)
+
+
+def test_it_is_one_operator_of_a_compiled_graph():
+    logits, keywords = drawn(2, FORMS["groups"], torch.float32)
+    nodes = compiled_once(lambda logits: ops.choose_experts(logits, **keywords)[0] * 2, logits)
+    assert "hf_rocm.triton_choose_experts.default" in nodes
+
+
+def test_the_operator_says_the_truth():
+    arguments = (torch.randn(2, 8), None, 2, "softmax", 1, 1, 2, True, 0.0, 1.0, torch.float32)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.hf_rocm.triton_choose_experts.default, arguments, test_utils=checks)

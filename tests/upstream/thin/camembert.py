@@ -1,0 +1,10 @@
+"""ModelTesterMixin over a tiny camembert: an encoder, and the heads that people use."""
+
+import unittest
+
+from ...thin import EncoderTest
+
+
+class CamembertModelTest(EncoderTest, unittest.TestCase):
+    model_type = "camembert"
+    heads = ("MODEL_FOR_MASKED_LM", "MODEL_FOR_SEQUENCE_CLASSIFICATION")

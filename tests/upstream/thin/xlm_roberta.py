@@ -1,0 +1,10 @@
+"""ModelTesterMixin over a tiny xlm_roberta: an encoder, and the heads that people use."""
+
+import unittest
+
+from ...thin import EncoderTest
+
+
+class XLMRobertaModelTest(EncoderTest, unittest.TestCase):
+    model_type = "xlm-roberta"
+    heads = ("MODEL_FOR_MASKED_LM", "MODEL_FOR_SEQUENCE_CLASSIFICATION")

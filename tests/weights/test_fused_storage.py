@@ -1,0 +1,98 @@
+"""The block in the place of its parts: what lies between them steps aside, for as long as nobody else holds it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+from hf_rocm.layers.grouped_linear import live as fused
+from hf_rocm.weights import fused_storage
+from hf_rocm.weights.fuse import fuse
+
+WIDTH = 512
+ROWS = {"k": 1024, "o": 1536, "q": 2048, "v": 1024}  # in fp32 each takes 2 MiB and up
+
+
+@pytest.fixture
+def attention(monkeypatch):
+    """Four layers one behind another, as transformers loads them onto a GPU, which the CPU is taken for."""
+    monkeypatch.setattr(fused_storage, "_on_gpu", lambda tensor: True)
+    memory = torch.randn(sum(ROWS.values()), WIDTH, generator=torch.Generator().manual_seed(0))
+    module, start = nn.Module(), 0
+    for name, rows in ROWS.items():
+        linear = nn.Linear(WIDTH, rows, bias=False, device="meta")
+        linear.weight = nn.Parameter(from_dlpack(memory[start : start + rows]), requires_grad=False)
+        module.add_module(name, linear)
+        start += rows
+    return module
+
+
+@pytest.fixture
+def aside(monkeypatch):
+    """What stepped aside, at each join."""
+    seen = []
+    step = fused_storage._make_room
+    monkeypatch.setattr(fused_storage, "_make_room", lambda *arguments: seen.append(step(*arguments)) or seen[-1])
+    return seen
+
+
+def values(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def fuses(module, before):
+    """The layers are fused, and every weight is what it was, in memory of its own."""
+    assert fuse(module, ("q", "k", "v")) is None
+    held = fused(module)
+    assert held is not None and torch.equal(held.weight, torch.cat([before[f"{name}.weight"] for name in "qkv"]))
+    after = module.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in after.values()}) == len(ROWS)
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in after.values())
+
+
+def test_what_lies_between_steps_aside(attention, aside):
+    weights, stretch = dict(attention.named_parameters()), attention.k.weight.data_ptr()
+    end = attention.v.weight.data_ptr() + attention.v.weight.nbytes
+    old = attention.o.weight.data_ptr()
+    fuses(attention, values(attention))
+    assert aside == [[weights["o.weight"]]] and attention.o.weight.data_ptr() != old
+    assert dict(attention.named_parameters()) == weights  # the objects stay
+    assert not stretch <= attention.o.weight.data_ptr() < end
+
+
+def test_a_weight_that_something_else_holds_stays_where_it_is(attention, aside):
+    view, old = attention.o.weight.detach(), attention.o.weight.data_ptr()
+    fuses(attention, values(attention))
+    assert aside == [[]] and attention.o.weight.data_ptr() == view.data_ptr() == old
+
+
+def test_neighbours_need_nobody_between_them(attention, aside):
+    old = {name: each.data_ptr() for name, each in attention.named_parameters()}
+    before = values(attention)
+    assert fuse(attention, ("q", "v")) is None
+    assert aside == [[]] and all(
+        attention.state_dict()[f"{name}.weight"].data_ptr() == old[f"{name}.weight"] for name in "ko"
+    )
+    assert all(torch.equal(attention.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_memory_is_taken_over_on_the_device_that_it_is_on(attention, monkeypatch):
+    """PyTorch exports no tensor of another GPU than the current one."""
+    current, exported = [], []
+
+    class Device(torch.cuda.device_of):
+        def __enter__(self):
+            current.append(self)
+            super().__enter__()
+
+        def __exit__(self, *error):
+            current.pop()
+            return super().__exit__(*error)
+
+    monkeypatch.setattr(torch.cuda, "device_of", Device)
+    monkeypatch.setattr(fused_storage, "from_dlpack", lambda part: exported.append(bool(current)) or from_dlpack(part))
+    fuses(attention, values(attention))
+    assert len(exported) == 3 + 4 and all(exported) and not current

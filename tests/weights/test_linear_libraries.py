@@ -1,0 +1,105 @@
+"""route_linear with a library: PyTorch's switch is set while a routed layer runs, and back afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hf_rocm
+from hf_rocm.errors import OptionError
+from hf_rocm.ops import blas_backend
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    assert nn.Linear.__dict__["forward"].__module__ == "torch.nn.modules.linear"
+    yield
+    assert nn.Linear.__dict__["forward"].__module__ == "torch.nn.modules.linear"
+
+
+class Net(nn.Module):
+    """No overlay knows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.between, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.between(torch.relu(self.up(x))))
+
+
+@pytest.fixture
+def net():
+    return Net().eval()
+
+
+@pytest.fixture
+def switch(monkeypatch):
+    """PyTorch's switch on a machine that has every library: (what was asked for, what is preferred now)."""
+    names = {"default": "Default", "cublas": "Cublas", "hipblas": "Cublas", "cublaslt": "Cublaslt", "ck": "Ck"}
+    asked, now = [], ["Default"]
+
+    def preferred(backend=None):
+        if backend is not None:
+            asked.append(backend)
+            now[0] = names.get(backend, backend)
+        return now[0]
+
+    monkeypatch.setattr(torch.backends.cuda, "_BlasBackends", names)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+    monkeypatch.setattr(blas_backend, "is_rocm", lambda: True)
+    return asked, now
+
+
+@pytest.mark.parametrize(("backend", "name"), [("hipblaslt", "cublaslt"), ("rocblas", "hipblas"), ("ck", "ck")])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_library_is_preferred_while_a_routed_layer_runs(net, switch, backend, name, compiled):
+    asked, now = switch
+    x = torch.randn(3, 16)
+    expected = net(x)
+    hf_rocm.route_linear(net, linear_backend=backend, force=True)
+    del asked[:]
+    torch._dynamo.reset()
+    model = torch.compile(net, backend="eager") if compiled else net
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+    assert asked == [name, "Default"] * 3 and now == ["Default"]
+    torch._dynamo.reset()
+
+
+def test_a_library_serves_fused_groups_too(switch):
+    from hf_rocm.layers.grouped_linear import product
+    from hf_rocm.weights.fuse import fuse
+
+    module = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)}).requires_grad_(False)
+    x = torch.randn(3, 16)
+    expected = torch.cat([module["a"](x), module["b"](x)], dim=-1)
+    assert fuse(module, ("a", "b")) is None
+    hf_rocm.route_linear(module, linear_backend="rocblas", force=True)
+    del switch[0][:]
+    torch.testing.assert_close(product(module, x), expected)
+    assert switch[0] == ["hipblas", "Default"]
+
+
+def test_a_library_that_cannot_be_had_is_an_error(net, switch, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "_BlasBackends", {"cublas": "Cublas"})
+    with pytest.raises(OptionError, match=r"(?s)'ck' can't be honoured.*only cublas"):
+        hf_rocm.route_linear(net, linear_backend="ck", force=True)
+    monkeypatch.setattr(torch.backends.cuda, "_BlasBackends", {"cublas": "Cublas", "hipblaslt": "Cublaslt"})
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda backend=None: "Cublas")
+    with pytest.raises(OptionError, match=r"(?s)'hipblaslt'.*PyTorch chose Cublas"):
+        hf_rocm.route_linear(net, linear_backend="hipblaslt", force=True)
+    monkeypatch.setattr(blas_backend, "is_rocm", lambda: False)
+    with pytest.raises(OptionError, match="not a ROCm build"), hf_rocm.routed_linear(linear_backend="ck", force=True):
+        pass
+    with pytest.raises(OptionError, match="is not valid"):
+        hf_rocm.route_linear(net, linear_backend="cutlass", force=True)
+    assert "forward" not in net.up.__dict__
+
+
+def test_the_names_of_this_pytorch_are_known():
+    """The switch of the installed PyTorch has a name for each of ours."""
+    assert all(blas_backend._name(each) for each in blas_backend.LIBRARIES)

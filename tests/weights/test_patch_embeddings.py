@@ -1,0 +1,268 @@
+"""Patch embeddings: convolutions without overlap are products, equal to PyTorch's, and whatever differs runs stock."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hf_rocm
+from hf_rocm import ops
+from hf_rocm.overlay import bind
+from hf_rocm.weights import instance_forward, patch_embeddings
+from tests.replacing import replaced, scaled
+from tests.tolerance import assert_as_good_as_eager
+
+CONVOLUTIONS = {
+    "image": (lambda **more: nn.Conv2d(3, 20, 14, 14, **more), (2, 3, 42, 28)),
+    "oblong": (lambda **more: nn.Conv2d(3, 7, (4, 6), (4, 6), padding="valid", **more), (1, 3, 9, 13)),
+    "video": (lambda **more: nn.Conv3d(3, 24, (2, 14, 14), (2, 14, 14), **more), (5, 3, 2, 14, 14)),
+    "frames": (lambda **more: nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), **more), (2, 3, 5, 9, 8)),
+}
+
+
+class Embedding(nn.Module):
+    """A model without an overlay."""
+
+    def __init__(self, convolution):
+        super().__init__()
+        self.proj = convolution
+
+    def forward(self, pixels):
+        return self.proj(pixels)
+
+
+def built(kind, dtype=torch.float32, **more):
+    torch.manual_seed(0)
+    make, shape = CONVOLUTIONS[kind]
+    model = Embedding(make(**more)).eval()
+    pixels = torch.randn(shape)
+    return model.to(dtype), pixels.to(dtype)
+
+
+def products(model, *inputs):
+    """The output, and the sizes of the products that hf_rocm computed."""
+    with torch.no_grad(), ops.recording() as routes:
+        output = model(*inputs)
+    return output, [route for route in routes if route.operation == "linear"]
+
+
+def strides(tensor):
+    """Those that matter."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def served(kind="image", **more):
+    model, pixels = built(kind, **more)
+    return hf_rocm.prepare(model, force=True), pixels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_a_product_equals_the_convolution(kind, bias, dtype):
+    model, pixels = built(kind, dtype, bias=bias)
+    with torch.no_grad():
+        exact, stock = copy.deepcopy(model).double()(pixels.double()), model(pixels)
+    ours, routes = products(hf_rocm.prepare(model, force=True), pixels)
+    assert len(routes) == 1
+    assert_as_good_as_eager(ours, stock, exact)
+    assert strides(ours) == strides(stock)
+
+
+def test_the_memory_format_is_a_convolutions():
+    model, pixels = built("image")
+    pixels = pixels.to(memory_format=torch.channels_last)
+    stock = model(pixels)
+    ours, routes = products(hf_rocm.prepare(model, force=True), pixels)
+    assert routes and strides(ours) == strides(stock) and not ours.is_contiguous()
+    torch.testing.assert_close(ours, stock)
+
+
+def test_no_images():
+    model, pixels = served("frames")
+    ours, routes = products(model, pixels[:0])
+    assert routes and ours.shape == F.conv3d(pixels[:0], model.proj.weight, model.proj.bias, model.proj.stride).shape
+
+
+def test_gradients_are_stocks():
+    model, pixels = built("frames")
+    ours = hf_rocm.prepare(copy.deepcopy(model), force=True)
+    inputs = [pixels.clone().requires_grad_() for _ in range(2)]
+    for each, x in zip((model, ours), inputs, strict=True):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+
+
+def test_weights_are_read_at_every_call():
+    model, pixels = served()
+    products(model, pixels)
+    with torch.no_grad():
+        model.proj.weight.mul_(2)
+        model.proj.bias.zero_()
+    ours, routes = products(model, pixels)
+    torch.testing.assert_close(ours, F.conv2d(pixels, model.proj.weight, None, 14))
+    model.proj.weight = nn.Parameter(torch.randn_like(model.proj.weight) * 0.02)
+    ours, more = products(model, pixels)
+    torch.testing.assert_close(ours, F.conv2d(pixels, model.proj.weight, model.proj.bias, 14))
+    assert routes and more
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Conv2d(3, 4, 4, 2),
+        lambda: nn.Conv2d(3, 4, 4, 4, padding=1),
+        lambda: nn.Conv2d(3, 4, 4, (4, 2)),
+        lambda: nn.Conv2d(3, 4, 4, 4, dilation=2),
+        lambda: nn.Conv2d(3, 6, 4, 4, groups=3),
+        lambda: nn.Conv2d(3, 4, 1, 1),
+        lambda: type("Mine", (nn.Conv2d,), {})(3, 4, 4, 4),
+    ],
+)
+def test_other_convolutions_stay_stock(make):
+    torch.manual_seed(0)
+    model, pixels = Embedding(make()), torch.randn(2, 3, 16, 16)
+    expected = model(pixels)
+    ours, routes = products(hf_rocm.prepare(model, force=True), pixels)
+    assert torch.equal(ours, expected) and not routes
+    assert "forward" not in model.proj.__dict__
+
+
+SURGERY = {
+    "a forward on the instance": lambda model: setattr(model.proj, "forward", lambda x: x.sum()),
+    "another convolution inside": lambda model: setattr(model.proj, "_conv_forward", lambda x, *_: x.sum()),
+    "a subclass": lambda model: setattr(model.proj, "__class__", type("Mine", (nn.Conv2d,), {})),
+    "another stride": lambda model: setattr(model.proj, "stride", (7, 7)),
+    "a padding": lambda model: setattr(model.proj, "padding", (1, 1)),
+    "no kernel": lambda model: setattr(model.proj, "weight", nn.Parameter(torch.randn(20, 3, 2, 2))),
+}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("surgery", SURGERY)
+def test_what_users_change_is_followed(surgery, before):
+    stock, pixels = built("image")
+    model = copy.deepcopy(stock)
+    SURGERY[surgery](stock)
+    if before:
+        SURGERY[surgery](model)
+    hf_rocm.prepare(model, force=True)
+    if not before:
+        SURGERY[surgery](model)
+    if surgery == "no kernel":
+        with torch.no_grad():
+            model.proj.weight.copy_(stock.proj.weight)
+    ours, routes = products(model, pixels)
+    assert torch.equal(ours, stock(pixels)) and not routes
+    hf_rocm.restore(model)
+    assert torch.equal(model(pixels), stock(pixels))
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("holder", "name"), [(nn.Conv2d, "forward"), (nn.Conv2d, "_conv_forward"), (F, "conv2d"), (F, "linear")]
+)
+def test_functions_that_users_replace_are_called(holder, name, before):
+    stock, pixels = built("image")
+    model = copy.deepcopy(stock)
+    if not before:
+        hf_rocm.prepare(model, force=True)
+    with replaced(holder, name, scaled), torch.no_grad():
+        expected = stock(pixels)
+        if before:
+            hf_rocm.prepare(model, force=True)
+        ours, routes = products(model, pixels)
+        assert torch.equal(ours, expected) and not routes
+    assert products(model, pixels)[1]
+
+
+def test_hooks_run():
+    model, pixels = served()
+    seen = []
+    model.proj.register_forward_hook(lambda module, args, output: seen.append(output.shape) or output + 1)
+    plain = F.conv2d(pixels, model.proj.weight, model.proj.bias, 14)
+    ours, routes = products(model, pixels)
+    torch.testing.assert_close(ours, plain + 1)
+    assert seen and routes
+
+
+def test_calls_that_the_product_can_not_serve():
+    model, pixels = served()
+    stock, _ = built("image")
+    assert torch.equal(products(model, pixels[0])[0], stock(pixels[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, routes = products(model, pixels)
+        assert torch.equal(ours, stock(pixels)) and not routes
+    mapped = torch.func.vmap(model)(pixels[None])
+    assert torch.equal(mapped[0], stock(pixels))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(model, pixels)
+    assert torch.equal(traced(pixels), stock(pixels))
+    for wrong in (pixels.double(), pixels[:, :2], pixels[..., :5]):
+        with pytest.raises(RuntimeError) as ours:
+            model(wrong)
+        with pytest.raises(RuntimeError) as theirs:
+            stock(wrong)
+        assert str(ours.value) == str(theirs.value)
+
+
+def test_without_force_what_lies_on_the_cpu_stays_stock(monkeypatch):
+    model, pixels = built("image")
+    expected = model(pixels)
+    patch_embeddings.attach(model, bind.GPU)
+    ours, routes = products(model, pixels)
+    assert torch.equal(ours, expected) and not routes
+
+
+def test_copies_pickles_and_the_way_back():
+    model, pixels = built("image")
+    before = dict(model.proj.__dict__)
+    expected = model(pixels)
+    hf_rocm.prepare(model, force=True)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.proj.weight.zero_()
+        twin.proj.bias.zero_()
+    assert not products(twin, pixels)[0].any() and products(twin, pixels)[1]
+    file = io.BytesIO(pickle.dumps(model))
+    thawed = pickle.load(file)
+    assert torch.equal(thawed(pixels), expected) or products(thawed, pixels)[1]
+    assert products(hf_rocm.prepare(thawed, force=True), pixels)[1]
+    for each in (model, thawed):
+        hf_rocm.restore(each)
+        assert torch.equal(each(pixels), expected)
+    assert {name: value for name, value in model.proj.__dict__.items() if not name.startswith("_param")}.keys() == {
+        name for name in before if not name.startswith("_param")
+    }
+    assert not instance_forward.is_attached(thawed.proj)  # a pickle has the stock forward as an attribute
+
+
+def test_preparing_again_and_what_explain_says():
+    model, _ = served()
+    hf_rocm.prepare(model, force=True)
+    assert patch_embeddings.in_force(model) == ["proj"]
+    assert "as a product, not a convolution: proj" in hf_rocm.explain(model).linears
+    hf_rocm.restore(model)
+    assert patch_embeddings.in_force(model) == []
+    model.proj.forward = lambda x: x
+    hf_rocm.prepare(model, force=True)
+    (line,) = hf_rocm.explain(model).linears
+    assert "proj" in line and "forward of its own" in line
+
+
+def test_it_compiles():
+    model, pixels = served("frames")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(pixels), model(pixels))

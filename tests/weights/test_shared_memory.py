@@ -1,0 +1,106 @@
+"""Weights whose memory another model has too stay where they are: both models see what is written into them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import hf_rocm
+from hf_rocm.layers.weight_group import SLOT, WeightGroup
+from hf_rocm.weights.fuse import Fused, why_not
+from tests.generation.conftest import make
+from tests.weights import models
+from tests.weights.models import GROUPS, follows, live, logits
+
+NAMES = ("q_proj", "k_proj", "v_proj")
+
+
+def two():
+    """Two models over the same memory, as `load_state_dict(assign=True)` leaves them."""
+    one, other = models.build(), models.build()
+    other.load_state_dict(one.state_dict(), assign=True)
+    return one, other
+
+
+def addresses(model):
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("prepared", [0, 1])
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_write_reaches_both(prepared, written):
+    pair = two()
+    hf_rocm.prepare(pair[prepared], force=True)
+    assert addresses(pair[0]) == addresses(pair[1]) and live(pair[prepared]) == 0
+    before = logits(pair[0])
+    with torch.no_grad():
+        for parameter in pair[written].parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(logits(pair[0]), logits(pair[1])) and not torch.equal(logits(pair[0]), before)
+    reason = why_not(pair[prepared].model.layers[0].self_attn, NAMES)
+    assert "another model" in reason and reason in hf_rocm.explain(pair[prepared]).details()
+    assert reason in pair[prepared].__dict__["_hf_rocm_report"]["skipped"].values()
+
+
+def test_a_training_step_of_one_reaches_the_other():
+    ours, other = two()
+    hf_rocm.prepare(ours, force=True)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(models.IDS, labels=models.IDS).loss.backward()
+    optimizer.step()
+    assert torch.equal(logits(ours), logits(other))
+
+
+def test_they_are_fused_once_the_other_model_is_gone():
+    ours, other = two()
+    hf_rocm.prepare(ours, force=True)
+    logits(ours)
+    del other
+    gc.collect()
+    follows(ours, GROUPS)
+
+
+def test_a_fused_model_whose_memory_is_shared_later_stays_fused_and_shares_it():
+    ours, other = models.prepared(), models.build()
+    other.load_state_dict(ours.state_dict(), assign=True)
+    follows(ours, GROUPS)
+    for change in (lambda: ours.to("cpu"), lambda: hf_rocm.prepare(ours, force=True), lambda: hf_rocm.restore(ours)):
+        change()
+        assert addresses(ours) == addresses(other)
+        with torch.no_grad():
+            other.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+        assert torch.equal(logits(ours), logits(other))
+
+
+def listed_experts(model):
+    return any(isinstance(module._modules.get("experts"), torch.nn.ModuleList) for module in model.modules())
+
+
+def test_stacked_experts_stay_too():
+    if not listed_experts(make("mixtral")):
+        pytest.skip("this release keeps the experts of a mixture in stacked parameters, which nothing moves")
+    ours, other = make("mixtral"), make("mixtral")
+    other.load_state_dict(ours.state_dict(), assign=True)
+    hf_rocm.prepare(ours, force=True)
+    assert addresses(ours) == addresses(other)
+    other_alone = hf_rocm.prepare(make("mixtral"), force=True)
+    assert addresses(other_alone).keys() == addresses(ours).keys()
+    assert {type(each) for each in groups(other_alone)} > {Fused} and groups(ours) == []
+
+
+def groups(model):
+    return [each for module in model.modules() if isinstance(each := module.__dict__.get(SLOT), WeightGroup)]
+
+
+def test_tensors_of_the_model_itself_are_no_reason():
+    """An optimizer, gradients, hooks on parameters and a graph that is kept refer to the parameters themselves."""
+    model = models.build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = model(models.IDS, labels=models.IDS).loss
+    loss.backward()
+    optimizer.step()
+    listed = list(model.parameters())
+    hf_rocm.prepare(model, force=True)
+    assert live(model) == GROUPS and len(listed)

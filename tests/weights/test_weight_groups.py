@@ -1,0 +1,255 @@
+"""The contract of a group of weights, for every kind that registers itself.
+
+A kind that forms from plain linear layers is tested as soon as its file exists; one that forms in another way has an
+entry in `EXAMPLES`.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_rocm import ops
+from hf_rocm.layers.grouped_linear import live, product, project, shuffled_experts
+from hf_rocm.layers.weight_group import SLOT, WeightGroup, kind_in
+from hf_rocm.ops.eight_bit import INT8
+from hf_rocm.weights import experts_shuffled
+from hf_rocm.weights.eight_bit import EightBitWeight
+from hf_rocm.weights.experts import Stacked
+from hf_rocm.weights.experts_shuffled import CopiedExperts
+from hf_rocm.weights.fuse import Fused
+from hf_rocm.weights.kinds import kinds
+from hf_rocm.weights.quantize import _quantize
+from hf_rocm.weights.quantize_plan import Group as Together
+from hf_rocm.weights.quantized import Quantized
+from hf_rocm.weights.sharded import Shards
+from hf_rocm.weights.shuffled_copy import ShuffledCopy
+from hf_rocm.weights.shuffled_parameter import ShuffledGroup, ShuffledLinear
+from tests.tolerance import assert_as_good_as_eager
+from tests.weights.models import Group
+from tests.weights.test_experts import NAMES, Mixture
+
+WIDTH = 64
+NAMED = ("a", "b")
+X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16()
+
+
+class Example(NamedTuple):
+    """How a kind is formed and multiplied. build: a stock module; form: makes the group of it."""
+
+    build: Callable[[], Any]
+    form: Callable[[Any], object]
+    run: Callable[[Any], Tensor | None] = lambda module: product(module, X)
+    one_by_one: Callable[[Any, Tensor], Tensor] = lambda module, x: torch.cat([module.a(x), module.b(x)], -1)
+    move: Callable[[Any], object] = lambda module: setattr(module.b.weight, "data", torch.ones(16, WIDTH).bfloat16())
+    nbytes: Callable[[Any], int] = lambda stock: sum(parameter.nbytes for parameter in stock.parameters())
+    extra: Callable[[Any], int] = lambda stock: 0
+    exact: bool = True  # no rounding beside that of the product
+    copies: bool = True  # a copy of the module has a group too, at its first call at the latest
+
+
+def linears() -> Group:
+    torch.manual_seed(3)
+    return Group(32, 16, width=WIDTH, bias=True, dtype=torch.bfloat16)
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(WIDTH, 32, bias=True, dtype=torch.bfloat16)
+
+
+class Parameters(nn.Module):
+    """The stacked experts of transformers 5, gate_up and down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 128, WIDTH).bfloat16())
+        self.down_proj = nn.Parameter(torch.randn(4, WIDTH, 64).bfloat16())
+        self.top_k = 2
+
+
+def _fused_first(kind: type[WeightGroup]) -> Callable[[Any], object]:
+    return lambda module: Fused.form(module, NAMED) or kind.form(module, NAMED)
+
+
+def _stacked(module: Any) -> Tensor | None:
+    group: Any = live(module)
+    return None if group is None else torch.cat([group.gate_up.flatten(), group.down.flatten()])
+
+
+def _listed(module: Any, x: Tensor) -> Tensor:
+    pairs = [expert._modules[name].weight for expert in module.experts for name in NAMES[:2]]
+    return torch.cat([weight.flatten() for weight in (*pairs, *(expert.w2.weight for expert in module.experts))])
+
+
+def _copied(module: Any) -> Tensor | None:
+    pair = shuffled_experts(module, X)
+    return (
+        None if pair is None else torch.cat([ops.Shuffled(each.data.flatten(0, 1)).plain().flatten() for each in pair])
+    )
+
+
+def _swapped(module: Any) -> None:
+    module.a.quantized = copy.deepcopy(module.b.quantized)
+
+
+ALONE: dict[str, Any] = {
+    "build": linear,
+    "one_by_one": lambda module, x: nn.functional.linear(x, module.weight, module.bias),
+    "move": lambda module: setattr(module.weight, "data", torch.ones(32, WIDTH).bfloat16()),
+    "copies": False,
+}
+EXAMPLES: dict[type[WeightGroup], Example] = {
+    Shards: Example(linears, lambda module: Shards.join(module, NAMED), copies=False),
+    ShuffledGroup: Example(linears, _fused_first(ShuffledGroup)),
+    ShuffledLinear: Example(form=lambda module: ShuffledLinear.form(module, ()), **ALONE),
+    ShuffledCopy: Example(
+        form=lambda module: ShuffledCopy.form(module, (), 1), extra=lambda stock: stock.weight.nbytes, **ALONE
+    ),
+    Quantized: Example(
+        linears,
+        lambda module: _quantize(Together(module, "", NAMED), EightBitWeight, INT8, True, warns=False) and None,
+        move=_swapped,
+        nbytes=lambda stock: 48 * WIDTH + 48 * 4 + 48 * 2,
+        exact=False,
+    ),
+    Stacked: Example(
+        Mixture,
+        lambda module: Stacked.form(module, NAMES),
+        run=_stacked,
+        one_by_one=_listed,
+        move=lambda module: setattr(module.experts[1].w1.weight, "data", torch.ones(24, 16)),
+    ),
+    CopiedExperts: Example(
+        Parameters,
+        lambda module: CopiedExperts.form(module, ()),
+        run=_copied,
+        one_by_one=lambda module, x: torch.cat([module.gate_up_proj.flatten(), module.down_proj.flatten()]),
+        move=lambda module: setattr(module.down_proj, "data", torch.ones(4, WIDTH, 64).bfloat16()),
+        extra=lambda stock: sum(parameter.nbytes for parameter in stock.parameters()),
+        copies=False,
+    ),
+}
+
+
+@pytest.fixture(params=kinds(), ids=lambda kind: kind.__name__)
+def kind(request, machine, monkeypatch):
+    machine(threshold=1)
+    monkeypatch.setattr(experts_shuffled, "aiter_refuses", lambda *_: None)  # the recorded package has no such kernel
+    with torch.no_grad():
+        yield request.param
+
+
+def example_of(kind: type[WeightGroup]) -> Example:
+    return EXAMPLES.get(kind) or Example(linears, lambda module: kind.form(module, NAMED))
+
+
+def formed(kind: type[WeightGroup]) -> tuple[Example, Any]:
+    example = example_of(kind)
+    module = example.build()
+    assert example.form(module) is None
+    assert kind_in(module) is kind
+    return example, module
+
+
+def follows(example: Example, module: Any, stock: Any) -> None:
+    """The group computes what the layers of stock compute one by one; 8-bit layers, what they compute themselves."""
+    actual = example.run(module)
+    assert actual is not None
+    if not example.exact:
+        torch.testing.assert_close(actual, example.one_by_one(module, X))
+        return
+    eager = example.one_by_one(stock, X)
+    assert_as_good_as_eager(actual, eager, example.one_by_one(copy.deepcopy(stock).double(), X.double()))
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """What the modules' dictionaries hold, and which objects the parameters are."""
+    entries: dict[str, Any] = {}
+    for path, each in module.named_modules():
+        entries[f"{path} attributes"] = sorted(each.__dict__)
+        entries[f"{path} class"] = type(each)
+        entries |= {f"{path} {name}": id(parameter) for name, parameter in each._parameters.items()}
+    return entries
+
+
+def test_a_live_group_multiplies_as_its_layers_do(kind):
+    example, module = formed(kind)
+    follows(example, module, example.build())
+    if kind not in (Stacked, CopiedExperts):
+        parts = project(module, X)
+        assert parts is not None and torch.equal(torch.cat(parts, -1), product(module, X))
+
+
+def test_norm_and_activation_go_with_the_product(kind):
+    _, module = formed(kind)
+    if kind in (Stacked, CopiedExperts):
+        assert product(module, X) is None  # which is no product of one input
+        return
+    norm = ops.Norm(torch.randn(WIDTH).bfloat16(), 1e-6)
+    normed = ops.rms_norm(X, norm.weight, eps=norm.eps)
+    expected = ops.act_and_mul(product(module, normed), activation="silu")
+    torch.testing.assert_close(product(module, X, norm=norm, activation="silu"), expected)
+
+
+def test_a_weight_that_moved_is_refused(kind):
+    example, module = formed(kind)
+    assert example.run(module) is not None
+    example.move(module)
+    actual = example.run(module)
+    if actual is not None:  # a group that formed again, of the present weights
+        torch.testing.assert_close(actual, example.one_by_one(module, X))
+    stale = live(module)
+    assert stale is None or not stale.parts or type(stale) is not kind
+
+
+def test_restoring_gives_back_objects_values_and_slots(kind):
+    example = example_of(kind)
+    module, stock = example.build(), example.build()
+    before = state_of(module)
+    assert example.form(module) is None and SLOT in module.__dict__
+    kind.restore(module)
+    assert state_of(module) == before
+    for one, other in zip(module.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.untyped_storage().nbytes() == one.nbytes
+    assert live(module) is None
+
+
+def test_the_bytes_reported_are_those_of_the_tensors(kind):
+    example, module = formed(kind)
+    stock, group = example.build(), module.__dict__[SLOT]
+    assert group.nbytes(module) == example.nbytes(stock)
+    assert group.extra_bytes(module) == example.extra(stock)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["copy", "pickle"])
+def test_a_copy_has_a_group_of_its_own_or_none(kind, how):
+    example, module = formed(kind)
+    twin = how(module)
+    if not example.copies:
+        assert example.run(twin) is None
+        assert torch.equal(example.one_by_one(twin, X), example.one_by_one(example.build(), X))
+        return
+    follows(example, twin, example.build())
+    for parameter in twin.parameters():
+        parameter.zero_()
+    follows(example, module, example.build())
+
+
+def test_gradients_are_left_to_the_layers(kind):
+    example, module = formed(kind)
+    if kind is Quantized:  # whose layers have no parameters
+        return
+    with torch.enable_grad():
+        actual = example.run(module)
+        assert actual is None or actual.grad_fn is not None
+    # the parameter of a single shuffled layer is stock's from then on
+    assert kind is ShuffledLinear or example.run(module) is not None

@@ -256,6 +256,19 @@ def test_bitop3_is_a_truth_table():
         assert int(vector(state, "v4")[0]) & 255 == table
 
 
+def test_bitop3_of_16_bits_takes_and_writes_the_halves_that_op_sel_names():
+    a, b, c = 0b11110000, 0b11001100, 0b10101010
+    rest = {"v2": b, "s3": c, "v4": 0xBEEF5555}
+    low, high = {"v1": a, **rest}, {"v1": a << 16, **rest}
+    for table in (0x78, 0xDE, 0xF8, 0x01):
+        text = f"v_bitop3_b16 v4, v1, v2, s3 bitop3:{table:#x}"
+        expected = sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(16))
+        plain = execute("gfx950", text, low)
+        assert int(vector(plain, "v4")[0]) == 0xBEEF0000 | expected, hex(table)
+        placed = execute("gfx950", f"{text} op_sel:[1,0,0,1]", high)
+        assert int(vector(placed, "v4")[0]) == expected << 16 | 0x5555, hex(table)
+
+
 def test_sdwa_selects_and_places():
     registers = {"v1": 0x44332211, "v2": 0x88776655, "v3": 0xAAAABBBB}
     cases = {

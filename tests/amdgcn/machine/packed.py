@@ -143,21 +143,31 @@ def _mixed_source(operand: Operand, half: int, is_half: int) -> Reader:
 
 
 def _bitop3(c: Compiling) -> Step | None:
-    """Any function of three bits: bit 4a + 2b + c of the table is its value."""
-    if c.base != "v_bitop3_b32":
+    """Any function of three bits: bit 4a + 2b + c of the table is its value.
+
+    Of 16 bits, op_sel names the half of each source and, last, the half that is written. The other half is left as it
+    is, so that code that expects zeros there is found.
+    """
+    if c.base not in ("v_bitop3_b32", "v_bitop3_b16"):
         return None
+    short = c.base.endswith("b16")
     table = c.take("bitop3", 0)
-    readers = [vector_reader(operand, "u") for operand in c.operands[1:]]
+    *halves, target = c.take("op_sel", (0, 0, 0, 0)) if short else (0, 0, 0, 0)
+    letter, dtype = ("w", np.uint16) if short else ("u", u32)
+    readers = [vector_reader(operand, letter, half=halves[i]) for i, operand in enumerate(c.operands[1:])]
     register = c.operands[0].register
 
     def step(state: State) -> None:
         values = [reader(state) for reader in readers]
-        result = np.zeros((1, 1), u32)
+        result = np.zeros((1, 1), dtype)
         for row in range(8):
             if table >> row & 1:
                 bits = [value if row >> 2 - i & 1 else ~value for i, value in enumerate(values)]
                 result = result | bits[0] & bits[1] & bits[2]
-        state.put(register, result)
+        if short:
+            state.put_half(register, target, np.ascontiguousarray(result))
+        else:
+            state.put(register, result)
 
     return step
 

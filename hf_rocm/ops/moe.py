@@ -136,7 +136,7 @@ def most_pairs(x: Tensor) -> int:
         return moe_torch.FEW
     if options.current().tier("experts") not in (None, "triton") or detect.unavailable(device_of(x)):
         return moe_torch.FEW
-    return moe_torch.FEW if probe.failed("experts", "triton", triton.NAME) else triton.PAIRS
+    return moe_torch.FEW if probe.failed("experts", "triton", triton.NAME, x.dtype) else triton.PAIRS
 
 
 def kind(spec: ExpertsSpec) -> ExpertsSpec:
@@ -173,12 +173,6 @@ def cases(spec: ExpertsSpec) -> Iterator[Case]:
         yield Case((draw(tokens, spec.hidden), *stacked, ids, weights, *biases), (form,))
 
 
-def _terms(spec: ExpertsSpec) -> str:
-    """The terms that a failed check applies to; others may still be right."""
-    extra = [what for what, wanted in (("biases", spec.bias), ("gradients", spec.grad)) if wanted]
-    return " ".join([str(spec.dtype).removeprefix("torch."), *(["with", " and ".join(extra)] if extra else [])])
-
-
 def _never(call: ExpertsCall) -> Tensor:
     raise AssertionError("fused_moe refuses every weight in the plain order")
 
@@ -196,7 +190,7 @@ _operation.register(
         "grouped_mm",
         moe_torch.grouped_refuses,
         moe_torch.grouped,
-        probe.checked_here("experts", "grouped_mm", tier="torch", apart=_terms),
+        probe.checked_here("experts", "grouped_mm", tier="torch"),
     )
 )
 _operation.register(Implementation("torch", "sorted tokens, loop", refuses_nothing, moe_torch.sorted_loop))

@@ -2,9 +2,9 @@
 
 A kernel may build for minutes, hang or crash, so the check runs in a child process with a time-out. Passed checks are
 remembered on disk for this GPU, its driver and these versions (`probe_cache`). A failed check disables the kernel in
-this process, with one warning. Processes that need the same check at the same time run it once (`probe_lock`). If the
-disk or the temporary folder is not available, the check runs without it; if no process can be started, the kernel is
-disabled with the reason.
+this process for calls of the same dtypes (`terms`), with one warning; calls of other dtypes have their own check.
+Processes that need the same check at the same time run it once (`probe_lock`). If the disk or the temporary folder is
+not available, the check runs without it; if no process can be started, the kernel is disabled with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from hf_rocm.ops import probe_cache, probe_cases, probe_lock, probe_worker
 
 Probe = Callable[[Any, Device], "str | None"]
 
-_off: dict[tuple[str, str, str], str] = {}
+# operation, tier, name and terms
+_Kernel = tuple[str, str, str, str]
+
+# Fields of specifications, and the words for them in `terms`.
+_EXTRA = {"bias": "biases", "grad": "gradients"}
+
+_off: dict[_Kernel, str] = {}
 _passed: set[str] = set()
 
 
@@ -34,7 +40,7 @@ def checked(operation: str, name: str, *, tier: str = "aiter", version: Callable
         kind = probe_cases.kind(operation, spec)
         key = _key(operation, tier, name, kind, device, version() if version else "")
         return _once(
-            (operation, tier, name),
+            (operation, tier, name, terms(spec)),
             key,
             lambda: probe_worker.ask(
                 probe_worker.request(operation, tier, name, kind), options.current().probe_timeout
@@ -45,17 +51,18 @@ def checked(operation: str, name: str, *, tier: str = "aiter", version: Callable
     return probe
 
 
-def checked_here(operation: str, name: str, *, tier: str, apart: Callable[[Any], str] | None = None) -> Probe:
-    """The probe of an implementation, in this process: without a child, a time-out or results on disk.
-
-    apart: returns a word for a specification. A failure disables the implementation for specifications with this word.
-    """
+def checked_here(operation: str, name: str, *, tier: str) -> Probe:
+    """The probe of an implementation, in this process: without a child, a time-out or results on disk."""
 
     def probe(spec: Any, device: Device) -> str | None:
         kind = probe_cases.kind(operation, spec)
         key = _key(operation, tier, name, kind, device, "")
-        kernel = (operation, tier, name if apart is None else f"{name} for {apart(spec)}")
-        return _once(kernel, key, lambda: probe_cases.check(operation, tier, name, kind), remember=False)
+        return _once(
+            (operation, tier, name, terms(spec)),
+            key,
+            lambda: probe_cases.check(operation, tier, name, kind),
+            remember=False,
+        )
 
     return probe
 
@@ -82,9 +89,23 @@ def _first_of_machine() -> bool:
     return launcher.get("LOCAL_RANK", rank) == "0"
 
 
-def failed(operation: str, tier: str, name: str) -> str | None:
-    """Why a kernel is disabled in this process because a check has failed, or None."""
-    return _off.get((operation, tier, name))
+def terms(spec: Any) -> str:
+    """What a failed check applies to, in words: the dtypes of a specification, biases and gradients."""
+    dtypes = dict.fromkeys(str(value).removeprefix("torch.") for value in spec if isinstance(value, torch.dtype))
+    extra = [words for field, words in _EXTRA.items() if getattr(spec, field, False)]
+    return " and ".join(dtypes) + (f" with {' and '.join(extra)}" if extra else "")
+
+
+def failed(operation: str, tier: str, name: str, dtype: torch.dtype) -> str | None:
+    """Why a kernel is disabled in this process for calls without gradients on tensors of this dtype, or None.
+
+    A failed check is enough, whatever the other tensors were.
+    """
+    word = str(dtype).removeprefix("torch.")
+    for (*kernel, what), reason in _off.items():
+        if kernel == [operation, tier, name] and word in what.split() and "gradients" not in what:
+            return reason
+    return None
 
 
 def forget() -> None:
@@ -93,7 +114,7 @@ def forget() -> None:
     _passed.clear()
 
 
-def _once(kernel: tuple[str, str, str], key: str, check: Callable[[], str | None], *, remember: bool) -> str | None:
+def _once(kernel: _Kernel, key: str, check: Callable[[], str | None], *, remember: bool) -> str | None:
     if kernel in _off:
         return _off[kernel]
     if key in _passed:
@@ -101,10 +122,10 @@ def _once(kernel: tuple[str, str, str], key: str, check: Callable[[], str | None
     if not remember or options.current().refresh or probe_cache.passed(key) is None:
         reason = _in_turn(kernel, key, check) if remember else check()
         if reason is not None:
-            operation, tier, name = kernel
+            operation, tier, name, what = kernel
             _off[kernel] = f"its check failed: {reason}"
             warnings.warn(
-                f"hf_rocm: {operation} won't use {tier}'s {name} in this process: {reason}",
+                f"hf_rocm: {operation} won't use {tier}'s {name} for {what} in this process: {reason}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -113,7 +134,7 @@ def _once(kernel: tuple[str, str, str], key: str, check: Callable[[], str | None
     return None
 
 
-def _in_turn(kernel: tuple[str, str, str], key: str, check: Callable[[], str | None]) -> str | None:
+def _in_turn(kernel: _Kernel, key: str, check: Callable[[], str | None]) -> str | None:
     """Check a kernel, and share the result with all processes that wait for it, such as the ranks of a job."""
     current, began = options.current(), time.time()
     what = f"{kernel[1]}'s {kernel[2]}"

@@ -320,7 +320,9 @@ def test_a_wrong_product_of_this_pytorch_is_found(monkeypatch):
     registry.forget_choices()
     x, weight, _ = tensors((3, 48), 16, BF16, False)
     with (
-        pytest.warns(RuntimeWarning, match="won't use torch's _int_mm for torch.int8 in this process: .*wrong by"),
+        pytest.warns(
+            RuntimeWarning, match="won't use torch's _int_mm for bfloat16 and int8 in this process: .*wrong by"
+        ),
         ops.recording() as routes,
     ):
         output = ops.quantized_linear(x, *rounded(weight, INT8))

@@ -62,11 +62,22 @@ def test_its_refusal_is_traced(register):
 )
 def test_a_wrong_one_is_off_with_one_warning(register, call, reason):
     register(call=call)
-    with pytest.warns(RuntimeWarning, match="linear won't use user's mine in this process") as caught:
+    with pytest.warns(RuntimeWarning, match="linear won't use user's mine for float32 in this process") as caught:
         output, route = linear()
     assert len(caught) == 1 and reason in str(caught[0].message)
     assert route == ("torch", "F.linear") and torch.equal(output, torch.full((2, 4), 8.0))
-    assert linear(16)[1] == ("torch", "F.linear")  # off for every specification
+    assert linear(16)[1] == ("torch", "F.linear")  # off for every size
+
+
+def test_one_that_is_wrong_in_one_dtype_still_serves_others(register):
+    register(call=lambda x, w, b: F.linear(x, w, b) * (1.01 if x.dtype == torch.float32 else 1))
+    with pytest.warns(RuntimeWarning, match="user's mine for float32 in this process"):
+        assert linear()[1] == ("torch", "F.linear")
+    with torch.no_grad(), ops.recording() as routes:
+        ops.linear(torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(4, 8, dtype=torch.bfloat16))
+    assert (routes[0].tier, routes[0].name) == ("user", "mine")
+    assert probe.failed("linear", "user", "mine", torch.float32) is not None
+    assert probe.failed("linear", "user", "mine", torch.bfloat16) is None
 
 
 def test_it_can_go_unchecked(register):

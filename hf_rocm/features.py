@@ -74,6 +74,9 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *(f"{_CACHES}{name}" for name in ("DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer")),
         *_STATIC_CACHES,
     ),
+    "beams": tuple(
+        f"{_GENERATION}{name}" for name in ("_beam_search", "_temporary_reorder_cache", "_flatten_beam_dim")
+    ),
     "encoder_decoder": (f"{_CACHES}EncoderDecoderCache", f"{_MASKS}create_bidirectional_mask"),
     "decode_inputs": (
         f"{_GENERATION}prepare_inputs_for_generation",

@@ -302,7 +302,16 @@ class DecodeCache(Cache):
         return self.user is not None and self.user.brought
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx)
+        """Give every row of the batch the tokens of row `beam_idx[row]`, in place: recordings stay valid.
+
+        Earlier steps can't be recomputed afterwards, because their rows have moved.
+        """
+        if self.recording:
+            raise Unrecordable("the step reorders the cache")
+        for layer in self.layers:
+            if layer.keys is not None:
+                layer.reorder(beam_idx)
+        self._settled = self.length
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._select(indices)

@@ -67,6 +67,13 @@ class Layer:
         self.base += self.rows - visible
         self.rows = visible
 
+    def reorder(self, rows: Tensor) -> None:
+        """Copy the written keys and values of these rows of the batch, [B] int64, to rows 0, 1, …"""
+        rows = rows.to(self.keys.device)
+        for buffer in (self.keys, self.values):
+            written = buffer[:, :, : self.rows]
+            written.copy_(written.index_select(0, rows))
+
     def forget(self) -> None:
         """Mark all rows as unwritten. Unwritten rows must be finite, so the buffers are set to zero."""
         self.base = self.rows = 0

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_rocm import features
-from hf_rocm.generation import encoder_decoder, recorder, user_cache
+from hf_rocm.generation import beams, encoder_decoder, recorder, user_cache
 from hf_rocm.generation.methods import own
 from hf_rocm.generation.watch import KNOWN, watches_of
 from hf_rocm.weights.tensor_parallel import mesh_of
@@ -132,11 +132,17 @@ def refuses_call(model: Any, generation_config: Any, model_kwargs: Mapping[str, 
         return f"the attention implementation {attention!r} does not accept sequence lengths"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast caches copies of the weights and frees them when it ends"
-    if getattr(mode, "value", mode) not in ("greedy_search", "sample"):
+    searches = getattr(mode, "value", mode) in beams.MODES
+    if not searches and getattr(mode, "value", mode) not in ("greedy_search", "sample"):
         return f"{str(getattr(mode, 'value', mode)).replace('_', ' ')} runs uncaptured"
+    reason = beams.refuses(model) if searches else None
+    if reason is not None:
+        return reason
     if generation_config.use_cache is False:
         return "the call uses no cache"
     brought = model_kwargs.get("past_key_values")
+    if brought is not None and searches:
+        return "the call passes a cache, and its beams change rows"
     reason = None if brought is None else user_cache.refuses(brought)
     if reason is not None:
         return reason

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_rocm import options
 from hf_rocm.errors import GraphError
-from hf_rocm.generation import decide, deferred_stop, inputs, suspects, user_cache
+from hf_rocm.generation import beams, decide, deferred_stop, inputs, suspects, user_cache
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.encoder_decoder import EncoderDecoderDecodeCache, mask_of
 from hf_rocm.generation.methods import put_before, take_away
@@ -95,11 +95,15 @@ def _prepare_cache_for_generation(
         if user is None:
             stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
         return
+    # generate makes this many rows of every row, in some releases later than here
+    rows = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    if mask is not None and len(mask) == batch_size:
+        mask = mask.repeat_interleave(rows, dim=0)
     state.calls += 1
     seen = user.length if user is not None and brought else 0
     cache = state.pool.take(
         windows,
-        batch=batch_size * (generation_config.num_return_sequences or 1),
+        batch=batch_size * rows,
         prompt=(_prompt(model_kwargs) if encoded is None else 0) + seen,
         limit=max_cache_length + 1 + seen,
         kind=DecodeCache if encoded is None else EncoderDecoderDecodeCache,
@@ -209,13 +213,26 @@ def _get_compiled_call(self: Any, stock: Method, compile_config: Any) -> Any:
 
 
 def _sample(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    cache = kwargs.get("past_key_values")
-    if not isinstance(cache, DecodeCache):
+    if not isinstance(kwargs.get("past_key_values"), DecodeCache):
         with deferred_stop.stopping_on_time():
             return stock(input_ids, *args, **kwargs)
+    return _decoded(self, _sampled, stock, input_ids, args, kwargs)
+
+
+def _beam_search(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(kwargs.get("past_key_values"), DecodeCache):
+        return stock(input_ids, *args, **kwargs)
+    return _decoded(self, _searched, stock, input_ids, args, kwargs)
+
+
+def _decoded(
+    self: Any, loop: Method, stock: Method, input_ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a loop of `generate` over recorded steps, and once more, uncaptured, if a replay was wrong."""
+    cache = kwargs["past_key_values"]
     attempt = Attempt(input_ids, args, kwargs)
     try:
-        result = _decode(stock, input_ids, args, attempt)
+        result = _decode(self, loop, stock, input_ids, args, attempt)
         rewind = last_alarm(cache, self)
     except Rewind as raised:
         rewind = raised
@@ -224,23 +241,33 @@ def _sample(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: A
         if state is not None and state.disabled is None:
             state.disable(rewind.reason)
         attempt.take_back(rewind)
-        result = _decode(stock, input_ids, args, attempt)
+        result = _decode(self, loop, stock, input_ids, args, attempt)
     result = _with_users_cache(result, attempt.cache)
     if rewind is None and state is not None and state.disabled is None:
         state.pool.put(cache)  # not after an error, which may have left the cache in any state
     return result
 
 
-def _decode(stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
+def _decode(self: Any, loop: Method, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
     try:
-        with deferred_stop.stopping_late(input_ids, attempt.arguments) as late:
-            result = stock(input_ids, *args, **attempt.arguments)
+        return loop(self, stock, input_ids, args, attempt)
     except GraphError:
         raise  # replays may have been wrong: the user's cache stays as it was
     except BaseException:  # of the user's code: in stock too, the cache has the tokens so far
         _with_users_cache(None, attempt.cache)
         raise
+
+
+def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
+    with deferred_stop.stopping_late(input_ids, attempt.arguments) as late:
+        result = stock(input_ids, *args, **attempt.arguments)
     return result if late is None or not late.undone else _without_last(result, late.undone, attempt.cache)
+
+
+def _searched(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
+    step = _get_compiled_call(self, stock, None)
+    with deferred_stop.stopping_on_time(), beams.stepping(self, attempt.cache, lambda arguments: step(**arguments)):
+        return stock(input_ids, *args, **attempt.arguments)
 
 
 def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:
@@ -278,5 +305,6 @@ _METHODS: dict[str, Method] = {
     "get_compiled_call": _get_compiled_call,
     "generate": _generate,
     "_sample": _sample,
+    "_beam_search": _beam_search,
     "_has_unfinished_sequences": _has_unfinished_sequences,
 }

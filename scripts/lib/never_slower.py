@@ -79,7 +79,7 @@ def liger(model: Any) -> None:
 CASES = (
     *(Case(f"graphs=False, batch {batch}", batch=batch, graphs=False) for batch in (1, 8)),
     Case("output_hidden_states", arguments={"return_dict_in_generate": True, "output_hidden_states": True}),
-    Case("beams", arguments={"num_beams": 2}),
+    Case("beams, graphs=False", arguments={"num_beams": 2}, graphs=False),
     *(Case(f"hooks on modules, batch {batch}", batch=batch, change=hooked) for batch in (1, 8)),
     Case("forwards of another library", change=patched),
     *(Case(f"Liger-Kernel, batch {batch}", batch=batch, change=liger, needs="liger_kernel") for batch in (1, 8)),

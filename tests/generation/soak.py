@@ -31,12 +31,14 @@ def call(number, *, device="cpu", longest=24):
         arguments["eos_token_id"] = pick.sample(range(3, 61), 4)
     if pick.random() < 0.2:
         arguments["num_return_sequences"] = 2 if arguments["do_sample"] else 1
+    if pick.random() < 0.25:
+        arguments |= {"num_beams": pick.choice((2, 3)), "early_stopping": pick.choice((True, False))}
     cache = pick.choice(("none", "none", "static", "dynamic", "brought"))
     if cache in ("static", "dynamic") and (_STATIC or cache == "dynamic"):
         arguments["cache_implementation"] = cache
     if pick.random() < 0.4:
         arguments |= {"return_dict_in_generate": True, "output_scores": pick.random() < 0.5}
-    return arguments, cache == "brought"
+    return arguments, cache == "brought" and "num_beams" not in arguments
 
 
 def same_tokens(ours, stock, numbers, **form):

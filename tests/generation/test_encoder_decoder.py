@@ -165,10 +165,9 @@ def test_a_call_begins_again_after_a_wrong_replay(kind, couple, monkeypatch, tmp
     assert torch.equal(generate(ours, inputs, new=25), generate(stock, inputs, new=25))
 
 
-def test_beams_and_passed_caches_run_as_in_stock(couple):
+def test_passed_caches_run_as_in_stock(couple):
     ours, stock = couple("bart", graphs=None)
     inputs = asked("bart")
-    assert torch.equal(generate(ours, inputs, num_beams=2), generate(stock, inputs, num_beams=2))
     tokens = [
         generate(model, inputs, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
         for model in (ours, stock)

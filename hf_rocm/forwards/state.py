@@ -1,7 +1,4 @@
-"""The recorded forwards of a model: a bounded set, with counts and the reasons why calls ran uncaptured.
-
-As with recorded steps, it is in a dictionary with weak references to the models: a copy of a model starts without it.
-"""
+"""The recorded forwards of a model: a bounded set, with counts and the reasons why calls ran uncaptured."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +21,7 @@ from hf_rocm.forwards.recorded import RecordedForward
 from hf_rocm.forwards.snapshot import Snapshot
 from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.recorder import Recorder
+from hf_rocm.generation.states import States
 
 # In the model's __dict__: the settings of a prepared model, as plain builtins that copies and pickles carry.
 SETTINGS = "_hf_rocm_forwards"
@@ -217,26 +214,9 @@ class State:
         return recordings[-1] if recordings else None
 
 
-def state_of(model: Any) -> State:
-    """The state of a prepared model, created on the first call."""
-    state = _states.get(model)
-    if state is None:
-        with _lock:
-            state = _states.get(model)
-            if state is None:
-                state = _states[model] = State(model)
-    return state
-
-
-def known(model: nn.Module) -> State | None:
-    """The state of a model, if it has one."""
-    return _states.get(model)
-
-
 def release(model: nn.Module) -> None:
     """Free the recordings of a model."""
-    with _lock:
-        state = _states.pop(model, None)
+    state = _states.take(model)
     if state is not None:
         state.clear()
 
@@ -250,5 +230,5 @@ def refusal(name: str, reason: str) -> GraphError:
     )
 
 
-_states: WeakKeyDictionary[nn.Module, State] = WeakKeyDictionary()
-_lock = threading.Lock()
+_states = States(State)
+state_of, known = _states.of, _states.known

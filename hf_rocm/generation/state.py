@@ -1,8 +1,4 @@
-"""The state of recorded steps of a model: its idle caches, counts, and the reasons why calls ran uncaptured.
-
-It is in a dictionary with weak references to the models and not in the model: a copy of a model, or a pickled one,
-starts without it, and it is freed with its model.
-"""
+"""The state of recorded steps of a model: its idle caches, counts, and the reasons why calls ran uncaptured."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import threading
 from collections import Counter
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -19,6 +14,7 @@ from hf_rocm.errors import GraphError
 from hf_rocm.generation import graph_teardown
 from hf_rocm.generation.fingerprint import Fingerprint
 from hf_rocm.generation.pool import Pool
+from hf_rocm.generation.states import States
 
 # In the model's __dict__: the settings of a prepared model, as plain builtins that copies and pickles carry.
 SETTINGS = "_hf_rocm_graphs"
@@ -80,24 +76,9 @@ class State:
             return number
 
 
-def state_of(model: Any) -> State:
-    """The state of a prepared model, created on the first call."""
-    with _lock:
-        state = _states.get(model)
-        if state is None:
-            state = _states[model] = State(type(model).__name__, required=model.__dict__[SETTINGS]["required"])
-        return state
-
-
-def known(model: nn.Module) -> State | None:
-    """The state of a model, if it has one."""
-    return _states.get(model)
-
-
 def release(model: nn.Module) -> None:
     """Free the idle caches and recordings of a model."""
-    with _lock:
-        state = _states.pop(model, None)
+    state = _states.take(model)
     if state is not None:
         state.pool.clear()
         graph_teardown.tidy()
@@ -112,5 +93,9 @@ def refusal(name: str, reason: str) -> GraphError:
     )
 
 
-_states: WeakKeyDictionary[nn.Module, State] = WeakKeyDictionary()
-_lock = threading.Lock()
+def _new(model: Any) -> State:
+    return State(type(model).__name__, required=model.__dict__[SETTINGS]["required"])
+
+
+_states = States(_new)
+state_of, known = _states.of, _states.known

@@ -73,11 +73,14 @@ def scratch_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def keep_the_ledger(request: pytest.FixtureRequest, scratch_cache: Path) -> Iterator[None]:
-    """Faults that tests plant in replays stay out of the user's ledger, which `hf-rocm doctor` reports."""
+    """Faults that tests plant in replays stay out of the user's ledger, which `hf-rocm doctor` reports.
+
+    Of a whole module: a fixture of its own may start processes before the first test.
+    """
     folders = request.path.relative_to(ROOT).parts[1:] if request.path.is_relative_to(ROOT) else ()
-    with pytest.MonkeyPatch.context() as patch:  # the fixture monkeypatch would be torn down later than tests expect
+    with pytest.MonkeyPatch.context() as patch:
         if folders[:1] in RECORDING or folders[:2] in RECORDING:
             patch.setenv("HF_ROCM_CACHE", str(scratch_cache))
         yield

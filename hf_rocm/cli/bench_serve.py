@@ -41,7 +41,7 @@ def serve(
     answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both by turns.")] = "streamed",
     seed: Annotated[int, typer.Option(metavar="N", help="Of prompts and arrival times.")] = 0,
     batching: Annotated[
-        bool, typer.Option("--continuous-batching/--no-continuous-batching", help="Of the servers (default: on).")
+        bool, typer.Option("--continuous-batching/--no-continuous-batching", help="Of both servers.")
     ] = True,
     serve_args: Annotated[
         str, typer.Option(metavar="TEXT", help="More arguments of transformers serve, such as '--cb-num-blocks 512'.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 # Variables that hide every GPU from a child.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 
+_ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
 _PRELUDE = """
 import ctypes, os, sys
 if sys.platform == "linux":  # a child must not outlive the command that started it, however that ends
@@ -33,6 +35,8 @@ def signal_name(number: int) -> str:
 
 
 def tail(log: Path) -> str:
-    """The last non-empty lines of a log, on one line."""
+    """The last non-empty lines of a log, on one line. A line that names an error comes first, if it is above them."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return " / ".join(lines[-3:])[-400:] or "none"
+    last = " / ".join(lines[-3:])[-400:] or "none"
+    error = next((line for line in reversed(lines) if _ERROR.match(line)), None)
+    return last if error is None or error in lines[-3:] else f"{error[:400]} / … / {last}"

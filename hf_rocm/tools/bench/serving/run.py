@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_rocm.errors import LoadError
+from hf_rocm.errors import LoadError, OptionError
 from hf_rocm.tools.bench.machine import commit, machine
 from hf_rocm.tools.bench.measure import Mismatch, Progress
 from hf_rocm.tools.bench.record import Segment
@@ -51,11 +51,12 @@ def bench_serving(
 ) -> Segment:
     """Measure every load on both servers.
 
-    Raises `LoadError` if there is no such model, `ServeError` if a server fails, and `Mismatch` if hf_rocm's answers
-    are not stock's.
+    Raises `LoadError` if there is no such model, `OptionError` if requests are too long for it, `ServeError` if a
+    server fails, and `Mismatch` if hf_rocm's answers are not stock's.
     """
     assert subject.model is not None
     tokenizer, config = _files(subject.model)
+    _check_lengths(config, loads)
     dtype = str(subject.dtype or (torch.bfloat16 if subject.device.type == "cuda" else torch.float32))
     run = _Run(subject, settings, dtype.removeprefix("torch."), progress)
     parity = replace(loads[0], clients=1, rate=None, requests=PARITY_REQUESTS, new=min(PARITY_NEW, loads[0].new),
@@ -168,6 +169,18 @@ def _files(model: str) -> tuple[Any, Any]:
             facts={"transformers error": " ".join(str(error).split())[:300]},
             hint="a folder needs config.json, its weights (model.safetensors) and its tokenizer",
         ) from error
+
+
+def _check_lengths(config: Any, loads: Sequence[Load]) -> None:
+    """Raise `OptionError` if a request is longer than the model's context."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = max(load.longest + load.new for load in loads)
+    if most is not None and longest > most:
+        raise OptionError(
+            f"requests of up to {longest} tokens are longer than the model's context",
+            facts={"max_position_embeddings": most},
+            hint="give shorter ones with --prompt and --new",
+        )
 
 
 def _mismatch(

@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,12 +27,14 @@ from hf_rocm.tools.bench.serving.client import HOST
 from hf_rocm.tools.bench.variants import OURS, STOCK
 
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # of the extra transformers[serving]
+_INSTALL = "pip install 'transformers[serving]'"
+_CLI = "transformers.cli.transformers"
 _PAUSE = 0.1
 _POLITE = 3.0  # seconds for the server to end by itself; with continuous batching it does not
 _LISTENS = re.compile(rf"Uvicorn running on http://{re.escape(HOST)}:(\d+)")
-_SERVE = """
+_SERVE = f"""
 sys.argv = ["transformers", "serve", *sys.argv[2:]]
-from transformers.cli.transformers import main
+from {_CLI} import main
 main()
 """
 # What runs in the child of each side.
@@ -89,13 +92,19 @@ def check() -> None:
         raise OptionError(
             "transformers serve needs more packages",
             facts={"missing": ", ".join(missing)},
-            hint="pip install 'transformers[serving]'",
+            hint=_INSTALL,
         )
     if find_spec("transformers.cli") is None or find_spec("transformers.cli.serving") is None:
         raise OptionError(
             f"the server of transformers {transformers.__version__} has no /v1/completions",
             hint="a newer transformers has it; `hf-rocm bench MODEL` measures generate in every release",
         )
+    try:
+        import_module(_CLI)
+    except ImportError as error:
+        raise OptionError(
+            "transformers serve can't be imported", facts={"transformers error": error}, hint=_INSTALL
+        ) from error
 
 
 @contextmanager

@@ -113,6 +113,7 @@ def test_a_model_that_is_not_there_is_refused_before_a_server_starts(capsys, mon
     ("arguments", "words"),
     [
         (["--answers", "half"], "--answers half"),
+        (["--prompt", "4-510"], "requests of up to 513 tokens are longer than the model's context"),
         (["--prompt", "9-4"], "--prompt 9-4"),
         (["--prompt", "0"], "--prompt 0"),
         (["--clients", "0"], "--clients 0"),

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
+from hf_rocm.errors import OptionError
 from hf_rocm.tools.bench import children
 from hf_rocm.tools.bench.serving import server
 from hf_rocm.tools.bench.serving.server import ServeError, serving
@@ -53,6 +55,22 @@ def test_a_model_that_does_not_load_is_an_error_with_the_last_lines(monkeypatch,
     assert error.value.facts == {"last lines": "OSError: no such model"}
 
 
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("", "none"),
+        ("a\n\nb\n c \nd", "b / c / d"),
+        ("Traceback\nValueError: no\nb\nc\n", "ValueError: no / b / c"),
+        ("Error: No such option: --x\na\nb\nc\nd", "Error: No such option: --x / … / b / c / d"),
+        ("torch.OutOfMemoryError: no memory\na\nb\nc", "torch.OutOfMemoryError: no memory / … / a / b / c"),
+        ("no errors: none\na\nb\nc", "a / b / c"),
+    ],
+)
+def test_the_last_lines_name_an_error_above_them(log, expected, tmp_path):
+    (tmp_path / "log").write_text(log)
+    assert children.tail(tmp_path / "log") == expected
+
+
 def test_a_killed_server_names_the_signal(stubs, tmp_path):
     with pytest.raises(ServeError) as error, start(tmp_path / "server") as running:
         running.process.kill()
@@ -95,10 +113,23 @@ def test_the_stock_server_can_not_import_hf_rocm(monkeypatch, tmp_path):
 
 
 def test_a_release_without_completions_is_refused(monkeypatch):
-    monkeypatch.setattr(server, "find_spec", lambda name: None if name.startswith("transformers.cli") else name)
-    with pytest.raises(server.OptionError, match="has no /v1/completions"):
+    there = find_spec("json")
+    monkeypatch.setattr(server, "find_spec", lambda name: None if name.startswith("transformers.cli") else there)
+    with pytest.raises(OptionError, match="has no /v1/completions"):
         server.check()
+
+
+def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(server, "find_spec", lambda name: None)
-    with pytest.raises(server.OptionError) as error:
+    with pytest.raises(OptionError) as error:
         server.check()
     assert error.value.facts == {"missing": ", ".join(server.NEEDS)}
+
+    def absent(name):
+        raise ModuleNotFoundError("No module named 'requests'")
+
+    monkeypatch.setattr(server, "find_spec", lambda name: find_spec("json"))
+    monkeypatch.setattr(server, "import_module", absent)
+    with pytest.raises(OptionError) as error:
+        server.check()
+    assert error.value.facts == {"transformers error": "No module named 'requests'"}

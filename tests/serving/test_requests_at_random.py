@@ -3,17 +3,14 @@ model: each gets the tokens of a run alone, whatever runs beside it."""
 
 from __future__ import annotations
 
+import gc
 import random
 import time
-from collections import Counter
 from functools import cache
 from importlib.util import find_spec
 
 import pytest
 import transformers
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import hf_rocm
 from hf_rocm import ops
@@ -36,6 +33,9 @@ LONGEST = 12  # new tokens
 WAIT = 60.0  # seconds for all answers, on a machine that has other things to do
 # Pages for three or four of the requests below, so that some wait and some are put off while they run.
 CACHE = {"page_size": 8, "num_blocks": 14, "max_batch_tokens": 24}
+# Stock's batch ends with an error if a request is forked while a single token of its prompt remains to be processed.
+# That happens with a prompt of one token, with shared pages and with prompts in parts.
+FORKED = {"allow_block_sharing": False, "max_batch_tokens": 512}
 
 
 @cache
@@ -56,101 +56,105 @@ def prepared(kind):
     return hf_rocm.prepare(model, force=True), alone
 
 
-class Requests(RuleBasedStateMachine):
-    """kind: of the model. forks: answers of each request; the second and later ones are forked from the first."""
+class Walk:
+    """Requests at random to one manager. forks: answers of each request; those after the first are forked from it."""
 
-    kind: str
-    forks: int
-
-    @initialize()
-    def begin(self):
+    def __init__(self, kind, forks, seed):
         from transformers.generation import ContinuousBatchingConfig
 
-        self.model, self.alone = prepared(self.kind)
-        self.own = self.model.config._attn_implementation
+        self.chance, self.forks = random.Random(seed), forks
+        model, self.alone = prepared(kind)
         self.asked, self.cancelled, self.answers = {}, set(), {}
         config = transformers.GenerationConfig(
-            max_new_tokens=LONGEST, do_sample=True, top_k=1, eos_token_id=-1, num_return_sequences=self.forks
+            max_new_tokens=LONGEST, do_sample=True, top_k=1, eos_token_id=-1, num_return_sequences=forks
         )  # the most likely token; transformers forks only requests that sample
-        batching = ContinuousBatchingConfig(**CACHE)
-        self.manager = self.model.init_continuous_batching(
-            generation_config=config, continuous_batching_config=batching
-        )
+        batching = ContinuousBatchingConfig(**{**CACHE, **(FORKED if forks > 1 else {})})
+        self.manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
         self.manager.start()
 
-    @rule(number=st.integers(0, len(prompts()) - 1), new=st.integers(1, LONGEST))
-    def arrive(self, number, new):
-        name = f"request-{len(self.asked)}"
+    def run(self, steps):
+        try:
+            for _ in range(steps):
+                (step,) = self.chance.choices((self.arrive, self.cancel, self.wait_for_one), (5, 2, 2))
+                step()
+            self.collect(lambda: self.answers.keys() >= self.due())
+        finally:
+            self.manager.stop(block=True, timeout=WAIT)
+        rest = self.manager.output_router.output_queue
+        while not rest.empty():
+            self.receive(rest.get())
+
+    def arrive(self):
+        number = self.chance.randrange(1 if self.forks > 1 else 0, len(prompts()))
+        name, new = f"request-{len(self.asked)}", self.chance.randint(1, LONGEST)
         self.asked[name] = number, new
         self.manager.add_request(prompts()[number], request_id=name, max_new_tokens=new, eos_token_id=-1)
 
-    @precondition(lambda self: self.live())
-    @rule(chance=st.randoms(use_true_random=False))
-    def cancel(self, chance):
-        name = chance.choice(self.live())
-        self.cancelled.add(name)
-        self.manager.cancel_request(name)
+    def cancel(self):
+        if self.live():
+            name = self.chance.choice(self.live())
+            self.cancelled.add(name)
+            self.manager.cancel_request(name)
 
-    @precondition(lambda self: self.live())
-    @rule(chance=st.randoms(use_true_random=False))
-    def wait_for_one(self, chance):
-        name = chance.choice(self.live())
-        self.collect(lambda: name in self.answers)
+    def wait_for_one(self):
+        if self.live():
+            name = self.chance.choice(self.live())
+            self.collect(lambda: name in self.answers)
 
     def live(self):
         return [name for name in self.asked if name not in self.cancelled and name not in self.answers]
 
+    def due(self):
+        """The names of all answers that must come."""
+        children = ["", *(f"__child#{index}" for index in range(self.forks - 1))]
+        return {name + child for name in self.asked if name not in self.cancelled for child in children}
+
     def collect(self, enough):
         deadline = time.monotonic() + WAIT
         while not enough():
-            assert time.monotonic() < deadline, f"no answer: {self.live()}"
-            assert self.manager.is_running()
+            assert time.monotonic() < deadline and self.manager.is_running(), f"no answer: {self.live()}"
             self.receive(self.manager.get_result(timeout=0.05))
 
     def receive(self, result):
         if result is not None:
-            assert result.request_id not in self.answers and result.error is None
+            assert result.request_id not in self.answers and result.error is None, result
             self.answers[result.request_id] = list(result.generated_tokens)
 
-    def teardown(self):
-        if not hasattr(self, "manager"):
-            return
-        due = [
-            name + child
-            for name in self.asked
-            if name not in self.cancelled
-            for child in ("", *(f"__child#{index}" for index in range(self.forks - 1)))
-        ]
-        try:
-            self.collect(lambda: self.answers.keys() >= set(due))
-        finally:
-            self.manager.stop(block=True, timeout=WAIT)
-        while not self.manager.output_router.output_queue.empty():
-            self.receive(self.manager.output_router.output_queue.get())
+    def check(self):
+        """Compare the answers. A cancelled request may have ended before, or in the middle."""
         for name, tokens in self.answers.items():
             number, new = self.asked[name.split("__")[0]]
             expected = self.alone[number][:new]
-            assert tokens == (expected if name in due else expected[: len(tokens)]), name
-        assert self.model.config._attn_implementation == self.own
-        seen.update(arrived=len(self.asked), cancelled=len(self.cancelled), answered=len(due))
-
-
-seen: Counter = Counter()
+            assert tokens == (expected if name in self.due() else expected[: len(tokens)]), name
 
 
 @pytest.mark.parametrize("forks", [1, 2], ids=["", "forked"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_request_gets_the_tokens_of_a_run_alone(kind, forks):
-    model, _ = prepared(kind)
+    assert walk(kind, forks) == {"varlen_attention"}
+
+
+def test_over_page_tables_too(page_tables_on_cpu):
+    """Requests of more than four pages leave that path, and those beside them with it."""
+    assert walk("llama", 1) == {"varlen_attention", "paged_attention"}
+
+
+def walk(kind, forks):
+    """Run requests on a model. Returns the operations of its attention."""
+    model, alone = prepared(kind)
     if kind in ("gemma2", "mistral") and len(flash_provider._names()) > 1:
         pytest.skip(f"not run: {flash_provider.batches_refused(model)}")
-    seen.clear()
-    machine = type(f"{kind}-{forks}", (Requests,), {"kind": kind, "forks": forks})
-    with ops.recording() as routes:
-        machine.TestCase.settings = settings(
-            max_examples=6, stateful_step_count=12, suppress_health_check=list(HealthCheck)
-        )
-        machine.TestCase("runTest").runTest()
-    assert {each.operation for each in routes if each.operation.endswith("attention")} == {"varlen_attention"}
-    assert seen["answered"] > 10 and seen["cancelled"] > 2 and seen["arrived"] > seen["cancelled"]
-    assert one_by_one(model, prompts()[:2]) == prepared(kind)[1][:2]  # the model works as before
+    own = model.config._attn_implementation
+    gc.freeze()  # transformers collects garbage after every batch
+    try:
+        with ops.recording() as routes:
+            for seed in range(3):
+                requests = Walk(kind, forks, seed)
+                requests.run(steps=40)
+                requests.check()
+                assert len(requests.cancelled) > 3 and len(requests.due()) > 10
+                assert model.config._attn_implementation == own
+    finally:
+        gc.unfreeze()
+    assert one_by_one(model, prompts()[:2]) == alone[:2]  # the model works as before
+    return {each.operation for each in routes if each.operation.endswith("attention")}

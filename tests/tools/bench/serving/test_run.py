@@ -142,6 +142,7 @@ sys.exit(main({arguments!r}))
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_command_and_all_that_it_started(tiny_checkpoint, tmp_path):
     child = tmp_path / "pid"
     arguments = ["bench", "serve", str(tiny_checkpoint), *FAST]

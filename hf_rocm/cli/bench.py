@@ -1,17 +1,18 @@
-"""`hf-rocm bench`: stock against hf_rocm on this machine, whole models and single kernels."""
+"""`hf-rocm bench`: stock against hf_rocm on this machine: whole models, single kernels, and servers."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_rocm.cli.bench_serve import serve
+from hf_rocm.cli.bench_shared import check_files, draw, subject_of
 from hf_rocm.cli.groups import ModelOrCommand, numbers
 from hf_rocm.cli.help_text import Command
-from hf_rocm.cli.output import check_output, print_json, print_notice, print_table, print_wrapped
-from hf_rocm.cli.parameters import DeviceName, Json
+from hf_rocm.cli.output import print_json, print_notice, print_table, print_wrapped
+from hf_rocm.cli.parameters import ChartFile, DeviceName, DtypeName, Json, Save, SegmentName
 from hf_rocm.cli.progress import Progress
 from hf_rocm.errors import OptionError
 from hf_rocm.tools.bench.known_shapes import SHAPES, shape
@@ -38,16 +39,6 @@ ConfigName = Annotated[
         help=f"Random weights in a known shape: {', '.join(SHAPES)}.",
         autocompletion=lambda: list(SHAPES),
     ),
-]
-DtypeName = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype", metavar="DTYPE", help="bfloat16, float16 or float32 (default: bfloat16; float32 on a CPU)."
-    ),
-]
-Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Add the result to this JSON file.")]
-SegmentName = Annotated[
-    str | None, typer.Option("--segment", metavar="NAME", help="The name of the result in that file.")
 ]
 
 
@@ -84,10 +75,7 @@ def model(
     device: DeviceName = None,
     save: Save = None,
     segment: SegmentName = None,
-    chart: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw a chart: FILE.svg, FILE.png, or both if FILE has no ending."),
-    ] = None,
+    chart: ChartFile = None,
     profile: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also list kernels and the gaps between them, and write a trace to FILE."),
@@ -104,8 +92,8 @@ def model(
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.cases import Case, grid
 
-    subject = _subject(model, config, device, dtype, layers)
-    _check_files(save, chart, profile)
+    subject = subject_of(model, config, device, dtype, layers)
+    check_files(save, chart, profile)
     if tp is not None and profile is not None:
         raise typer.BadParameter("--profile is for one device: leave --tp out")
     names = _sides(sides, encoder=subject.encoder) if tp is None else _shared_sides(sides)
@@ -124,29 +112,9 @@ def model(
     else:
         _print(done)
     if chart is not None:
-        _draw(done, chart)
+        draw(done, chart)
     if profile is not None:
         _profile(subject, cases[0], profile)
-
-
-def _subject(
-    model: str | None, config: str | None, device: str | None, dtype: str | None, layers: int | None
-) -> Subject:
-    import torch
-
-    from hf_rocm.tools.bench.run import Subject
-    from hf_rocm.tools.load import device_named
-
-    if (model is None) == (config is None):
-        raise typer.BadParameter("give a MODEL, or a known shape with --config")
-    if config is not None:
-        shape(config)
-    if layers is not None and config is None:
-        raise typer.BadParameter("--layers goes with --config")
-    kind = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and kind not in (torch.bfloat16, torch.float16, torch.float32):
-        raise OptionError(f"--dtype {dtype} is not valid", facts={"allowed": "bfloat16, float16, float32"})
-    return Subject(model, config, device_named(device), kind, layers)
 
 
 def _sides(text: str | None, *, encoder: bool) -> list[str]:
@@ -207,27 +175,6 @@ def _print(segment: Segment) -> None:
             print_wrapped(line)
 
 
-def _check_files(save: Path | None, chart: Path | None = None, profile: Path | None = None) -> None:
-    """Refuse output files that can't be written, before minutes of measuring."""
-    from hf_rocm.tools.bench import chart as charts
-    from hf_rocm.tools.bench import record
-
-    for output in (save, chart, profile):
-        if output is not None:
-            check_output(output, parents=True)
-    if save is not None:
-        record.load(save)
-    if chart is not None:
-        charts.check(chart)
-
-
-def _draw(segment: Segment, file: Path) -> None:
-    from hf_rocm.tools.bench import chart as charts
-
-    for written in charts.save([segment], file):
-        print(f"chart: {written}", file=sys.stderr)
-
-
 def _profile(subject: Subject, case: Case, trace: Path) -> None:
     from hf_rocm.tools.bench.profile import profile
 
@@ -276,8 +223,8 @@ def ops(
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.ops_run import compare_ops
 
-    subject = _subject(None, config, device, dtype, None)
-    _check_files(save)
+    subject = subject_of(None, config, device, dtype, None)
+    check_files(save)
     with Progress(every=15) as progress:
         done = compare_ops(
             subject,
@@ -321,3 +268,6 @@ def _print_ops(segment: Segment, *, refused: bool) -> None:
         for row in lines:
             if refused and row["reason"] is not None:
                 print_notice(f"{row['implementation']}: {row['reason']}")
+
+
+bench.command("serve", cls=Command)(serve)

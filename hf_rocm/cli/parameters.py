@@ -32,3 +32,17 @@ Force = Annotated[bool, typer.Option("--force", help="Use the ROCm path without 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and write nothing.")]
 Everything = Annotated[bool, typer.Option("--all", "-v", help="List every model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+DtypeName = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="bfloat16, float16 or float32 (default: bfloat16; float32 on a CPU)."
+    ),
+]
+Save = Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Add the result to this JSON file.")]
+SegmentName = Annotated[
+    str | None, typer.Option("--segment", metavar="NAME", help="The name of the result in that file.")
+]
+ChartFile = Annotated[
+    Path | None,
+    typer.Option("--chart", metavar="FILE", help="Draw a chart: FILE.svg, FILE.png, or both if FILE has no ending."),
+]

@@ -14,7 +14,6 @@ TINY = ["--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4", "--tp
 
 # a rank that dies while the other one waits for it inside of a sum
 DIES = """
-import os, sys; sys.path[:] = {path!r}
 from hf_rocm.tools.bench import rank
 if sys.argv[2] == "1":
     import signal
@@ -23,7 +22,6 @@ os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
 """
 # our norms, on both ranks alike, are a little wrong: only the prepared side goes through them
 SPOILS = """
-import os, sys; sys.path[:] = {path!r}
 from hf_rocm.tools.bench import rank
 from hf_rocm.ops import pointwise, registry
 right = pointwise.torch_rms_norm

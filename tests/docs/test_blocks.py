@@ -43,7 +43,7 @@ NOT_RUN = {
     "hf-rocm env": "it examines the machine as doctor does; tests/cli/test_env.py",
     "hf-rocm doctor": "once is enough here; tests/cli/test_doctor.py",
     "hf-rocm verify": "up to a minute; tests/cli/test_verify.py",
-    "hf-rocm bench": "minutes; tests/cli/test_bench.py",
+    "hf-rocm bench": "minutes; tests/cli/test_bench.py and tests/tools/bench/serving",
     "hf-rocm tune": "it needs a GPU or tables; tests/tools/tuning",
     "hf-rocm quantize": "it loads a model twice; tests/cli/test_quantize.py",
     "hf-rocm port-check": "it stands for the command in general; tests/tools/porting",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from hf_rocm.generation import flash_provider
 from tests.serving.batching import HAS_BATCHING, memory_is_known
 
 
@@ -25,6 +27,18 @@ def lent_memory(request, monkeypatch):
     from transformers.generation.continuous_batching import cache
 
     monkeypatch.setattr(cache, "get_device_and_memory_breakdown", lambda: (torch.device("cpu"), 2**28, 0, 0))
+
+
+@pytest.fixture
+def page_tables_on_cpu(monkeypatch):
+    """transformers' path for decoding over page tables, which it uses on GPUs only; of up to four pages a request."""
+    initialization = importlib.import_module("transformers.generation.continuous_batching.initialization")
+
+    def available(config, cb_config, user_requested):
+        cb_config.max_blocks_per_request = 4
+
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", available)
+    monkeypatch.setattr(flash_provider.features, "refuses", lambda feature: None)
 
 
 @pytest.fixture(scope="session")

@@ -80,15 +80,7 @@ def test_a_batch_runs_over_flash_attention_and_gives_the_tokens_of_stock(kind):
 
 @served
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_steps_of_single_tokens_run_over_pages(kind, monkeypatch):
-    """transformers uses its page tables on GPUs only; here they are used on the CPU."""
-    initialization = importlib.import_module("transformers.generation.continuous_batching.initialization")
-
-    def available(config, cb_config, user_requested):
-        cb_config.max_blocks_per_request = 4
-
-    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", available)
-    monkeypatch.setattr(flash_provider.features, "refuses", lambda feature: None)
+def test_steps_of_single_tokens_run_over_pages(kind, page_tables_on_cpu):
     model = make(kind)
     expected = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)

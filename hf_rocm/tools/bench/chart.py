@@ -1,17 +1,18 @@
-"""The chart of a comparison: one panel per case, one bar per side with its quartiles, and the floor as a line."""
+"""The chart of a comparison: one panel per case, one bar per side with its spread, and the floor as a line."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_rocm import files
 from hf_rocm.tools import drawing
 from hf_rocm.tools.bench.measure import Result
 from hf_rocm.tools.bench.record import Segment
 from hf_rocm.tools.bench.report import large, milliseconds
+from hf_rocm.tools.bench.serving.figures import TIMES, by_case
 from hf_rocm.tools.bench.variants import COMPILE, LABELS, LIGER, OURS, OVERHEAD, STOCK, UNCAPTURED
 from hf_rocm.tools.drawing import Box, ChartError, Line, Part, Picture, Words
 
@@ -35,7 +36,8 @@ FLOOR = "#2f855a"
 
 
 class Bar(NamedTuple):
-    """One side of a panel. value: the median; low, high: the quartiles."""
+    """One side of a panel. value: the median; low, high: its spread, from quartile to quartile or to the 95th
+    percentile."""
 
     side: str
     label: str
@@ -45,12 +47,12 @@ class Bar(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One case. The floor and the bars are in milliseconds; unit: what they measure."""
+    """One case. The floor, if there is one, and the bars are in milliseconds; unit: what they measure."""
 
     title: str
     unit: str
     kind: str
-    floor: float
+    floor: float | None
     bars: tuple[Bar, ...]
 
 
@@ -88,7 +90,7 @@ def save(segments: Sequence[Segment], file: Path, *, title: str | None = None) -
 
 def draw(title: str, segments: Sequence[Segment]) -> Picture:
     """The picture of all cases that have at least one side."""
-    panels = [panel(result) for segment in segments for result in segment.results if result.timings]
+    panels = [each for segment in segments for each in _panels(segment)]
     parts: list[Part] = []
     y = MARGIN + 18
     parts.append(Words(MARGIN, y, title, size=19, bold=True))
@@ -104,6 +106,24 @@ def draw(title: str, segments: Sequence[Segment]) -> Picture:
     height = y + MARGIN - 22
     background = Box(0, 0, WIDTH, height, "#ffffff", radius=8)
     return Picture(WIDTH, height, (background, *parts), title)
+
+
+def _panels(segment: Segment) -> list[Panel]:
+    served = [] if segment.serving is None else segment.serving["cases"]
+    panels = [panel(result) for result in segment.results if result.timings]
+    return panels + [each for group in by_case(served) for each in serving_panels(group)]
+
+
+def serving_panels(group: Sequence[dict[str, Any]]) -> list[Panel]:
+    """The panels of one load: the time that a token takes in all, and the times of `figures.TIMES`."""
+    rates = [Bar(case["side"], case["side"], *[1000 / case["rate"]] * 3) for case in group if case["rate"]]
+    title = group[0]["title"]
+    panels = [Panel(title, "ms a token, all requests together", "rate", None, tuple(rates))]
+    for name, label in TIMES.items():
+        times = [(case["side"], found) for case in group if (found := case["times"][name]) is not None]
+        bars = tuple(Bar(side, side, found["median"], found["median"], found["p95"]) for side, found in times)
+        panels.append(Panel(f"{title}: {label}", "ms", name, None, bars))
+    return [each for each in panels if each.bars]
 
 
 def panel(result: Result) -> Panel:
@@ -122,7 +142,6 @@ def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> fl
     parts.append(Words(WIDTH - MARGIN, y + 10, unit, size=NOTE, colour=FAINT, anchor="end"))
     top = y + 22
     stock = next((bar.value for bar in panel.bars if bar.side == STOCK), None)
-    line = LABEL + panel.floor * scale
     bottom = top + len(panel.bars) * (BAR + GAP)
     y = top
     for bar in panel.bars:
@@ -138,6 +157,9 @@ def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> fl
         faster = "" if stock is None or bar.side == STOCK else f" ({stock / bar.value:.2f} ×)"
         parts.append(Words(max(end, high) + 8, y + 15, f"{milliseconds(bar.value)} ms{faster}", size=12.5, bold=ours))
         y += BAR + GAP
+    if panel.floor is None:
+        return bottom
+    line = LABEL + panel.floor * scale
     parts.append(Line(line, top - 4, line, bottom, FLOOR, dashed=True))
     parts.append(Words(line, bottom + 12, f"floor {milliseconds(panel.floor)}", size=11, colour=FLOOR, anchor="middle"))
     return bottom + 14
@@ -148,7 +170,7 @@ _END_TO_END = "ms a token, end to end through generate"
 
 def _scales(panels: Sequence[Panel]) -> list[float]:
     """The longest bar of each panel: shared by the panels of a kind, unless one of them would be a stub."""
-    longest = [max([panel.floor, *(max(bar.value, bar.high) for bar in panel.bars)]) for panel in panels]
+    longest = [max([panel.floor or 0.0, *(max(bar.value, bar.high) for bar in panel.bars)]) for panel in panels]
     scales = []
     for panel, own in zip(panels, longest, strict=True):
         kind = [value for other, value in zip(panels, longest, strict=True) if other.kind == panel.kind]
@@ -160,7 +182,10 @@ def _subtitle(segments: Sequence[Segment]) -> str:
     least, most = (choose(segment.rounds for segment in segments) for choose in (min, max))
     rounds = f"{most} round{'' if most == 1 else 's'}" if least == most else f"{least} to {most} rounds"
     model = segments[0].model
-    return f"median and quartiles of {rounds}; shorter is better; {model['dtype']}, {model['weights']} weights"
+    spread = f"median and quartiles of {rounds}"
+    if segments[0].serving is not None:
+        spread = "transformers serve over HTTP: median and 95th percentile"
+    return f"{spread}; shorter is better; {model['dtype']}, {model['weights']} weights"
 
 
 def _notes(segments: Sequence[Segment]) -> list[str]:
@@ -170,9 +195,13 @@ def _notes(segments: Sequence[Segment]) -> list[str]:
     commits = sorted({segment.commit for segment in segments if segment.commit})
     forced = [] if "ROCm" in machine else ["hf_rocm forced: not an AMD GPU"]
     where = [machine["device"], *versions, *([f"commit {', '.join(commits)}"] if commits else []), *forced]
-    copy, matmul = (_both_ends([getattr(segment.rates, name) for segment in segments]) for name in ("copy", "matmul"))
-    floor = f"Floor: the time of a unit's bytes or operations at this machine's measured {copy}B/s (copy) "
-    notes = [", ".join(where), f"{floor}and {matmul}FLOP/s (matmul). ×: how many times faster than stock."]
+    faster = "×: how many times faster than stock."
+    rates = [segment.rates for segment in segments if segment.rates is not None]
+    if rates:
+        copy, matmul = (_both_ends([getattr(rate, name) for rate in rates]) for name in ("copy", "matmul"))
+        floor = f"Floor: the time of a unit's bytes or operations at this machine's measured {copy}B/s (copy) "
+        faster = f"{floor}and {matmul}FLOP/s (matmul). {faster}"
+    notes = [", ".join(where), faster]
     columns = int((WIDTH - 2 * MARGIN) / (CHARACTER * NOTE))
     return [line for note in notes for line in textwrap.wrap(note, columns, break_on_hyphens=False)]
 

@@ -1,4 +1,4 @@
-"""Timing: from start to the end of the device's work, reported as the median with quartiles."""
+"""Timing: from start to the end of the device's work, reported as the median with quartiles or percentiles."""
 
 from __future__ import annotations
 
@@ -25,6 +25,23 @@ def spread(seconds: Sequence[float]) -> Spread:
         return Spread(values[0], values[0], values[0])
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(statistics.median(values), low, high)
+
+
+class Percentiles(NamedTuple):
+    """Milliseconds: the median, and the 95th and 99th percentile, interpolated between the two nearest values."""
+
+    median: float
+    p95: float
+    p99: float
+
+
+def percentiles(seconds: Sequence[float]) -> Percentiles | None:
+    """The percentiles of times in seconds, in milliseconds; None without a time."""
+    if not seconds:
+        return None
+    values = [1000 * second for second in seconds]
+    cuts = statistics.quantiles([*values, values[0]] if len(values) == 1 else values, n=100, method="inclusive")
+    return Percentiles(cuts[49], cuts[94], cuts[98])
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +21,7 @@ import torch
 from hf_rocm import options
 from hf_rocm.distributed import heads
 from hf_rocm.errors import HfRocmError, OptionError, RankError
-from hf_rocm.tools.bench import dummy_checkpoint
+from hf_rocm.tools.bench import children, dummy_checkpoint
 from hf_rocm.tools.bench.cases import Case
 from hf_rocm.tools.bench.measure import Progress
 from hf_rocm.tools.bench.record import Segment
@@ -36,14 +33,7 @@ SIDES = (STOCK, UNCAPTURED, OURS)
 _ALIKE = ("Mismatch", "RankError")  # raised by every rank if one raises it
 _PAUSE = 0.05
 _LAST_WORDS = 60.0  # seconds for the other ranks to end after the first one has
-_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 _CHILD = """
-import ctypes, os, sys
-if sys.platform == "linux":  # a rank must not outlive the command that started it, however that ends
-    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-    if os.getppid() != {parent}:
-        os._exit(1)
-sys.path[:] = {path!r}
 from hf_rocm.tools.bench.rank import main
 code = main(sys.argv[1], int(sys.argv[2]))
 sys.stdout.flush(), sys.stderr.flush()
@@ -171,7 +161,7 @@ def _started(place: Path, subject: Subject, ranks: int) -> Iterator[list[subproc
     """The ranks' processes; whatever still runs at the end is ended."""
     environment = options.environment()
     if subject.device.type == "cpu":
-        environment |= _NO_GPU  # transformers shards over whatever accelerator it sees
+        environment |= children.NO_GPU  # transformers shards over whatever accelerator it sees
         environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // ranks)))
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -179,7 +169,7 @@ def _started(place: Path, subject: Subject, ranks: int) -> Iterator[list[subproc
             with (place / f"log-{rank}").open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-c", _CHILD.format(path=sys.path, parent=os.getpid()), str(place), str(rank)],
+                        children.command(_CHILD, str(place), str(rank)),
                         env=environment | _numbers(rank, ranks),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -204,8 +194,8 @@ def _cause(place: Path, codes: Sequence[int | None]) -> HfRocmError:
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             return RankError(
-                f"rank {rank} was killed by {_signal(-code)}",
-                facts={"last lines": _tail(place / f"log-{rank}")},
+                f"rank {rank} was killed by {children.signal_name(-code)}",
+                facts={"last lines": children.tail(place / f"log-{rank}")},
                 hint="the kernel kills processes that need too much memory (sudo dmesg | tail); "
                 "a crash in a library leaves a message above",
             )
@@ -215,25 +205,14 @@ def _cause(place: Path, codes: Sequence[int | None]) -> HfRocmError:
             errors[rank] = json.loads((place / f"failed-{rank}.json").read_text(encoding="utf-8"))
     if not errors:
         rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
-        return RankError(f"rank {rank} ended with exit code {code}", facts={"last lines": _tail(place / f"log-{rank}")})
+        return RankError(
+            f"rank {rank} ended with exit code {code}", facts={"last lines": children.tail(place / f"log-{rank}")}
+        )
     first = min(errors, key=lambda rank: errors[rank]["at"])
     first_error = errors[first]
     alike = first_error.get("error") in _ALIKE
     return RankError(
         first_error["message"] if alike else f"rank {first} failed: {first_error['message']}",
-        facts=first_error["facts"] or {"last lines": _tail(place / f"log-{first}")},
+        facts=first_error["facts"] or {"last lines": children.tail(place / f"log-{first}")},
         hint=first_error["hint"] or "the same without --tp shows whether it needs several ranks to happen",
     )
-
-
-def _signal(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"
-
-
-def _tail(log: Path) -> str:
-    """The last non-empty lines, on one line."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return " / ".join(lines[-3:])[-400:] or "none"

@@ -35,13 +35,14 @@ class Segment:
     machine: dict[str, str]
     commit: str | None
     model: dict[str, Any]
-    rates: Rates
+    rates: Rates | None  # None: it has no floor
     rounds: int
     missing: dict[str, str] = field(default_factory=dict)  # sides that are not available, and why
     results: tuple[Result, ...] = ()
     kernels: tuple[dict[str, Any], ...] = ()
     starts: tuple[dict[str, Any], ...] = ()
     parallel: dict[str, Any] | None = None  # with several ranks: their number, interconnect and exchanges
+    serving: dict[str, Any] | None = None  # of `bench serve`: the server's command, parity, and the figures of cases
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -49,13 +50,14 @@ class Segment:
             "machine": self.machine,
             "commit": self.commit,
             "model": self.model,
-            "rates": self.rates._asdict(),
+            "rates": None if self.rates is None else self.rates._asdict(),
             "rounds": self.rounds,
             "missing": self.missing,
             "results": [_result_to_dict(result) for result in self.results],
             "kernels": list(self.kernels),
             "starts": list(self.starts),
             **({} if self.parallel is None else {"parallel": self.parallel}),
+            **({} if self.serving is None else {"serving": self.serving}),
         }
 
     @classmethod
@@ -65,13 +67,14 @@ class Segment:
             data["machine"],
             data["commit"],
             data["model"],
-            Rates(**data["rates"]),
+            None if data["rates"] is None else Rates(**data["rates"]),
             data["rounds"],
             data["missing"],
             tuple(_result_from_dict(item_data) for item_data in data["results"]),
             tuple(data["kernels"]),
             tuple(data["starts"]),
             data.get("parallel"),
+            data.get("serving"),
         )
 
 

@@ -16,18 +16,25 @@ Row = tuple[str, ...]
 
 def heading(segment: Segment) -> list[str]:
     """The heading: the model, the machine, its rates, and what numbers from it mean."""
-    model, rates = segment.model, segment.rates
+    model = segment.model
     machine = dict(segment.machine)
     size = f", {model['matrix_bytes'] / 1e9:.2f} GB of matrices" if "matrix_bytes" in model else ""
     return [
         f"{model['name']}: {model['class']}, {model['weights']} weights, {model['dtype']}{size}",
         ", ".join([machine.pop("device"), *(f"{name} {value}" for name, value in machine.items())])
         + (f", commit {segment.commit}" if segment.commit else ""),
-        f"copies {large(rates.copy)}B/s and multiplies {large(rates.matmul)}FLOP/s, measured in this run; medians of "
-        + (f"{segment.rounds} interleaved rounds (quartiles)" if segment.results else f"{segment.rounds} replays"),
+        *_rates(segment),
         *parallel(segment),
         note(machine),
     ]
+
+
+def _rates(segment: Segment) -> list[str]:
+    if segment.rates is None:
+        return []
+    copy, matmul = large(segment.rates.copy), large(segment.rates.matmul)
+    rounds = f"{segment.rounds} interleaved rounds (quartiles)" if segment.results else f"{segment.rounds} replays"
+    return [f"copies {copy}B/s and multiplies {matmul}FLOP/s, measured in this run; medians of {rounds}"]
 
 
 def parallel(segment: Segment) -> list[str]:

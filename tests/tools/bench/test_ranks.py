@@ -22,7 +22,7 @@ from tests.tools.bench.conftest import CPU, Part, segment
 SMALL = Subject(None, "small", CPU, layers=1)
 TINY = ["--config", "small", "--layers", "1", "--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4"]
 
-# programs that stand for ranks; `{path!r}` is where a rank finds modules, and these need none
+# programs that stand for ranks
 KILLED = """
 import os, signal, sys, time
 if sys.argv[2] == "1":
@@ -75,7 +75,7 @@ def ranks_are(monkeypatch):
     """Every rank is this program, and no checkpoint is written."""
 
     def put(program: str) -> None:
-        monkeypatch.setattr(ranks, "_CHILD", program.replace("{", "{{").replace("}", "}}"))
+        monkeypatch.setattr(ranks, "_CHILD", program)
         monkeypatch.setattr(ranks.dummy_checkpoint, "write", lambda *arguments, **named: None)
 
     return put

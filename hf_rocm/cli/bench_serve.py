@@ -1,0 +1,152 @@
+"""`hf-rocm bench serve`: HTTP traffic to `transformers serve`, stock and with hf_rocm."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_rocm.cli.bench_shared import check_files, draw, subject_of
+from hf_rocm.cli.groups import numbers
+from hf_rocm.cli.output import print_json, print_notice, print_table, print_wrapped
+from hf_rocm.cli.parameters import ChartFile, DeviceName, DtypeName, Json, ModelPath, Save, SegmentName
+from hf_rocm.cli.progress import Progress
+from hf_rocm.errors import OptionError
+
+if TYPE_CHECKING:
+    from hf_rocm.tools.bench.record import Segment
+    from hf_rocm.tools.bench.serving.traffic import Load
+
+
+def serve(
+    model: ModelPath,
+    clients: Annotated[
+        str | None,
+        typer.Option(metavar="NUMBERS", help="Closed loops of so many clients, such as 1,8,64 (default: 8)."),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(metavar="RATES", help="Open loops with so many requests a second, such as 0.5,4."),
+    ] = None,
+    requests: Annotated[int, typer.Option(metavar="N", help="Requests of each loop.", min=1)] = 64,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", help="No request of a loop is sent after S seconds.", min=0.1)
+    ] = 120.0,
+    prompt: Annotated[
+        str, typer.Option(metavar="LENGTHS", help="Tokens of a prompt: a number, or a range to draw from.")
+    ] = "60-510",
+    new: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens of each answer.", min=2)] = 128,
+    answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both by turns.")] = "streamed",
+    seed: Annotated[int, typer.Option(metavar="N", help="Of prompts and arrival times.")] = 0,
+    batching: Annotated[
+        bool, typer.Option("--continuous-batching/--no-continuous-batching", help="Of both servers.")
+    ] = True,
+    serve_args: Annotated[
+        str, typer.Option(metavar="TEXT", help="More arguments of transformers serve, such as '--cb-num-blocks 512'.")
+    ] = "",
+    timeout: Annotated[float, typer.Option(metavar="S", help="Seconds for one answer.", min=0.1)] = 120.0,
+    start_timeout: Annotated[
+        float, typer.Option(metavar="S", help="Seconds for a server to load the model.", min=1)
+    ] = 600.0,
+    dtype: DtypeName = None,
+    device: DeviceName = None,
+    save: Save = None,
+    segment: SegmentName = None,
+    chart: ChartFile = None,
+    json: Json = False,
+) -> None:
+    """Measure `transformers serve` over HTTP on this machine, stock and with hf_rocm.
+
+    Both servers answer the same greedy requests first; if hf_rocm's answers differ by more than the dtype allows,
+    nothing is timed. One server runs at a time, and each is ended with the run. Prompts are random words. Without ROCm,
+    hf_rocm's path is forced, and the output says so.
+    """
+    from hf_rocm.tools.bench import record
+    from hf_rocm.tools.bench.serving import server
+    from hf_rocm.tools.bench.serving.run import Settings, bench_serving
+
+    loads = _loads(clients, rate, requests, prompt, new, answers, seed, seconds)
+    check_files(save, chart)
+    server.check()
+    subject = subject_of(model, None, device, dtype, None)
+    settings = Settings(batching, _arguments(serve_args), timeout, start_timeout)
+    with Progress(every=15) as progress:
+        done = bench_serving(subject, loads, settings, segment=segment or f"serve {model}", progress=progress.step)
+    if save is not None:
+        record.save(save, done)
+    if json:
+        print_json(done.to_dict())
+    else:
+        _print(done)
+    if chart is not None:
+        draw(done, chart)
+
+
+def _loads(
+    clients: str | None,
+    rate: str | None,
+    requests: int,
+    prompt: str,
+    new: int,
+    answers: str,
+    seed: int,
+    seconds: float,
+) -> list[Load]:
+    from hf_rocm.tools.bench.serving.traffic import ANSWERS, Load
+
+    if answers not in ANSWERS:
+        raise OptionError(f"--answers {answers} is not valid", facts={"allowed": ", ".join(ANSWERS)})
+    shortest, longest = _lengths(prompt)
+    loops: list[tuple[int | None, float | None]] = []
+    if clients is not None or rate is None:
+        loops += [(number, None) for number in numbers(clients or "8", "--clients")]
+    if rate is not None:
+        loops += [(None, each) for each in _rates(rate)]
+    return [Load(*loop, requests, shortest, longest, new, answers, seed, seconds) for loop in loops]
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text.strip(), re.ASCII)
+    shortest, longest = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 0 < shortest <= longest:
+        raise OptionError(f"--prompt {text} is not valid", hint="write a number or a range: --prompt 60-510")
+    return shortest, longest
+
+
+def _rates(text: str) -> list[float]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,6}(\.\d{1,6})?", word, re.ASCII) and float(word) > 0 for word in words):
+        raise OptionError(f"--rate {text} is not valid", hint="write requests a second: --rate 0.5,4")
+    return sorted({float(word) for word in words})
+
+
+def _arguments(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise OptionError(f"--serve-args {text} is not valid", facts={"because": error}) from error
+
+
+def _print(segment: Segment) -> None:
+    from hf_rocm.tools.bench import report
+    from hf_rocm.tools.bench.serving import figures
+    from hf_rocm.tools.bench.serving.agreement import Agreement
+    from hf_rocm.tools.bench.serving.traffic import Load
+
+    assert segment.serving is not None
+    served = segment.serving
+    for line in [*report.heading(segment), shlex.join(served["command"])]:
+        print_wrapped(line)
+    print_wrapped(Agreement.from_dict(served["parity"]).sentence)
+    for group in figures.by_case(served["cases"]):
+        print()
+        print_wrapped(f"{group[0]['title']}: {Load(**group[0]['load']).details}")
+        print_table(*figures.table(group))
+        for line in figures.notes(group):
+            print_notice(line)
+    print()
+    print_wrapped("times: median / 95th / 99th percentile")
+    for line in served["explained"]:
+        print_wrapped(f"hf_rocm: {line}")

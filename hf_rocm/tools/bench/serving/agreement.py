@@ -1,0 +1,81 @@
+"""Whether two servers give the same answers to the same greedy requests.
+
+In fp32 every answer must be equal. In bf16 and fp16 the two largest logits are often equal up to rounding: the order of
+sums decides which token is chosen, and the answers differ from there on. Stock differs from itself in this way between
+requests that run alone and in a batch, which gives the tolerance. Logits are compared by `hf-rocm verify`, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+EXACT = "float32"
+_LEAST = 0.5  # share of the text that may differ in 16 bits, whatever stock itself does
+
+
+class Agreement(NamedTuple):
+    """Two sides on the same requests. equal, total: answers. lost: the share of stock's text after the first
+    difference of each answer. stock: the same share between stock's requests alone and in a batch."""
+
+    equal: int
+    total: int
+    lost: float
+    stock: float
+    dtype: str
+
+    @property
+    def allowed(self) -> float:
+        return 0.0 if self.dtype == EXACT else max(2 * self.stock, _LEAST)
+
+    @property
+    def wrong(self) -> bool:
+        return self.lost > self.allowed or (self.dtype == EXACT and self.equal < self.total)
+
+    @property
+    def sentence(self) -> str:
+        """The result, with the tolerance where one was needed."""
+        if self.equal == self.total:
+            return f"parity: hf_rocm gave stock's text for all {self.total} greedy requests"
+        return (
+            f"parity: hf_rocm gave stock's text for {self.equal} of {self.total} greedy requests; "
+            f"{_percent(self.lost)} of the text is after a first difference. {self.tolerance}"
+        )
+
+    @property
+    def tolerance(self) -> str:
+        if self.dtype == EXACT:
+            return f"{EXACT} has none: every answer must be equal"
+        return (
+            f"Allowed in {self.dtype}: {_percent(self.allowed)} (stock differs from itself in {_percent(self.stock)} "
+            "between requests alone and in a batch); `hf-rocm verify` compares logits"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "allowed": self.allowed}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Agreement:
+        return cls(*(data[name] for name in cls._fields))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def agreement(stock: Sequence[str], ours: Sequence[str], *, batched: Sequence[str], dtype: str) -> Agreement:
+    """Compare the answers of both sides. batched: those of stock to the same requests, sent at once."""
+    equal = sum(one == other for one, other in zip(stock, ours, strict=True))
+    return Agreement(equal, len(stock), lost(stock, ours), lost(stock, batched), dtype)
+
+
+def lost(expected: Sequence[str], actual: Sequence[str]) -> float:
+    """The share of the expected characters that come after the first difference of their answer."""
+    total = sum(map(len, expected))
+    kept = sum(_common(one, other) for one, other in zip(expected, actual, strict=True))
+    return 1 - kept / total if total else 0.0
+
+
+def _common(one: str, other: str) -> int:
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    return same.index(False) if False in same else len(same)

@@ -1,0 +1,175 @@
+"""One completion over HTTP from a server on this machine: the text, and when each piece of it arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+REFUSED, CLOSED = LOST = ("connection refused", "connection lost")  # errors that a dead server causes
+HOST, PATH = "127.0.0.1", "/v1/completions"
+_DETAIL = 200  # characters of an error that are kept
+_LONGEST_LINE = 2**20
+
+
+class Question(NamedTuple):
+    """A request for `new` tokens after a prompt. stream: whether the answer is sent in pieces."""
+
+    prompt: str
+    new: int
+    stream: bool
+
+    def body(self, model: str) -> dict[str, Any]:
+        """The request as JSON: greedy, and an end-of-sequence token does not end the answer."""
+        settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": self.new}
+        return {
+            "model": model,
+            "prompt": self.prompt,
+            "max_tokens": self.new,
+            "temperature": 0,
+            "stream": self.stream,
+            "generation_config": json.dumps(settings),
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back. sent, ended, pieces: seconds of `time.perf_counter`; pieces: when each piece of text arrived.
+
+    prompt, tokens: tokens of the prompt and of the answer, as the server counted them. error: its kind, or None.
+    """
+
+    sent: float
+    ended: float
+    text: str = ""
+    pieces: tuple[float, ...] = ()
+    prompt: int = 0
+    tokens: int = 0
+    error: str | None = None
+    detail: str = ""
+
+
+class _Failure(Exception):
+    """kind: of the error, by which errors are counted."""
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(kind)
+        self.kind, self.detail = kind, detail
+
+
+async def ask(port: int, model: str, question: Question, *, timeout: float) -> Answer:
+    """Send one request and return its answer; a failure is an answer with an error. timeout: seconds in all."""
+    sent = time.perf_counter()
+    try:
+        answer = await asyncio.wait_for(_exchange(port, model, question, sent), timeout)
+    except _Failure as failure:
+        return Answer(sent, time.perf_counter(), error=failure.kind, detail=failure.detail[:_DETAIL])
+    except asyncio.TimeoutError:
+        return Answer(sent, time.perf_counter(), error="timeout", detail=f"no complete answer in {timeout:g} s")
+    except ConnectionRefusedError as error:
+        return Answer(sent, time.perf_counter(), error=REFUSED, detail=str(error)[:_DETAIL])
+    except (OSError, asyncio.IncompleteReadError) as error:
+        return Answer(sent, time.perf_counter(), error=CLOSED, detail=str(error)[:_DETAIL])
+    if answer.tokens != question.new:
+        return replace(answer, error="wrong length", detail=f"{answer.tokens} of {question.new} tokens")
+    return answer
+
+
+async def _exchange(port: int, model: str, question: Question, sent: float) -> Answer:
+    reader, writer = await asyncio.open_connection(HOST, port, limit=_LONGEST_LINE)
+    try:
+        content = json.dumps(question.body(model)).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        await writer.drain()
+        status, headers = await _head(reader)
+        parts = _body(reader, headers)
+        if status != 200:
+            raise _Failure(f"HTTP {status}", b"".join([part async for part in parts]).decode(errors="replace"))
+        if headers.get("content-type", "").startswith("text/event-stream"):
+            return await _streamed(parts, sent)
+        whole = _parsed(b"".join([part async for part in parts]))
+        return _finished(Answer(sent, time.perf_counter(), _text(whole)), whole)
+    except ValueError as error:  # a status line, header, or size that is none, or an endless line
+        raise _Failure("malformed answer", str(error)) from error
+    finally:
+        writer.close()
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    line = (await reader.readline()).decode("latin-1")
+    if not line:
+        raise _Failure(CLOSED, "closed before an answer")
+    status = int(line.split()[1]) if line.startswith("HTTP/1.") and len(line.split()) > 1 else None
+    if status is None:
+        raise _Failure("malformed answer", line)
+    headers = {}
+    while (line := (await reader.readline()).decode("latin-1").strip()) != "":
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    return status, headers
+
+
+async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    """The parts of a body as they arrive: chunks, or what was there. Raises `IncompleteReadError` if it is cut off."""
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        while size := int((await reader.readuntil(b"\n")).split(b";")[0], 16):
+            yield await reader.readexactly(size)
+            await reader.readuntil(b"\n")
+    elif "content-length" in headers:
+        yield await reader.readexactly(int(headers["content-length"]))
+    else:
+        while part := await reader.read(_LONGEST_LINE):
+            yield part
+
+
+async def _streamed(parts: AsyncIterator[bytes], sent: float) -> Answer:
+    """An answer in server-sent events. The last one has the reason why it ended, and the numbers of tokens."""
+    texts, pieces, rest = [], [], b""
+    last: dict[str, Any] | None = None
+    async for part in parts:
+        now = time.perf_counter()
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
+                continue
+            event = _parsed(line[len(b"data:") :])
+            if event.get("error"):
+                raise _Failure("error event", str(event["error"]))
+            text = _text(event)
+            if text:
+                texts.append(text)
+                pieces.append(now)
+            if event["choices"][0].get("finish_reason"):
+                last = event
+    if last is None:
+        raise _Failure("ended early", f"after {len(pieces)} pieces, without a reason to finish")
+    return _finished(Answer(sent, time.perf_counter(), "".join(texts), tuple(pieces)), last)
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise _Failure("malformed answer", f"not JSON: {data[:80].decode(errors='replace').strip()}") from error
+    if not isinstance(event, dict):
+        raise _Failure("malformed answer", f"not an object: {str(event)[:80]}")
+    return event
+
+
+def _text(event: dict[str, Any]) -> str:
+    try:
+        return str(event["choices"][0].get("text") or "")
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise _Failure("malformed answer", f"no choices: {json.dumps(event)}") from error
+
+
+def _finished(answer: Answer, event: dict[str, Any]) -> Answer:
+    try:
+        usage = event["usage"]
+        return replace(answer, prompt=int(usage["prompt_tokens"]), tokens=int(usage["completion_tokens"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _Failure("malformed answer", "no numbers of tokens (usage)") from error

@@ -1,0 +1,118 @@
+"""The figures of a case: tokens a second, times to the first token and between tokens, errors by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+from hf_rocm.tools.bench.clock import percentiles
+from hf_rocm.tools.bench.report import Row, milliseconds
+from hf_rocm.tools.bench.serving.client import Answer
+from hf_rocm.tools.bench.serving.traffic import Load, Traffic
+from hf_rocm.tools.bench.variants import OURS, STOCK
+
+# The times of a case: the key in its figures, and the label in tables and charts.
+TIMES = {
+    "first": "time to first token",
+    "between": "time between tokens",
+    "whole": "time to whole answer",
+}
+
+
+def figures(load: Load, side: str, traffic: Traffic) -> dict[str, Any]:
+    """One case on one side as plain data. Failed answers count as errors only.
+
+    rate: tokens a second over all requests, from the first request to the last answer. first: from sending a request to
+    the first piece of text of a streamed answer. between: from one piece to the next. whole: from sending a request to
+    the end of its answer, streamed or not.
+    """
+    answered = [answer for answer in traffic.answers if answer.error is None]
+    tokens = sum(answer.tokens for answer in answered)
+    streamed = [answer for answer in answered if answer.pieces]
+    gaps = [after - before for answer in streamed for before, after in pairwise(answer.pieces)]
+    times = {
+        "first": [answer.pieces[0] - answer.sent for answer in streamed],
+        "between": gaps,
+        "whole": [answer.ended - answer.sent for answer in answered],
+    }
+    return {
+        "load": asdict(load),
+        "title": load.title,
+        "side": side,
+        "seconds": traffic.seconds,
+        "answered": len(answered),
+        "unsent": traffic.unsent,
+        "errors": _errors(traffic.answers),
+        "prompt_tokens": sum(answer.prompt for answer in answered),
+        "tokens": tokens,
+        "streamed_tokens": sum(answer.tokens for answer in streamed),
+        "pieces": sum(len(answer.pieces) for answer in streamed),
+        "rate": tokens / traffic.seconds if traffic.seconds > 0 else 0.0,
+        "times": {
+            name: None if (found := percentiles(values)) is None else found._asdict() for name, values in times.items()
+        },
+    }
+
+
+def _errors(answers: Iterable[Answer]) -> dict[str, dict[str, Any]]:
+    """For each kind of error: how many, and the detail of the first."""
+    errors: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        if answer.error is not None:
+            errors.setdefault(answer.error, {"count": 0, "example": answer.detail})["count"] += 1
+    return errors
+
+
+def by_case(cases: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The figures of each load together, stock first."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        groups.setdefault(case["title"], []).append(case)
+    return [sorted(group, key=lambda case: (STOCK, OURS).index(case["side"])) for group in groups.values()]
+
+
+def table(group: Sequence[dict[str, Any]]) -> tuple[Row, list[Row]]:
+    """The header and rows of one load: a column for each side, and how many times better hf_rocm is."""
+    both = len(group) == 2
+    rows = [_row("tokens a second", [f"{case['rate']:.{0 if case['rate'] >= 100 else 1}f}" for case in group],
+                 _ratio(group[-1]["rate"], group[0]["rate"]) if both else "")]  # fmt: skip
+    for name, label in TIMES.items():
+        times = [case["times"][name] for case in group]
+        if any(times):
+            cells = [
+                "" if found is None else " / ".join(milliseconds(value) for value in found.values()) for found in times
+            ]
+            better = _ratio(times[0]["median"], times[-1]["median"]) if both and all(times) else ""
+            rows.append(_row(f"{label}, ms", cells, better))
+    rows.append(_row("answers", [str(case["answered"]) for case in group]))
+    rows.append(_row("errors", [str(sum(kind["count"] for kind in case["errors"].values())) for case in group]))
+    return ("", *(case["side"] for case in group), *(["× stock"] if both else [])), [
+        row if both else row[:-1] for row in rows
+    ]
+
+
+def notes(group: Sequence[dict[str, Any]]) -> list[str]:
+    """Errors by kind, requests that were not sent, and tokens that came without a piece of their own."""
+    lines = []
+    for case in group:
+        side = case["side"]
+        lines += [
+            f"{side}: {kind['count']} × {name}, first: {kind['example']}" for name, kind in case["errors"].items()
+        ]
+        if case["unsent"]:
+            lines.append(f"{side}: {case['unsent']} requests were not sent within {case['load']['seconds']:g} s")
+    joined = [f"{case['pieces']} of {case['streamed_tokens']} ({case['side']})" for case in group
+              if case["pieces"] < case["streamed_tokens"]]  # fmt: skip
+    if joined:
+        lines.append(f"fewer pieces of text than streamed tokens: {', '.join(joined)}; times are between pieces")
+    return lines
+
+
+def _row(label: str, cells: Sequence[str], better: str = "") -> Row:
+    return (label, *cells, better)
+
+
+def _ratio(more: float, less: float) -> str:
+    return f"{more / less:.2f}" if less else ""

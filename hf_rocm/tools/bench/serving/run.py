@@ -1,0 +1,200 @@
+"""One run of `hf-rocm bench serve`: both servers answer the same requests first, and then each gets the traffic.
+
+One server runs at a time, since each fills the GPU's memory with its cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hf_rocm.errors import LoadError, OptionError
+from hf_rocm.tools.bench.machine import commit, machine
+from hf_rocm.tools.bench.measure import Mismatch, Progress
+from hf_rocm.tools.bench.record import Segment
+from hf_rocm.tools.bench.run import Subject
+from hf_rocm.tools.bench.serving.agreement import Agreement, agreement
+from hf_rocm.tools.bench.serving.client import LOST, Question, ask
+from hf_rocm.tools.bench.serving.figures import figures
+from hf_rocm.tools.bench.serving.server import ServeError, Server, serving
+from hf_rocm.tools.bench.serving.traffic import Load, Traffic, drive, plan
+from hf_rocm.tools.bench.variants import OURS, STOCK
+
+PARITY_REQUESTS, PARITY_NEW = 8, 16
+_WATCH = 0.2  # seconds between two looks at the server's process
+_LAST_WORDS = 2.0  # seconds for a process to end after it has closed its connections
+_DURING = "while it answered requests"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How servers are started and asked. arguments: more of `transformers serve`. timeout: seconds for one answer;
+    start_timeout: to load the model."""
+
+    batching: bool = True
+    arguments: tuple[str, ...] = ()
+    timeout: float = 120.0
+    start_timeout: float = 600.0
+
+
+def bench_serving(
+    subject: Subject, loads: Sequence[Load], settings: Settings, *, segment: str, progress: Progress
+) -> Segment:
+    """Measure every load on both servers.
+
+    Raises `LoadError` if there is no such model, `OptionError` if requests are too long for it, `ServeError` if a
+    server fails, and `Mismatch` if hf_rocm's answers are not stock's.
+    """
+    assert subject.model is not None
+    tokenizer, config = _files(subject.model)
+    _check_lengths(config, loads)
+    dtype = str(subject.dtype or (torch.bfloat16 if subject.device.type == "cuda" else torch.float32))
+    run = _Run(subject, settings, dtype.removeprefix("torch."), progress)
+    parity = replace(loads[0], clients=1, rate=None, requests=PARITY_REQUESTS, new=min(PARITY_NEW, loads[0].new),
+                     answers="both", seconds=float("inf"))  # fmt: skip
+    same = plan(parity, tokenizer)
+    questions = [plan(load, tokenizer) for load in loads]
+    with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as name:
+        with run.server(STOCK, Path(name) / "parity") as server:
+            expected = run.texts(server, parity, same)
+            batched = run.texts(server, replace(parity, clients=len(same)), same)
+        with run.server(OURS, Path(name) / OURS) as server:
+            actual = run.texts(server, parity, same)
+            found = agreement(expected, actual, batched=batched, dtype=run.dtype)
+            if found.wrong:
+                raise _mismatch(found, same, expected, actual)
+            ours = run.cases(server, loads, questions)
+            explained = server.explained()
+        with run.server(STOCK, Path(name) / STOCK) as server:
+            stock = run.cases(server, loads, questions)
+    return Segment(
+        segment,
+        machine(subject.device),
+        commit(),
+        {
+            "name": subject.name,
+            "class": (config.architectures or [type(config).__name__])[0],
+            "weights": "its own",
+            "dtype": run.dtype,
+        },
+        None,
+        1,
+        serving={
+            "command": ["transformers", "serve", *run.command],
+            "parity": found.to_dict(),
+            "explained": explained,
+            "cases": [case for pair in zip(stock, ours, strict=True) for case in pair],
+        },
+    )
+
+
+class _Run:
+    def __init__(self, subject: Subject, settings: Settings, dtype: str, progress: Progress) -> None:
+        self.model, self.settings, self.dtype, self.progress = str(subject.model), settings, dtype, progress
+        self.gpu = subject.device.type != "cpu"
+        batching = ["--continuous-batching"] if settings.batching else []
+        device = str(subject.device)
+        self.command = [self.model, *batching, "--device", device, "--dtype", dtype, *settings.arguments]
+
+    def server(self, side: str, folder: Path) -> Any:
+        return serving(
+            side, self.command, folder, gpu=self.gpu, timeout=self.settings.start_timeout, progress=self.progress
+        )
+
+    def texts(self, server: Server, load: Load, questions: Sequence[Question]) -> list[str]:
+        """The answers to these requests, none of which may fail."""
+        traffic = self.drive(server, load, questions, "checking answers")
+        for answer in traffic.answers:
+            if answer.error is not None:
+                raise ServeError(
+                    f"the server of {server.side} failed one of the first requests: {answer.error}",
+                    facts={"answer": answer.detail or "none", "last lines": server.last_lines()},
+                    hint="allow more time with --timeout" if answer.error == "timeout" else None,
+                )
+        return [answer.text for answer in traffic.answers]
+
+    def cases(self, server: Server, loads: Sequence[Load], questions: Sequence[list[Question]]) -> list[dict[str, Any]]:
+        """The figures of every load on this server, each after a warm-up that is not timed."""
+        rows = []
+        for load, asked in zip(loads, questions, strict=True):
+            at_once = load.clients or max(1, round(load.rate or 1))
+            warm = replace(load, clients=at_once, rate=None, requests=min(2 * at_once, len(asked)))
+            self.drive(server, warm, asked[: warm.requests], "warm-up")
+            rows.append(figures(load, server.side, self.drive(server, load, asked, load.title)))
+        return rows
+
+    def drive(self, server: Server, load: Load, questions: Sequence[Question], what: str) -> Traffic:
+        """Send the requests. Raises `ServeError` as soon as the server has ended."""
+
+        def count(done: int, total: int) -> None:
+            self.progress(f"{server.side}: {what}, {done} of {total} answers")
+
+        send = partial(ask, server.port, self.model, timeout=self.settings.timeout)
+        traffic = asyncio.run(_watched(server, drive(load, list(questions), send, progress=count)))
+        if any(answer.error in LOST for answer in traffic.answers):
+            server.check(_DURING, grace=_LAST_WORDS)
+        return traffic
+
+
+async def _watched(server: Server, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, unless the server ends before it."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=_WATCH))[0]:
+            server.check(_DURING)
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _files(model: str) -> tuple[Any, Any]:
+    """The tokenizer and the config of a model. Raises `LoadError`."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise LoadError(
+            f"no model could be loaded from {model!r}",
+            facts={"transformers error": " ".join(str(error).split())[:300]},
+            hint="a folder needs config.json, its weights (model.safetensors) and its tokenizer",
+        ) from error
+
+
+def _check_lengths(config: Any, loads: Sequence[Load]) -> None:
+    """Raise `OptionError` if a request is longer than the model's context."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = max(load.longest + load.new for load in loads)
+    if most is not None and longest > most:
+        raise OptionError(
+            f"requests of up to {longest} tokens are longer than the model's context",
+            facts={"max_position_embeddings": most},
+            hint="give shorter ones with --prompt and --new",
+        )
+
+
+def _mismatch(
+    found: Agreement, questions: Sequence[Question], expected: Sequence[str], actual: Sequence[str]
+) -> Mismatch:
+    index = next(index for index, text in enumerate(expected) if text != actual[index])
+    return Mismatch(
+        "hf_rocm gives other answers than stock, so nothing is timed",
+        facts={
+            "answers": f"{found.equal} of {found.total} are equal, and {100 * found.lost:.0f} % of the text differs",
+            "tolerance": found.tolerance,
+            "prompt": repr(questions[index].prompt[:100]),
+            "stock": repr(expected[index][:100]),
+            "hf_rocm": repr(actual[index][:100]),
+        },
+        hint="`hf-rocm verify MODEL` compares every layer; please report this with its output",
+    )

@@ -1,0 +1,163 @@
+"""`transformers serve` as a child process on a free port of this machine, stock or with hf_rocm.
+
+The stock server runs as if hf_rocm were not installed: it can't import it, so that installed overlays stay inert. The
+other one prepares its model as `HF_ROCM_AUTO=1` does, also where no overlay is installed and without ROCm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from hf_rocm import options
+from hf_rocm.errors import HfRocmError, OptionError
+from hf_rocm.tools.bench import children
+from hf_rocm.tools.bench.measure import Progress
+from hf_rocm.tools.bench.serving.client import HOST
+from hf_rocm.tools.bench.variants import OURS, STOCK
+
+NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # of the extra transformers[serving]
+_INSTALL = "pip install 'transformers[serving]'"
+_CLI = "transformers.cli.transformers"
+_PAUSE = 0.1
+_POLITE = 3.0  # seconds for the server to end by itself; with continuous batching it does not
+_LISTENS = re.compile(rf"Uvicorn running on http://{re.escape(HOST)}:(\d+)")
+_SERVE = f"""
+sys.argv = ["transformers", "serve", *sys.argv[2:]]
+from {_CLI} import main
+main()
+"""
+# What runs in the child of each side.
+CODE = {
+    STOCK: "sys.modules['hf_rocm'] = None\n" + _SERVE,
+    OURS: "from hf_rocm.tools.bench.serving.explained import begin\nbegin(sys.argv[1])\n" + _SERVE,
+}
+
+
+class ServeError(HfRocmError):
+    """A server did not start, or ended, or does not answer."""
+
+
+class Server:
+    """A running server. port: where it listens."""
+
+    def __init__(self, side: str, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.side, self.process, self.folder = side, process, folder
+        self.log = folder / "log"
+        self.port = 0
+
+    def check(self, when: str, *, grace: float = 0.0) -> None:
+        """Raise `ServeError` if the process has ended, or ends within `grace` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace)
+        code = self.process.returncode
+        if code is not None:
+            how = f"was killed by {children.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            raise ServeError(f"the server of {self.side} {how} {when}", facts={"last lines": self.last_lines()})
+
+    def last_lines(self) -> str:
+        return children.tail(self.log)
+
+    def explained(self, *, timeout: float = 30.0) -> list[str]:
+        """What `explain` says of batches and recorded steps in this server's model; empty for stock."""
+        file = self.folder / "explained.json"
+        if self.side != OURS or not hasattr(signal, "SIGUSR1"):
+            return []
+        self.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if file.exists():
+                lines: list[str] = json.loads(file.read_text(encoding="utf-8"))
+                return lines
+            time.sleep(_PAUSE)
+        return []
+
+
+def check() -> None:
+    """Raise `OptionError` if this transformers has no server that takes completions, or its packages are missing."""
+    import transformers
+
+    missing = [name for name in NEEDS if find_spec(name) is None]
+    if missing:
+        raise OptionError(
+            "transformers serve needs more packages",
+            facts={"missing": ", ".join(missing)},
+            hint=_INSTALL,
+        )
+    if find_spec("transformers.cli") is None or find_spec("transformers.cli.serving") is None:
+        raise OptionError(
+            f"the server of transformers {transformers.__version__} has no /v1/completions",
+            hint="a newer transformers has it; `hf-rocm bench MODEL` measures generate in every release",
+        )
+    try:
+        import_module(_CLI)
+    except ImportError as error:
+        raise OptionError(
+            "transformers serve can't be imported", facts={"transformers error": error}, hint=_INSTALL
+        ) from error
+
+
+@contextmanager
+def serving(
+    side: str, arguments: Sequence[str], folder: Path, *, gpu: bool, timeout: float, progress: Progress
+) -> Iterator[Server]:
+    """Start a server, wait until it listens, and end it and everything that it started with the block.
+
+    arguments: of `transformers serve`. folder: a new folder for its log. timeout: seconds to load the model.
+    Raises `ServeError` if it ends or does not listen in time.
+    """
+    folder.mkdir(parents=True)
+    own = ["--host", HOST, "--port", "0"]  # the last ones count
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            children.command(CODE[side], str(folder / "explained.json"), *arguments, *own),
+            env=options.environment() | ({} if gpu else children.NO_GPU),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the whole group is ended, and an interrupt from the keyboard is ours alone
+        )
+    try:
+        server = Server(side, process, folder)
+        server.port = _port(server, timeout, progress)
+        yield server
+    finally:
+        _end(process)
+
+
+def _port(server: Server, timeout: float, progress: Progress) -> int:
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < timeout:
+        server.check("while it loaded the model")
+        found = _LISTENS.search(server.log.read_text(encoding="utf-8", errors="replace"))
+        if found:
+            return int(found[1])
+        progress(f"{server.side}: starting transformers serve, {waited:.0f} s")
+        time.sleep(_PAUSE)
+    raise ServeError(
+        f"the server of {server.side} did not start in {timeout:g} s",
+        facts={"last lines": server.last_lines()},
+        hint="allow more with --start-timeout",
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and its group: politely, then at once."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLITE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,173 @@
+"""The traffic of a case: prompts of mixed lengths by seed, sent by a number of clients or at a rate."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hf_rocm.tools.bench.serving.client import Answer, Question
+
+ANSWERS = ("streamed", "whole", "both")
+
+
+@dataclass(frozen=True)
+class Load:
+    """One case. clients: a closed loop of so many, each with one request at a time; None: an open loop with `rate`
+    requests a second on average, which does not wait for answers.
+
+    shortest, longest: tokens of a prompt. new: tokens of an answer. answers: `streamed`, `whole`, or `both` by turns.
+    seconds: no request is sent later.
+    """
+
+    clients: int | None
+    rate: float | None
+    requests: int
+    shortest: int
+    longest: int
+    new: int
+    answers: str = "streamed"
+    seed: int = 0
+    seconds: float = 120.0
+
+    @property
+    def title(self) -> str:
+        if self.clients is not None:
+            return f"closed loop, {self.clients} client{'s' * (self.clients != 1)}"
+        return f"open loop, {self.rate:g} requests a second"
+
+    @property
+    def details(self) -> str:
+        lengths = f"{self.shortest} to {self.longest}" if self.shortest < self.longest else f"{self.longest}"
+        kinds = "streamed and whole" if self.answers == "both" else self.answers
+        return f"{self.requests} requests, prompts of {lengths} tokens, {self.new} new tokens each, {kinds}"
+
+
+class Traffic(NamedTuple):
+    """The answers in the order of the requests, the seconds from the first request to the last answer, and how many
+    requests were not sent for lack of time."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+    unsent: int
+
+
+Send = Callable[[Question], Awaitable[Answer]]
+Count = Callable[[int, int], None]
+
+
+def plan(load: Load, tokenizer: Any) -> list[Question]:
+    """The requests of a case; the same load and tokenizer give the same requests."""
+    chance = random.Random(load.seed)
+    words = _words(tokenizer, chance)
+    lengths = [chance.randint(load.shortest, load.longest) for _ in range(load.requests)]
+    streams = [
+        load.answers == "streamed" or (load.answers == "both" and index % 2 == 0) for index in range(load.requests)
+    ]
+    return [
+        Question(_prompt(tokenizer, words, length, chance), load.new, stream)
+        for length, stream in zip(lengths, streams, strict=True)
+    ]
+
+
+def arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """The times of Poisson arrivals in seconds, the first at 0: gaps are exponential with the mean 1 / rate."""
+    chance = random.Random(seed)
+    times = [0.0]
+    while len(times) < count:
+        times.append(times[-1] + chance.expovariate(rate))
+    return times[:count]
+
+
+async def drive(load: Load, questions: list[Question], send: Send, *, progress: Count = lambda *_: None) -> Traffic:
+    """Send the requests as the load describes, and wait for the answers of all that were sent in time."""
+    answers: list[Answer | None] = [None] * len(questions)
+    began = time.perf_counter()
+    finished = 0
+
+    async def one(index: int) -> None:
+        nonlocal finished
+        answers[index] = await send(questions[index])
+        finished += 1
+        progress(finished, len(questions))
+
+    if load.clients is not None:
+        await _closed_loop(load, len(questions), one, began)
+    else:
+        await _open_loop(load, len(questions), one, began)
+    done = tuple(answer for answer in answers if answer is not None)
+    return Traffic(done, time.perf_counter() - began, len(questions) - len(done))
+
+
+async def _closed_loop(load: Load, count: int, one: Callable[[int], Awaitable[None]], began: float) -> None:
+    waiting = iter(range(count))
+
+    async def client() -> None:
+        for index in waiting:
+            if time.perf_counter() - began > load.seconds:
+                return
+            await one(index)
+
+    await asyncio.gather(*(client() for _ in range(min(load.clients or 1, count))))
+
+
+async def _open_loop(load: Load, count: int, one: Callable[[int], Awaitable[None]], began: float) -> None:
+    assert load.rate is not None
+    async with _Tasks() as tasks:
+        for index, due in enumerate(arrivals(load.rate, count, load.seed)):
+            if due > load.seconds:
+                return
+            await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
+            tasks.start(one(index))
+
+
+class _Tasks:
+    """Tasks that are awaited at the end of the block, and cancelled if it fails. (TaskGroup needs Python 3.11.)"""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Future[None]] = []
+
+    async def __aenter__(self) -> _Tasks:
+        return self
+
+    def start(self, work: Awaitable[None]) -> None:
+        self._tasks.append(asyncio.ensure_future(work))
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for task in self._tasks:
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=kind is not None)
+
+
+_TRIED, _WANTED = 20_000, 500  # tokens that are looked at, and words that are enough
+
+
+def _words(tokenizer: Any, chance: random.Random) -> list[str]:
+    """Words that are one token each, as far as the tokenizer has such."""
+    size = len(tokenizer)
+    tried = chance.sample(range(size), min(size, _TRIED))
+    words: list[str] = []
+    for token in tried:
+        word = tokenizer.decode([token]).strip()
+        if word.isascii() and word.isalpha():
+            words.append(word)
+            if len(words) == _WANTED:
+                break
+    return words or ["the"]
+
+
+def _prompt(tokenizer: Any, words: list[str], length: int, chance: random.Random) -> str:
+    """Random words with at most `length` tokens, and at least one word."""
+    chosen = [chance.choice(words) for _ in range(length)]
+    low, high = 1, length
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(tokenizer(" ".join(chosen[:middle]))["input_ids"]) <= length:
+            low = middle
+        else:
+            high = middle - 1
+    return " ".join(chosen[:low])

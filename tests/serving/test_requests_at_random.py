@@ -1,0 +1,160 @@
+"""Requests that arrive, end, fork and are cancelled at random, through transformers' continuous batching of a prepared
+model: each gets the tokens of a run alone, whatever runs beside it."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+import transformers
+
+import hf_rocm
+from hf_rocm import ops
+from hf_rocm.generation import flash_provider
+from tests.generation.conftest import make
+from tests.serving.batching import RELEASE, one_by_one
+
+pytestmark = [
+    pytest.mark.skipif(RELEASE.release < (5, 9), reason="not run: this release has no flash attention over pages"),
+    pytest.mark.skipif(find_spec("flash_attn") is not None, reason="not run: flash-attn is installed and is used"),
+]
+
+KINDS = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"attn_implementation": "eager", "sliding_window": 8, "tie_word_embeddings": False},
+    "gpt_oss": {"attn_implementation": "eager", "sliding_window": 8},
+}
+LONGEST = 12  # new tokens
+WAIT = 60.0  # seconds for all answers, on a machine that has other things to do
+# Pages for three or four of the requests below, so that some wait and some are put off while they run.
+CACHE = {"page_size": 8, "num_blocks": 14, "max_batch_tokens": 24}
+# Stock's batch ends with an error if a request is forked while a single token of its prompt remains to be processed.
+# That happens with a prompt of one token, with shared pages and with prompts in parts.
+FORKED = {"allow_block_sharing": False, "max_batch_tokens": 512}
+
+
+@cache
+def prompts():
+    """Some share their first pages, and one is a single token."""
+    chance = random.Random(5)
+    shared = [chance.randrange(3, 61) for _ in range(17)]
+    return [[chance.randrange(3, 61)], *(shared + [chance.randrange(3, 61) for _ in range(more)] for more in (0, 1, 6)),
+            *([chance.randrange(3, 61) for _ in range(length)] for length in (7, 8, 9, 23))]  # fmt: skip
+
+
+@cache
+def prepared(kind):
+    """A prepared model, and the tokens of stock for each prompt alone."""
+    model = make(kind, **KINDS[kind])
+    alone = one_by_one(model, prompts())
+    assert len({tuple(tokens) for tokens in alone}) == len(alone) and all(len(each) == LONGEST for each in alone)
+    return hf_rocm.prepare(model, force=True), alone
+
+
+class Walk:
+    """Requests at random to one manager. forks: answers of each request; those after the first are forked from it."""
+
+    def __init__(self, kind, forks, seed):
+        from transformers.generation import ContinuousBatchingConfig
+
+        self.chance, self.forks = random.Random(seed), forks
+        model, self.alone = prepared(kind)
+        self.asked, self.cancelled, self.answers = {}, set(), {}
+        config = transformers.GenerationConfig(
+            max_new_tokens=LONGEST, do_sample=True, top_k=1, eos_token_id=-1, num_return_sequences=forks
+        )  # the most likely token; transformers forks only requests that sample
+        batching = ContinuousBatchingConfig(**{**CACHE, **(FORKED if forks > 1 else {})})
+        self.manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
+        self.manager.start()
+
+    def run(self, steps):
+        try:
+            for _ in range(steps):
+                (step,) = self.chance.choices((self.arrive, self.cancel, self.wait_for_one), (5, 2, 2))
+                step()
+            self.collect(lambda: self.answers.keys() >= self.due())
+        finally:
+            self.manager.stop(block=True, timeout=WAIT)
+        rest = self.manager.output_router.output_queue
+        while not rest.empty():
+            self.receive(rest.get())
+
+    def arrive(self):
+        number = self.chance.randrange(1 if self.forks > 1 else 0, len(prompts()))
+        name, new = f"request-{len(self.asked)}", self.chance.randint(1, LONGEST)
+        self.asked[name] = number, new
+        self.manager.add_request(prompts()[number], request_id=name, max_new_tokens=new, eos_token_id=-1)
+
+    def cancel(self):
+        if self.live():
+            name = self.chance.choice(self.live())
+            self.cancelled.add(name)
+            self.manager.cancel_request(name)
+
+    def wait_for_one(self):
+        if self.live():
+            name = self.chance.choice(self.live())
+            self.collect(lambda: name in self.answers)
+
+    def live(self):
+        return [name for name in self.asked if name not in self.cancelled and name not in self.answers]
+
+    def due(self):
+        """The names of all answers that must come."""
+        children = ["", *(f"__child#{index}" for index in range(self.forks - 1))]
+        return {name + child for name in self.asked if name not in self.cancelled for child in children}
+
+    def collect(self, enough):
+        deadline = time.monotonic() + WAIT
+        while not enough():
+            assert time.monotonic() < deadline and self.manager.is_running(), f"no answer: {self.live()}"
+            self.receive(self.manager.get_result(timeout=0.05))
+
+    def receive(self, result):
+        if result is not None:
+            assert result.request_id not in self.answers and result.error is None, result
+            self.answers[result.request_id] = list(result.generated_tokens)
+
+    def check(self):
+        """Compare the answers. A cancelled request may have ended before, or in the middle."""
+        for name, tokens in self.answers.items():
+            number, new = self.asked[name.split("__")[0]]
+            expected = self.alone[number][:new]
+            assert tokens == (expected if name in self.due() else expected[: len(tokens)]), name
+
+
+@pytest.mark.parametrize("forks", [1, 2], ids=["", "forked"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_request_gets_the_tokens_of_a_run_alone(kind, forks):
+    assert walk(kind, forks) == {"varlen_attention"}
+
+
+def test_over_page_tables_too(page_tables_on_cpu):
+    """Requests of more than four pages leave that path, and those beside them with it."""
+    assert walk("llama", 1) == {"varlen_attention", "paged_attention"}
+
+
+def walk(kind, forks):
+    """Run requests on a model. Returns the operations of its attention."""
+    model, alone = prepared(kind)
+    if kind in ("gemma2", "mistral") and len(flash_provider._names()) > 1:
+        pytest.skip(f"not run: {flash_provider.batches_refused(model)}")
+    own = model.config._attn_implementation
+    gc.freeze()  # transformers collects garbage after every batch
+    try:
+        with ops.recording() as routes:
+            for seed in range(3):
+                requests = Walk(kind, forks, seed)
+                requests.run(steps=40)
+                requests.check()
+                assert len(requests.cancelled) > 3 and len(requests.due()) > 10
+                assert model.config._attn_implementation == own
+    finally:
+        gc.unfreeze()
+    assert one_by_one(model, prompts()[:2]) == alone[:2]  # the model works as before
+    return {each.operation for each in routes if each.operation.endswith("attention")}

@@ -1,0 +1,52 @@
+"""Parity of texts: exact in fp32, and in 16 bits within what stock itself differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_rocm.tools.bench.serving.agreement import Agreement, agreement, lost
+
+STOCK = ["abcd", "efgh"]
+
+
+def test_the_lost_share_is_what_comes_after_a_first_difference():
+    assert lost(STOCK, STOCK) == 0
+    assert lost(STOCK, ["abXd", "efgh"]) == pytest.approx(2 / 8)
+    assert lost(STOCK, ["abc", "efghij"]) == pytest.approx(1 / 8)  # shorter loses its end, longer loses nothing
+    assert lost(STOCK, ["", ""]) == 1 and lost(["", ""], ["a", ""]) == 0
+
+
+def test_in_fp32_every_answer_must_be_equal():
+    assert not agreement(STOCK, STOCK, batched=STOCK, dtype="float32").wrong
+    assert agreement(STOCK, ["abcd", "efgX"], batched=["X", "X"], dtype="float32").wrong
+    assert agreement(STOCK, ["abcd", "efghij"], batched=STOCK, dtype="float32").wrong
+
+
+@pytest.mark.parametrize(
+    ("ours", "batched", "wrong"),
+    [
+        (["abcX", "efgh"], STOCK, False),  # 1 / 8
+        (["abcd", "Xfgh"], STOCK, False),  # 4 / 8, the most where stock agrees with itself
+        (["abcX", "Xfgh"], STOCK, True),  # 5 / 8
+        (["abcX", "Xfgh"], ["abXd", "eXgh"], False),  # stock itself: 5 / 8
+        (["Xbcd", "Xfgh"], STOCK, True),
+        (["Xbcd", "efXh"], ["abcd", "eXgh"], False),  # 6 / 8, twice stock's 3 / 8
+        (["Xbcd", "eXgh"], ["abcd", "eXgh"], True),  # 7 / 8
+    ],
+)
+def test_in_16_bits_twice_what_stock_loses_between_alone_and_batched(ours, batched, wrong):
+    assert agreement(STOCK, ours, batched=batched, dtype="bfloat16").wrong is wrong
+
+
+def test_the_sentence_has_the_tolerance_where_it_was_needed():
+    assert agreement(STOCK, STOCK, batched=STOCK, dtype="bfloat16").sentence == (
+        "parity: hf_rocm gave stock's text for all 2 greedy requests"
+    )
+    sentence = agreement(STOCK, ["abXd", "efgh"], batched=["abcX", "efgh"], dtype="bfloat16").sentence
+    assert "1 of 2" in sentence and "25 % of the text" in sentence and "Allowed in bfloat16: 50 %" in sentence
+    assert "itself in 12 %" in sentence and "`hf-rocm verify`" in sentence
+
+
+def test_it_survives_json():
+    found = agreement(STOCK, ["abXd", "efgh"], batched=STOCK, dtype="float16")
+    assert Agreement.from_dict(found.to_dict()) == found and found.to_dict()["allowed"] == 0.5

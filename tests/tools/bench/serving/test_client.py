@@ -1,0 +1,80 @@
+"""One request over HTTP: text and times of whole and streamed answers, and each failure by its kind."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from hf_rocm.tools.bench.serving.client import Question, ask
+from tests.tools.bench.serving.stub import FAULTS, answering, word
+
+NEW = 4
+
+KINDS = {
+    "status": "HTTP 500",
+    "garbage": "malformed answer",
+    "no-choices": "malformed answer",
+    "no-usage": "malformed answer",
+    "error-event": "error event",
+    "early": "ended early",
+    "cut": "connection lost",
+    "short": "wrong length",
+    "silent": "timeout",
+    "not-http": "malformed answer",
+}
+
+
+def one(port, *, stream=True, timeout=10.0):
+    return asyncio.run(ask(port, "a-model", Question("a prompt", NEW, stream), timeout=timeout))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_answer_has_its_text_tokens_and_times(stream):
+    before = time.perf_counter()
+    with answering() as server:
+        answer = one(server.port, stream=stream)
+    assert answer.error is None
+    assert answer.text == "".join(word("a prompt", index) for index in range(NEW))
+    assert (answer.prompt, answer.tokens) == (3, NEW)
+    assert len(answer.pieces) == (NEW if stream else 0)
+    assert [before, answer.sent, *answer.pieces, answer.ended] == sorted(
+        [before, answer.sent, *answer.pieces, answer.ended]
+    )
+
+
+def test_every_fault_that_is_an_answer_has_a_kind():
+    assert KINDS.keys() == set(FAULTS) - {"die"}
+
+
+@pytest.mark.parametrize("fault", KINDS)
+def test_a_failure_is_an_answer_with_its_kind(fault):
+    with answering(fault) as server:
+        answer = one(server.port, timeout=0.5 if fault == "silent" else 10.0)
+    assert answer.error == KINDS[fault]
+    assert answer.detail
+
+
+@pytest.mark.parametrize("fault", ["garbage", "no-usage", "short"])
+def test_whole_answers_fail_by_the_same_kinds(fault):
+    with answering(fault) as server:
+        assert one(server.port, stream=False).error == KINDS[fault]
+
+
+def test_the_answer_of_a_failed_request_is_its_detail():
+    with answering("status") as server:
+        assert one(server.port).detail == '{"error": "no memory"}'
+
+
+def test_nobody_listens():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        assert one(taken.getsockname()[1]).error == "connection refused"
+
+
+def test_the_request_is_greedy_and_has_no_end_token():
+    body = Question("a prompt", NEW, True).body("a-model")
+    assert body["temperature"] == 0 and body["max_tokens"] == NEW and body["stream"] is True
+    assert '"eos_token_id": null' in body["generation_config"] and '"do_sample": false' in body["generation_config"]

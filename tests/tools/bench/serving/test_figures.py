@@ -1,0 +1,100 @@
+"""Figures of traffic, computed by hand, and their table."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_rocm.tools.bench.clock import percentiles
+from hf_rocm.tools.bench.serving.client import Answer
+from hf_rocm.tools.bench.serving.figures import by_case, figures, notes, table
+from hf_rocm.tools.bench.serving.traffic import Load, Traffic
+
+LOAD = Load(2, None, 5, 4, 9, 3)
+
+# Two streamed answers of 3 tokens, one whole, and two failures; 9 tokens in 2 seconds.
+ANSWERS = (
+    Answer(0.0, 0.9, "a b c", (0.1, 0.2, 0.4), prompt=4, tokens=3),
+    Answer(0.5, 2.0, "a b c", (0.8, 1.8), prompt=9, tokens=3),  # two tokens came in one piece
+    Answer(1.0, 1.5, "a b c", (), prompt=5, tokens=3),
+    Answer(1.0, 1.2, "a", (1.1,), prompt=5, tokens=1, error="wrong length", detail="1 of 3 tokens"),
+    Answer(1.0, 1.1, error="HTTP 500", detail="no memory"),
+)
+
+
+def of(side, answers=ANSWERS, seconds=2.0, unsent=0, load=LOAD):
+    return figures(load, side, Traffic(answers, seconds, unsent))
+
+
+def test_percentiles_are_interpolated():
+    assert percentiles([]) is None
+    assert percentiles([0.25]) == pytest.approx((250, 250, 250))
+    # of 0 to 100 ms in steps of one, the value at each percent
+    assert percentiles([step / 1000 for step in range(100, -1, -1)]) == pytest.approx((50, 95, 99))
+    # of four values the median is between the second and third, 95 % is 0.85 of the way to the last, 99 % is 0.97
+    assert percentiles([0.4, 0.1, 0.2, 0.3]) == pytest.approx((250, 385, 397))
+
+
+def test_figures_are_those_computed_by_hand():
+    case = of("stock")
+    assert case["answered"] == 3 and case["tokens"] == 9 and case["prompt_tokens"] == 18
+    assert case["rate"] == pytest.approx(4.5)
+    assert case["streamed_tokens"] == 6 and case["pieces"] == 5
+    assert case["errors"] == {
+        "wrong length": {"count": 1, "example": "1 of 3 tokens"},
+        "HTTP 500": {"count": 1, "example": "no memory"},
+    }
+    first, between, whole = (case["times"][name] for name in ("first", "between", "whole"))
+    assert first["median"] == pytest.approx(200)  # 100 and 300 ms
+    assert first["p95"] == pytest.approx(290) and first["p99"] == pytest.approx(298)
+    assert between["median"] == pytest.approx(200)  # 100, 200 and 1000 ms
+    assert between["p95"] == pytest.approx(920) and between["p99"] == pytest.approx(984)
+    assert whole["median"] == pytest.approx(900)  # 900, 1500 and 500 ms
+
+
+def test_without_an_answer_there_are_no_times():
+    case = of("stock", ANSWERS[3:])
+    assert case["times"] == {"first": None, "between": None, "whole": None} and case["rate"] == 0
+    header, rows = table([case, of("hf_rocm")])
+    assert header == ("", "stock", "hf_rocm", "× stock")
+    assert [row[-1] for row in rows] == [""] * len(rows)
+
+
+def test_the_table_compares_the_sides():
+    ours = tuple(
+        Answer(0.0, answer.ended / 2, "x", tuple(each / 2 for each in answer.pieces), 4, 3) for answer in ANSWERS[:1]
+    )
+    header, rows = table([of("stock", ANSWERS[:1], seconds=0.9), of("hf_rocm", ours, seconds=0.3)])
+    assert header == ("", "stock", "hf_rocm", "× stock")
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["tokens a second"] == ("3.3", "10.0", "3.00")
+    assert cells["time to first token, ms"] == ("100 / 100 / 100", "50.0 / 50.0 / 50.0", "2.00")
+    assert cells["time to whole answer, ms"][-1] == "2.00"
+    assert cells["answers"] == ("1", "1", "") and cells["errors"] == ("0", "0", "")
+
+
+def test_one_side_has_no_comparison():
+    header, rows = table([of("stock")])
+    assert header == ("", "stock") and all(len(row) == 2 for row in rows)
+
+
+def test_whole_answers_have_no_time_to_a_first_token():
+    _, rows = table([of("stock", ANSWERS[2:3])])
+    assert [row[0] for row in rows] == ["tokens a second", "time to whole answer, ms", "answers", "errors"]
+
+
+def test_notes_have_errors_by_kind_and_what_was_not_sent():
+    lines = notes([of("stock", unsent=7)])
+    assert "stock: 1 × HTTP 500, first: no memory" in lines
+    assert "stock: 7 requests were not sent within 120 s" in lines
+    assert any("5 of 6 (stock)" in line for line in lines)
+    assert notes([of("stock", ANSWERS[:1])]) == []
+
+
+def test_cases_are_grouped_by_load_with_stock_first():
+    other = Load(None, 2.0, 5, 4, 9, 3)
+    cases = [of("hf_rocm"), of("hf_rocm", load=other), of("stock"), of("stock", load=other)]
+    groups = by_case(cases)
+    assert [[(case["title"], case["side"]) for case in group] for group in groups] == [
+        [(LOAD.title, "stock"), (LOAD.title, "hf_rocm")],
+        [(other.title, "stock"), (other.title, "hf_rocm")],
+    ]

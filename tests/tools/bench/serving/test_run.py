@@ -1,0 +1,160 @@
+"""A whole run against stubs: parity first, errors by kind, and a server that dies in the middle."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from xml.etree import ElementTree
+
+import pytest
+
+from hf_rocm.cli import main
+from hf_rocm.tools.bench import record
+from hf_rocm.tools.bench.serving import run
+from tests.tools.bench.serving.conftest import ended
+
+FAST = ["--device", "cpu", "--clients", "2", "--requests", "6", "--prompt", "4-9", "--new", "3"]
+# before the timed requests each server gets 8 for parity (stock's first one another 8), and 4 to warm up
+WARM = 4
+
+
+@pytest.fixture
+def bench(tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)  # stubs need nothing
+    return lambda *arguments: main(["bench", "serve", str(tiny_checkpoint), *FAST, *arguments])
+
+
+def test_a_run_prints_and_writes_both_sides(bench, stubs, tmp_path, capsys):
+    runs, chart = tmp_path / "runs.json", tmp_path / "chart.svg"
+    assert bench("--rate", "500", "--answers", "both", "--save", str(runs), "--chart", str(chart)) == 0
+    told = capsys.readouterr()
+    assert "parity: hf_rocm gave stock's text for all 8 greedy requests" in told.out
+    assert (
+        "closed loop, 2 clients: 6 requests, prompts of 4 to 9 tokens, 3 new tokens each, streamed and whole"
+        in told.out
+    )
+    assert "open loop, 500 requests a second" in told.out and "forced without ROCm" in told.out
+    for label in ("tokens a second", "time to first token, ms", "time between tokens, ms", "time to whole answer, ms"):
+        assert told.out.count(f"\n{label} ") == 2
+    (segment,) = record.load(runs)
+    assert segment.rates is None and segment.serving["command"][:2] == ["transformers", "serve"]
+    cases = segment.serving["cases"]
+    assert [(case["side"], case["answered"], case["tokens"]) for case in cases] == [
+        ("stock", 6, 18), ("hf_rocm", 6, 18), ("stock", 6, 18), ("hf_rocm", 6, 18)
+    ]  # fmt: skip
+    words = [each.text for each in ElementTree.parse(chart).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    assert "closed loop, 2 clients: time to first token" in words and "floor" not in " ".join(words)
+
+
+def test_json_is_the_segment_and_nothing_else(bench, stubs, capsys):
+    assert bench("--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["serving"]["parity"]["equal"] == 8 and told["rates"] is None
+    assert {case["load"]["clients"] for case in told["serving"]["cases"]} == {2}
+
+
+def test_other_answers_are_an_error_and_nothing_is_timed(bench, stubs, capsys, monkeypatch):
+    stubs(hf_rocm={"other": "!"})
+    monkeypatch.setattr(run._Run, "cases", lambda *args: pytest.fail("it was timed"))
+    assert bench() == 1
+    told = capsys.readouterr()
+    assert "hf_rocm gives other answers than stock, so nothing is timed" in told.err
+    assert "float32 has none" in told.err and "0 of 8 are equal" in told.err and not told.out
+
+
+def test_in_bf16_small_differences_are_reported_and_timed(bench, stubs, capsys):
+    stubs(hf_rocm={"other": "!"})
+    assert bench("--dtype", "bfloat16") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "stock's text for 0 of 8 greedy requests" in out and "Allowed in bfloat16" in out
+
+
+def test_errors_are_counted_by_kind_and_the_run_goes_on(bench, stubs, capsys):
+    stubs(hf_rocm={"fault": "status", "after": 8 + WARM + 2})
+    assert bench("--json") == 0
+    told = capsys.readouterr()
+    stock, ours = json.loads(told.out)["serving"]["cases"]
+    assert stock["errors"] == {} and stock["answered"] == 6
+    assert ours["errors"] == {"HTTP 500": {"count": 4, "example": '{"error": "no memory"}'}} and ours["answered"] == 2
+
+
+def test_lines_that_are_malformed_are_errors_too(bench, stubs, capsys):
+    stubs(hf_rocm={"fault": "garbage", "after": 8 + WARM})
+    assert bench() == 0
+    told = capsys.readouterr()
+    assert "hf_rocm: 6 × malformed answer, first: not JSON: {oh" in told.err
+
+
+def test_a_request_that_fails_before_anything_is_timed_is_an_error(bench, stubs, capsys):
+    stubs(stock={"fault": "status"})
+    assert bench() == 1
+    err = capsys.readouterr().err
+    assert "the server of stock failed one of the first requests: HTTP 500" in err and "no memory" in err
+
+
+@pytest.mark.parametrize("after", [3, 8 + WARM + 1], ids=["parity", "traffic"])
+def test_a_server_that_dies_is_an_error_with_its_exit_code(bench, stubs, capsys, after):
+    stubs(hf_rocm={"fault": "die", "after": after})
+    assert bench() == 1
+    assert "the server of hf_rocm ended with exit code 7 while it answered requests" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_refused_before_a_server_starts(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)
+    monkeypatch.setattr(run, "serving", lambda *args, **kwargs: pytest.fail("it was started"))
+    assert main(["bench", "serve", str(tmp_path / "nothing"), *FAST]) == 1
+    assert "no model could be loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--answers", "half"], "--answers half"),
+        (["--prompt", "4-510"], "requests of up to 513 tokens are longer than the model's context"),
+        (["--prompt", "9-4"], "--prompt 9-4"),
+        (["--prompt", "0"], "--prompt 0"),
+        (["--clients", "0"], "--clients 0"),
+        (["--rate", "0"], "--rate 0"),
+        (["--rate", "fast"], "--rate fast"),
+        (["--serve-args", "'"], "--serve-args '"),
+        (["--chart", "a.pdf"], "a.pdf"),
+        (["--dtype", "int8"], "--dtype int8"),
+    ],
+)
+def test_what_can_not_be_done_is_refused_before_a_server_starts(bench, capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr(run, "serving", lambda *args, **kwargs: pytest.fail("it was started"))
+    assert bench(*arguments) == 1
+    assert words in capsys.readouterr().err
+
+
+COMMAND = """
+import sys
+sys.path[:] = {path!r}
+from hf_rocm.tools.bench.serving import server
+from hf_rocm.cli import main
+server.check = lambda: None
+for side in server.CODE:
+    server.CODE[side] = "from tests.tools.bench.serving.stub import main\\nmain(fault='silent', child={child!r})\\n"
+sys.exit(main({arguments!r}))
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_command_and_all_that_it_started(tiny_checkpoint, tmp_path):
+    child = tmp_path / "pid"
+    arguments = ["bench", "serve", str(tiny_checkpoint), *FAST]
+    code = COMMAND.format(path=sys.path, child=str(child), arguments=arguments)
+    command = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    deadline = time.monotonic() + 60
+    while not child.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)  # the server listens, and the first request waits for its answer
+    command.send_signal(signal.SIGINT)
+    _, err = command.communicate(timeout=60)
+    assert command.returncode != 0 and "bug in hf-rocm" not in err
+    assert ended(int(child.read_text()))

@@ -1,0 +1,125 @@
+"""Traffic by seed: lengths of prompts, arrival times, and how many requests are under way at once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from hf_rocm.tools.bench.serving.client import Answer
+from hf_rocm.tools.bench.serving.traffic import Load, arrivals, drive, plan
+
+CLOSED = Load(3, None, 12, 5, 20, 8)
+OPEN = replace(CLOSED, clients=None, rate=200.0)
+
+
+class Words:
+    """A tokenizer in which every word of letters is one token, beside tokens that are no words."""
+
+    words = ("one", "two", "three", "four", "é", "5", "")
+
+    def __len__(self):
+        return len(self.words)
+
+    def __call__(self, text):
+        return {"input_ids": text.split()}
+
+    def decode(self, ids):
+        return " ".join(self.words[each] for each in ids)
+
+
+class Halves(Words):
+    """One in which every word is two tokens."""
+
+    def __call__(self, text):
+        return {"input_ids": text.split() * 2}
+
+
+class Clients:
+    """Answers that take a while; counts how many are awaited at once."""
+
+    def __init__(self, seconds=0.01):
+        self.seconds, self.now, self.most, self.began = seconds, 0, 0, []
+
+    async def __call__(self, question):
+        sent = time.perf_counter()
+        self.began.append(sent)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(self.seconds)
+        self.now -= 1
+        return Answer(sent, time.perf_counter(), tokens=question.new)
+
+
+def traffic(load, clients):
+    return asyncio.run(drive(load, plan(load, Words()), clients))
+
+
+def test_the_same_seed_gives_the_same_requests():
+    assert plan(CLOSED, Words()) == plan(CLOSED, Words())
+    assert plan(CLOSED, Words()) != plan(replace(CLOSED, seed=1), Words())
+
+
+def test_prompts_have_mixed_lengths_within_the_range():
+    prompts = [question.prompt.split() for question in plan(replace(CLOSED, requests=200), Words())]
+    lengths = {len(prompt) for prompt in prompts}
+    assert lengths == set(range(5, 21))
+    assert {word for prompt in prompts for word in prompt} == {"one", "two", "three", "four"}
+
+
+def test_a_prompt_has_no_more_tokens_than_it_should():
+    lengths = {2 * len(question.prompt.split()) for question in plan(replace(CLOSED, requests=200), Halves())}
+    assert lengths == set(range(4, 21, 2))
+
+
+def test_answers_are_streamed_whole_or_both_by_turns():
+    for answers, expected in (("streamed", {True}), ("whole", {False}), ("both", {True, False})):
+        streams = [question.stream for question in plan(replace(CLOSED, answers=answers), Words())]
+        assert set(streams) == expected
+    assert streams[:4] == [True, False, True, False]
+
+
+def test_arrivals_are_poisson_by_seed():
+    times = arrivals(4.0, 4001, seed=1)
+    assert times == arrivals(4.0, 4001, seed=1) != arrivals(4.0, 4001, seed=2)
+    gaps = [after - before for before, after in pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
+    # the mean and the deviation of 4000 exponential gaps are 1 / 4 each, within four standard errors
+    assert abs(mean - 0.25) < 4 * 0.25 / math.sqrt(4000) and abs(deviation - 0.25) < 4 * 0.25 * math.sqrt(2 / 4000)
+    assert times[0] == 0 and len(times) == 4001
+
+
+def test_a_closed_loop_has_as_many_requests_under_way_as_clients():
+    clients = Clients()
+    done = traffic(CLOSED, clients)
+    assert clients.most == CLOSED.clients and len(done.answers) == CLOSED.requests and done.unsent == 0
+    assert done.seconds >= CLOSED.requests / CLOSED.clients * clients.seconds
+
+
+def test_an_open_loop_does_not_wait_for_answers():
+    clients = Clients(seconds=0.2)
+    done = traffic(OPEN, clients)
+    assert clients.most == OPEN.requests == len(done.answers)
+    due = arrivals(OPEN.rate, OPEN.requests, OPEN.seed)
+    assert all(began - clients.began[0] >= at - 0.01 for began, at in zip(clients.began, due, strict=True))
+
+
+@pytest.mark.parametrize("load", [CLOSED, replace(OPEN, rate=20.0)], ids=["closed", "open"])
+def test_no_request_is_sent_after_the_time(load):
+    clients = Clients(seconds=0.1)
+    done = traffic(replace(load, seconds=0.15, requests=40), clients)
+    assert 0 < len(done.answers) < 40 and done.unsent == 40 - len(done.answers)
+    assert max(clients.began) - clients.began[0] < 0.4
+
+
+def test_titles():
+    assert (
+        CLOSED.title == "closed loop, 3 clients" and replace(OPEN, rate=0.5).title == "open loop, 0.5 requests a second"
+    )
+    assert CLOSED.details == "12 requests, prompts of 5 to 20 tokens, 8 new tokens each, streamed"
+    assert "of 7 tokens" in replace(CLOSED, shortest=7, longest=7).details

@@ -12,7 +12,8 @@ from torch import Tensor, compiler, nn
 from hf_rocm import ops, options
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.linear import is_pytorchs
-from hf_rocm.ops.routing import CHOSEN, SIGMOID, SOFTMAX, one_kernel
+from hf_rocm.ops.routing import one_kernel
+from hf_rocm.ops.routing_torch import CHOSEN, SIGMOID, SOFTMAX
 from hf_rocm.options import Switch
 
 

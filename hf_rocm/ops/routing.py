@@ -7,7 +7,7 @@ experts, top-k, a division by the sum. In a decode step each of them is a launch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, compiler
@@ -17,29 +17,10 @@ from hf_rocm.errors import OptionError
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.probe_cases import LENGTH, Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, refuses_nothing
+from hf_rocm.ops.routing_torch import SCORES, SOFTMAX, RoutingCall, RoutingSpec, eager, stock
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton import routing as triton
 from hf_rocm.options import Switch
-
-SOFTMAX, SIGMOID, CHOSEN = "softmax", "sigmoid", "softmax of the chosen"
-SCORES = (SOFTMAX, SIGMOID, CHOSEN)
-
-
-class RoutingSpec(NamedTuple):
-    """What the choice of an implementation depends on. experts: E; top: k; weight_dtype: of the result."""
-
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    experts: int
-    top: int
-    scores: str
-    biased: bool
-    groups: int
-    chosen_groups: int
-    best: int
-    normalise: bool
-    grad: bool
 
 
 def choose_experts(
@@ -71,13 +52,10 @@ def choose_experts(
     if scores not in SCORES:
         raise OptionError(f"choose_experts has no scores {scores!r}", facts={"known": ", ".join(SCORES)})
     weight_dtype = logits.dtype if dtype is None else dtype
-    spec = specification(
-        logits, bias, weight_dtype, logits.shape[1], top, scores, groups, chosen_groups, best, normalise
-    )
+    call = RoutingCall(logits, bias, top, scores, groups, chosen_groups, best, normalise, epsilon, scale, weight_dtype)
+    spec = specification(call, experts=logits.shape[1])
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
-    result: tuple[Tensor, Tensor] = serve(
-        logits, bias, top, scores, groups, chosen_groups, best, normalise, epsilon, scale, weight_dtype
-    )
+    result: tuple[Tensor, Tensor] = serve(call)
     return result
 
 
@@ -107,24 +85,13 @@ def specification_for(
 ) -> tuple[object, ...]:
     """`specification` of logits that don't exist yet. x: a tensor of their device, and of their dtype unless `wide`."""
     weight_dtype = x.dtype if dtype is None else dtype
-    return specification(x, bias, weight_dtype, experts, top, scores, groups, chosen_groups, best, normalise, wide=wide)
+    call = RoutingCall(x, bias, top, scores, groups, chosen_groups, best, normalise, 0.0, 1.0, weight_dtype)
+    return specification(call, experts=experts, wide=wide)
 
 
-def specification(
-    logits: Tensor,
-    bias: Tensor | None,
-    weight_dtype: torch.dtype,
-    experts: int,
-    top: int,
-    scores: str,
-    groups: int,
-    chosen_groups: int,
-    best: int,
-    normalise: bool,
-    *,
-    wide: bool = False,
-) -> tuple[object, ...]:
-    """The fields of a `RoutingSpec`, as a plain tuple for the router."""
+def specification(call: RoutingCall, *, experts: int, wide: bool = False) -> tuple[object, ...]:
+    """The fields of a `RoutingSpec`, as a plain tuple for the router. wide: the logits will be in fp32."""
+    logits, bias, top, scores, groups, chosen_groups, best, normalise, _, _, weight_dtype = call
     grad = torch.is_grad_enabled() and (logits.requires_grad or (bias is not None and bias.requires_grad))
     dtype, device, biased = torch.float32 if wide else logits.dtype, logits.device, bias is not None
     return (
@@ -143,59 +110,6 @@ def specification(
     )
 
 
-def _torch(
-    logits: Tensor,
-    bias: Tensor | None,
-    top: int,
-    scores: str,
-    groups: int,
-    chosen_groups: int,
-    best: int,
-    normalise: bool,
-    epsilon: float,
-    scale: float,
-    dtype: torch.dtype,
-    *,
-    stable: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The operations of the stock routers. stable: choose by a stable sort instead of `torch.topk`."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    if scores == SOFTMAX:
-        values = logits.softmax(-1, dtype=wide)
-    elif scores == SIGMOID:
-        values = logits.to(wide).sigmoid()
-    else:
-        values = logits
-    choice = values if bias is None else values + bias
-    if groups > 1:
-        grouped = choice.unflatten(-1, (groups, -1))
-        sums = _largest(grouped, best, stable)[0].sum(-1)
-        kept = torch.zeros_like(sums).scatter(-1, _largest(sums, chosen_groups, stable)[1], 1.0)
-        choice = grouped.masked_fill(kept.unsqueeze(-1) == 0, -torch.inf).flatten(-2)
-    ids = _largest(choice, top, stable)[1]
-    weights = values.gather(-1, ids)
-    if scores == CHOSEN:
-        weights = weights.to(wide).softmax(-1)
-    if normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
-    if scale != 1.0:
-        weights = weights * scale
-    return weights.to(dtype), ids
-
-
-def _eager(*arguments: object) -> tuple[Tensor, Tensor]:
-    """The oracle: the same, with the lower of two experts with equal scores."""
-    return _torch(*arguments, stable=True)  # type: ignore[arg-type]
-
-
-def _largest(values: Tensor, count: int, stable: bool) -> tuple[Tensor, Tensor]:
-    if not stable:
-        largest = values.topk(count, dim=-1)
-        return largest.values, largest.indices
-    ordered, places = values.sort(dim=-1, descending=True, stable=True)
-    return ordered[..., :count], places[..., :count]
-
-
 def _cases(spec: RoutingSpec) -> Iterator[Case]:
     """Logits in steps that every dtype has, so that no rounding decides. Two of a token's are always equal."""
     draw = Draw(torch.float32, spec.device)
@@ -210,11 +124,11 @@ def _cases(spec: RoutingSpec) -> Iterator[Case]:
         yield Case((logits, bias), (spec.top, spec.scores, *further))
 
 
-_operation = Operation("choose_experts", RoutingSpec, _cases, family="experts", recorded=(0,))
+_operation = Operation("choose_experts", RoutingSpec, _cases, family="experts", terms=RoutingCall, recorded=(0,))
 _operation.register(
     Implementation(
         "triton", triton.NAME, triton.refuses, triton.choose_experts, detect.checked("choose_experts", triton.NAME)
     )
 )
-_operation.register(Implementation("torch", "softmax, topk", refuses_nothing, _torch))
-_operation.register(Implementation("eager", "softmax, stable sort", refuses_nothing, _eager))
+_operation.register(Implementation("torch", "softmax, topk", refuses_nothing, stock))
+_operation.register(Implementation("eager", "softmax, stable sort", refuses_nothing, eager))

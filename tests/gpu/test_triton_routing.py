@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_rocm import ops, options
-from hf_rocm.ops import routing
+from hf_rocm.ops import routing_torch as routing
 from tests.ops.test_routing import FORMS, check, drawn
 
 pytestmark = pytest.mark.gpu

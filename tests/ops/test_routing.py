@@ -7,7 +7,7 @@ import torch
 
 from hf_rocm import ops, options
 from hf_rocm.errors import OptionError
-from hf_rocm.ops import routing
+from hf_rocm.ops import routing_torch as routing
 from tests.tolerance import assert_as_good_as_eager
 
 FORMS = {

@@ -7,7 +7,7 @@ import torch
 
 from hf_rocm import ops
 from hf_rocm.errors import TierUnavailable
-from hf_rocm.ops import routing
+from hf_rocm.ops import routing, routing_torch
 from hf_rocm.ops.triton import routing as triton
 from tests.ops.test_routing import FORMS, check, drawn, eager
 from tests.triton.routed import compiled_once, here, routed
@@ -35,7 +35,7 @@ def test_every_number_of_experts(experts, top, tokens):
         assert actual[0].shape == actual[1].shape == (0, top)
 
 
-@pytest.mark.parametrize("scores", routing.SCORES)
+@pytest.mark.parametrize("scores", routing_torch.SCORES)
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_of_equal_scores_the_lower_experts(scores, steps):
     """As with torch.topk on a GPU, which tests/gpu compares."""
@@ -49,7 +49,7 @@ def test_equal_groups_are_the_lower_ones():
     assert ids.tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
-@pytest.mark.parametrize("scores", routing.SCORES)
+@pytest.mark.parametrize("scores", routing_torch.SCORES)
 def test_whatever_the_numbers_are_the_experts_exist_and_are_distinct(scores):
     logits = torch.tensor([[float("nan")] * 5, [float("-inf")] * 5, [float("inf")] * 5, [0.0, float("nan"), 1, 2, 3]])
     weights, ids = routed("choose_experts", logits, top=3, scores=scores)
@@ -65,8 +65,8 @@ def test_whatever_the_numbers_are_the_experts_exist_and_are_distinct(scores):
         ({"experts": 2000}, "of 2000"),
         ({"top": 33}, "33 of 64"),
         ({"top": 0}, "can't be chosen"),
-        ({"biased": True, "scores": routing.CHOSEN}, "no bias to logits"),
-        ({"groups": 8, "scores": routing.CHOSEN}, "scores of all experts"),
+        ({"biased": True, "scores": routing_torch.CHOSEN}, "no bias to logits"),
+        ({"groups": 8, "scores": routing_torch.CHOSEN}, "scores of all experts"),
         ({"groups": 7}, "groups of 64 experts can't be chosen"),
         ({"groups": 8, "chosen_groups": 9}, "9 of 8 groups"),
         ({"groups": 3, "experts": 48}, "powers of two"),
@@ -76,9 +76,7 @@ def test_whatever_the_numbers_are_the_experts_exist_and_are_distinct(scores):
     ids=str,
 )
 def test_refusals(change, reason):
-    spec = routing.RoutingSpec(
-        *routing.specification(torch.zeros(1, 64), None, torch.float32, 64, 8, "softmax", 1, 1, 2, False)
-    )
+    spec = routing_torch.RoutingSpec(*routing.specification_for(torch.zeros(1, 64), experts=64, wide=False, top=8))
     assert triton.refuses(spec, here()) is None
     assert reason in str(triton.refuses(spec._replace(**change), here()))
 

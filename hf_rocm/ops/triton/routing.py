@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.routing_torch import RoutingCall
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton.launch import launch, power_of_two
 from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.routing import RoutingSpec
+    from hf_rocm.ops.routing_torch import RoutingSpec
 
 NAME = "routing_kernel"
 
@@ -57,41 +58,16 @@ def _groups(spec: RoutingSpec) -> str | None:
     return None
 
 
-def choose_experts(
-    logits: Tensor,
-    bias: Tensor | None,
-    top: int,
-    scores: str,
-    groups: int,
-    chosen_groups: int,
-    best: int,
-    normalise: bool,
-    epsilon: float,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def choose_experts(call: RoutingCall) -> tuple[Tensor, Tensor]:
     """See `hf_rocm.ops.choose_experts`."""
-    result: tuple[Tensor, Tensor] = _traced(
-        logits, bias, top, scores, groups, chosen_groups, best, normalise, epsilon, scale, dtype
-    )
+    result: tuple[Tensor, Tensor] = _traced(*call)
     return result
 
 
-def _forward(
-    logits: Tensor,
-    bias: Tensor | None,
-    top: int,
-    scores: str,
-    groups: int,
-    chosen_groups: int,
-    best: int,
-    normalise: bool,
-    epsilon: float,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    weights, ids = _empty(logits, bias, top, scores, groups, chosen_groups, best, normalise, epsilon, scale, dtype)
-    tokens, experts = logits.shape
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = RoutingCall(*arguments)
+    weights, ids = _empty(*arguments)
+    tokens, experts = call.logits.shape
     if tokens:
         from hf_rocm.ops.triton.kernels.routing import routing_kernel
 
@@ -99,44 +75,33 @@ def _forward(
             routing_kernel,
             (tokens,),
             (
-                logits.contiguous(),
-                None if bias is None else bias.contiguous(),
+                call.logits.contiguous(),
+                None if call.bias is None else call.bias.contiguous(),
                 weights,
                 ids,
-                float(epsilon),
-                float(scale),
+                float(call.epsilon),
+                float(call.scale),
             ),
             {
                 "EXPERTS": experts,
-                "TOP": top,
-                "SCORES": scores,
-                "GROUPS": groups,
-                "CHOSEN_GROUPS": chosen_groups,
-                "BEST": best,
-                "NORMALISE": normalise,
+                "TOP": call.top,
+                "SCORES": call.scores,
+                "GROUPS": call.groups,
+                "CHOSEN_GROUPS": call.chosen_groups,
+                "BEST": call.best,
+                "NORMALISE": call.normalise,
                 "BLOCK": power_of_two(experts),
-                "BLOCK_TOP": power_of_two(top),
+                "BLOCK_TOP": power_of_two(call.top),
             },
             num_warps=1,  # every reduction stays within the warp
         )
     return weights, ids
 
 
-def _empty(
-    logits: Tensor,
-    bias: Tensor | None,
-    top: int,
-    scores: str,
-    groups: int,
-    chosen_groups: int,
-    best: int,
-    normalise: bool,
-    epsilon: float,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], top)
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
+def _empty(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = RoutingCall(*arguments)
+    shape = (call.logits.shape[0], call.top)
+    return call.logits.new_empty(shape, dtype=call.dtype), call.logits.new_empty(shape, dtype=torch.int64)
 
 
 _traced = opaque(

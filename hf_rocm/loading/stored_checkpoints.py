@@ -23,6 +23,8 @@ ResultT = TypeVar("ResultT")
 _log = logging.getLogger("hf_rocm")
 _loading = threading.local()  # quantizer: of the load in this thread, once it exists; active: whether there is a load
 
+_FILES = "_get_resolved_checkpoint_files"
+
 # Arguments of from_pretrained with which stock loads.
 _STOCK = ("quantization_config", "tp_plan", "tp_size", "distributed_config", "device_mesh", "state_dict", "gguf_file")
 
@@ -47,11 +49,13 @@ def _standing_in() -> Iterator[None]:
     auto: Any = import_module("transformers.quantizers.auto")
     modeling: Any = import_module("transformers.modeling_utils")
     kinds.import_all()
+    if not hasattr(modeling, _FILES):
+        raise Unsupported(f"this release of transformers has no {_FILES}")
     configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
     methods = [method for method in parsers() if method in configs and method in quantizers]
     changes: list[Change] = [Entry(configs, method, _Config) for method in methods]
     changes += [Entry(quantizers, method, _quantizer) for method in methods]
-    changes.append(Change(modeling, "_get_resolved_checkpoint_files", _files))
+    changes.append(Change(modeling, _FILES, _files))
     if hasattr(modeling, "_infer_parameter_dtype"):  # before 5.0
         changes.append(Change(modeling, "_infer_parameter_dtype", _own_dtype))
     with patches.applied(*changes):
@@ -97,13 +101,13 @@ def _quantizer(change: Change) -> Callable[..., Any]:
 
 
 def _files(change: Change) -> Callable[..., Any]:
-    """The function that finds the files of a checkpoint; the quantiser reads their headers."""
+    """The function that finds the files of a checkpoint; the quantiser reads their headers before stock opens them."""
 
     def resolved(*given: Any, **arguments: Any) -> Any:
         result = change.original(*given, **arguments)
         quantizer = getattr(_loading, "quantizer", None)
         if quantizer is not None:
-            quantizer.files = result[0]
+            quantizer.read_headers(result[0])
         return result
 
     return resolved

@@ -37,7 +37,7 @@ def replace_layers(model: nn.Module, format: StoredFormat, entries: Mapping[str,
             raise Unsupported(f"its layer {path} is a {type(linear).__qualname__}, not a plain nn.Linear")
         _check(prefix, format.expected(linear.out_features, linear.in_features), tensors)
         infos = {name: entry.info for name, entry in tensors.items() if name != _BIAS}
-        new[path] = StoredLinear(linear, format, infos)
+        new[path] = StoredLinear(linear, format, infos, biased=_BIAS in tensors)
     for path, layer in new.items():
         parent, _, name = path.rpartition(".")
         model.get_submodule(parent)._modules[name] = layer
@@ -103,8 +103,9 @@ def _check(prefix: str, expected: Mapping[str, Expected], tensors: Mapping[str, 
         dtype, shape = entry.info
         if dtype not in wanted.dtypes or shape not in wanted.shapes:
             raise _damaged(prefix, name, _text(wanted), _described(entry.info))
-        if wanted.value is not None and (found := entry.values()) != wanted.value:
-            raise _damaged(prefix, name, f"the values {wanted.value}", f"{found}")
+        wrong = None if wanted.check is None else wanted.check(entry.values())
+        if wrong is not None:
+            raise _damaged(prefix, name, _text(wanted), wrong)
 
 
 def _damaged(prefix: str, name: str, expected: str, found: str) -> LoadError:

@@ -7,6 +7,7 @@ only replaces the layers: transformers then copies the checkpoint's tensors like
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_rocm.errors import LoadError
 from hf_rocm.loading import safetensors_headers, stored_layers
+from hf_rocm.loading.safetensors_headers import Entry
 from hf_rocm.weights.quantize import dequantize
 from hf_rocm.weights.stored import StoredFormat, Unsupported
 from hf_rocm.weights.stored_linear import StoredLinear
@@ -38,19 +40,25 @@ class StoredConfig(QuantizationConfigMixin):
 
 
 class StoredQuantizer(HfQuantizer):
-    """Replaces the layers of one checkpoint. files: set before the model is made."""
+    """Replaces the layers of one checkpoint."""
 
     requires_calibration = True
 
     def __init__(self, quantization_config: StoredConfig, **arguments: Any) -> None:
         super().__init__(quantization_config, **arguments)
-        self.files: list[str] | None = None
+        self._entries: dict[str, Entry] | None = None
 
-    def _process_model_before_weight_loading(self, model: Any, **arguments: Any) -> Any:
-        files = self.files
+    def read_headers(self, files: Sequence[str] | None) -> None:
+        """Read the headers of the checkpoint's files, before the model is made."""
         if not files or not all(str(file).endswith(".safetensors") for file in files):
             raise Unsupported("its weights are not in safetensors files")
-        stored_layers.replace_layers(model, self.quantization_config.format, safetensors_headers.read(files))
+        self._entries = safetensors_headers.read(files)
+
+    def _process_model_before_weight_loading(self, model: Any, **arguments: Any) -> Any:
+        if self._entries is None:
+            raise Unsupported("the files of its weights are not known")
+        stored_layers.replace_layers(model, self.quantization_config.format, self._entries)
+        self._entries = None
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:

@@ -32,6 +32,11 @@ def run_length(k: int, group: int) -> int:
     return length
 
 
+def kernel_groups(k: int, group: int) -> tuple[int, int]:
+    """The numbers that a kernel adds up before it multiplies with a scale, and 1; 0 if all of a row have one scale."""
+    return (group, 1) if group != k else (min(max(GROUPS), k & -k), 0)
+
+
 def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Round a weight [N, K] to 4 bits. Returns the words [N, K / 8] int32 and the scales [N, K / group] bf16.
 

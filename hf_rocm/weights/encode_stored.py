@@ -104,7 +104,7 @@ def _encode(group: Group) -> str:
     first: StoredLinear = layers[0]
     bias = None if first.bias is None else torch.cat([layer.bias.detach() for layer in layers])
     n = sum(layer.out_features for layer in layers)
-    weight, start = first.format.empty(n, first.in_features, first.tensors(), bias), 0
+    weight, start = first.format.empty(n, first.in_features, [layer.tensors() for layer in layers], bias), 0
     for name, layer in zip(names, layers, strict=True):
         layer.format.put(weight, start, layer.tensors())
         module._modules[name] = EncodedLinear(layer, weight, start)

@@ -241,8 +241,7 @@ class Quantized(WeightGroup):
 
     def nbytes(self, module: nn.Module) -> int:
         weight = self.shared_weight(module)
-        tensors = () if weight is None else (weight.data, weight.scale, weight.bias)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return 0 if weight is None else sum(tensor.nbytes for tensor in weight.buffers())
 
     def __reduce__(self) -> tuple[object, ...]:
         return Quantized, (self.names, self.sizes)  # its layers can't be unpickled without hf_rocm either
@@ -311,6 +310,7 @@ def _specification(name: str, layer: QuantizedLinear, weight: QuantizedWeight, n
         round_input=False,
         group=k // weight.scale.shape[1] if packed else 0,
         scale_dtype=weight.scale.dtype if packed and weight.scale.dtype != SCALE else None,
+        zeros=weight.zeros is not None,
     )
     rounds = weight.rounds and not keeps_rows(spec, ROUNDED_FROM)
     return f"{name}, {n} × {k}", spec._replace(round_input=rounds)

@@ -22,17 +22,21 @@ class StoredLinear(nn.Module):
     """Replaces an `nn.Linear` while a quantised checkpoint is loaded. Its buffers are the checkpoint's tensors.
 
     A call dequantises the weight, which is slow: it serves models that are not prepared, and layers whose sizes the
-    kernels don't support.
+    kernels don't support. biased: whether the checkpoint has a bias, which the model need not have.
     """
 
-    def __init__(self, linear: nn.Linear, format: StoredFormat, infos: Mapping[str, TensorInfo]) -> None:
+    def __init__(
+        self, linear: nn.Linear, format: StoredFormat, infos: Mapping[str, TensorInfo], *, biased: bool
+    ) -> None:
         super().__init__()
         self.format, self.infos = format, dict(infos)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = linear.weight.dtype
         for name, (dtype, shape) in infos.items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
-        self.bias = linear.bias
+        # some libraries store a bias for every layer
+        added = nn.Parameter(linear.weight.new_empty(self.out_features)) if biased and linear.bias is None else None
+        self.bias = linear.bias if added is None else added
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -74,8 +78,7 @@ class EncodedLinear(QuantizedLinear):
 
     def __init__(self, stored: StoredLinear, quantized: QuantizedWeight, start: int) -> None:
         super().__init__(stored, quantized, start, warns=False)
-        for name in stored.format.bulk:
-            tensor = stored.tensors()[name]
+        for tensor in (tensor for name, tensor in stored.tensors().items() if name in stored.format.bulk):
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = torch.empty(0, dtype=torch.int8)  # of a dtype that can be pickled
         if stored.bias is not None:

@@ -18,15 +18,16 @@ from hf_rocm.weights.quantized import layers
 from hf_rocm.weights.stored_linear import StoredLinear
 from tests.weights import stored_checkpoints as checkpoints
 
-PACKED, INT8, FP8 = checkpoints.COMPRESSED[2], checkpoints.EIGHT_BITS[0], checkpoints.EIGHT_BITS[3]
+PACKED, INT8, FP8 = checkpoints.COMPRESSED[4], checkpoints.EIGHT_BITS[0], checkpoints.EIGHT_BITS[3]
+AWQ, GPTQ = checkpoints.AWQ[0], checkpoints.GPTQ[6]
 LAYER = "model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """One whole checkpoint for each of the three layouts."""
+    """One whole checkpoint for each layout."""
     made = {}
-    for case in (PACKED, INT8, FP8):
+    for case in (PACKED, INT8, FP8, AWQ, GPTQ):
         made[case.name] = tmp_path_factory.mktemp("checkpoint")
         checkpoints.write(made[case.name], case)
     return made
@@ -72,12 +73,16 @@ def replace(name, change):
         (PACKED, replace(f"{LAYER}.weight_packed", lambda tensor: tensor[:-16]), "[384, 32] int32", "[368, 32] int32"),
         (PACKED, replace(f"{LAYER}.weight_packed", lambda tensor: tensor.long()), "[384, 32] int32", "[384, 32] int64"),
         (PACKED, replace(f"{LAYER}.weight_scale", lambda tensor: tensor[:, :1]), "[384, 2] bfloat16", "[384, 1]"),
-        (PACKED, replace(f"{LAYER}.weight_shape", lambda tensor: tensor - 1), "(384, 256)", "(383, 255)"),
+        (PACKED, replace(f"{LAYER}.weight_shape", lambda tensor: tensor - 1), "[2] int64", "(383, 255)"),
         (INT8, drop(f"{LAYER}.weight_scale"), "[384, 1]", "no such tensor"),
         (INT8, drop(f"{LAYER}.weight"), "[384, 256] int8", "no such tensor"),
         (INT8, replace(f"{LAYER}.weight", lambda tensor: tensor[:, :-8]), "[384, 256] int8", "[384, 248] int8"),
         (FP8, replace(f"{LAYER}.weight", lambda tensor: tensor.bfloat16()), "float8_e4m3fn", "bfloat16"),
         (FP8, replace(f"{LAYER}.weight_scale", lambda tensor: tensor[:7]), "[384, 1]", "[7, 1]"),
+        (AWQ, drop(f"{LAYER}.qzeros"), "[8, 48] int32", "no such tensor"),
+        (AWQ, replace(f"{LAYER}.qweight", lambda tensor: tensor.t()), "[256, 48] int32", "[48, 256] int32"),
+        (GPTQ, drop(f"{LAYER}.scales"), "[2, 384] bfloat16 or float16", "no such tensor"),
+        (GPTQ, replace(f"{LAYER}.g_idx", lambda tensor: tensor * 0), "[256] int32", "groups that do not have 128"),
     ],
 )
 def test_a_damaged_layer(folder, monkeypatch, case, edit, expected, found):
@@ -120,8 +125,11 @@ def changed(case, where, **values):
         (changed(PACKED, "", config_groups={"a": {}, "b": {}}), "2 schemes"),
         (changed(PACKED, "group", output_activations={"num_bits": 8}), "outputs"),
         (changed(PACKED, "group", input_activations={"num_bits": 8}), "activations are quantised"),
+        (changed(PACKED, "", moe_sparsity_config={"kept": 4}), "moe_sparsity_config"),
+        (changed(PACKED, "group", rotation="left"), "rotation"),
         (changed(PACKED, "weights", num_bits=8), "8 bits"),
-        (changed(PACKED, "weights", symmetric=False), "zero points"),
+        (changed(PACKED, "weights", codebook="nf4"), "codebook"),
+        (changed(INT8, "weights", symmetric=False), "zero points"),
         (changed(PACKED, "weights", group_size=16), "16"),
         (changed(PACKED, "weights", actorder="group"), "actorder"),
         (changed(PACKED, "weights", dynamic=True), "dynamic"),
@@ -130,6 +138,14 @@ def changed(case, where, **values):
         (changed(INT8, "weights", type="float"), "float"),
         (changed(FP8, "weights", strategy="block", block_structure=[128, 128]), "block"),
         (changed(FP8, "group", input_activations={"num_bits": 4}), "activations have 4 bits"),
+        (checkpoints.AWQ[0].config | {"version": "gemv"}, "gemv"),
+        (checkpoints.AWQ[0].config | {"zero_point": False}, "without zero points"),
+        (checkpoints.AWQ[0].config | {"bits": 8}, "8 bits"),
+        (checkpoints.AWQ[0].config | {"group_size": 48}, "48"),
+        (checkpoints.GPTQ[0].config | {"checkpoint_format": "marlin"}, "marlin"),
+        (checkpoints.GPTQ[0].config | {"is_marlin_format": True}, "marlin"),
+        (checkpoints.GPTQ[0].config | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
+        (checkpoints.GPTQ[0].config | {"bits": 3}, "3 bits"),
     ],
 )
 def test_features_that_are_left_to_stock(folder, caplog, config, reason):

@@ -61,17 +61,56 @@ def words(numbers: numpy.ndarray, order: tuple[int, ...] = tuple(range(8))) -> t
     return torch.from_numpy(numpy.asarray(packed).astype(numpy.uint32).view(numpy.int32).copy())
 
 
-def compressed(group: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+def compressed(group: int, dtype: torch.dtype = torch.bfloat16, *, symmetric: bool = True) -> Case:
     def write(weight: torch.Tensor) -> Layer:
-        levels, scale, _, exact = rounded(weight, group, dtype)
-        return {
+        levels, scale, zero, exact = rounded(weight, group, dtype, symmetric=symmetric)
+        tensors = {
             "weight_packed": words(levels),
             "weight_scale": scale,
             "weight_shape": torch.tensor(weight.shape),
-        }, exact
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = words(zero.T).t()
+        return tensors, exact
 
     strategy = {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
-    return Case(f"pack-quantized {group}", write, config("pack-quantized", {"num_bits": 4, "type": "int", **strategy}))
+    weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, **strategy}
+    return Case(f"pack-quantized {group} {symmetric}", write, config("pack-quantized", weights))
+
+
+def awq(group: int) -> Case:
+    def write(weight: torch.Tensor) -> Layer:
+        levels, scale, zero, exact = rounded(weight, group, torch.float16, symmetric=False)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return {"qweight": words(levels.T, order), "qzeros": words(zero.T, order), "scales": scale.t()}, exact
+
+    given = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
+    return Case(f"awq {group}", write, {**given, "modules_to_not_convert": None})
+
+
+def gptq(group: int, *, symmetric: bool = True, by_activation: bool = False, version: str = "gptq") -> Case:
+    """by_activation: `desc_act`, with an order of its own for every width."""
+
+    def write(weight: torch.Tensor) -> Layer:
+        n, k = weight.shape
+        order = numpy.random.default_rng(k).permutation(k) if by_activation else numpy.arange(k)
+        sorted_levels, scale, zero, sorted_exact = rounded(weight[:, order], group, torch.float16, symmetric=symmetric)
+        levels, exact = numpy.empty_like(sorted_levels), torch.empty_like(sorted_exact)
+        groups = numpy.empty(k, dtype=numpy.int32)
+        levels[:, order], exact[:, order] = sorted_levels, sorted_exact
+        groups[order] = numpy.arange(k) // (k if group == -1 else group)
+        stored = (zero - 1) % 16 if version == "gptq" else zero
+        if version == "gptq":  # -1 is stored as 15, which is read as 16
+            exact -= torch.from_numpy(numpy.where(zero == 0, 16, 0)[:, groups]) * scale.double()[:, groups]
+        return {
+            "qweight": words(levels.T.reshape(k, n).T).t(),
+            "qzeros": words(stored.T),
+            "scales": scale.t(),
+            "g_idx": torch.from_numpy(groups),
+        }, exact
+
+    given = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": symmetric, "desc_act": by_activation}
+    return Case(f"{version} {group} {symmetric} {by_activation}", write, {**given, "checkpoint_format": version})
 
 
 def eight_bits(format: str, number: str, strategy: str, *, dynamic: bool | None = None) -> Case:
@@ -117,7 +156,16 @@ def config(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None =
     }
 
 
-COMPRESSED = [compressed(group) for group in (32, 64, 128, -1)]
+COMPRESSED = [compressed(group, symmetric=symmetric) for group in (32, 64, 128, -1) for symmetric in (True, False)]
+AWQ = [awq(group) for group in (32, 64, 128, -1)]
+GPTQ = [
+    *(gptq(group) for group in (32, 64, 128, -1)),
+    gptq(128, symmetric=False),
+    gptq(64, symmetric=False, version="gptq_v2"),
+    gptq(128, by_activation=True),
+    gptq(32, symmetric=False, by_activation=True),
+    gptq(-1, by_activation=True),
+]
 EIGHT_BITS = [
     eight_bits("int-quantized", "int", "channel", dynamic=True),
     eight_bits("int-quantized", "int", "tensor", dynamic=False),
@@ -126,9 +174,9 @@ EIGHT_BITS = [
     eight_bits("float-quantized", "float", "tensor", dynamic=False),
     eight_bits("naive-quantized", "float", "tensor"),
 ]
-FOUR_BITS = [*COMPRESSED]
+FOUR_BITS = [*COMPRESSED, *AWQ, *GPTQ]
 CASES = [*FOUR_BITS, *EIGHT_BITS]
-FEW = [COMPRESSED[2], EIGHT_BITS[1], EIGHT_BITS[3]]
+FEW = [COMPRESSED[4], COMPRESSED[3], AWQ[0], GPTQ[4], GPTQ[7], EIGHT_BITS[1], EIGHT_BITS[3]]
 
 
 def write(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:

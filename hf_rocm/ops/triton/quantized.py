@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ
-from hf_rocm.ops.four_bit import INT4, PER_WORD, run_length
+from hf_rocm.ops.four_bit import INT4, PER_WORD, kernel_groups, run_length
 from hf_rocm.ops.triton import detect, linear, norm
 from hf_rocm.ops.triton.launch import launch, warps
 from hf_rocm.ops.triton.tiles import dequantize_tile, eight_bit_tile, four_bit_tile
@@ -127,7 +127,9 @@ def _forward(
         tile = four_bit_tile(m, n, gated, run, rocm=device.rocm)
         kernel = four_bit.four_bit_rows if tile.matrix else four_bit.four_bit_vector
         rest = (zeros, *rest, k // PER_WORD, _ONE)
-        constants: dict[str, Any] = {"EVEN": k % (PER_WORD * run * tile.blocks) == 0, "GROUP": group, "RUN": run}
+        group, step = kernel_groups(k, group)
+        even = k % (PER_WORD * run * tile.blocks) == 0
+        constants: dict[str, Any] = {"EVEN": even, "GROUP": group, "STEP": step, "RUN": run}
     else:
         from hf_rocm.ops.triton.kernels import linear as kernels
 
@@ -171,12 +173,13 @@ def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, zeros: Tensor
     four = weight.dtype == INT4
     group = k // scale.shape[1] if four else 0
     run = run_length(k, group) if four else 0
+    group, step = kernel_groups(k, group)
     size, threads = dequantize_tile(k, run)
     launch(
         kernels.dequantize_four if four else kernels.dequantize_eight,
         (n, -(-k // (8 * run * size if four else size))),
         (weight.contiguous(), scale.contiguous(), *((zeros,) if four else ()), out, weight.shape[1]),
-        {"GROUP": group, "RUN": run, "BLOCKS": size} if four else {"BLOCK": size},
+        {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": size} if four else {"BLOCK": size},
         num_warps=warps(threads, weight.device),
     )
     return out

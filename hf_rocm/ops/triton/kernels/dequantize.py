@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.four_bit import run_length
+from hf_rocm.ops.four_bit import kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.linear import wide
 from hf_rocm.ops.triton.tiles import dequantize_tile
@@ -34,6 +34,7 @@ def dequantize_four(
     out,  # [N, K]
     k_words,  # K / 8
     GROUP: tl.constexpr,  # numbers with one scale
+    STEP: tl.constexpr,  # 1; 0: a row has one scale
     RUN: tl.constexpr,  # the length of a run
     BLOCKS: tl.constexpr,  # of 8 runs
 ):
@@ -42,13 +43,13 @@ def dequantize_four(
     within = tl.arange(0, RUN)[None, :]
     inside = block * RUN < k_words
     words = tl.load(weight + row * k_words + block * RUN + within, mask=inside)
-    offset = row * (k_words // (GROUP // 8))
+    offset = row * (k_words // (GROUP // 8) if STEP else 1)
     out += row * k_words * 8
     for run in tl.static_range(8):
         start = (block * 8 + run) * RUN
         # 2²³ + q, whose last bits are q: additions are faster than conversions of integers
         numbers = (((words >> (4 * run)) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True)
-        group = offset + start // GROUP
+        group = offset + start // GROUP * STEP
         if zeros is None:
             numbers -= 8388616.0
         else:
@@ -62,6 +63,7 @@ def _build(
 ) -> Build:
     run = run_length(k, group) if group else 0
     block, threads = dequantize_tile(k, run)
+    group, step = kernel_groups(k, group)
     size, scale = ("k_words", "bf16") if group else ("k_size", "fp32")
     return Build(
         dequantize_four if group else dequantize_eight,
@@ -72,7 +74,7 @@ def _build(
             size: "i32",
             **({"zeros": "*u8"} if zeros else {}),
         },
-        {"GROUP": group, "RUN": run, "BLOCKS": block, **({} if zeros else {"zeros": None})}
+        {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": block, **({} if zeros else {"zeros": None})}
         if group
         else {"BLOCK": block},
         threads=threads,

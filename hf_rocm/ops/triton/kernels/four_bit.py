@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.four_bit import run_length
+from hf_rocm.ops.four_bit import kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.linear import finished, gate, piece, store
 from hf_rocm.ops.triton.tiles import four_bit_tile
@@ -32,6 +32,7 @@ def four_bit_vector(
     ACTIVATION: tl.constexpr,  # of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCKS · 8 · RUN
     GROUP: tl.constexpr,  # numbers with one scale
+    STEP: tl.constexpr,  # 1; 0: a row has one scale
     RUN: tl.constexpr,  # the length of a run
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,  # of 8 runs
@@ -44,7 +45,8 @@ def four_bit_vector(
     within = tl.arange(0, RUN)[None, None, :]
     x += block * (8 * RUN) + within
     words = weight + rows * k_words + block * RUN + within
-    scales = rows * (k_words // (GROUP // 8))
+    count = k_words // (GROUP // 8) if STEP else 1  # of a row's scales
+    scales = rows * count
     gap = n_size.to(tl.int64) * k_words
     sums = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)
     if ACTIVATION is not None:
@@ -53,12 +55,12 @@ def four_bit_vector(
         start = k + block * (8 * RUN)
         inside = start < 8 * k_words
         first = piece(words + k // 8, inside, EVEN)
-        groups = scales + start // GROUP
-        sums = _vector(sums, first, x + k, scale, zeros, groups, one, inside, EVEN, GROUP, RUN)
+        groups = scales + start // GROUP * STEP
+        sums = _vector(sums, first, x + k, scale, zeros, groups, one, inside, EVEN, GROUP, STEP, RUN)
         if ACTIVATION is not None:
             second = piece(words + gap + k // 8, inside, EVEN)
-            groups += gap // (GROUP // 8)
-            ups = _vector(ups, second, x + k, scale, zeros, groups, one, inside, EVEN, GROUP, RUN)
+            groups += n_size.to(tl.int64) * count
+            ups = _vector(ups, second, x + k, scale, zeros, groups, one, inside, EVEN, GROUP, STEP, RUN)
     product = finished(tl.sum(tl.sum(sums, 2), 0)[None, :], None, bias, n, n_size, out.dtype.element_ty)
     if ACTIVATION is not None:
         up = finished(tl.sum(tl.sum(ups, 2), 0)[None, :], None, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
@@ -68,7 +70,18 @@ def four_bit_vector(
 
 @triton.jit
 def _vector(
-    sums, words, x, scale, zeros, groups, one, inside, EVEN: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr
+    sums,
+    words,
+    x,
+    scale,
+    zeros,
+    groups,
+    one,
+    inside,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """Add the products of words [BLOCKS, N, RUN] to sums of the same shape."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8  # with one scale
@@ -76,14 +89,14 @@ def _vector(
         # 1 + q / 16 stands for (q - zero) / 16: the difference is subtracted once for a group
         one_and_zero = 1.5
         if zeros is not None:
-            one_and_zero = 1.0 + piece(zeros + groups + group, inside, EVEN).to(tl.float32) * 0.0625
+            one_and_zero = 1.0 + piece(zeros + groups + group * STEP, inside, EVEN).to(tl.float32) * 0.0625
         part = 0.0
         for run in tl.static_range(RUNS):
             part -= one_and_zero * piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
         for run in tl.static_range(RUNS):
             values = piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
             part += values * _mantissa(words, one, group * RUNS + run)
-        sums += part * (16.0 * piece(scale + groups + group, inside, EVEN).to(tl.float32))
+        sums += part * (16.0 * piece(scale + groups + group * STEP, inside, EVEN).to(tl.float32))
     return sums
 
 
@@ -113,6 +126,7 @@ def four_bit_rows(
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of SPLITS · 8 · RUN
     GROUP: tl.constexpr,
+    STEP: tl.constexpr,
     RUN: tl.constexpr,
     UNROLLED: tl.constexpr,  # whether the groups of a block are unrolled
     SPLITS: tl.constexpr,
@@ -137,7 +151,8 @@ def four_bit_rows(
         sums = tl.zeros([SPLITS, BLOCK_N, BLOCK_M], tl.float32)
     x += columns + block * (8 * RUN) + down
     words = weight + rows * k_words + block * RUN + across
-    scales = rows * (k_words // (GROUP // 8))
+    count = k_words // (GROUP // 8) if STEP else 1  # of a row's scales
+    scales = rows * count
     gap = n_size.to(tl.int64) * k_words
     ups = sums
     for k in tl.range(0, 8 * k_words, SPLITS * 8 * RUN):
@@ -145,12 +160,12 @@ def four_bit_rows(
         inside = start < 8 * k_words
         filled = there if EVEN else there & inside
         first = piece(words + k // 8, inside, EVEN)
-        groups = scales + start // GROUP
-        sums = _matrix(sums, first, x + k, filled, scale, zeros, groups, inside, EVEN, GROUP, RUN, UNROLLED)
+        groups = scales + start // GROUP * STEP
+        sums = _matrix(sums, first, x + k, filled, scale, zeros, groups, inside, EVEN, GROUP, STEP, RUN, UNROLLED)
         if ACTIVATION is not None:
             second = piece(words + gap + k // 8, inside, EVEN)
-            groups += gap // (GROUP // 8)
-            ups = _matrix(ups, second, x + k, filled, scale, zeros, groups, inside, EVEN, GROUP, RUN, UNROLLED)
+            groups += n_size.to(tl.int64) * count
+            ups = _matrix(ups, second, x + k, filled, scale, zeros, groups, inside, EVEN, GROUP, STEP, RUN, UNROLLED)
     if SPLITS > 1:
         sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
     product = finished(tl.trans(sums), None, bias, n, n_size, out.dtype.element_ty)
@@ -172,6 +187,7 @@ def _matrix(
     inside,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
+    STEP: tl.constexpr,
     RUN: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
@@ -179,10 +195,10 @@ def _matrix(
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
     if UNROLLED:
         for group in tl.static_range(8 // RUNS):
-            sums = _group(sums, words, x, filled, scale, zeros, groups + group, inside, group, EVEN, RUN, RUNS)
+            sums = _group(sums, words, x, filled, scale, zeros, groups + group * STEP, inside, group, EVEN, RUN, RUNS)
     else:
         for group in tl.range(8 // RUNS, num_stages=1):
-            sums = _group(sums, words, x, filled, scale, zeros, groups + group, inside, group, EVEN, RUN, RUNS)
+            sums = _group(sums, words, x, filled, scale, zeros, groups + group * STEP, inside, group, EVEN, RUN, RUNS)
     return sums
 
 
@@ -242,6 +258,7 @@ def _build(
     tensors |= {"bias": "", "residual": "bf16" * residual}
     run = run_length(k, group)
     cut = four_bit_tile(rows, n, activation is not None, run, rocm=True)
+    group, step = kernel_groups(k, group)
     return Build(
         four_bit_rows if cut.matrix else four_bit_vector,
         {
@@ -253,6 +270,7 @@ def _build(
             "ACTIVATION": activation,
             "EVEN": True,
             "GROUP": group,
+            "STEP": step,
             "RUN": run,
             **cut.constants(),
         },
@@ -274,5 +292,6 @@ BUILDS = (
     _build(8, 4096, group=32),
     _build(1, 6144, zeros=True),
     _build(8, 6144, zeros=True),
+    _build(8, 6144, group=4096),
     _build(64, 6144),
 )

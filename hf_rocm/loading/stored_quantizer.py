@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
+from transformers import __version__
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -57,6 +59,11 @@ class StoredQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **arguments: Any) -> Any:
         if self._entries is None:
             raise Unsupported("the files of its weights are not known")
+        devices = arguments.get("device_map")
+        if isinstance(devices, dict) and "disk" in devices.values() and Version(__version__) < Version("5"):
+            raise Unsupported(
+                "parts of it are offloaded to disk, which transformers before 5 does with parameters only"
+            )
         stored_layers.replace_layers(model, self.quantization_config.format, self._entries)
         self._entries = None
         return model
@@ -86,5 +93,7 @@ class StoredQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         return True
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        return dequantize(model)
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """What `model.dequantize()` calls."""
+        dequantize(model)
+        return model if dtype is None else model.to(dtype)

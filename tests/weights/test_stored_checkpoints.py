@@ -8,6 +8,8 @@ import json
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -159,6 +161,7 @@ def case_bulk(model):
 @few_cases
 def test_dequantize(tmp_path, case):
     reference = checkpoints.write(tmp_path, case, attention_bias=True)
+    hf_rocm.from_pretrained(tmp_path, force=True).dequantize()
     model = hf_rocm.dequantize(hf_rocm.from_pretrained(tmp_path, force=True))
     assert not layers(model) and not any(isinstance(module, StoredLinear) for module in model.modules())
     for name, tensor in reference.state_dict().items():
@@ -167,6 +170,35 @@ def test_dequantize(tmp_path, case):
     model.save_pretrained(tmp_path / "saved")
     stock = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert_as_good_as_eager(logits(stock), logits(reference), logits(reference.double()))
+
+
+@few_cases
+def test_a_graph_and_a_device_map(tmp_path, case):
+    checkpoints.write(tmp_path, case, attention_bias=True)
+    model = hf_rocm.from_pretrained(tmp_path, force=True, device_map={"": "cpu"})
+    torch._dynamo.reset()
+    compiled = torch.compile(model.model.layers[0].mlp, fullgraph=True, backend="eager")
+    x = torch.randn(2, 3, model.config.hidden_size)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model.model.layers[0].mlp(x))
+    assert "quantized_linear" in str(hf_rocm.explain(model))
+
+
+@few_cases
+def test_offloading_to_disk(tmp_path, case, caplog):
+    """Transformers before 5 offloads parameters only, and these are buffers: it loads the checkpoint as it can."""
+    reference = checkpoints.write(tmp_path, case, attention_bias=True)
+    offloaded = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    offloaded |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    arguments = {"force": True, "device_map": offloaded, "offload_folder": tmp_path / "offloaded"}
+    if Version(transformers.__version__) < Version("5"):
+        with pytest.raises(ImportError):
+            hf_rocm.from_pretrained(tmp_path, **arguments)
+        assert "offloaded to disk" in caplog.text
+        return
+    model = hf_rocm.from_pretrained(tmp_path, **arguments)
+    if case not in checkpoints.EIGHT_BITS:
+        assert_as_good_as_eager(logits(model), logits(reference), logits(copy.deepcopy(reference).double()))
 
 
 def test_sizes_that_the_kernels_do_not_support(tmp_path):

@@ -15,7 +15,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "transformers", "accelerate", "aiter", "triton"}
 KERNELS = "hf_rocm.ops.triton.kernels"  # the one package whose modules import triton at the top
 # classes of transformers' own kind, which their bases have to be there for
-CACHES = ("hf_rocm.generation.cache", "hf_rocm.generation.encoder_decoder")
+CACHES = ("hf_rocm.generation.cache", "hf_rocm.generation.encoder_decoder", "hf_rocm.loading.stored_quantizer")
 CEILING = 400  # lines
 
 # what runs without anyone having asked for a model: the import, the command line, an installed block

@@ -46,12 +46,12 @@ class _Switch:
             if not outermost or _caller(self.left_stock) is not None:
                 with suspended():
                     return change.call_of(cls)(*args, **kwargs)
-            from hf_rocm.loading import heap_copies
+            from hf_rocm.loading import heap_copies, stored_checkpoints
             from hf_rocm.loading.prepare import prepare
 
             with suspended():
                 with heap_copies.where_needed():
-                    loaded = change.call_of(cls)(*args, **kwargs)
+                    loaded = stored_checkpoints.load(change.call_of(cls), *args, **kwargs)
 
                 if isinstance(loaded, tuple):  # output_loading_info=True
                     return (prepare(loaded[0], force=self.force), *loaded[1:])

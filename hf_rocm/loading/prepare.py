@@ -19,7 +19,7 @@ from hf_rocm.errors import OverlayError
 from hf_rocm.ops import probe
 from hf_rocm.overlay import bind
 from hf_rocm.overlay.instance_forwards import adopt, disown
-from hf_rocm.weights import kinds, patch_embeddings
+from hf_rocm.weights import encode_stored, kinds, patch_embeddings
 from hf_rocm.weights import preshuffle as shuffling
 from hf_rocm.weights import quantize as quantizing
 from hf_rocm.weights.linear_routing import backend_of, route_linear, unroute
@@ -87,6 +87,7 @@ def prepare(
     overlays, refused = _bind_overlays(model)
     _switch_on(model, bind.ON if forced else bind.GPU)
     _compile_safely(model, bind.ON if forced else bind.GPU)
+    encode_stored.encode(model)
     joined, skipped = _fuse(model)
     shuffled = shuffling.preshuffle(model, settings)
     products, left_stock = patch_embeddings.attach(model, bind.ON if forced else bind.GPU)

@@ -20,7 +20,7 @@ from hf_rocm.device import is_rocm
 from hf_rocm.distributed.loading import together
 from hf_rocm.errors import LoadError, OptionError
 from hf_rocm.generation import flash_provider
-from hf_rocm.loading import auto, heap_copies
+from hf_rocm.loading import auto, heap_copies, stored_checkpoints
 from hf_rocm.loading.prepare import check_arguments, prepare
 from hf_rocm.ops import probe
 from hf_rocm.weights import quantize as quantizing
@@ -116,7 +116,10 @@ def _load(
     try:
         loader = _class_for(model_id, auto_class, arguments)
         with auto.suspended(), heap_copies.where_needed() if served else nullcontext():
-            loaded = loader.from_pretrained(model_id, **arguments)
+            call = loader.from_pretrained
+            loaded = stored_checkpoints.load(call, model_id, **arguments) if served else call(model_id, **arguments)
+    except LoadError:
+        raise
     except OSError as error:
         raise LoadError(
             f"no model could be loaded from {str(model_id)!r}",

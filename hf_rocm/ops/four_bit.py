@@ -32,6 +32,11 @@ def run_length(k: int, group: int) -> int:
     return length
 
 
+def kernel_groups(k: int, group: int) -> tuple[int, int]:
+    """The numbers that a kernel adds up before it multiplies with a scale, and 1; 0 if all of a row have one scale."""
+    return (group, 1) if group != k else (min(max(GROUPS), k & -k), 0)
+
+
 def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Round a weight [N, K] to 4 bits. Returns the words [N, K / 8] int32 and the scales [N, K / group] bf16.
 
@@ -42,19 +47,23 @@ def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scale = (groups.abs().amax(-1) / 7.5).clamp(min=_SMALLEST_SCALE)
     scale = torch.where(scale.isfinite(), scale, torch.nan).to(SCALE)
     levels = (groups / scale.float().unsqueeze(-1)).round().clamp(-8, 7).nan_to_num(0.0) + 8
-    return _packed(levels.to(torch.int32).view(n, k), run_length(k, group)), scale
+    return packed(levels.to(torch.int32).view(n, k), run_length(k, group)), scale
 
 
-def dequantize_groups(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise words [N, K / 8] with scales [N, K / group], rounding once to dtype. Returns [N, K]."""
+def dequantize_groups(words: Tensor, scale: Tensor, dtype: torch.dtype, zeros: Tensor | None = None) -> Tensor:
+    """Dequantise words [N, K / 8] with scales [N, K / group], rounding once to dtype. Returns [N, K].
+
+    zeros: [N, K / group] uint8, the stored number that stands for 0; None: 8.
+    """
     n, k = words.shape[0], words.shape[1] * PER_WORD
     group = k // scale.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
-    levels = _unpacked(words, run_length(k, group)).to(wide) - 8
-    return (levels.view(n, -1, group) * scale.to(wide).unsqueeze(-1)).view(n, k).to(dtype)
+    levels = unpacked(words, run_length(k, group)).to(wide).view(n, -1, group)
+    levels -= 8 if zeros is None else zeros.to(wide).unsqueeze(-1)
+    return (levels * scale.to(wide).unsqueeze(-1)).view(n, k).to(dtype)
 
 
-def _packed(levels: Tensor, run: int) -> Tensor:
+def packed(levels: Tensor, run: int) -> Tensor:
     """Pack numbers 0 … 15, [N, K] int32, into words [N, K / 8]."""
     runs = levels.view(levels.shape[0], -1, PER_WORD, run)
     words = runs[:, :, 0].clone()
@@ -63,8 +72,8 @@ def _packed(levels: Tensor, run: int) -> Tensor:
     return words.view(levels.shape[0], -1)
 
 
-def _unpacked(words: Tensor, run: int) -> Tensor:
-    """The inverse of `_packed`."""
+def unpacked(words: Tensor, run: int) -> Tensor:
+    """The inverse of `packed`."""
     blocks = words.view(words.shape[0], -1, 1, run)
     shifts = torch.arange(0, 4 * PER_WORD, 4, dtype=words.dtype, device=words.device)
     return ((blocks >> shifts.view(1, 1, -1, 1)) & 0xF).view(words.shape[0], -1)

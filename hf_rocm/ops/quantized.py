@@ -18,7 +18,7 @@ from hf_rocm.ops.aiter import quantized as aiter
 from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.eight_bit import INT8, quantize_rows, shuffle_rows
-from hf_rocm.ops.four_bit import INT4, PER_WORD, quantize_groups
+from hf_rocm.ops.four_bit import INT4, PER_WORD, SCALE, quantize_groups
 from hf_rocm.ops.linear import ACTIVATIONS, Norm
 from hf_rocm.ops.pointwise import eager_act_and_mul, eager_rms_norm
 from hf_rocm.ops.probe_cases import Draw, fewer_rows, smaller
@@ -46,13 +46,15 @@ def quantized_linear(
     norm: Norm | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
+    zeros: Tensor | None = None,
 ) -> Tensor:
     """rms_norm(x) (s · W)ᵀ + b, then the gate, then + residual; the norm, gate and residual only if given.
 
     x: [..., K] fp64, fp32, fp16 or bf16; weight: [N, K] int8 or fp8 with scale [N] fp32, or [N, K / 8] int32 with scale
     [N, K / group], see `four_bit.quantize_groups`; bias: [N] or None. shuffled: the weight is in the order of
     `eight_bit.shuffle_rows`. round_input: round the rows of x to the format of W too, which must have 8 bits. norm,
-    activation, residual: as in `fused_linear`. Returns [..., N], or [..., N / 2] with an activation, in x's dtype.
+    activation, residual: as in `fused_linear`. zeros: the zero points of the groups, see `four_bit.dequantize_groups`.
+    Returns [..., N], or [..., N / 2] with an activation, in x's dtype.
     Raises `OptionError` if gradients are on and x requires them, and on another activation.
     """
     if torch.is_grad_enabled() and x.requires_grad:
@@ -90,9 +92,11 @@ def quantized_linear(
         activation,
         residual is not None,
         rows,
+        None if format != INT4 or scale.dtype == SCALE else scale.dtype,
+        zeros is not None,
     )
     call = QuantizedCall(
-        x, weight, scale, bias, format, shuffled, round_input, norm_weight, residual, eps, one_plus, activation
+        x, weight, scale, bias, format, shuffled, round_input, norm_weight, residual, eps, one_plus, activation, zeros
     )
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
     result: Tensor = serve(call)
@@ -153,7 +157,9 @@ def _kind(spec: QuantizedSpec) -> QuantizedSpec:
     """A smaller specification that is the same in what the tiles of our kernels depend on."""
     if spec.round_input:
         return spec
-    return spec._replace(rows=MANY, n=smaller(spec.n, 4160), k=spec.k if spec.k <= 2048 else 1024 + spec.k % 1024)
+    k = spec.k if spec.k <= 2048 else 1024 + spec.k % 1024
+    group = k if spec.group == spec.k else spec.group  # a row that is one group stays one
+    return spec._replace(rows=MANY, n=smaller(spec.n, 4160), k=k, group=group)
 
 
 def _cases(spec: QuantizedSpec) -> Iterator[Case]:
@@ -164,6 +170,9 @@ def _cases(spec: QuantizedSpec) -> Iterator[Case]:
     bias = None if spec.bias_dtype is None else draw(n).to(spec.bias_dtype)
     if spec.shuffled:
         weight = shuffle_rows(weight)
+    if spec.scale_dtype is not None:
+        scale = scale.to(spec.scale_dtype)
+    zeros = (weight[:, :1] & 15).expand(scale.shape).to(torch.uint8).contiguous() if spec.zeros else None
     norm_weight = None if spec.norm_dtype is None else draw(spec.k).to(spec.norm_dtype)
     columns = n if spec.activation is None else n // 2
     # few rows, some, and more than the largest tile
@@ -183,6 +192,7 @@ def _cases(spec: QuantizedSpec) -> Iterator[Case]:
                 1e-6,
                 spec.one_plus,
                 spec.activation,
+                zeros,
             ),
         )
 

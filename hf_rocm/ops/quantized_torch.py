@@ -39,6 +39,8 @@ class QuantizedSpec(NamedTuple):
     activation: str | None = None
     residual: bool = False
     rows: int = MANY  # M rounded up to a power of two, or MANY; MANY if x is rounded
+    scale_dtype: torch.dtype | None = None  # of groups; None: bf16
+    zeros: bool = False  # whether groups have zero points
 
     @property
     def grad(self) -> bool:
@@ -61,6 +63,7 @@ class QuantizedCall(NamedTuple):
     eps: float = 0.0
     one_plus: bool = False
     activation: str | None = None
+    zeros: Tensor | None = None
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """The rows of x [M, K], rounded to the format, and their scales [M, 1]."""
@@ -74,12 +77,17 @@ class QuantizedCall(NamedTuple):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] in this dtype."""
         weight = self.weight if self.format == INT4 else self.plain_weight()
-        decode = dequantize_groups if self.format == INT4 else dequantize_rows
         step = max(1, _AT_ONCE // max(1, self.x.shape[-1]))
-        if len(weight) <= step:
-            return decode(weight, self.scale, dtype)
-        parts = zip(weight.split(step), self.scale.split(step), strict=True)
-        return torch.cat([decode(rows, scale, dtype) for rows, scale in parts])
+        parts = [
+            self._decoded(weight[start : start + step], slice(start, start + step), dtype)
+            for start in range(0, max(1, len(weight)), step)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decoded(self, rows: Tensor, place: slice, dtype: torch.dtype) -> Tensor:
+        if self.format != INT4:
+            return dequantize_rows(rows, self.scale[place], dtype)
+        return dequantize_groups(rows, self.scale[place], dtype, None if self.zeros is None else self.zeros[place])
 
 
 def one_by_one(

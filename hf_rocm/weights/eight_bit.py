@@ -18,18 +18,19 @@ from hf_rocm.weights.encoding import QuantizedWeight, encoding
 
 @encoding("fp8", "int8")
 class EightBitWeight(QuantizedWeight):
-    """data: [N, K] int8 or fp8, shuffled for aiter or not; scale: [N] fp32."""
+    """data: [N, K] int8 or fp8, shuffled for aiter or not; scale: [N] fp32. weight_only: x is never rounded."""
 
     step = 16  # a shuffled tile has 16 rows
 
-    def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None, *, weight_only: bool = False) -> None:
         super().__init__(data, scale, bias)
+        self.weight_only = weight_only
         self._choose()
 
     def _choose(self) -> None:
         """Round x too where the device multiplies this format."""
         format = self.data.dtype
-        self.rounds = format == INT8 or fp8_of(describe(self.data.device)) == format
+        self.rounds = not self.weight_only and (format == INT8 or fp8_of(describe(self.data.device)) == format)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EightBitWeight:
         super()._apply(fn, recurse)
@@ -73,12 +74,20 @@ class EightBitWeight(QuantizedWeight):
             return False
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return dequantize_rows(self.rows(start, stop), self.scale[start:stop], dtype)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return these rows in their plain order; a view where that is the order of the data."""
         rows = self.data[start:stop]
-        return dequantize_rows(unshuffle_rows(rows) if self.shuffled else rows, self.scale[start:stop], dtype)
+        return unshuffle_rows(rows) if self.shuffled else rows
+
+    def put(self, start: int, rows: Tensor) -> None:
+        """Write encoded rows [N_i, K] from start on."""
+        self.data[start : start + len(rows)] = shuffle_rows(rows) if self.shuffled else rows
 
     def _encode(self, place: slice, part: Tensor) -> None:
         rows, scale = quantize_rows(part, self.data.dtype)
-        self.data[place] = shuffle_rows(rows) if self.shuffled else rows
+        self.put(place.start, rows)
         self.scale[place] = scale.flatten()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ CHUNK = 2**22  # elements that are rounded at once; 16 MiB in fp32
 
 
 class QuantizedWeight(nn.Module):
-    """data: [N, …], the encoded numbers; scale: [N] or [N, K / group]; bias: [N] or None.
+    """data: [N, …], the encoded numbers; scale: [N] or [N, K / group]; bias: [N] or None; zeros: as scale, or None.
 
     Its buffers are not part of a state dict: the layers save the weights in their own dtype. A subclass defines an
     encoding. format: what the encoding needs, apart from the sizes, as `format_for` returns it.
@@ -29,6 +29,7 @@ class QuantizedWeight(nn.Module):
     data: Tensor
     scale: Tensor
     bias: Tensor | None
+    zeros: Tensor | None
     step = 1  # rows that are encoded together
     rounds = False  # whether x is rounded too, if it has many rows
 
@@ -37,6 +38,7 @@ class QuantizedWeight(nn.Module):
         self.register_buffer("data", data, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("zeros", None, persistent=False)
         self.shuffled = False
 
     @classmethod
@@ -85,9 +87,10 @@ class QuantizedWeight(nn.Module):
         norm, activation, residual: as in `ops.quantized_linear`.
         """
         buffers: Any = self._buffers  # faster than attributes of a module
-        data, scale, bias = buffers["data"], buffers["scale"], buffers["bias"]
+        data, scale, bias, zeros = buffers["data"], buffers["scale"], buffers["bias"], buffers["zeros"]
         if start or stop is not None:
             data, scale = data[start:stop], scale[start:stop]
+            zeros = None if zeros is None else zeros[start:stop]
             bias = None if bias is None else bias[start:stop]
         if torch.is_autocast_enabled(x.device.type):  # as F.linear does
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -101,6 +104,7 @@ class QuantizedWeight(nn.Module):
             norm=norm,
             activation=activation,
             residual=residual,
+            zeros=zeros,
         )
 
     def write(self, start: int, weight: Tensor) -> None:
@@ -113,10 +117,9 @@ class QuantizedWeight(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
         """`.to()` and the like move the encoded numbers and their scales, but never change their dtypes."""
         device = fn(self.scale.new_empty(0)).device
-        for name in ("data", "scale"):
-            self._buffers[name] = getattr(self, name).to(device)
-        if self.bias is not None:
-            self._buffers["bias"] = fn(self.bias)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer) if name == "bias" else buffer.to(device)
         return self
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from hf_rocm import ops
 from hf_rocm.ops.four_bit import GROUPS, INT4, PER_WORD, SCALE, dequantize_groups, quantize_groups
 from hf_rocm.weights.encoding import QuantizedWeight, encoding
 
@@ -13,7 +16,26 @@ _GROUP_OF = {"int4": max(GROUPS), **{f"int4-g{group}": group for group in sorted
 
 @encoding(*_GROUP_OF)
 class FourBitWeight(QuantizedWeight):
-    """data: [N, K / 8] int32, see `ops.four_bit`; scale: [N, K / group] bf16."""
+    """data: [N, K / 8] int32, see `ops.four_bit`; scale: [N, K / group], bf16 if we rounded the weight.
+
+    zeros: [N, K / group] uint8, the zero points, or None. order: [K], the inputs in the order of the columns of data,
+    or None.
+    """
+
+    order: Tensor | None
+
+    def __init__(
+        self,
+        data: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        *,
+        zeros: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        super().__init__(data, scale, bias)
+        self.zeros = zeros
+        self.register_buffer("order", order, persistent=False)
 
     @classmethod
     def format_for(cls, model: nn.Module, kind: str) -> int:
@@ -35,7 +57,17 @@ class FourBitWeight(QuantizedWeight):
         return cls(words, torch.empty((n, k // format), dtype=SCALE, device=device), bias)
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        return dequantize_groups(self.data[start:stop], self.scale[start:stop], dtype)
+        zeros = None if self.zeros is None else self.zeros[start:stop]
+        weight = dequantize_groups(self.data[start:stop], self.scale[start:stop], dtype, zeros)
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
+    def forward(self, x: Tensor, *rows: Any, norm: ops.Norm | None = None, **parts: Any) -> Tensor:
+        order = self._buffers["order"]
+        if order is not None:
+            if norm is not None:
+                x, norm = ops.rms_norm(x, norm.weight, eps=norm.eps, one_plus=norm.one_plus), None
+            x = x.index_select(-1, order)
+        return super().forward(x, *rows, norm=norm, **parts)
 
     def _encode(self, place: slice, part: Tensor) -> None:
         group = part.shape[1] // self.scale.shape[1]

@@ -24,11 +24,19 @@ from hf_rocm.weights.kinds import import_all
 from hf_rocm.weights.preshuffle import unshuffle
 from hf_rocm.weights.quantize_plan import Group, plan
 from hf_rocm.weights.quantized import REPORT as REPORT
-from hf_rocm.weights.quantized import QuantizedLinear, group_layers, layers
-from hf_rocm.weights.quantized import dequantize as dequantize
+from hf_rocm.weights.quantized import QuantizedLinear, group_layers, layers, replace
+from hf_rocm.weights.stored_linear import EncodedLinear, StoredLinear
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
+_MARKS = (
+    "hf_quantizer",
+    "is_quantized",
+    "quantization_method",
+    "quantization_config",
+    "_is_quantized",
+    "_pre_quantization_dtype",
+)
 _SAMPLES = 8  # rows of the random input with which a layer's error is measured
 
 _log = logging.getLogger("hf_rocm")
@@ -64,7 +72,7 @@ def quantize(
             facts=dict(list(left.items())[:5]),
             hint="only nn.Linear layers inside repeated blocks are quantised",
         )
-    before = _nbytes(model)
+    before = nbytes(model)
     errors: dict[str, float] = {}
     warns = True
     with torch.inference_mode(False), torch.no_grad():
@@ -80,11 +88,30 @@ def quantize(
         "layers": len(errors),
         "left": left,  # layer: why it keeps its dtype
         "kept": keep,
-        "bytes": [before, _nbytes(model)],
+        "bytes": [before, nbytes(model)],
         "error": {"mean": sum(errors.values()) / len(errors), "max": errors[worst], "worst": worst},
-        "froze": _freeze(model),
+        "froze": freeze(model),
     }
     _log.info("%s: %s", type(model).__name__, summary(model))
+    return model
+
+
+def dequantize(model: ModelT) -> ModelT:
+    """Replace the quantised layers of a model with ordinary `nn.Linear` layers in place.
+
+    After `keep="cpu"` they have the original weights; otherwise the dequantised weights in the original dtype. A
+    quantised checkpoint's `quantization_config` leaves the model's config.
+    Returns the same model. Raises `OptionError` if model is not a `torch.nn.Module`.
+    """
+    require_module(model, "dequantize")
+    stored = any(isinstance(module, (StoredLinear, EncodedLinear)) for module in model.modules())
+    replace(model, lambda layer: layer.ordinary())
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if isinstance(child, StoredLinear):
+                module._modules[name] = child.ordinary()
+    if stored:
+        _forget_format(model)
     return model
 
 
@@ -93,8 +120,11 @@ def summary(model: nn.Module) -> str | None:
     report = model.__dict__.get(REPORT)
     if report is None:
         return None
-    before, after = (nbytes / 2**20 for nbytes in report["bytes"])
+    before, after = (size / 2**20 for size in report["bytes"])
     error = report["error"]
+    if error is None:
+        left = f"; {len(report['left'])} more stay as they are" if report["left"] else ""
+        return f"{report['layers']} layers as the checkpoint has them, {report['format']}, {after:.0f} MiB{left}"
     return (
         f"{report['layers']} layers in {report['kind']} ({report['format']}), {before:.0f} MiB before and {after:.0f} "
         f"after; their outputs are off by {error['mean']:.1%} on average, {error['max']:.1%} at most ({error['worst']})"
@@ -173,6 +203,14 @@ def _round(linears: Sequence[Any], encoding: type[QuantizedWeight], format: Any)
     return quantized
 
 
+def _forget_format(model: nn.Module) -> None:
+    """Remove what transformers keeps about a quantised checkpoint from a model that is no longer quantised."""
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for name in _MARKS:
+                getattr(holder, "__dict__", {}).pop(name, None)
+
+
 def _empty(linear: nn.Linear, keep: bool) -> None:
     """Free a layer's parameters, or keep its weight in host memory."""
     for name, parameter in list(linear.named_parameters()):
@@ -195,7 +233,7 @@ def _relative_error(actual: Tensor, wanted: Tensor) -> float:
     return (actual.float() - wanted).norm().item() / size if size else 0.0
 
 
-def _freeze(model: nn.Module) -> list[str]:
+def freeze(model: nn.Module) -> list[str]:
     """Freeze all parameters, because quantised layers have no gradients. Returns those that required gradients."""
     required = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name in required:
@@ -203,5 +241,5 @@ def _freeze(model: nn.Module) -> list[str]:
     return required
 
 
-def _nbytes(model: nn.Module) -> int:
+def nbytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

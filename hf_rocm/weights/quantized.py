@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_rocm import ops
-from hf_rocm.arguments import require_module
 from hf_rocm.errors import OptionError
 from hf_rocm.layers.grouped_linear import hooks_on_all
 from hf_rocm.layers.weight_group import SLOT, PackedLinear, WeightGroup, names_in, register
-from hf_rocm.ops.four_bit import INT4
+from hf_rocm.ops.four_bit import INT4, SCALE
 from hf_rocm.ops.quantized import ROUNDED_FROM, keeps_rows
 from hf_rocm.ops.quantized_torch import QuantizedSpec
 from hf_rocm.overlay import bind
@@ -28,8 +27,6 @@ from hf_rocm.weights.fuse import fuse
 
 # The key of a report, as plain builtins, in the model's __dict__; `explain` reads it.
 REPORT = "_hf_rocm_quantization"
-
-ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _log = logging.getLogger("hf_rocm")
 
@@ -43,12 +40,12 @@ class QuantizedLinear(PackedLinear):
 
     quantized: QuantizedWeight
 
-    def __init__(self, linear: nn.Linear, quantized: QuantizedWeight, start: int, *, warns: bool) -> None:
+    def __init__(self, linear: Any, quantized: QuantizedWeight, start: int, *, warns: bool) -> None:
         super().__init__()
         self.quantized = quantized
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.start = start
-        self.dtype = linear.weight.dtype
+        self.dtype = linear.weight.dtype if isinstance(linear, nn.Linear) else linear.dtype
         self.replaced = (linear,)  # a tuple, so that it is not a child; its parameters are empty, or on the CPU if kept
         self.follows = "_hf_hook" in linear.__dict__  # accelerate moved the input to this layer's device
         self.warns = warns
@@ -85,9 +82,9 @@ class QuantizedLinear(PackedLinear):
         """Whether the original weight is kept on the CPU."""
         return self.replaced[0].weight.numel() > 0
 
-    def original(self) -> nn.Linear:
+    def original(self) -> nn.Module:
         """Return the layer that this one replaced, with its original parameters or with dequantised ones."""
-        linear = self.replaced[0]
+        linear: nn.Linear = self.replaced[0]
         device = self.quantized.scale.device
         with torch.no_grad(), torch.inference_mode(linear.weight.is_inference()):
             weight = linear.weight.data.to(device, self.dtype) if self.kept else self.weight
@@ -95,6 +92,10 @@ class QuantizedLinear(PackedLinear):
             if linear.bias is not None and self.bias is not None:
                 linear.bias.data = self.bias.clone()
         return linear
+
+    def ordinary(self) -> nn.Module:
+        """Return an `nn.Linear` with the original weight or the dequantised one."""
+        return self.original()
 
     def extra_repr(self) -> str:
         data = self.quantized.data
@@ -124,9 +125,7 @@ class QuantizedLinear(PackedLinear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        expected = {"weight": (self.out_features, self.in_features)}
-        if self.bias is not None:
-            expected["bias"] = (self.out_features,)  # type: ignore[assignment]
+        expected, values = self._shapes(), dict[str, Tensor]()
         for name, shape in expected.items():
             value = state_dict.get(prefix + name)
             if value is None:
@@ -137,21 +136,31 @@ class QuantizedLinear(PackedLinear):
                     f"size mismatch for {prefix}{name}: {list(value.shape)} given, {list(shape)} expected"
                 )
             else:
-                self._take(name, value)
+                values[name] = value
+        self._take(values)
         if strict:
-            known = [prefix + name for name in (*expected, "quantized.")]
             unexpected_keys += [
-                key for key in state_dict if key.startswith(prefix) and not key.startswith(tuple(known))
+                key
+                for key in state_dict
+                if key.startswith(prefix)
+                and key.removeprefix(prefix) not in expected
+                and not key.startswith(prefix + "quantized.")
             ]
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors in a state dict."""
+        shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
+        return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
+
     @torch.no_grad()
-    def _take(self, name: str, value: Tensor) -> None:
-        if name == "weight":
-            self.quantized.write(self.start, value)
+    def _take(self, values: Mapping[str, Tensor]) -> None:
+        """Load these tensors of a state dict."""
+        if "weight" in values:
+            self.quantized.write(self.start, values["weight"])
             if self.kept:
-                self.replaced[0].weight.data.copy_(value)
-        elif self.bias is not None:
-            self.bias.copy_(value)
+                self.replaced[0].weight.data.copy_(values["weight"])
+        if "bias" in values and self.bias is not None:
+            self.bias.copy_(values["bias"])
 
 
 @register
@@ -190,7 +199,7 @@ class Quantized(WeightGroup):
                 hint='load it again, or quantise with keep="cpu"; hf_rocm.dequantize(model) makes ordinary layers of '
                 "the rounded weights, after which restore works",
             )
-        dequantize(model)
+        replace(model, lambda layer: layer.original())
 
     def shared_weight(self, module: nn.Module) -> QuantizedWeight | None:
         """Return the weight that the layers share, or None if a layer was changed."""
@@ -198,7 +207,7 @@ class Quantized(WeightGroup):
         shared = None
         for name in self.names:
             child = children.get(name)
-            if child.__class__ is not QuantizedLinear:
+            if not isinstance(child, QuantizedLinear):
                 return None
             its = child.__dict__
             if its["_forward_hooks"] or its["_forward_pre_hooks"] or "forward" in its:
@@ -232,8 +241,7 @@ class Quantized(WeightGroup):
 
     def nbytes(self, module: nn.Module) -> int:
         weight = self.shared_weight(module)
-        tensors = () if weight is None else (weight.data, weight.scale, weight.bias)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return 0 if weight is None else sum(tensor.nbytes for tensor in weight.buffers())
 
     def __reduce__(self) -> tuple[object, ...]:
         return Quantized, (self.names, self.sizes)  # its layers can't be unpickled without hf_rocm either
@@ -251,18 +259,13 @@ def group_layers(module: nn.Module, names: tuple[str, ...]) -> None:
     module.__dict__[SLOT] = Quantized(names, tuple(children[name].out_features for name in names))
 
 
-def dequantize(model: ModelT) -> ModelT:
-    """Replace the quantised layers of a model with ordinary `nn.Linear` layers in place.
-
-    After `keep="cpu"` they have the original weights; otherwise the dequantised weights in the original dtype.
-    Returns the same model. Raises `OptionError` if model is not a `torch.nn.Module`.
-    """
-    require_module(model, "dequantize")
+def replace(model: nn.Module, replacement: Callable[[QuantizedLinear], nn.Module]) -> None:
+    """Replace the quantised layers, fuse the groups that they leave, and make the frozen parameters trainable."""
     report = model.__dict__.pop(REPORT, None) or {}
     for module in model.modules():
         for name, child in list(module._modules.items()):
             if isinstance(child, QuantizedLinear):
-                module._modules[name] = child.original()
+                module._modules[name] = replacement(child)
         if isinstance(module.__dict__.get(SLOT), Quantized):
             names = names_in(module)
             del module.__dict__[SLOT]
@@ -272,7 +275,6 @@ def dequantize(model: ModelT) -> ModelT:
     for name in report.get("froze", ()):
         if name in parameters:
             parameters[name].requires_grad_()
-    return model
 
 
 def layers(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
@@ -307,6 +309,8 @@ def _specification(name: str, layer: QuantizedLinear, weight: QuantizedWeight, n
         shuffled=weight.shuffled,
         round_input=False,
         group=k // weight.scale.shape[1] if packed else 0,
+        scale_dtype=weight.scale.dtype if packed and weight.scale.dtype != SCALE else None,
+        zeros=weight.zeros is not None,
     )
     rounds = weight.rounds and not keeps_rows(spec, ROUNDED_FROM)
     return f"{name}, {n} × {k}", spec._replace(round_input=rounds)

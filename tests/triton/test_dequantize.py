@@ -56,6 +56,17 @@ def test_four_bits(k, group, dtype):
     same(quantized._dequantized(words, scale, dtype), dequantize_groups(words, scale, dtype))
 
 
+@each_dtype
+@pytest.mark.parametrize(("k", "group"), [(128, 32), (640, 128), (640, 640)])
+def test_zero_points(k, group, dtype):
+    words, scale = quantize_groups(extreme(17, k), group)
+    zeros = torch.arange(17 * (k // group)).remainder(17).view(scale.shape).to(torch.uint8)
+    for scales in (BF16, FP16, FP32):
+        expected = dequantize_groups(words, scale.to(scales), dtype, zeros)
+        same(quantized._dequantized(words, scale.to(scales), dtype, zeros), expected)
+        assert not torch.equal(expected, dequantize_groups(words, scale.to(scales), dtype))
+
+
 def test_short_runs():
     words, scale = quantize_groups(extreme(5, 32), 32)
     same(quantized._dequantized(words, scale, BF16), dequantize_groups(words, scale, BF16))

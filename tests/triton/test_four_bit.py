@@ -44,6 +44,23 @@ def test_norm_gate_and_sum(m, form):
     check(x, *quantize_groups(weight, 64), random(n, dtype=BF16, seed=2) if "bias" in form else None, **more)
 
 
+def zero_points(scale: torch.Tensor) -> torch.Tensor:
+    """Numbers 0 … 16; with 16, which GPTQ can store, no number of the group is 0."""
+    return (torch.arange(scale.numel()) % 17).view(scale.shape).to(torch.uint8)
+
+
+# a row with one scale: K = 640 and 1536 have several blocks of runs
+@pytest.mark.parametrize("scales", [BF16, FP16, torch.float32], ids=str)
+@pytest.mark.parametrize(("k", "group"), [(640, 128), (640, 32), (256, 64), (640, 640), (1536, 1536), (128, 128)])
+@pytest.mark.parametrize("m", [1, 3])
+def test_zero_points_and_dtypes_of_scales(m, k, group, scales):
+    x, weight = random(m, k, dtype=BF16), random(18, k, dtype=BF16, seed=1)
+    words, scale = quantize_groups(weight, group)
+    check(x, words, scale.to(scales) * 1.001)
+    check(x, words, scale.to(scales), random(18, dtype=BF16, seed=2), zeros=zero_points(scale))
+    check(x, words, scale.to(scales), zeros=zero_points(scale), activation="silu")
+
+
 @pytest.mark.parametrize("m", [1, 4])
 def test_zeros_extremes_and_nan(m):
     weight = random(24, 256, dtype=BF16, seed=1)
@@ -64,7 +81,7 @@ def test_every_number_in_every_place(m, dtype):
     """One column of x is one: what comes out is the number there, exactly."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()
-    words, scale = four_bit._packed(levels, four_bit.run_length(128, 128)), torch.ones(16, 1, dtype=BF16)
+    words, scale = four_bit.packed(levels, four_bit.run_length(128, 128)), torch.ones(16, 1, dtype=BF16)
     weight = (levels - 8).to(dtype)
     for column in (1, 17, 40, 63, 64, 90, 111, 127):
         x = torch.zeros(m, 128, dtype=dtype)

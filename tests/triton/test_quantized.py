@@ -61,7 +61,8 @@ def as_good_as_eager(
 ) -> None:
     norm = more.get("norm") or ops.Norm(None, 0.0)  # type: ignore[arg-type]
     call = QuantizedCall(x, weight, scale, bias, weight.dtype, False, False, norm.weight, more.get("residual"))
-    eager, wide = exact(call._replace(eps=norm.eps, one_plus=norm.one_plus, activation=more.get("activation")))
+    call = call._replace(eps=norm.eps, one_plus=norm.one_plus, zeros=more.get("zeros"))
+    eager, wide = exact(call._replace(activation=more.get("activation")))
     assert_as_good_as_eager(output, eager, wide)
 
 

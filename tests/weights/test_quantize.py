@@ -378,7 +378,7 @@ class TestFourBits:
         levels = torch.randint(16, (3, k), dtype=torch.int32, generator=torch.Generator().manual_seed(k))
         run = four_bit.run_length(k, group)
         assert k % (8 * run) == 0 and group % run == 0
-        assert torch.equal(four_bit._unpacked(four_bit._packed(levels, run), run), levels)
+        assert torch.equal(four_bit.unpacked(four_bit.packed(levels, run), run), levels)
 
     def test_groups_of_zeros_and_nan(self):
         weight = torch.randn(4, 128)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ
-from hf_rocm.ops.four_bit import INT4, PER_WORD, run_length
+from hf_rocm.ops.four_bit import INT4, PER_WORD, kernel_groups, run_length
 from hf_rocm.ops.triton import detect, linear, norm
 from hf_rocm.ops.triton.launch import launch, warps
 from hf_rocm.ops.triton.tiles import dequantize_tile, eight_bit_tile, four_bit_tile
@@ -89,6 +89,7 @@ def quantized_linear(call: QuantizedCall) -> Tensor:
         call.residual,
         call.eps,
         call.one_plus,
+        call.zeros,
         call.activation,
     )
     return result
@@ -103,9 +104,10 @@ def _forward(
     residual: Tensor | None,
     eps: float,
     one_plus: bool,
+    zeros: Tensor | None,
     activation: str | None,
 ) -> Tensor:
-    out = linear.empty_output(x, weight, scale, bias, norm_weight, residual, eps, one_plus, activation)
+    out = linear.empty_output(x, weight, scale, bias, norm_weight, residual, activation)
     n, k = out.shape[-1], x.shape[-1]
     m = out.numel() // n
     if m == 0:
@@ -115,7 +117,7 @@ def _forward(
     if norm_weight is not None:
         x = norm.rms_norm(x, norm_weight, eps, one_plus)
     device, gated = describe(x.device), activation is not None
-    arguments: tuple[Any, ...] = (x.contiguous(), weight, scale, bias, residual, out, m, n)
+    rest: tuple[Any, ...] = (bias, residual, out, m, n)
     tile: Any
     if weight.dtype == INT4:
         from hf_rocm.ops.triton.kernels import four_bit
@@ -124,19 +126,21 @@ def _forward(
         run = run_length(k, group)
         tile = four_bit_tile(m, n, gated, run, rocm=device.rocm)
         kernel = four_bit.four_bit_rows if tile.matrix else four_bit.four_bit_vector
-        arguments = (*arguments, k // PER_WORD, _ONE)
-        constants: dict[str, Any] = {"EVEN": k % (PER_WORD * run * tile.blocks) == 0, "GROUP": group, "RUN": run}
+        rest = (zeros, *rest, k // PER_WORD, _ONE)
+        group, step = kernel_groups(k, group)
+        even = k % (PER_WORD * run * tile.blocks) == 0
+        constants: dict[str, Any] = {"EVEN": even, "GROUP": group, "STEP": step, "RUN": run}
     else:
         from hf_rocm.ops.triton.kernels import linear as kernels
 
         tile = eight_bit_tile(m, n, gated, rocm=device.rocm)
         kernel = kernels.few_rows if tile.matrix else kernels.matrix_vector
-        arguments = (*arguments, k)
+        rest = (*rest, k)
         constants = {"EVEN": k % (tile.splits * tile.k) == 0}
     launch(
         kernel,
         (-(-n // tile.n), -(-m // tile.m)),
-        arguments,
+        (x.contiguous(), weight, scale, *rest),
         {"ACTIVATION": activation, **constants, **tile.constants()},
         num_warps=warps(tile.threads, x.device),
         num_stages=tile.stages,
@@ -146,7 +150,7 @@ def _forward(
 
 _traced = opaque(
     "triton_quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm_weight, "
-    "Tensor? residual, float eps, bool one_plus, str? activation) -> Tensor",
+    "Tensor? residual, float eps, bool one_plus, Tensor? zeros, str? activation) -> Tensor",
     _forward,
     linear.empty_output,
 )
@@ -155,10 +159,11 @@ _traced = opaque(
 def dequantized_linear(call: QuantizedCall) -> Tensor:
     """The product and the bias of `hf_rocm.ops.quantized_linear`."""
     x, bias = call.x, call.bias
-    return F.linear(x, _dequantized(call.weight, call.scale, x.dtype), None if bias is None else bias.to(x.dtype))
+    weight = _dequantized(call.weight, call.scale, x.dtype, call.zeros)
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
-def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, zeros: Tensor | None = None) -> Tensor:
     from hf_rocm.ops.triton.kernels import dequantize as kernels
 
     out = _plain(weight, scale, dtype)
@@ -168,20 +173,25 @@ def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     four = weight.dtype == INT4
     group = k // scale.shape[1] if four else 0
     run = run_length(k, group) if four else 0
+    group, step = kernel_groups(k, group)
     size, threads = dequantize_tile(k, run)
     launch(
         kernels.dequantize_four if four else kernels.dequantize_eight,
         (n, -(-k // (8 * run * size if four else size))),
-        (weight.contiguous(), scale.contiguous(), out, weight.shape[1]),
-        {"GROUP": group, "RUN": run, "BLOCKS": size} if four else {"BLOCK": size},
+        (weight.contiguous(), scale.contiguous(), *((zeros,) if four else ()), out, weight.shape[1]),
+        {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": size} if four else {"BLOCK": size},
         num_warps=warps(threads, weight.device),
     )
     return out
 
 
-def _plain(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _plain(weight: Tensor, scale: Tensor, dtype: torch.dtype, zeros: Tensor | None = None) -> Tensor:
     n, k = weight.shape
     return weight.new_empty((n, k * PER_WORD if weight.dtype == INT4 else k), dtype=dtype)
 
 
-_dequantized = opaque("triton_dequantize(Tensor weight, Tensor scale, ScalarType dtype) -> Tensor", _dequantize, _plain)
+_dequantized = opaque(
+    "triton_dequantize(Tensor weight, Tensor scale, ScalarType dtype, Tensor? zeros=None) -> Tensor",
+    _dequantize,
+    _plain,
+)

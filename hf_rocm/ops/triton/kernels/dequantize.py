@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.four_bit import run_length
+from hf_rocm.ops.four_bit import kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.linear import wide
 from hf_rocm.ops.triton.tiles import dequantize_tile
@@ -30,9 +30,11 @@ def dequantize_eight(
 def dequantize_four(
     weight,  # [N, K / 8] int32, see `ops.four_bit`
     scale,  # [N, K / GROUP]
+    zeros,  # [N, K / GROUP] uint8, or None
     out,  # [N, K]
     k_words,  # K / 8
     GROUP: tl.constexpr,  # numbers with one scale
+    STEP: tl.constexpr,  # 1; 0: a row has one scale
     RUN: tl.constexpr,  # the length of a run
     BLOCKS: tl.constexpr,  # of 8 runs
 ):
@@ -41,24 +43,40 @@ def dequantize_four(
     within = tl.arange(0, RUN)[None, :]
     inside = block * RUN < k_words
     words = tl.load(weight + row * k_words + block * RUN + within, mask=inside)
-    scales = scale + row * (k_words // (GROUP // 8))
+    offset = row * (k_words // (GROUP // 8) if STEP else 1)
     out += row * k_words * 8
     for run in tl.static_range(8):
         start = (block * 8 + run) * RUN
         # 2²³ + q, whose last bits are q: additions are faster than conversions of integers
-        numbers = (((words >> (4 * run)) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
-        numbers *= tl.load(scales + start // GROUP, mask=inside).to(tl.float32)
+        numbers = (((words >> (4 * run)) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True)
+        group = offset + start // GROUP * STEP
+        if zeros is None:
+            numbers -= 8388616.0
+        else:
+            numbers = (numbers - 8388608.0) - tl.load(zeros + group, mask=inside).to(tl.float32)
+        numbers *= tl.load(scale + group, mask=inside).to(tl.float32)
         tl.store(out + start + within, numbers.to(out.dtype.element_ty), mask=inside)
 
 
-def _build(k: int, weight: str, *, out: str = "bf16", group: int = 0, arch: str | None = None) -> Build:
+def _build(
+    k: int, weight: str, *, out: str = "bf16", group: int = 0, zeros: bool = False, arch: str | None = None
+) -> Build:
     run = run_length(k, group) if group else 0
     block, threads = dequantize_tile(k, run)
+    group, step = kernel_groups(k, group)
     size, scale = ("k_words", "bf16") if group else ("k_size", "fp32")
     return Build(
         dequantize_four if group else dequantize_eight,
-        {"weight": f"*{weight}", "scale": f"*{scale}", "out": f"*{out}", size: "i32"},
-        {"GROUP": group, "RUN": run, "BLOCKS": block} if group else {"BLOCK": block},
+        {
+            "weight": f"*{weight}",
+            "scale": f"*{scale}",
+            "out": f"*{out}",
+            size: "i32",
+            **({"zeros": "*u8"} if zeros else {}),
+        },
+        {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": block, **({} if zeros else {"zeros": None})}
+        if group
+        else {"BLOCK": block},
         threads=threads,
         divisible=(size,),
         architectures=tuple(ARCHITECTURES) if arch is None else (arch,),
@@ -71,4 +89,5 @@ BUILDS = (
     _build(4096, "fp8e4b8", arch="gfx942"),
     _build(4096, "i32", group=128),
     _build(4096, "i32", group=32, out="fp16"),
+    _build(4096, "i32", group=128, zeros=True),
 )

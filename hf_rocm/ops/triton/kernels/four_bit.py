@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.four_bit import run_length
+from hf_rocm.ops.four_bit import kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.linear import finished, gate, piece, store
 from hf_rocm.ops.triton.tiles import four_bit_tile
@@ -21,6 +21,7 @@ def four_bit_vector(
     x,  # [1, K]
     weight,  # [N, K / 8] int32, with a gate [2N, K / 8]
     scale,  # [N, K / GROUP], with a gate [2N, K / GROUP]
+    zeros,  # of the same shape, uint8: the stored numbers that stand for 0; None: 8
     bias,  # one for each row of weight, or None
     residual,  # [1, N] or None
     out,  # [1, N]
@@ -31,6 +32,7 @@ def four_bit_vector(
     ACTIVATION: tl.constexpr,  # of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCKS · 8 · RUN
     GROUP: tl.constexpr,  # numbers with one scale
+    STEP: tl.constexpr,  # 1; 0: a row has one scale
     RUN: tl.constexpr,  # the length of a run
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,  # of 8 runs
@@ -43,7 +45,8 @@ def four_bit_vector(
     within = tl.arange(0, RUN)[None, None, :]
     x += block * (8 * RUN) + within
     words = weight + rows * k_words + block * RUN + within
-    scales = scale + rows * (k_words // (GROUP // 8))
+    count = k_words // (GROUP // 8) if STEP else 1  # of a row's scales
+    scales = rows * count
     gap = n_size.to(tl.int64) * k_words
     sums = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)
     if ACTIVATION is not None:
@@ -52,12 +55,12 @@ def four_bit_vector(
         start = k + block * (8 * RUN)
         inside = start < 8 * k_words
         first = piece(words + k // 8, inside, EVEN)
-        sums = _vector(sums, first, x + k, scales + start // GROUP, one, inside, EVEN, GROUP, RUN)
+        groups = scales + start // GROUP * STEP
+        sums = _vector(sums, first, x + k, scale, zeros, groups, one, inside, EVEN, GROUP, STEP, RUN)
         if ACTIVATION is not None:
             second = piece(words + gap + k // 8, inside, EVEN)
-            ups = _vector(
-                ups, second, x + k, scales + gap // (GROUP // 8) + start // GROUP, one, inside, EVEN, GROUP, RUN
-            )
+            groups += n_size.to(tl.int64) * count
+            ups = _vector(ups, second, x + k, scale, zeros, groups, one, inside, EVEN, GROUP, STEP, RUN)
     product = finished(tl.sum(tl.sum(sums, 2), 0)[None, :], None, bias, n, n_size, out.dtype.element_ty)
     if ACTIVATION is not None:
         up = finished(tl.sum(tl.sum(ups, 2), 0)[None, :], None, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
@@ -66,18 +69,34 @@ def four_bit_vector(
 
 
 @triton.jit
-def _vector(sums, words, x, scales, one, inside, EVEN: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr):
+def _vector(
+    sums,
+    words,
+    x,
+    scale,
+    zeros,
+    groups,
+    one,
+    inside,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+    RUN: tl.constexpr,
+):
     """Add the products of words [BLOCKS, N, RUN] to sums of the same shape."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8  # with one scale
     for group in tl.static_range(8 // RUNS):
-        # 1 + q / 16 stands for (q - 8) / 16: the difference is subtracted once for a group
+        # 1 + q / 16 stands for (q - zero) / 16: the difference is subtracted once for a group
+        one_and_zero = 1.5
+        if zeros is not None:
+            one_and_zero = 1.0 + piece(zeros + groups + group * STEP, inside, EVEN).to(tl.float32) * 0.0625
         part = 0.0
         for run in tl.static_range(RUNS):
-            part -= 1.5 * piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
+            part -= one_and_zero * piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
         for run in tl.static_range(RUNS):
             values = piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
             part += values * _mantissa(words, one, group * RUNS + run)
-        sums += part * (16.0 * piece(scales + group, inside, EVEN).to(tl.float32))
+        sums += part * (16.0 * piece(scale + groups + group * STEP, inside, EVEN).to(tl.float32))
     return sums
 
 
@@ -96,6 +115,7 @@ def four_bit_rows(
     x,  # [M, K]
     weight,  # the rest as above
     scale,
+    zeros,
     bias,
     residual,
     out,
@@ -106,6 +126,7 @@ def four_bit_rows(
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of SPLITS · 8 · RUN
     GROUP: tl.constexpr,
+    STEP: tl.constexpr,
     RUN: tl.constexpr,
     UNROLLED: tl.constexpr,  # whether the groups of a block are unrolled
     SPLITS: tl.constexpr,
@@ -130,7 +151,8 @@ def four_bit_rows(
         sums = tl.zeros([SPLITS, BLOCK_N, BLOCK_M], tl.float32)
     x += columns + block * (8 * RUN) + down
     words = weight + rows * k_words + block * RUN + across
-    scales = scale + rows * (k_words // (GROUP // 8))
+    count = k_words // (GROUP // 8) if STEP else 1  # of a row's scales
+    scales = rows * count
     gap = n_size.to(tl.int64) * k_words
     ups = sums
     for k in tl.range(0, 8 * k_words, SPLITS * 8 * RUN):
@@ -138,11 +160,12 @@ def four_bit_rows(
         inside = start < 8 * k_words
         filled = there if EVEN else there & inside
         first = piece(words + k // 8, inside, EVEN)
-        sums = _matrix(sums, first, x + k, filled, scales + start // GROUP, inside, EVEN, GROUP, RUN, UNROLLED)
+        groups = scales + start // GROUP * STEP
+        sums = _matrix(sums, first, x + k, filled, scale, zeros, groups, inside, EVEN, GROUP, STEP, RUN, UNROLLED)
         if ACTIVATION is not None:
             second = piece(words + gap + k // 8, inside, EVEN)
-            above = scales + gap // (GROUP // 8) + start // GROUP
-            ups = _matrix(ups, second, x + k, filled, above, inside, EVEN, GROUP, RUN, UNROLLED)
+            groups += n_size.to(tl.int64) * count
+            ups = _matrix(ups, second, x + k, filled, scale, zeros, groups, inside, EVEN, GROUP, STEP, RUN, UNROLLED)
     if SPLITS > 1:
         sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
     product = finished(tl.trans(sums), None, bias, n, n_size, out.dtype.element_ty)
@@ -158,10 +181,13 @@ def _matrix(
     words,
     x,
     filled,
-    scales,
+    scale,
+    zeros,
+    groups,
     inside,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
+    STEP: tl.constexpr,
     RUN: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
@@ -169,26 +195,42 @@ def _matrix(
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
     if UNROLLED:
         for group in tl.static_range(8 // RUNS):
-            sums = _group(sums, words, x, filled, scales, inside, group, EVEN, RUN, RUNS)
+            sums = _group(sums, words, x, filled, scale, zeros, groups + group * STEP, inside, group, EVEN, RUN, RUNS)
     else:
         for group in tl.range(8 // RUNS, num_stages=1):
-            sums = _group(sums, words, x, filled, scales, inside, group, EVEN, RUN, RUNS)
+            sums = _group(sums, words, x, filled, scale, zeros, groups + group * STEP, inside, group, EVEN, RUN, RUNS)
     return sums
 
 
 @triton.jit
-def _group(sums, words, x, filled, scales, inside, group, EVEN: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr):
+def _group(
+    sums,
+    words,
+    x,
+    filled,
+    scale,
+    zeros,
+    place,
+    inside,
+    group,
+    EVEN: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+):
     """The same for the runs with one scale."""
     DOWN: tl.constexpr = len(sums.shape) - 2
     dtype: tl.constexpr = x.dtype.element_ty
-    zero: tl.constexpr = 136.0 if dtype == tl.bfloat16 else 1032.0
+    base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    zero = base + 8.0
+    if zeros is not None:
+        zero = base + piece(zeros + place, inside, EVEN).to(tl.float32)
     part = tl.zeros_like(sums)
     total = 0.0
     for run in tl.static_range(RUNS):
         values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
         part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
         total += tl.sum(values.to(tl.float32), DOWN, keep_dims=True)
-    return sums + (part - zero * total) * piece(scales + group, inside, EVEN).to(tl.float32)
+    return sums + (part - zero * total) * piece(scale + place, inside, EVEN).to(tl.float32)
 
 
 @triton.jit
@@ -203,11 +245,20 @@ def _integers(words, run, DTYPE: tl.constexpr):
 
 
 def _build(
-    rows: int, n: int, k: int = 4096, *, activation: str | None = None, residual: bool = False, group: int = 128
+    rows: int,
+    n: int,
+    k: int = 4096,
+    *,
+    activation: str | None = None,
+    residual: bool = False,
+    group: int = 128,
+    zeros: bool = False,
 ) -> Build:
-    tensors = {"x": "bf16", "weight": "i32", "scale": "bf16", "bias": "", "residual": "bf16" * residual, "out": "bf16"}
+    tensors = {"x": "bf16", "weight": "i32", "scale": "bf16", "zeros": "u8" * zeros, "out": "bf16"}
+    tensors |= {"bias": "", "residual": "bf16" * residual}
     run = run_length(k, group)
     cut = four_bit_tile(rows, n, activation is not None, run, rocm=True)
+    group, step = kernel_groups(k, group)
     return Build(
         four_bit_rows if cut.matrix else four_bit_vector,
         {
@@ -219,6 +270,7 @@ def _build(
             "ACTIVATION": activation,
             "EVEN": True,
             "GROUP": group,
+            "STEP": step,
             "RUN": run,
             **cut.constants(),
         },
@@ -238,5 +290,8 @@ BUILDS = (
     _build(8, 4096, residual=True),
     _build(8, 14336, activation="silu"),
     _build(8, 4096, group=32),
+    _build(1, 6144, zeros=True),
+    _build(8, 6144, zeros=True),
+    _build(8, 6144, group=4096),
     _build(64, 6144),
 )

@@ -1,0 +1,125 @@
+"""Find the quantised layers of a checkpoint and the model's layers that they belong to, and check their tensors.
+
+Everything is read from the files' headers, so an error is raised before the weights take memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_rocm.errors import LoadError
+from hf_rocm.loading.safetensors_headers import Entry
+from hf_rocm.weights.stored import Expected, StoredFormat, TensorInfo, Unsupported
+from hf_rocm.weights.stored_linear import StoredLinear
+
+_BIAS = "bias"
+_INTEGERS = (torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def replace_layers(model: nn.Module, format: StoredFormat, entries: Mapping[str, Entry]) -> int:
+    """Replace the quantised `nn.Linear` layers of a model on the meta device. Returns how many.
+
+    Raises `Unsupported`, without changing the model, if it can't be loaded this way, and `LoadError` if tensors are
+    missing or have other shapes or dtypes than the format and the model require.
+    """
+    stored = _layers(format, entries)
+    linears = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    matched = _match(stored, linears, model)
+    new = {}
+    for path, prefix in matched.items():
+        linear, tensors = linears[path], stored[prefix]
+        if type(linear) is not nn.Linear:
+            raise Unsupported(f"its layer {path} is a {type(linear).__qualname__}, not a plain nn.Linear")
+        _check(prefix, format.expected(linear.out_features, linear.in_features), tensors)
+        infos = {name: entry.info for name, entry in tensors.items() if name != _BIAS}
+        new[path] = StoredLinear(linear, format, infos, biased=_BIAS in tensors)
+    for path, layer in new.items():
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent)._modules[name] = layer
+    return len(new)
+
+
+def _layers(format: StoredFormat, entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
+    """The tensors of every quantised layer by the layer's name in the checkpoint."""
+    modules: dict[str, dict[str, Entry]] = defaultdict(dict)
+    for full, entry in entries.items():
+        prefix, _, name = full.rpartition(".")
+        modules[prefix][name] = entry
+    ours = set(format.bulk) | {format.marker}
+    layers = {}
+    for prefix, tensors in modules.items():
+        packed = [name for name in ours & tensors.keys() if name != "weight" or tensors[name].info.dtype in _INTEGERS]
+        if packed:
+            layers[prefix] = tensors
+    if not layers:
+        raise Unsupported(f"it has no layer with {format.marker}")
+    return layers
+
+
+def _match(stored: Mapping[str, Any], linears: Mapping[str, Any], model: Any) -> dict[str, str]:
+    """The checkpoint's name of each quantised layer by its path in the model.
+
+    The names are equal, or differ by what transformers renames: the base model's prefix, or parts of the path before
+    the list of layers.
+    """
+    base = getattr(model, "base_model_prefix", "")
+    matched = {}
+    tails = defaultdict(list)
+    for path in linears:
+        tails[_tail(path)].append(path)
+    for prefix in stored:
+        names = [prefix, f"{base}.{prefix}", prefix.removeprefix(f"{base}.")]
+        found = [name for name in names if name in linears][:1] or tails.get(_tail(prefix), [])
+        path = found[0] if len(found) == 1 else ""
+        if not path or path in matched:
+            raise Unsupported(f"its quantised tensors {prefix} are no nn.Linear of {type(model).__name__}")
+        matched[path] = prefix
+    return matched
+
+
+def _tail(path: str) -> str:
+    """The path from the list of layers on."""
+    parts = path.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[numbers[0] :]) if numbers else path
+
+
+def _check(prefix: str, expected: Mapping[str, Expected], tensors: Mapping[str, Entry]) -> None:
+    """Raise `LoadError` unless these are the tensors of a layer, and `Unsupported` if it has others."""
+    unknown = sorted(tensors.keys() - expected.keys() - {_BIAS})
+    if unknown:
+        raise Unsupported(f"its layers have a tensor {unknown[0]} ({prefix})")
+    for name, wanted in expected.items():
+        entry = tensors.get(name)
+        if entry is None:
+            if wanted.required:
+                raise _damaged(prefix, name, _text(wanted), "no such tensor")
+            continue
+        dtype, shape = entry.info
+        if dtype not in wanted.dtypes or shape not in wanted.shapes:
+            raise _damaged(prefix, name, _text(wanted), _described(entry.info))
+        wrong = None if wanted.check is None else wanted.check(entry.values())
+        if wrong is not None:
+            raise _damaged(prefix, name, _text(wanted), wrong)
+
+
+def _damaged(prefix: str, name: str, expected: str, found: str) -> LoadError:
+    return LoadError(
+        "a quantised layer of the checkpoint is damaged",
+        facts={"tensor": f"{prefix}.{name}", "expected": expected, "found": found},
+        hint="download the checkpoint again; config.json and the weights must be of one revision",
+    )
+
+
+def _text(wanted: Expected) -> str:
+    dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted.dtypes)
+    return f"{' or '.join(str(list(shape)) for shape in wanted.shapes)} {dtypes}"
+
+
+def _described(info: TensorInfo) -> str:
+    return f"{list(info.shape)} {str(info.dtype).removeprefix('torch.')}"

@@ -1,0 +1,301 @@
+"""How checkpoints store the weight of a quantised linear layer, and the encodings that take the same numbers.
+
+A format names the tensors of a layer. The large ones become rows of a `QuantizedWeight` and are recreated from them
+byte for byte; the small ones are kept as they are. No number is rounded in either direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_rocm.errors import HfRocmError, OptionError
+from hf_rocm.ops.eight_bit import FP8, INT8, dequantize_rows
+from hf_rocm.ops.four_bit import INT4, PER_WORD, run_length
+from hf_rocm.ops.four_bit import packed as packed_runs
+from hf_rocm.ops.four_bit import unpacked as unpacked_runs
+from hf_rocm.weights.eight_bit import EightBitWeight
+from hf_rocm.weights.encoding import CHUNK, QuantizedWeight
+from hf_rocm.weights.four_bit import FourBitWeight
+
+Tensors = Mapping[str, Tensor]
+
+SCALES = (torch.bfloat16, torch.float16, torch.float32)
+_ZERO = 8  # the number that stands for 0 without zero points
+_MULTIPLE = 16  # of N and K: the requirement of the products
+
+
+class Unsupported(HfRocmError):
+    """A checkpoint uses a feature that has no kernel here: stock loads it."""
+
+
+class TensorInfo(NamedTuple):
+    """A tensor of a checkpoint, without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Expected(NamedTuple):
+    """What a layer's tensor must look like. check: what is wrong with the values of a tensor of integers, or None."""
+
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    required: bool = True
+    check: Callable[[tuple[int, ...]], str | None] | None = None
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """The format of every quantised layer of a checkpoint."""
+
+    marker: ClassVar[str]  # every quantised layer has a tensor of this name
+    bulk: ClassVar[tuple[str, ...]]  # the tensors that the encoded weight replaces
+
+    def described(self) -> str:
+        """The format in a report."""
+        raise NotImplementedError
+
+    def expected(self, n: int, k: int) -> dict[str, Expected]:
+        """The tensors of a layer [N, K] by name, without the bias."""
+        raise NotImplementedError
+
+    def refuses(self, n: int, k: int) -> str | None:
+        """Why the weight [N, K] can't be encoded for our kernels, or None; the layer then multiplies it dequantised."""
+        if n % _MULTIPLE or k % _MULTIPLE:
+            return f"its sizes {n} × {k} are not multiples of {_MULTIPLE}"
+        return None
+
+    def joins(self, first: Tensors, other: Tensors) -> bool:
+        """Whether layers with these tensors and the same K can share one encoded weight."""
+        return all(first[name].dtype == other[name].dtype for name in self.bulk if name in first)
+
+    def empty(self, n: int, k: int, layers: Sequence[Tensors], bias: Tensor | None) -> QuantizedWeight:
+        """An encoded weight with n rows that is still to be written, for layers with these tensors."""
+        raise NotImplementedError
+
+    def put(self, weight: QuantizedWeight, start: int, tensors: Tensors) -> None:
+        """Write a layer's tensors into the rows from start on."""
+        raise NotImplementedError
+
+    def get(self, weight: QuantizedWeight, start: int, n: int, name: str, info: TensorInfo) -> Tensor:
+        """One of the `bulk` tensors, recreated from n rows: a new tensor on the device of the weight."""
+        raise NotImplementedError
+
+    def read(self, tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        """The dequantised weight [N, K]."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class EightBitFormat(StoredFormat):
+    """`weight`: [N, K] int8 or fp8; `weight_scale`: one for the tensor or one for each row.
+
+    weight_only: x is not rounded in any product.
+    """
+
+    marker = "weight_scale"
+    bulk = ("weight",)
+    library: str
+    format: torch.dtype
+    per_row: bool
+    weight_only: bool
+
+    def described(self) -> str:
+        name = str(self.format).removeprefix("torch.")
+        return f"{name}, a scale for each {'row' if self.per_row else 'tensor'} ({self.library})"
+
+    def expected(self, n: int, k: int) -> dict[str, Expected]:
+        scales: tuple[tuple[int, ...], ...] = ((n, 1), (n,)) if self.per_row else ((1,), (), (1, 1))
+        one: tuple[tuple[int, ...], ...] = ((1,), ())
+        return {
+            "weight": Expected((self.format,), ((n, k),)),
+            "weight_scale": Expected(SCALES, scales),
+            # of activations: no product here rounds them with these, but they are saved again
+            "input_scale": Expected(SCALES, one, required=False),
+            "input_zero_point": Expected((INT8, FP8, torch.int32, *SCALES), one, required=False),
+        }
+
+    def empty(self, n: int, k: int, layers: Sequence[Tensors], bias: Tensor | None) -> QuantizedWeight:
+        device = layers[0]["weight"].device
+        data = torch.empty((n, k), dtype=self.format, device=device)
+        scale = torch.empty(n, dtype=torch.float32, device=device)
+        return EightBitWeight(data, scale, bias, weight_only=self.weight_only)
+
+    def put(self, weight: Any, start: int, tensors: Tensors) -> None:
+        data = tensors["weight"].to(weight.data.device)
+        weight.put(start, data)
+        weight.scale[start : start + len(data)] = tensors["weight_scale"].flatten().float()
+
+    def get(self, weight: Any, start: int, n: int, name: str, info: TensorInfo) -> Tensor:
+        rows: Tensor = weight.rows(start, start + n)
+        return rows.clone()
+
+    def read(self, tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        return dequantize_rows(tensors["weight"], tensors["weight_scale"].flatten().float().expand(n), dtype)
+
+
+@dataclass(frozen=True)
+class FourBitFormat(StoredFormat):
+    """4-bit integers with a scale for each group of `group` numbers of a row; -1: for the whole row."""
+
+    scales: ClassVar[str]  # the name of the scales
+    zero_points: ClassVar[str]  # the name of the zero points, which need not be there
+    shared: ClassVar[tuple[str, ...]] = ()  # tensors that must be equal in layers that are joined
+    library: str
+    group: int
+
+    def described(self) -> str:
+        groups = "a scale for each row" if self.group == -1 else f"groups of {self.group}"
+        return f"4 bits, {groups} ({self.library})"
+
+    def groups(self, k: int) -> int:
+        """How many groups a row of K numbers has."""
+        return 1 if self.group == -1 else k // self.group
+
+    def zeros(self, tensors: Tensors, n: int) -> Tensor | None:
+        """The numbers [N, groups] uint8 that stand for 0, or None for 8."""
+        raise NotImplementedError
+
+    def from_zeros(self, zeros: Tensor) -> Tensor:
+        """The inverse: the layer's tensor for zero points [N, groups] int32."""
+        raise NotImplementedError
+
+    def group_of(self, tensors: Tensors, k: int, device: torch.device) -> Tensor:
+        """The group of each input, [K]."""
+        return torch.arange(k, device=device) // (k if self.group == -1 else self.group)
+
+    def order(self, tensors: Tensors, k: int) -> Tensor | None:
+        """The inputs sorted by their groups, [K], or None if they are sorted."""
+        groups = self.group_of(tensors, k, tensors[self.scales].device)
+        return None if bool((groups[1:] >= groups[:-1]).all()) else groups.argsort(stable=True).to(torch.int32)
+
+    def levels(self, tensors: Tensors, start: int, stop: int, k: int) -> Tensor:
+        """The numbers 0 … 15 of some rows, [rows, K] int32; 8 stands for 0."""
+        raise NotImplementedError
+
+    def put_levels(self, out: Tensor, start: int, levels: Tensor) -> None:
+        """The inverse: write the numbers of rows from start on into the layer's tensor."""
+        raise NotImplementedError
+
+    def to_rows(self, scales: Tensor) -> Tensor:
+        """The scales as [N, groups]."""
+        return scales
+
+    def from_rows(self, scales: Tensor) -> Tensor:
+        """The inverse."""
+        return scales
+
+    def refuses(self, n: int, k: int) -> str | None:
+        group = k if self.group == -1 else self.group
+        if k % group:
+            return f"its {k} inputs are not a multiple of the group size {group}"
+        return super().refuses(n, k)
+
+    def joins(self, first: Tensors, other: Tensors) -> bool:
+        return super().joins(first, other) and all(
+            torch.equal(first[name], other[name]) for name in self.shared if name in first and name in other
+        )
+
+    def empty(self, n: int, k: int, layers: Sequence[Tensors], bias: Tensor | None) -> QuantizedWeight:
+        scale = layers[0][self.scales]
+        words = torch.empty((n, k // PER_WORD), dtype=INT4, device=scale.device)
+        scales = scale.new_empty((n, self.groups(k)))
+        return FourBitWeight(words, scales, bias, order=self.order(layers[0], k))
+
+    def put(self, weight: Any, start: int, tensors: Tensors) -> None:
+        scale = self.to_rows(tensors[self.scales])
+        n, k, device = len(scale), weight.data.shape[1] * PER_WORD, weight.data.device
+        order, zeros = self.order(tensors, k), self.zeros(tensors, n)
+        if not _same(order, weight.order):
+            raise OptionError("the inputs of a quantised layer have another order than those that it is joined with")
+        if zeros is not None and weight.zeros is None and bool((zeros != _ZERO).any()):
+            weight.zeros = torch.full(weight.scale.shape, _ZERO, dtype=torch.uint8, device=device)
+        if weight.zeros is not None:
+            weight.zeros[start : start + n] = _ZERO if zeros is None else zeros
+        weight.scale[start : start + n] = scale
+        run = run_length(k, k // scale.shape[1])
+        for first, last in _pieces(n, k):
+            levels = self.levels(tensors, first, last, k).to(device)
+            levels = levels if order is None else levels[:, order.to(device)]
+            weight.data[start + first : start + last] = packed_runs(levels, run)
+
+    def get(self, weight: Any, start: int, n: int, name: str, info: TensorInfo) -> Tensor:
+        scale: Tensor = weight.scale[start : start + n]
+        if name == self.scales:
+            return self.from_rows(scale).clone(memory_format=torch.contiguous_format)
+        if name == self.zero_points:
+            zeros = torch.full_like(scale, _ZERO) if weight.zeros is None else weight.zeros[start : start + n]
+            return self.from_zeros(zeros.to(torch.int32)).contiguous()
+        k = weight.data.shape[1] * PER_WORD
+        run = run_length(k, k // scale.shape[1])
+        out = torch.empty(info.shape, dtype=info.dtype, device=weight.data.device)
+        back = None if weight.order is None else weight.order.argsort()
+        for first, last in _pieces(n, k):
+            levels = unpacked_runs(weight.data[start + first : start + last], run)
+            self.put_levels(out, first, levels if back is None else levels[:, back])
+        return out
+
+    def read(self, tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        scale = self.to_rows(tensors[self.scales])
+        zeros, index = self.zeros(tensors, n), self.group_of(tensors, k, scale.device)
+        out = torch.empty((n, k), dtype=dtype, device=scale.device)
+        for first, last in _pieces(n, k):
+            levels = self.levels(tensors, first, last, k).to(wide)
+            levels -= _ZERO if zeros is None else zeros[first:last].to(wide)[:, index]
+            out[first:last] = (levels * scale[first:last].to(wide)[:, index]).to(dtype)
+        return out
+
+
+def unpack(words: Tensor, shifts: Sequence[int]) -> Tensor:
+    """The eight numbers of each word, [..., 8]. shifts: the place of each in bits."""
+    return (words.unsqueeze(-1) >> torch.tensor(shifts, dtype=words.dtype, device=words.device)) & 0xF
+
+
+def pack(numbers: Tensor, shifts: Sequence[int]) -> Tensor:
+    """The inverse."""
+    words = numbers[..., 0] << shifts[0]
+    for index, shift in enumerate(shifts[1:], 1):
+        words |= numbers[..., index] << shift
+    return words
+
+
+IN_ORDER = tuple(range(0, 4 * PER_WORD, 4))
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.to(other.device), other)
+
+
+def _pieces(n: int, k: int) -> list[tuple[int, int]]:
+    """Rows that are converted at once: a multiple of 8, which layouts that pack rows require."""
+    step = max(8, CHUNK // k // 8 * 8)
+    return [(first, min(n, first + step)) for first in range(0, n, step)]
+
+
+Parser = Callable[[Mapping[str, Any]], StoredFormat]
+ParserT = TypeVar("ParserT", bound=Parser)
+
+_parsers: dict[str, Parser] = {}
+
+
+def stored_format(method: str) -> Callable[[ParserT], ParserT]:
+    """Register the reader of the `quantization_config` of one `quant_method`. It raises `Unsupported`."""
+
+    def register_it(parser: ParserT) -> ParserT:
+        _parsers[method] = parser
+        return parser
+
+    return register_it
+
+
+def parsers() -> dict[str, Parser]:
+    """The imported readers by `quant_method`."""
+    return dict(_parsers)

@@ -1,0 +1,160 @@
+"""Linear layers of a quantised checkpoint: as transformers loads them, and with an encoded weight for our kernels.
+
+`StoredLinear` has the checkpoint's own tensors, so loading copies bytes. `hf_rocm.prepare` replaces it with an
+`EncodedLinear`, in whose state dict the same tensors are, and `hf_rocm.restore` returns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_rocm.weights.encoding import QuantizedWeight
+from hf_rocm.weights.quantized import QuantizedLinear
+from hf_rocm.weights.stored import StoredFormat, TensorInfo
+
+
+class StoredLinear(nn.Module):
+    """Replaces an `nn.Linear` while a quantised checkpoint is loaded. Its buffers are the checkpoint's tensors.
+
+    A call dequantises the weight, which is slow: it serves models that are not prepared, and layers whose sizes the
+    kernels don't support. biased: whether the checkpoint has a bias, which the model need not have.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, format: StoredFormat, infos: Mapping[str, TensorInfo], *, biased: bool
+    ) -> None:
+        super().__init__()
+        self.format, self.infos = format, dict(infos)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dtype = linear.weight.dtype
+        for name, (dtype, shape) in infos.items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
+        # some libraries store a bias for every layer
+        added = nn.Parameter(linear.weight.new_empty(self.out_features)) if biased and linear.bias is None else None
+        self.bias = linear.bias if added is None else added
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.dequantized(x.dtype), bias)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight [N, K] in this dtype; a new tensor."""
+        with torch.no_grad():
+            return self.format.read(self.tensors(), self.out_features, self.in_features, dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The checkpoint's tensors by name."""
+        buffers: Any = self._buffers
+        return {name: buffers[name] for name in self.infos}
+
+    def ordinary(self) -> nn.Linear:
+        """Return an `nn.Linear` with the dequantised weight in the layer's dtype."""
+        return as_linear(self.dequantized(self.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.format.described()}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
+        """`.to()` and the like move the checkpoint's tensors, but never change their dtypes."""
+        bias = self.bias
+        if bias is not None:
+            super()._apply(lambda tensor: fn(tensor) if tensor is bias else _moved(tensor, fn), recurse)
+        else:
+            super()._apply(lambda tensor: _moved(tensor, fn), recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
+
+
+class EncodedLinear(QuantizedLinear):
+    """Replaces a `StoredLinear`: rows of a `QuantizedWeight` with the checkpoint's numbers.
+
+    State dicts contain the checkpoint's tensors, recreated byte for byte on the CPU; loading one writes its numbers.
+    """
+
+    def __init__(self, stored: StoredLinear, quantized: QuantizedWeight, start: int) -> None:
+        super().__init__(stored, quantized, start, warns=False)
+        for tensor in (tensor for name, tensor in stored.tensors().items() if name in stored.format.bulk):
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.data = torch.empty(0, dtype=torch.int8)  # of a dtype that can be pickled
+        if stored.bias is not None:
+            with torch.inference_mode(stored.bias.is_inference()):
+                stored.bias.data = stored.bias.data.new_empty(0)
+
+    @property
+    def stored(self) -> StoredLinear:
+        """The layer that this one replaced, without its large tensors."""
+        stored: StoredLinear = self.replaced[0]
+        return stored
+
+    @property
+    def kept(self) -> bool:
+        """True: the checkpoint's bytes can always be recreated."""
+        return True
+
+    def _recreated(self, name: str) -> Tensor:
+        format, info = self.stored.format, self.stored.infos[name]
+        with torch.no_grad():
+            return format.get(self.quantized, self.start, self.out_features, name, info)
+
+    def original(self) -> nn.Module:
+        """Return the layer that this one replaced, with its own tensors, on the device of the encoded weight."""
+        stored, device = self.stored, self.quantized.scale.device
+        for name, tensor in stored.tensors().items():
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.data = self._recreated(name) if name in stored.format.bulk else tensor.data.to(device)
+        if stored.bias is not None and self.bias is not None:
+            with torch.inference_mode(stored.bias.is_inference()):
+                stored.bias.data = self.bias.clone()
+        stored.dtype = self.dtype
+        return stored
+
+    def ordinary(self) -> nn.Module:
+        return as_linear(self.weight, self.bias)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        stored = self.stored
+        for name, tensor in stored.tensors().items():
+            value = self._recreated(name) if name in stored.format.bulk else tensor.detach()
+            destination[prefix + name] = value.cpu()
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias.cpu()
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {name: info.shape for name, info in self.stored.infos.items()}
+        return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
+
+    @torch.no_grad()
+    def _take(self, values: Mapping[str, Tensor]) -> None:
+        stored = self.stored
+        bulk = stored.format.bulk
+        if not values.keys().isdisjoint(stored.infos):
+            given = {
+                name: self._recreated(name) if name in bulk else tensor for name, tensor in stored.tensors().items()
+            }
+            given |= {name: value for name, value in values.items() if name in given}
+            stored.format.put(self.quantized, self.start, given)
+            for name, value in given.items():
+                if name not in bulk:
+                    stored.tensors()[name].data.copy_(value)
+        if "bias" in values and self.bias is not None:
+            self.bias.copy_(values["bias"])
+
+
+def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return an `nn.Linear` with this weight and a copy of this bias."""
+    n, k = weight.shape
+    linear = nn.Linear(k, n, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+    return linear
+
+
+def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    device = fn(torch.empty(0, device=tensor.device)).device
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

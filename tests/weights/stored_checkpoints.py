@@ -1,0 +1,220 @@
+"""Quantised checkpoints of a small Llama, written from the specifications of their formats with numpy alone.
+
+Every writer returns the tensors of a layer and the weight that they stand for, in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.weights.models import build
+
+Layer = tuple[dict[str, torch.Tensor], torch.Tensor]
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+class Case(NamedTuple):
+    """A format: its writer for a weight [N, K], and the `quantization_config` of a checkpoint."""
+
+    name: str
+    write: Callable[[torch.Tensor], Layer]
+    config: dict[str, Any]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def rounded(
+    weight: torch.Tensor, group: int, dtype: torch.dtype, *, symmetric: bool = True
+) -> tuple[numpy.ndarray, torch.Tensor, numpy.ndarray, torch.Tensor]:
+    """Numbers 0 … 15 [N, K], scales [N, G] and zero points [N, G], and the dequantised weight. group: -1 for a row."""
+    n, k = weight.shape
+    values = weight.double().numpy().reshape(n, -1, k if group == -1 else group)
+    if symmetric:
+        scale, zero = numpy.abs(values).max(-1) / 7.5, numpy.full(values.shape[:2], 8)
+    else:
+        low, high = numpy.minimum(values.min(-1), 0), numpy.maximum(values.max(-1), 0)
+        scale = (high - low) / 15
+        zero = numpy.clip(numpy.round(-low / numpy.where(scale == 0, 1, scale)), 0, 15).astype(numpy.int64)
+    stored = torch.from_numpy(scale).to(dtype)
+    step = stored.double().numpy()[..., None]
+    with numpy.errstate(divide="ignore", invalid="ignore"):
+        numbers = numpy.nan_to_num(numpy.round(values / step) + zero[..., None], nan=0, posinf=15, neginf=0)
+    levels = numpy.clip(numbers, 0, 15).astype(numpy.int64)
+    exact = torch.from_numpy(((levels - zero[..., None]) * step).reshape(n, k))
+    return levels.reshape(n, k), stored, zero, exact
+
+
+def words(numbers: numpy.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Pack the last dim, eight numbers to a word; number i of a word is `order[i]`th in the row."""
+    padded = numpy.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 8)))
+    eights = padded.reshape(len(padded), -1, 8)
+    packed = sum(eights[..., place].astype(numpy.uint64) << numpy.uint64(4 * bits) for bits, place in enumerate(order))
+    return torch.from_numpy(numpy.asarray(packed).astype(numpy.uint32).view(numpy.int32).copy())
+
+
+def compressed(group: int, dtype: torch.dtype = torch.bfloat16, *, symmetric: bool = True) -> Case:
+    def write(weight: torch.Tensor) -> Layer:
+        levels, scale, zero, exact = rounded(weight, group, dtype, symmetric=symmetric)
+        tensors = {
+            "weight_packed": words(levels),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = words(zero.T).t()
+        return tensors, exact
+
+    strategy = {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
+    weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, **strategy}
+    return Case(f"pack-quantized {group} {symmetric}", write, config("pack-quantized", weights))
+
+
+def awq(group: int) -> Case:
+    def write(weight: torch.Tensor) -> Layer:
+        levels, scale, zero, exact = rounded(weight, group, torch.float16, symmetric=False)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return {"qweight": words(levels.T, order), "qzeros": words(zero.T, order), "scales": scale.t()}, exact
+
+    given = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
+    return Case(f"awq {group}", write, {**given, "modules_to_not_convert": None})
+
+
+def gptq(group: int, *, symmetric: bool = True, by_activation: bool = False, version: str = "gptq") -> Case:
+    """by_activation: `desc_act`, with an order of its own for every width."""
+
+    def write(weight: torch.Tensor) -> Layer:
+        n, k = weight.shape
+        order = numpy.random.default_rng(k).permutation(k) if by_activation else numpy.arange(k)
+        sorted_levels, scale, zero, sorted_exact = rounded(weight[:, order], group, torch.float16, symmetric=symmetric)
+        levels, exact = numpy.empty_like(sorted_levels), torch.empty_like(sorted_exact)
+        groups = numpy.empty(k, dtype=numpy.int32)
+        levels[:, order], exact[:, order] = sorted_levels, sorted_exact
+        groups[order] = numpy.arange(k) // (k if group == -1 else group)
+        stored = (zero - 1) % 16 if version == "gptq" else zero
+        if version == "gptq":  # -1 is stored as 15, which is read as 16
+            exact -= torch.from_numpy(numpy.where(zero == 0, 16, 0)[:, groups]) * scale.double()[:, groups]
+        return {
+            "qweight": words(levels.T.reshape(k, n).T).t(),
+            "qzeros": words(stored.T),
+            "scales": scale.t(),
+            "g_idx": torch.from_numpy(groups),
+        }, exact
+
+    given = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": symmetric, "desc_act": by_activation}
+    return Case(f"{version} {group} {symmetric} {by_activation}", write, {**given, "checkpoint_format": version})
+
+
+def eight_bits(format: str, number: str, strategy: str, *, dynamic: bool | None = None) -> Case:
+    """dynamic: whether the scales of the activations are; None for weights alone."""
+
+    def write(weight: torch.Tensor) -> Layer:
+        wide = weight.double()
+        top = wide.abs().amax(1, keepdim=True) if strategy == "channel" else wide.abs().max().reshape(1)
+        scale = (top / (127 if number == "int" else 448)).clamp(min=2.0**-100).bfloat16()
+        levels = wide / scale.double()
+        data = levels.round().clamp(-128, 127).to(torch.int8) if number == "int" else fp8(levels)
+        tensors = {"weight": data, "weight_scale": scale}
+        if dynamic is False:
+            tensors["input_scale"] = torch.tensor([0.125], dtype=torch.bfloat16)
+        return tensors, data.double() * scale.double()
+
+    inputs = None
+    if dynamic is not None:
+        inputs = {"num_bits": 8, "type": number, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
+    weights = {"num_bits": 8, "type": number, "strategy": strategy}
+    return Case(f"{format} {number} {strategy} {dynamic}", write, config(format, weights, inputs))
+
+
+def fp8(levels: torch.Tensor) -> torch.Tensor:
+    return levels.clamp(-448, 448).float().to(torch.float8_e4m3fn)
+
+
+def config(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False, "actorder": None, **weights},
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        **more,
+    }
+
+
+COMPRESSED = [compressed(group, symmetric=symmetric) for group in (32, 64, 128, -1) for symmetric in (True, False)]
+AWQ = [awq(group) for group in (32, 64, 128, -1)]
+GPTQ = [
+    *(gptq(group) for group in (32, 64, 128, -1)),
+    gptq(128, symmetric=False),
+    gptq(64, symmetric=False, version="gptq_v2"),
+    gptq(128, by_activation=True),
+    gptq(32, symmetric=False, by_activation=True),
+    gptq(-1, by_activation=True),
+]
+EIGHT_BITS = [
+    eight_bits("int-quantized", "int", "channel", dynamic=True),
+    eight_bits("int-quantized", "int", "tensor", dynamic=False),
+    eight_bits("naive-quantized", "int", "channel"),
+    eight_bits("float-quantized", "float", "channel", dynamic=True),
+    eight_bits("float-quantized", "float", "tensor", dynamic=False),
+    eight_bits("naive-quantized", "float", "tensor"),
+]
+FOUR_BITS = [*COMPRESSED, *AWQ, *GPTQ]
+CASES = [*FOUR_BITS, *EIGHT_BITS]
+FEW = [COMPRESSED[4], COMPRESSED[3], AWQ[0], GPTQ[4], GPTQ[7], EIGHT_BITS[1], EIGHT_BITS[3]]
+
+
+def write(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
+    """Write a checkpoint of a Llama. Returns the stock model with the weights that it stands for."""
+    model = build(**{**SIZES, **sizes}).to(dtype)
+    model.save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    for name in list(state):
+        if name.endswith("_proj.weight"):
+            tensors, exact = case.write(state.pop(name))
+            prefix = name.removesuffix("weight")
+            state.update({prefix + part: tensor.contiguous() for part, tensor in tensors.items()})
+            model.get_parameter(name).data.copy_(exact)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, quantization_config=case.config)
+    return model
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change the checkpoint's config."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the checkpoint's tensors in place."""
+    path = folder / "model.safetensors"
+    state = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(state)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path, {"format": "pt"})
+
+
+def copied(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    return to
+
+
+def raw(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    """What must stay the same: a NaN is equal to itself here."""
+    data = tensor.detach().cpu().contiguous()
+    return data.dtype, tuple(data.shape), data.flatten().view(torch.uint8).numpy().tobytes()

@@ -36,6 +36,9 @@ AITER_TRITON = "triton==3.6.0"
 # Decodes machine code, to compare it with the assembly that tests/amdgcn executes.
 DECODER = "tinygrad==0.14.0"
 
+# Defines a format of quantised checkpoints. transformers looks for it, so only the newest release has it.
+FORMATS = ("compressed-tensors", "loguru")
+
 TORCH = ("torch", "numpy")
 # typer and rich are dependencies of hf-rocm that mypy reads; the others are for the tests.
 TOOLS = (
@@ -129,7 +132,9 @@ def release(version: str, shared: Environment, built: Path, *, aiter: bool = Fal
 
     aiter: also install AMD's package, which the other environments must not have.
     """
-    name, others = (f"{version}-aiter", (*AITER, AITER_TRITON, DECODER)) if aiter else (version, ())
+    name, others = f"{version}-aiter" if aiter else version, FORMATS if version == NEWEST else ()
+    if aiter:
+        others = (*AITER, AITER_TRITON, DECODER)
     environment = Environment(ENVIRONMENTS / name)
     made = (shared.path / ".made-from").read_text()
     ingredients = digest(made, version, _requirements(built), *others)
@@ -141,6 +146,8 @@ def release(version: str, shared: Environment, built: Path, *, aiter: bool = Fal
             environment.install(f"transformers=={version}", "accelerate", *(AITER if aiter else ()), built)
             if aiter:
                 environment.install("--no-deps", AITER_TRITON, DECODER)
+            elif others:
+                environment.install("--no-deps", *others)
             environment.record(contents, stamp="wheel")
             environment.record(ingredients)
     elif not environment.is_made_from(contents, stamp="wheel"):

@@ -1,7 +1,7 @@
-"""The public interface as data: what `tests/public_interface.json` records and `test_public_interface.py` compares.
+"""The public interface as data: `tests/public_interface.json` records it, and `test_public_interface.py` compares it.
 
-A key that disappears, or a value that changes, breaks somebody's program. A key that is new breaks none, but has to be
-recorded, so that it is compared from then on.
+A removed key or a changed value breaks programs. A new key breaks none, but must be recorded, so that it is compared
+from then on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def save(section: str, value: Record) -> None:
 
 
 def differences(recorded: Record, now: Record) -> list[str]:
-    """One line for each entry that is gone, has changed, or is not recorded yet."""
+    """One line per entry that was removed, has changed, or is not recorded yet."""
     gone = [f"gone: {name}: {recorded[name]!r}" for name in recorded.keys() - now.keys()]
     new = [f"not recorded: {name}: {now[name]!r}" for name in now.keys() - recorded.keys()]
     changed = [
@@ -91,7 +91,7 @@ def _signature(function: Any) -> str:
 
 
 def commands() -> Record:
-    """Every command with its arguments and options: spelling, type, default, required or not, how often."""
+    """Every command with its arguments and options: name, type, default, whether it is required, and its count."""
     from hf_rocm import check_version
     from hf_rocm.cli.app import build
 
@@ -108,7 +108,7 @@ def _add_commands(path: str, command: Any, found: Record) -> None:
     found[path] = "command"
     hints = get_type_hints(inspect.unwrap(command.callback)) if command.callback else {}
     for parameter in command.params:
-        if parameter.name in hints:  # typer's own type objects differ between its releases
+        if parameter.name in hints:  # typer's type objects differ between releases
             spelling = " ".join([*parameter.opts, *parameter.secondary_opts])
             found[f"{path} {spelling}"] = {
                 "argument": parameter.param_type_name == "argument",
@@ -129,7 +129,7 @@ def variables() -> Record:
 
 
 def promises() -> Record:
-    """The numbered promises of docs/promises.md, with the tests that show them."""
+    """The numbered promises of docs/promises.md, with their tests."""
     text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
     tests = "\n".join(
         file.read_text(encoding="utf-8") for file in sorted((ROOT / "tests/overlay/promises").glob("test_*.py"))
@@ -142,7 +142,7 @@ def promises() -> Record:
 
 
 def codes() -> Record:
-    """The words of JSON outputs that programs compare with, by where they stand."""
+    """The constants of JSON outputs that programs compare with, by location."""
     from hf_rocm import errors
     from hf_rocm.overlay import audit, plan, state
     from hf_rocm.tools.doctor.report import Level
@@ -181,7 +181,7 @@ def _rules() -> Iterator[str]:
 
 
 def _doctor_findings() -> set[str]:
-    """The names of doctor's checks, with the level of each that a recorded machine brings out."""
+    """The names of doctor's checks, with the levels that occur on recorded machines."""
     from hf_rocm.tools.doctor.examine import doctor
     from tests.tools.recorded import NAMES, Recorded
 
@@ -190,7 +190,7 @@ def _doctor_findings() -> set[str]:
 
 
 def shape(value: Any, path: str = "") -> dict[str, set[str]]:
-    """Every path of a JSON value with the types that stand there; `[]` is any item of an array."""
+    """Every path of a JSON value with its types; `[]` is any item of an array."""
     found = {path: {_type(value)}}
     if isinstance(value, Mapping):
         data = path.rpartition(".")[2] in DATA_KEYS

@@ -1,4 +1,4 @@
-"""Who may import what, read from the sources: the rules that keep `import hf_rocm` cheap and the layers apart."""
+"""Import rules, checked in the sources: `import hf_rocm` is cheap, and packages are layered."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_rocm"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "transformers", "accelerate", "aiter", "triton"}
-KERNELS = "hf_rocm.ops.triton.kernels"  # the one package whose modules import triton at the top
-# classes of transformers' own kind, which their bases have to be there for
+KERNELS = "hf_rocm.ops.triton.kernels"  # the only package whose modules import triton at the top
+# subclasses of transformers' classes, which need their bases at import time
 CACHES = ("hf_rocm.generation.cache", "hf_rocm.generation.encoder_decoder")
 CEILING = 400  # lines
 
-# what runs without anyone having asked for a model: the import, the command line, an installed block
+# code that runs without a model: the import, the command line, an installed block
 CHEAP = ("hf_rocm", "hf_rocm.__main__", "hf_rocm.check_version", "hf_rocm.cli", "hf_rocm.options", "hf_rocm.overlay")
 MAY_PRINT = ("hf_rocm.cli", "hf_rocm.check_version", "hf_rocm.__main__")
 
@@ -45,7 +45,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module: by whom, on which line, and whether importing the importer imports it."""
+    """One import: the importing module, the line, and whether it runs when that module is imported."""
 
     importer: str
     imported: str
@@ -60,7 +60,7 @@ class Import:
         return f"{self.importer}:{self.line} imports {self.imported}"
 
 
-def test_the_sources_are_found() -> None:
+def test_the_sources_exist() -> None:
     assert len(SOURCES) > 10, PACKAGE
 
 
@@ -77,7 +77,7 @@ def test_packages_import_downwards_only() -> None:
     upward = {
         (_short(importer), _short(imported))
         for importer, targets in graph.items()
-        if importer != "hf_rocm"  # gives every public name, on demand
+        if importer != "hf_rocm"  # provides every public name lazily
         for imported in targets
         if rows[_package(imported)] < rows[_package(importer)]
     }
@@ -99,7 +99,7 @@ def test_only_tools_and_the_command_line_import_tools() -> None:
     assert not wrong, _listed(wrong)
 
 
-def test_circles_are_found() -> None:
+def test_import_cycles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"f"}, "f": {"e"}}
     assert sorted(map(sorted, _circles(graph))) == [["a", "b", "c"], ["e", "f"]]
 
@@ -133,15 +133,15 @@ def test_transformers_aiter_and_triton_are_imported_inside_functions() -> None:
     assert not wrong, _listed(wrong)
 
 
-def test_what_imports_triton_is_itself_imported_inside_functions() -> None:
+def test_modules_that_import_triton_are_imported_inside_functions() -> None:
     found = [each for each in _all_imports() if each.imported.startswith(f"{KERNELS}.")]
-    assert found, "nobody uses the kernels"
+    assert found, "the kernels are never imported"
     wrong = [each for each in found if each.at_import and not _inside(each.importer, (KERNELS,))]
     assert not wrong, _listed(wrong)
 
 
 @pytest.mark.parametrize("start", CHEAP)
-def test_what_is_cheap_to_import_reaches_nothing_heavy(start: str) -> None:
+def test_cheap_modules_import_no_heavy_ones(start: str) -> None:
     at_import: dict[str, list[Import]] = {}
     for each in _all_imports():
         if each.at_import:
@@ -186,7 +186,7 @@ def test_only_the_command_line_prints_or_exits() -> None:
         }
         for node in ast.walk(tree):
             if id(node) in caught:
-                continue  # aiter's failed builds exit, and must not end the user's program
+                continue  # failed builds of aiter exit, which must not end the user's program
             if isinstance(node, ast.Name) and node.id in ("print", "exit", "quit", "SystemExit"):
                 wrong.append(f"{name}:{node.lineno} {node.id}")
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.exit", "os._exit", "sys.stdout"):
@@ -195,13 +195,13 @@ def test_only_the_command_line_prints_or_exits() -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_stays_readable_and_says_what_it_is(path: Path) -> None:
+def test_files_are_short_and_have_a_docstring(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= CEILING, f"{path.name} is too long: split it"
     assert ast.get_docstring(ast.parse(text)), f"{path.name} has no docstring"
 
 
-def test_the_reader_of_imports_tells_import_time_from_call_time() -> None:
+def test_imports_at_import_time_and_at_call_time_are_distinguished() -> None:
     source = """
 from __future__ import annotations
 import torch.nn
@@ -246,7 +246,7 @@ def _all_imports() -> list[Import]:
 
 
 def _graph() -> dict[str, set[str]]:
-    """Who imports whom. `from hf_rocm.ops import probe` names the module only, and a module may import its package."""
+    """The graph of imports. `from hf_rocm.ops import probe` counts as the module; packages may be imported."""
     graph: dict[str, set[str]] = {name: set() for name, _ in _trees()}
     statements: dict[tuple[str, int], set[str]] = {}
     for each in _all_imports():
@@ -259,7 +259,7 @@ def _graph() -> dict[str, set[str]]:
 
 
 def _circles(graph: dict[str, set[str]]) -> Iterator[set[str]]:
-    """The groups of modules that reach each other."""
+    """The groups of modules that import each other."""
     reached = {start: _reachable(graph, start) for start in graph}
     waiting = {module for module in graph if module in reached[module]}
     while waiting:

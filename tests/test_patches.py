@@ -1,4 +1,4 @@
-"""The executor of changes in memory: applied once, undone with the last user, in any order, under others' wrappers."""
+"""The executor of changes in memory: applied once, undone with the last user, in any order, under other wrappers."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def labelled(label):
     return make
 
 
-def test_a_change_lives_as_long_as_its_last_user(owner):
+def test_a_change_is_undone_with_its_last_user(owner):
     stock, first, second = vars(owner)["own"], User(), User()
     change = Change(owner, "own", labelled("a"), key="k")
     patches.apply(change, user=first)
-    patches.apply(change, user=first)  # twice equals once
+    patches.apply(change, user=first)  # applying twice has no further effect
     patches.apply(Change(owner, "own", labelled("b"), key="k"), user=second)
     assert owner().own() == ["a", "stock"] and patches.of(second) == [change] and patches.on(owner) == [change]
     assert patches.release(first) == [] and owner().own() == ["a", "stock"]
@@ -68,7 +68,7 @@ def test_a_change_lives_as_long_as_its_last_user(owner):
     assert vars(owner)["own"] is stock and not change.live and patches.of(second) == patches.on(owner) == []
 
 
-def test_users_are_referenced_weakly_and_told_apart_by_identity(owner):
+def test_users_are_referenced_weakly_and_compared_by_identity(owner):
     class Equal:
         def __eq__(self, other):
             return True
@@ -84,7 +84,7 @@ def test_users_are_referenced_weakly_and_told_apart_by_identity(owner):
     assert vars(owner)["own"] is stock
 
 
-def test_collection_in_the_middle_of_something_changes_nothing_before_the_next_operation(owner):
+def test_garbage_collection_takes_effect_at_the_next_operation(owner):
     stock, user = vars(owner)["own"], User()
     user.cycle = user
     patches.apply(Change(owner, "own", labelled("a")), user=user)
@@ -102,7 +102,7 @@ def test_collection_in_the_middle_of_something_changes_nothing_before_the_next_o
     assert vars(owner)["own"] is stock and table == {}
 
 
-def test_what_was_inherited_is_inherited_again(owner):
+def test_inherited_attributes_are_inherited_again(owner):
     with patches.applied(
         Change(owner, "method", labelled("a")),
         Change(owner, "of_class", lambda change: classmethod(lambda cls: ["a", *change.call_of(cls)()])),
@@ -151,7 +151,7 @@ def test_a_key_releases_its_own_changes_only(owner):
     assert owner().own() == ["stock"]
 
 
-def test_a_wrapper_over_ours_stays_and_ours_comes_back_to_nothing(owner, caplog):
+def test_another_wrapper_around_a_change_stays_and_the_change_becomes_inert(owner, caplog):
     stock, user = vars(owner)["own"], User()
     change = Change(owner, "own", labelled("a"))
     patches.apply(change, user=user)
@@ -169,8 +169,8 @@ def test_a_wrapper_over_ours_stays_and_ours_comes_back_to_nothing(owner, caplog)
     assert vars(owner)["own"] is stock
 
 
-def test_the_same_change_under_a_wrapper_is_revived_where_it_is(owner):
-    """Put above the wrapper, which calls it, it would call itself for ever."""
+def test_the_same_change_under_a_wrapper_is_reactivated_in_place(owner):
+    """If it were applied above the wrapper, which calls it, the recursion would be infinite."""
     change, first, second = Change(owner, "own", labelled("a")), User(), User()
     stock = vars(owner)["own"]
     patches.apply(change, user=first)
@@ -184,7 +184,7 @@ def test_the_same_change_under_a_wrapper_is_revived_where_it_is(owner):
     assert vars(owner)["own"] is stock
     patches.apply(change, user=first)
     assert owner().own() == ["a", "stock"]
-    owner.own = stock  # somebody who puts stock's own back
+    owner.own = stock  # another library restores stock's function
     patches.apply(change, user=second)
     assert owner().own() == ["a", "stock"]
     patches.release(first)
@@ -192,7 +192,7 @@ def test_the_same_change_under_a_wrapper_is_revived_where_it_is(owner):
     assert vars(owner)["own"] is stock
 
 
-def test_the_original_is_what_there_would_be_without_us(owner):
+def test_the_original_is_the_attribute_without_hf_rocm(owner):
     stock = vars(owner)["own"]
     with patches.applied(Change(owner, "own", labelled("a")), Change(owner, "method", labelled("b"))):
         assert patches.original(owner, "own") is stock and patches.original(owner, "method") is ABSENT
@@ -214,7 +214,7 @@ def test_exchange_is_its_own_inverse(owner):
     assert patches.exchange(cell, "cell_contents", one, module)
 
 
-def test_threads_share_one_place(owner):
+def test_concurrent_changes_of_one_attribute(owner):
     stock, wrong = vars(owner)["own"], []
 
     def work(number):
@@ -238,7 +238,7 @@ def test_threads_share_one_place(owner):
     assert not wrong and vars(owner)["own"] is stock and patches.on(owner) == []
 
 
-def test_the_end_of_the_process_is_silent():
+def test_nothing_is_printed_at_exit():
     program = (
         "from hf_rocm import patches\n"
         "class Owner: pass\n"
@@ -253,7 +253,7 @@ def test_the_end_of_the_process_is_silent():
 
 
 class Stack(RuleBasedStateMachine):
-    """One method, changed by us and wrapped by others in all orders."""
+    """A method that is changed by hf_rocm and wrapped by others in all orders."""
 
     @initialize(inherited=st.booleans())
     def make(self, inherited):
@@ -265,7 +265,7 @@ class Stack(RuleBasedStateMachine):
         self.owner, self.stock = Owner, vars(Owner).get("method", ABSENT)
         self.users = [User() for _ in range(3)]
         self.needs = [set() for _ in self.users]
-        self.theirs = []  # (label, their wrapper, what was there) in the order in which they were put there
+        self.theirs = []  # (label, wrapper, previous attribute) in the order of their installation
         self.orderly, self.count = True, 0
 
     @rule(user=st.integers(0, 2), keys=st.sets(st.sampled_from("abc"), min_size=1))
@@ -297,7 +297,7 @@ class Stack(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 5))
     def unwrap(self, index):
-        """As monkeypatch does it: what was there before comes back, whatever is there now."""
+        """Restore the previous attribute unconditionally, as monkeypatch does."""
         if self.theirs:
             _, wrapper, before = self.theirs.pop(index % len(self.theirs))
             self.orderly = self.orderly and vars(self.owner).get("method") is wrapper

@@ -1,9 +1,9 @@
-"""Compare a checkout of aiter with the release in releases.json, or print what it declares otherwise.
+"""Compare the declarations of an aiter checkout with those in releases.json, and print the differences.
 
     python -m tests.aiter.record CHECKOUT VERSION
 
-It reads sources and imports nothing of aiter's. Names, order and defaults of arguments count; a default that is no
-literal is None.
+It reads the sources and does not import aiter. It compares the names, the order and the defaults of arguments. Defaults
+that are not literals are None.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.aiter.recorded import DATA, RELEASES, declared
 
-# Where the names of releases.json are defined; the first file that has one counts.
+# The files that define the names of releases.json; the first one with the name is used.
 FILES = {
     "mha_fwd": ("ops/mha.py",),
     "silu_and_mul": ("ops/activation.py",),
@@ -31,12 +31,12 @@ FILES = {
     "flash_attn_varlen_func": ("ops/mha.py",),
     "ops.triton.attention.mha:flash_attn_func": ("ops/triton/attention/mha.py",),
 }
-# Decorators that register an operator; what the first leaves has another signature than its operator.
+# Decorators that register an operator; the first returns a function with another signature than the operator.
 OPERATORS = ("compile_ops", "torch_compile_guard")
 
 
 def differences(checkout: Path, version: str) -> list[str]:
-    """A line for each name whose declaration is not the recorded one."""
+    """One line per name whose declaration differs from the recorded one."""
     found = []
     for kind in ("operators", "functions"):
         for name in DATA[kind]:

@@ -1,4 +1,4 @@
-"""Every op of the tier through the real aiter package: the right kernel, the right arguments, the right numbers."""
+"""Every operation of the tier with the real aiter package: the expected kernel and arguments, and correct results."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_mha_fwd(kernels, shape, dtype, causal, window):
 @each_shape
 @each_dtype
 @pytest.mark.parametrize("window", [None, 4])
-def test_sinks_go_through_the_log_sum_exp_where_the_kernel_takes_none(kernels, shape, dtype, window):
+def test_sinks_are_applied_through_the_log_sum_exp_if_the_kernel_has_no_sinks(kernels, shape, dtype, window):
     sinks = torch.linspace(-2, 2, shape[1]).to(dtype)
     name, calls = check_attention(kernels, shape, dtype, causal=True, window=window, sinks=sinks)
     assert name == "mha_fwd, sinks by lse"
@@ -93,7 +93,7 @@ def test_sinks_go_through_the_log_sum_exp_where_the_kernel_takes_none(kernels, s
 @pytest.mark.parametrize(
     ("s_q", "s_k", "kernel"), [(7, 7, "mha_fwd"), (130, 130, "fmha_v3_fwd"), (129, 140, "fmha_v3_fwd")]
 )
-def test_flash_attn_func_reaches_the_assembly_kernel(kernels, s_q, s_k, kernel, causal):
+def test_flash_attn_func_calls_the_assembly_kernel(kernels, s_q, s_k, kernel, causal):
     name, calls = check_attention(kernels, (2, 4, 2, s_q, s_k, 128, 128), torch.bfloat16, causal=causal)
     assert name == "flash_attn_func" and [each.kernel for each in calls] == [kernel]
 
@@ -124,9 +124,9 @@ def test_gradients(kernels, shape, dtype, window):
 
 
 def test_strides_that_kernels_cannot_read_are_copied(kernels):
-    """Sliced keys, a query with a broken last dim: the stand-ins raise on what the real kernel would misread."""
+    """Sliced keys, and a query with a strided last dim: the stand-ins raise on what the kernel would misread."""
     query, key, value = qkv(SHAPES["chunk"], torch.bfloat16)
-    odd = random(2, 2, 63, 25, dtype=torch.bfloat16)[..., 1:]  # 2 bytes off
+    odd = random(2, 2, 63, 25, dtype=torch.bfloat16)[..., 1:]  # misaligned by 2 bytes
     column = query.transpose(2, 3).contiguous().transpose(2, 3)  # the last dim has stride S
     for q, k in ((query, odd), (column, key)):
         (output, _), _, _ = run(kernels, "attention", q, k, value, scale=0.2)
@@ -134,7 +134,7 @@ def test_strides_that_kernels_cannot_read_are_copied(kernels):
         torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
 
 
-def test_nothing_to_attend_to(kernels):
+def test_attention_without_keys(kernels):
     query, key, value = (random(2, 2, length, 8, dtype=torch.bfloat16) for length in (3, 0, 0))
     (output, _), _, calls = run(kernels, "attention", query, key, value, scale=1.0)
     assert torch.equal(output, torch.zeros(2, 3, 2, 8, dtype=torch.bfloat16)) and not calls
@@ -192,7 +192,7 @@ def test_act_and_mul(kernels, dtype, activation, shape):
 def test_rms_norm(kernels, dtype, shape):
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     if len(shape) == 4:
-        x = x.transpose(1, 2)  # as a norm of the heads gets it
+        x = x.transpose(1, 2)  # the layout of a norm of heads
     output, _, calls = run(kernels, "rms_norm", x, weight, eps=1e-6)
     assert [each.kernel for each in calls] == ["rmsnorm2d_fwd"] * (x.numel() > 0)
     if x.numel():
@@ -231,8 +231,8 @@ def test_varlen_attention(kernels, dtype, softcap, window, d, kernel):
 @each_dtype
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_decode_attention_never_sees_unwritten_keys(kernels, dtype, sinks, kv_heads):
-    """A static cache of 9 slots, filled to 1, 4 and 9 keys; the rest is huge."""
+def test_decode_attention_never_reads_unwritten_keys(kernels, dtype, sinks, kv_heads):
+    """A static cache of 9 slots with 1, 4 and 9 keys; the other slots have huge values."""
     query = random(3, 1, 4, 16, dtype=dtype).transpose(1, 2)
     key, value = (random(3, kv_heads, 9, 16, dtype=dtype, seed=seed) for seed in (1, 2))
     for row, length in enumerate((1, 4, 9)):
@@ -283,7 +283,7 @@ def test_rope(kernels, dtype, interleaved, rotated):
         assert_as_good_as_eager(*each)
 
 
-def test_our_shuffle_is_aiters(kernels):
+def test_the_shuffled_order_is_aiters(kernels):
     from aiter.ops.shuffle import shuffle_weight
 
     weight = random(48, 64, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Every refusal of the aiter tier, by the sentence that a user reads in `explain`."""
+"""Every refusal of the aiter tier, by its sentence in `explain`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ DENSE, PACKED = varlen.dense_refuses, varlen.packed_refuses
 MASK = "aiter takes no mask for each batch row, only one [S_q, S_k] bias"
 
 CASES = [
-    # what every kernel of attention refuses
+    # refused by every attention kernel
     (MHA, ATTENTION, {"dtype": FP32}, "aiter's attention takes fp16 and bf16, not fp32"),
     (MHA, ATTENTION, {"weights": True}, "aiter's kernels don't return attention weights"),
     (
@@ -337,7 +337,7 @@ PORTABLE = [activation.refuses, norm.refuses, norm.add_refuses, rope.refuses, tr
         (Device("cuda", rocm=False), "aiter needs an AMD GPU under ROCm, and this is a cuda device without it"),
     ],
 )
-def test_devices_that_aiter_is_not_for(recorded_as, refuses, device, sentence):
+def test_unsupported_devices(recorded_as, refuses, device, sentence):
     recorded_as(NEWEST)
     assert refuses(None, device) == sentence
 
@@ -376,7 +376,7 @@ def test_the_newest_release_serves_radeon(recorded_as, refuses, spec):
     assert refuses(spec, Device("cuda", rocm=True, arch="gfx1201")) is None
 
 
-def test_gradients_of_attention_on_the_radeon_that_has_tiles_for_them(recorded_as):
+def test_attention_gradients_on_the_radeon_that_supports_them(recorded_as):
     recorded_as(NEWEST, "gfx1151")
     assert triton.refuses(ATTENTION._replace(grad=True), Device("cuda", rocm=True, arch="gfx1151")) is None
 
@@ -392,7 +392,7 @@ def test_gradients_of_attention_on_the_radeon_that_has_tiles_for_them(recorded_a
         (None, False),
     ],
 )
-def test_a_release_that_was_not_checked_is_used_where_aiter_is_named(recorded_as, monkeypatch, release, newer):
+def test_an_unchecked_release_is_used_if_aiter_is_named(recorded_as, monkeypatch, release, newer):
     assert recorded.RELEASES[-1] == NEWEST_AITER == NEWEST
     recorded_as(NEWEST)
     unchecked = dataclasses.replace(recorded.release(NEWEST), version=Version(release) if release else None)
@@ -406,7 +406,7 @@ def test_a_release_that_was_not_checked_is_used_where_aiter_is_named(recorded_as
         assert detect.unavailable(device) is None
 
 
-def test_steps_without_running_sums_are_our_decode_kernel_s(recorded_as, monkeypatch):
+def test_decode_without_mamba_states_uses_hf_rocms_decode_kernel(recorded_as, monkeypatch):
     recorded_as(NEWEST)
     device = Device("cuda", rocm=True, arch="gfx942")
     monkeypatch.setattr(decode.split, "refuses", lambda spec, device: None)
@@ -418,8 +418,8 @@ def test_steps_without_running_sums_are_our_decode_kernel_s(recorded_as, monkeyp
         assert decode.refuses(DECODING, device) is None
 
 
-def test_a_required_argument_that_nobody_knows(monkeypatch):
-    """A release to come inserts one: the call is refused, not made with a hole in it."""
+def test_an_unknown_required_argument(monkeypatch):
+    """A future release inserts a required argument: the call is refused."""
     arguments = (Argument("A", True), Argument("B", True), Argument("swizzle", True), Argument("bias", False))
     arguments += (Argument("otype", False),)
     release = Release(None, lambda name: Function(print, arguments), lambda name: None)
@@ -428,7 +428,7 @@ def test_a_required_argument_that_nobody_knows(monkeypatch):
     assert linear.refuses(LINEAR, Device("cuda", rocm=True, arch="gfx942")) == sentence
 
 
-def test_neutral_values_are_given_only_where_they_are_required(monkeypatch):
+def test_neutral_values_are_passed_only_if_required(monkeypatch):
     given = []
 
     def kernel(**keywords):

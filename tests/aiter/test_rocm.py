@@ -1,4 +1,4 @@
-"""The same promises on real hardware, with the aiter that is installed there: `pytest -m rocm`."""
+"""The same checks on real hardware, with the installed aiter: `pytest -m rocm`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("operation", "spec"), KINDS, ids=str)
-def test_every_kernel_that_does_not_refuse_is_right(operation, spec, dtype):
+def test_every_kernel_that_does_not_refuse_is_correct(operation, spec, dtype):
     device = torch.device("cuda", torch.cuda.current_device())
     changes = {name: dtype for name in ("weight_dtype", "angle_dtype") if name in spec._fields}
     spec = spec._replace(dtype=dtype, device=device, **changes)

@@ -1,4 +1,4 @@
-"""The real aiter finds the rows that it is given: its own lookup, on the table that hf_rocm merged for it."""
+"""The real aiter finds the user's rows with its own lookup, in the table that hf_rocm merged."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_a_run_prints_its_tables_and_writes_its_files(tmp_path, capsys):
     assert segment.name == "mine" and len(segment.results) == 2 and chart.read_text().startswith("<svg")
 
 
-def test_json_is_the_segment_and_nothing_else(capsys):
+def test_json_is_only_the_segment(capsys):
     assert main(["bench", *TINY, "--kinds", "prefill", "--sides", "stock,liger,hf_rocm", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["model"]["name"] == "small, 1 layer" and told["missing"] == {"liger": "liger-kernel is not installed"}
@@ -49,7 +49,7 @@ def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
     assert told["model"]["weights"] == "its own" and len(told["results"]) == 1
 
 
-def test_ops_lists_what_was_timed_and_on_request_what_was_not(capsys):
+def test_ops_lists_timed_implementations_and_on_request_the_others(capsys):
     arguments = ["--config", "small", "--device", "cpu", "--op", "rms_norm", "--rows", "2"]
     assert main(["bench", "ops", *arguments]) == 0
     told = capsys.readouterr()
@@ -91,9 +91,7 @@ def test_a_profile_lists_kernels_and_writes_a_trace(tmp_path, capsys, monkeypatc
         (["ops", "--op", "softmax"], 1, "--op softmax"),
     ],
 )
-def test_what_can_not_be_done_is_refused_before_anything_is_measured(
-    arguments, code, words, tmp_path, capsys, monkeypatch
-):
+def test_invalid_arguments_are_refused_before_measuring(arguments, code, words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hf_rocm.tools.bench.rates.measure", lambda *args: pytest.fail("it was measured"))
     file = tmp_path / "runs.json"
     file.write_text("{}")

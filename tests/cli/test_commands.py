@@ -27,7 +27,7 @@ Command = Callable[..., Outcome]
 
 
 def grouped(shown: str) -> dict[str, list[str]]:
-    """The state of each model in a table of groups; a row that begins with blanks goes on with the one before."""
+    """The state of every model in a table of groups. A row that begins with blanks continues the previous one."""
     found, state = {}, []
     for line in shown.splitlines():
         first = re.match(r"(.*)transformers-\S+ (.*)", line)
@@ -41,7 +41,7 @@ def test_install_status_uninstall(command: Command, site: Site) -> None:
     before = hashes(site.path)
     installed = command("install-overlays", "--all")
     assert (installed.code, installed.err) == (0, "")
-    assert str(site.root) in installed.out, "the path that is meant is shown"
+    assert str(site.root) in installed.out, "the path is not shown"
     assert grouped(installed.out) == {model: ["installed"] for model in MODELS}
     assert command("status").code == 0
     again = command("install-overlays")
@@ -53,7 +53,7 @@ def test_install_status_uninstall(command: Command, site: Site) -> None:
     assert len(again) == 2 and again[1] == "nothing to do"
 
 
-def test_what_was_written_is_named_and_the_rest_is_a_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_files_are_named_and_the_rest_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     installed = command("install-overlays", "llama", "bert").out.splitlines()
     assert installed[-3:] == [
@@ -66,7 +66,7 @@ def test_what_was_written_is_named_and_the_rest_is_a_line(command: Command, monk
     assert re.fullmatch("removed 2 overlays: (llama, bert|bert, llama)", removed[2]) and len(removed) == 3
 
 
-def test_overlays_that_are_not_inert_here_are_not_called_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlays_that_are_not_inert_are_not_called_inert(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "torch_facts", lambda: TorchFacts("", "2.11.0", "7.2", None))
     assert "inert" not in command("install-overlays", "llama").out
     monkeypatch.undo()
@@ -75,7 +75,7 @@ def test_overlays_that_are_not_inert_here_are_not_called_so(command: Command, mo
 
 
 @pytest.mark.parametrize("name", ["status", "install-overlays", "uninstall-overlays"])
-def test_a_misspelt_variable_is_warned_of(
+def test_a_misspelt_variable_causes_a_warning(
     name: str, command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HF_ROCM_FROCE", "1")
@@ -91,7 +91,7 @@ def test_the_help_of_a_list_of_models_shows_no_python_type(name: str, capsys: py
     assert "MODEL" in out and "list[" not in out and "<" not in out
 
 
-def test_groups_come_in_the_order_of_releases(capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_are_in_the_order_of_releases(capsys: pytest.CaptureFixture[str]) -> None:
     from hf_rocm.cli.output import print_groups
 
     releases = ["transformers-5.13", "transformers-5.2", "transformers-4.57", "-"]
@@ -100,7 +100,7 @@ def test_groups_come_in_the_order_of_releases(capsys: pytest.CaptureFixture[str]
     assert rows == ["-", "transformers-4.57", "transformers-5.2", "transformers-5.13"]
 
 
-def test_a_dry_run_says_would_and_its_plan_is_the_real_one(command: Command, site: Site) -> None:
+def test_a_dry_run_prints_the_real_plan(command: Command, site: Site) -> None:
     before = fingerprint(site.path)
     assert "would install" in command("install-overlays", "--dry-run").out
     planned = json.loads(command("install-overlays", "--dry-run", "--json").out)
@@ -167,7 +167,7 @@ def test_an_editable_install_is_refused(command: Command, site: Site) -> None:
     assert fingerprint(site.path) == before
 
 
-def test_a_refusal_as_json_is_data_and_stays_an_error(command: Command, site: Site) -> None:
+def test_a_refusal_as_json_is_data_with_an_error_exit_code(command: Command, site: Site) -> None:
     file = one_byte(site)
     refused = command("install-overlays", "--json")
     (error,) = json.loads(refused.out)["refused"]
@@ -179,13 +179,13 @@ def test_a_refusal_as_json_is_data_and_stays_an_error(command: Command, site: Si
 
 
 @pytest.mark.parametrize("name", ["install-overlays", "uninstall-overlays", "status"])
-def test_a_model_that_is_not_there_is_an_error(command: Command, name: str) -> None:
+def test_a_missing_model_is_an_error(command: Command, name: str) -> None:
     refused = command(name, "llama", "mistrall")
     assert refused.code == 1
     assert "mistrall" in refused.err and " models, such as " in refused.err
 
 
-def test_status_shows_both_axes_and_calls_for_attention(command: Command, site: Site) -> None:
+def test_status_shows_both_axes_and_what_needs_attention(command: Command, site: Site) -> None:
     command("install-overlays", "llama")
     verdict = command("status").out.splitlines()[-1]
     assert verdict == f"1 of {len(MODELS)} overlays is installed; all match this transformers"
@@ -233,7 +233,7 @@ def test_status_diff_of_a_changed_definition_names_digests_and_releases(command:
 
 
 @pytest.mark.parametrize("arguments", [["install-overlays", "--nonsense"], ["nonsense"], []])
-def test_usage_errors_are_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_exit_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
 
 
@@ -292,7 +292,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--dry-run" in capsys.readouterr().out
 
 
-def test_a_bug_is_three_and_says_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_exits_with_three_and_is_called_a_bug(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("ours")
 
@@ -302,7 +302,9 @@ def test_a_bug_is_three_and_says_so(command: Command, monkeypatch: pytest.Monkey
     assert "bug in hf-rocm" in outcome.err and "ZeroDivisionError: ours" in outcome.err
 
 
-def test_a_signal_is_its_number_and_undone(command: Command, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_signal_the_exit_code_is_its_number_and_the_run_is_undone(
+    command: Command, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hf_rocm.overlay.disk import Disk
 
     real = Disk.replace
@@ -331,7 +333,7 @@ def test_python_m_runs_the_command(site: Site) -> None:
     assert json.loads(done.stdout)["transformers"]["path"] == str(site.root)
 
 
-def test_ctrl_c_before_anything_is_written_is_130(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_any_write_exits_with_130(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
@@ -339,7 +341,7 @@ def test_ctrl_c_before_anything_is_written_is_130(command: Command, monkeypatch:
     assert command("install-overlays").code == 128 + signal.SIGINT
 
 
-def test_a_signal_as_json_is_data_too(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_as_json_is_data(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_rocm.overlay.install import Interrupted
 
     def interrupted(*arguments: object) -> None:
@@ -352,9 +354,7 @@ def test_a_signal_as_json_is_data_too(command: Command, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["install-overlays", "uninstall-overlays", "status"])
-def test_a_file_that_the_system_won_t_read_is_a_refusal_and_no_bug(
-    command: Command, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_an_unreadable_file_is_a_refusal(command: Command, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def unreadable(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -394,8 +394,8 @@ def test_status_record_shows_a_table_and_its_progress_on_a_terminal_only(
     assert command("status", "--record", "llama").code == 2
 
 
-def test_no_option_is_named_by_its_placeholder_alone():
-    """typer 0.26.8 to 0.27.2 takes a placeholder that is the parameter's name in capitals for the option's name."""
+def test_no_option_is_named_only_by_its_placeholder():
+    """typer 0.26.8 to 0.27.2 uses a placeholder as the option's name if it is the parameter's name in capitals."""
 
     def commands(group, path=()):
         for name, command in getattr(group, "commands", {}).items():

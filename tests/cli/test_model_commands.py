@@ -16,7 +16,7 @@ def checkpoint(tmp_path_factory):
     return str(models.save_checkpoint("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16))
 
 
-def test_explain_is_short_and_names_each_reason_once(checkpoint, capsys, monkeypatch):
+def test_explain_is_short_and_names_every_reason_once(checkpoint, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["explain", checkpoint, "--force", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_the_reason_for_stock_is_printed_once_and_wrapped(command, checkpoint, c
 
 
 @pytest.mark.parametrize("command", ["explain", "warmup"])
-def test_what_cannot_be_loaded_is_one_error(command, tmp_path, checkpoint, capsys):
+def test_a_model_that_cannot_be_loaded_is_one_error(command, tmp_path, checkpoint, capsys):
     assert main([command, str(tmp_path / "nothing")]) == 1
     assert "no model could be loaded" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()

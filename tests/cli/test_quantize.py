@@ -1,4 +1,4 @@
-"""`hf-rocm quantize` on a small checkpoint: the numbers, and what is refused before anything is loaded."""
+"""`hf-rocm quantize` on a small checkpoint: the numbers, and the refusals before loading."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_refusals_come_before_loading(arguments, words, tmp_path, capsys):
     assert words in captured.err and captured.out == ""
 
 
-def test_a_command_is_hinted_at_its_own_options(tmp_path, capsys):
-    """Nothing that only a Python program can pass, and the whole error of transformers."""
+def test_hints_name_options_of_the_command(tmp_path, capsys):
+    """No arguments that only a Python program can pass, and the whole error of transformers."""
     assert main(["quantize", str(tmp_path)]) == 1
     assert "hint: --force " in capsys.readouterr().err
     assert main(["quantize", str(tmp_path), "--force", "--json"]) == 1

@@ -1,4 +1,4 @@
-"""`hf-rocm tune` from the outside: what is printed, what is written, and the exit codes."""
+"""The command `hf-rocm tune`: output, written files, and exit codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def small(tmp_path):
     return write(tmp_path / "shapes.csv", shapes.write(found))
 
 
-def test_without_rocm_the_shapes_are_shown_and_the_commands_that_tune_them(checkpoint, tmp_path, capsys):
+def test_without_rocm_the_shapes_and_the_tuning_commands_are_printed(checkpoint, tmp_path, capsys):
     output = tmp_path / "mine.csv"
     arguments = ["tune", checkpoint, "--batch", "2", "--prompt", "5", "--release", "0.1.10", "--output", str(output)]
     assert main(arguments) == 1
@@ -50,7 +50,7 @@ def test_without_rocm_the_shapes_are_shown_and_the_commands_that_tune_them(check
     assert told["result"] is None and len(told["shapes"]) == 9 and told["shapes"][0]["n"] == 64
 
 
-def test_tuning_finds_keeps_and_does_not_repeat(fake_aiter, rocm, tmp_path, capsys):
+def test_tuning_saves_results_and_does_not_repeat(fake_aiter, rocm, tmp_path, capsys):
     fake = fake_aiter("0.1.20")
     arguments = ["tune", "--shapes", str(small(tmp_path))]
     assert main(arguments) == 0
@@ -70,7 +70,7 @@ def test_tuning_finds_keeps_and_does_not_repeat(fake_aiter, rocm, tmp_path, caps
     assert "last line  RuntimeError: no GPU" in capsys.readouterr().err
 
 
-def test_explain_tells_the_hit_rate(checkpoint, fake_aiter, rocm, capsys, monkeypatch):
+def test_explain_shows_the_hit_rate(checkpoint, fake_aiter, rocm, capsys, monkeypatch):
     fake_aiter("0.1.20")
     assert main(["tune", checkpoint, "--prompt", "5"]) == 0
     capsys.readouterr()
@@ -93,16 +93,16 @@ def test_explain_tells_the_hit_rate(checkpoint, fake_aiter, rocm, capsys, monkey
         (["nothing/here"], 1, "no config could be loaded from 'nothing/here'"),
     ],
 )
-def test_what_can_not_be_done_is_one_error(arguments, code, words, tmp_path, capsys):
+def test_invalid_arguments_are_one_error(arguments, code, words, tmp_path, capsys):
     named = [str(small(tmp_path)) if each == "S" else each for each in arguments]
     assert main(["tune", *named]) == code
     told = capsys.readouterr()
     assert words in told.err + told.out and "Traceback" not in told.err
 
 
-def test_a_model_in_float32_is_told_to_name_a_dtype(tmp_path, capsys):
+def test_a_float32_model_causes_a_hint_to_name_a_dtype(tmp_path, capsys):
     path = str(models.save_checkpoint("llama", tmp_path, torch.float32))
-    capsys.readouterr()  # transformers' own progress of saving
+    capsys.readouterr()  # transformers' progress bar of saving
     assert main(["tune", path, "--prompt", "5"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("note: there is no AMD GPU under ROCm here") and "--dtype bfloat16" in err
@@ -110,7 +110,7 @@ def test_a_model_in_float32_is_told_to_name_a_dtype(tmp_path, capsys):
     assert main(["tune", path, "--prompt", "5", "--engine", "tunableop", "--shapes-only"]) == 0
 
 
-def test_shuffled_weights_are_tuned_too_where_they_can_be(tmp_path, capsys):
+def test_shuffled_weights_are_tuned_if_supported(tmp_path, capsys):
     found = [shapes.Gemm(8, n, 512, "torch.bfloat16", False) for n in (4096, 100)]
     file = write(tmp_path / "shapes.csv", shapes.write(found))
     assert main(["tune", "--shapes", str(file), "--shuffled", "--shapes-only", "--json"]) == 0
@@ -159,7 +159,7 @@ def test_merge_writes_one_table_and_never_a_file_that_it_reads(fake_aiter, tmp_p
     assert "line 2  K is 'x'" in capsys.readouterr().err
 
 
-def test_list_shows_what_there_is_and_what_is_damaged(fake_aiter, tmp_path, capsys, monkeypatch):
+def test_list_shows_all_tables_and_damaged_ones(fake_aiter, tmp_path, capsys, monkeypatch):
     assert main(["tune", "list"]) == 0
     assert "no tables yet: hf-rocm tune MODEL makes one" in capsys.readouterr().out
     fake = fake_aiter("0.1.20", row(LAYOUT))

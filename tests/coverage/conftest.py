@@ -1,4 +1,4 @@
-"""Models of a case, built once for each dtype."""
+"""Models of a case, built once per dtype."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _built(case: Case, dtype: torch.dtype):
 
 @pytest.fixture
 def trio(case):
-    """A function of a dtype: (ours, stock in the same dtype, stock in float64). Nobody may change them."""
+    """A function of a dtype: (prepared, stock in the same dtype, stock in float64). Tests must not change them."""
     return lambda dtype=torch.float32: _built(case, dtype)
 
 
 def pytest_collection_modifyitems(items):
     ours = [item for item in items if "tests/coverage/" in item.nodeid]
-    # everything about one model in a row, so that it is built once
+    # all tests of a model in a row, so that it is built once
     order = {id(case): place for place, case in enumerate(CASES)}
     places = [place for place, item in enumerate(items) if item in ours]
     ours.sort(key=lambda item: order.get(id(_case_of(item)), -1))

@@ -1,9 +1,9 @@
-"""What hf_rocm was seen to do in each model: the record that the support matrix is made from.
+"""Record what hf_rocm does in every model, for the support matrix.
 
     python -m tests.coverage.observed docs/support              write <release>.json for the installed transformers
-    python -m tests.coverage.observed docs/support mistral …    only these overlays' rows; the others stay as they are
+    python -m tests.coverage.observed docs/support mistral …    only the rows of these overlays
 
-Nothing here is declared: a mark is set because an operation ran inside a forward of ours, in every module of its class.
+Nothing is declared: a mark is set if an operation ran inside a replaced forward, in every module of its class.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Row = dict[str, Any]
 
 
 def observed(case: Case) -> dict[str, Row]:
-    """Run the case once with our forwards on, and a step on a filled cache, and say what each overlay did.
+    """Run the case and a step on a filled cache with overlays enabled, and observe every overlay.
 
-    Returns, by the overlay's model: the overlay's id, the classes whose forward of ours ran with the operations that
-    ran inside it, and a mark for each feature.
+    Returns, by the overlay's model: the overlay's id, the classes whose replaced forward ran, with the operations
+    inside it, and a mark for each feature.
     """
     model = hf_rocm.prepare(case.build(), force=True)
     with torch.inference_mode(), ops.recording() as routes, _watched(routes) as seen:
@@ -60,7 +60,7 @@ def observed(case: Case) -> dict[str, Row]:
 
 
 def merged(rows: Iterable[Row]) -> Row:
-    """Of several configurations of one model: what one of them showed, it can do."""
+    """Merge the rows of several configurations of a model: a feature is served if one of them shows it."""
     first, *rest = rows
     for row in rest:
         first["classes"] = {
@@ -81,7 +81,7 @@ def _rank(mark: str) -> int:
 
 @contextmanager
 def _watched(routes: list[Any]) -> Iterator[dict[type, list[Any]]]:
-    """By stock class: the operations that ran inside our forward of it."""
+    """By stock class: the operations that ran inside its replaced forward."""
     seen: dict[type, list[Any]] = {}
     kept = [(binding, binding.replacement) for binding in bind.bindings()]
 
@@ -134,20 +134,20 @@ def _support(
         "attention": _attention(modules, here, attending),
         "fused QKV": _fused(here, classes),
         "fused gate/up": _fused([each for each in modules if type(each) in others], classes),
-        "activation": _ran({"act_and_mul"}, every, gated, "a form that no operation of ours has"),
-        "norm": _ran({"rms_norm"}, every, norms, "its norm is of a kind of its own"),
+        "activation": _ran({"act_and_mul"}, every, gated, "no operation of hf_rocm computes it"),
+        "norm": _ran({"rms_norm"}, every, norms, "it has a different kind of norm"),
         "add+norm": _ran(
             {"add_rms_norm"},
             every,
             norms or "rms_norm" in every,
             "the layer is not replaced, so the sum and the norm are two calls",
         ),
-        "rope": _ran({"rope"}, every, "rotary" in text, "its rotation has a form of its own"),
-        "MoE": _ran({"experts", "shuffled_experts"}, every, mixture, "its experts have a form of their own"),
+        "rope": _ran({"rope"}, every, "rotary" in text, "it has a different rotary embedding"),
+        "MoE": _ran({"experts", "shuffled_experts"}, every, mixture, "it has different experts"),
         "graph decode": "stock: hf_rocm records no graphs yet",
     }
     if marks["fused gate/up"] == NONE and gated:
-        marks["fused gate/up"] = "stock: its gate is of a form of its own"
+        marks["fused gate/up"] = "stock: it has a different gated MLP"
     if not attending:
         marks["fused QKV"] = NONE if marks["attention"] == NONE else "stock: its attention is"
     return {feature: marks[feature] for feature in FEATURES}
@@ -159,7 +159,7 @@ def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[
     stayed = sorted({reason for each in asked if (reason := noted(each)) is not None})
     if stayed:
         return f"stock: {stayed[0]}"
-    # what holds another attention, or makes no product of its own, is no attention that stayed behind
+    # a module that contains another attention, or has no linear layers, is not an unserved attention
     leaves = {
         type(each) for each in modules
         if type(each) in kinds and any(isinstance(child, nn.Linear) for _, child in each.named_children())
@@ -172,7 +172,7 @@ def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[
 
 
 def _fused(modules: list[nn.Module], classes: dict[type, list[Any]]) -> str:
-    """Whether one product gave the outputs of all the layers that the overlay fuses, in each of these modules."""
+    """Whether one GEMM computed the outputs of all layers that the overlay fuses, in each of these modules."""
     groups, reasons = [], []
     for each in modules:
         binding = bind.binding_of(each)
@@ -198,9 +198,9 @@ def _ran(operations: set[str], every: set[str], has: bool, why_stock: str) -> st
 
 
 def record(models: Iterable[str] = (), known: dict[str, Row] | None = None) -> dict[str, Row]:
-    """Every overlay of the installed release, from every case that reaches it.
+    """Every overlay of the installed release, from every case that uses it.
 
-    models: the overlays whose rows are made anew, if not all. known: the rows that the others keep.
+    models: the overlays to observe, by default all. known: the recorded rows of the others.
     """
     from tests.coverage.cases import CASES
 

@@ -1,7 +1,7 @@
 """With torch.compile a model is one graph with hf_rocm's operations, if stock is one graph.
 
-Tracing a model takes seconds: each overlay is traced once, in the newest tested release that has it, with one layer of
-each kind; and one model of each kind of input, mask and cache in every release, with all its layers.
+Tracing a model takes seconds. So every overlay is traced once, in the newest tested release that has it, with one layer
+of each kind. One model of each kind of input, mask and cache is traced in every release, with all layers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_one_graph(case, trio):
 
 
 def shortened(model, case):
-    """The model without trailing layers that equal an earlier one, since tracing them runs the same lines again."""
+    """Remove trailing layers that equal an earlier one, since tracing them runs the same lines again."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and all(attends(layer, case) for layer in module):
             kinds = [kind_of(layer) for layer in module]
@@ -89,7 +89,7 @@ def assert_ours(case, model, origins):
         if type(module).__name__ in case.classes():
             code = bind.binding_of(module).replacement.__code__
             own = {(code.co_filename, line) for _, _, line in code.co_lines()}
-            assert own & lines, f"no operation comes from our forward of {type(module).__name__}"
+            assert own & lines, f"no operation comes from the replaced forward of {type(module).__name__}"
 
 
 def skip_unless_it_compiles(stock, given):

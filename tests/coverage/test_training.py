@@ -1,4 +1,4 @@
-"""Loss and gradients in training mode are stock's: our forwards are differentiable, or step aside."""
+"""Loss and gradients in training mode equal stock's: replaced forwards are differentiable or stay stock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tolerance import assert_run_as_good_as_eager
 
 
 def objective(case, model):
-    """A scalar that every output takes part in."""
+    """A scalar that depends on every output."""
     result = model(**inputs.arguments(case, model))
     return sum(value.double().square().mean() for value in inputs.outputs(result).values())
 
@@ -45,5 +45,5 @@ def test_loss_and_gradients(case, trio):
     same_dtype = gradients(case, stock)
     with inputs.in_float64():
         expected = gradients(case, exact)
-    # gradients span decades; what is zero but for rounding (a key's bias) is no decade of its own
+    # gradients have different magnitudes; those that are zero up to rounding (a key's bias) are not scaled
     assert_run_as_good_as_eager(actual, same_dtype, expected, least=1e-3)

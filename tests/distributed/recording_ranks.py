@@ -1,6 +1,6 @@
 """Run by test_recorded_steps.py in each of two ranks: decode steps of a sharded model, recorded on a CPU.
 
-Argument: a checkpoint. Prints a line of JSON: check → what went wrong, or "".
+Argument: a checkpoint. Prints a line of JSON: check → error, or "".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RANK = 0
 
 
 class EmulatedRecorder(emulator.EmulatedRecorder):
-    """With the collectives that PyTorch doesn't show to a dispatch mode."""
+    """Also record the collectives that PyTorch doesn't pass to a dispatch mode."""
 
     def record(self, run):
         reduce = dist.all_reduce
@@ -149,12 +149,12 @@ def stops_together_where_one_rank_has_another_model(checkpoint):
     assert "in different states" in refused(model)
     state = known(model)
     before = state.replayed
-    generate(model)  # both count from there
+    generate(model)  # both ranks count from there
     assert state.replayed > before
 
 
 def other_groups_end_without_them(checkpoint):
-    graph_teardown.release()  # of earlier checks
+    graph_teardown.release()  # caches of earlier checks
     before = places()
     model = load(checkpoint)
     generate(model)
@@ -168,12 +168,12 @@ def other_groups_end_without_them(checkpoint):
     hf_rocm.restore(model)
     assert all(now is each for now, each in zip(places(), before, strict=True))
     group = dist.new_group()
-    dist.barrier()  # on a busy machine the other rank may still be connecting to this one
-    dist.destroy_process_group(group)  # as before all this
+    dist.barrier()  # under load, the other rank may still be connecting to this one
+    dist.destroy_process_group(group)  # as at the start
 
 
 def recordings_go_before_their_group_does(checkpoint):
-    """By the name that was imported before, while something (an exception's traceback, say) still holds them."""
+    """Also free the objects that a traceback or another reference keeps alive."""
     before = places()
     model = load(checkpoint)
     generate(model)
@@ -222,7 +222,7 @@ def main(checkpoint: str) -> None:
             found[check.__name__] = traceback.format_exc()
         if check is not CHECKS[-1]:
             dist.barrier()
-    print(json.dumps(found), flush=True)  # the last check ended the group
+    print(json.dumps(found), flush=True)  # the last check destroyed the group
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Run by test_tensor_parallel.py in each of two ranks: models that transformers shards, prepared by us, against stock.
+"""Run by test_tensor_parallel.py in each of two ranks: models that transformers shards, prepared and stock.
 
-Arguments: a folder of checkpoints, one for each model, and where the first rank saves models. Prints a line of JSON for
-each model: check → what went wrong, or "".
+Arguments: a folder of checkpoints, one per model, and the folder where the first rank saves models. Prints a line of
+JSON per model: check → error, or "".
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def same(actual, expected):
 
 
 class Sharded:
-    """One model, stock and ours, both sharded by transformers."""
+    """A stock and a prepared model, both sharded by transformers."""
 
     def __init__(self, checkpoint: Path, out: Path) -> None:
         self.checkpoint, self.out = checkpoint, out
         kind = getattr(transformers, json.loads((checkpoint / "config.json").read_text())["architectures"][0])
         self.kind = kind
-        # before 5.21 gemma2 would be given sdpa, which leaves out its softcap
+        # before 5.21, transformers selects sdpa for gemma2, which omits its softcap
         self.asked = {"attn_implementation": "eager"} if checkpoint.name == "gemma2" else {}
         self.stock = kind.from_pretrained(checkpoint, tp_plan="auto", **self.asked).eval()
         self.ours = self.prepared().eval()
@@ -92,7 +92,7 @@ class Sharded:
         assert not self.ours.__dict__[REPORT]["skipped"]
         explanation = hf_rocm.explain(self.ours)
         assert "DTensor" not in explanation.details()
-        assert not any(part.theirs for part in explanation.parts), "what transformers wraps calls ours"
+        assert not any(part.theirs for part in explanation.parts), "transformers' wrapper does not call it"
 
     def can_be_traced(self):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -139,7 +139,7 @@ class Sharded:
             assert "replaced or moved" in Shards.why_not(module, names) and type(module.__dict__[SLOT]) is Shards
             assert live(module) is None and is_idle(module.__dict__[SLOT], MOVED)
             assert "replaced or moved" in Shards.why_not(module, names)
-        # a view of someone else's memory, as FSDP2 has its weights in, stays one
+        # weights that are views of other memory, as in FSDP2, are not changed
         assert local(module._modules[names[0]].weight).data_ptr() == owner.data_ptr()
         same(run(self.ours), run(self.stock))
         hf_rocm.prepare(self.ours, force=True, graphs=False)
@@ -152,7 +152,7 @@ class Sharded:
         with torch.no_grad():
             held = [live(module) for module, _ in groups(model)]
         assert all(each is not None and each.weight.dtype == torch.float64 for each in held)
-        if self.checkpoint.name != "mixtral":  # whose experts stock multiplies in fp32 and below
+        if self.checkpoint.name != "mixtral":  # stock runs its experts in fp32 and lower precision
             twin = self.kind.from_pretrained(self.checkpoint, tp_plan="auto", **self.asked).double()
             same(run(model), run(twin))
 
@@ -174,7 +174,7 @@ class Sharded:
         same(run(self.ours), run(self.stock))
 
     def leaves_nothing(self):
-        """Not in transformers, torch or accelerate, but for what the compiler keeps of a model that it traced."""
+        """No references in transformers, torch or accelerate, except those of the compiler to a traced model."""
         hf_rocm.deactivate()
         gc.collect()
         patches.sweep()
@@ -191,13 +191,13 @@ def plain(gradient):
 
 
 def groups_of_names(stock, ours, module):
-    """The module of stock at the place where ours has this one."""
+    """The stock module with the same name as this one of the prepared model."""
     name = next(name for name, each in ours.named_modules() if each is module)
     return stock.get_submodule(name)
 
 
 class counted:
-    """How many groups are multiplied at once."""
+    """The number of fused groups."""
 
     def __init__(self, found):
         self.found, self.hits = found, 0

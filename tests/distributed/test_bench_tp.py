@@ -1,4 +1,4 @@
-"""`hf-rocm bench --tp` with real ranks over gloo: transformers' own sharding on both sides, from end to end."""
+"""`hf-rocm bench --tp` with real ranks over gloo, end to end: transformers shards both sides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_rocm.tools.bench import ranks, record, report
 
 TINY = ["--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4", "--tp", "2"]
 
-# a rank that dies while the other one waits for it inside of a sum
+# a rank that is killed while the other one waits for it in an all-reduce
 DIES = """
 import os, sys; sys.path[:] = {path!r}
 from hf_rocm.tools.bench import rank
@@ -21,7 +21,7 @@ if sys.argv[2] == "1":
     rank.trial = lambda *rest, **named: os.kill(os.getpid(), signal.SIGKILL)
 os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
 """
-# our norms, on both ranks alike, are a little wrong: only the prepared side goes through them
+# hf_rocm's norms are slightly wrong on both ranks; only the prepared side runs them
 SPOILS = """
 import os, sys; sys.path[:] = {path!r}
 from hf_rocm.tools.bench import rank
@@ -54,7 +54,7 @@ def test_a_named_shape_is_measured_stock_and_prepared(tmp_path, capsys):
         assert stock.parity.refusal is None and ours.parity.refusal is None
         assert result.floor.exchange > 0 and result.floor.milliseconds > result.floor.exchange
         assert report.exchange(segment, result)
-    # each rank reads its part: half of the matrices of the layers at least
+    # each rank reads its shard: at least half of the layers' matrices
     assert "all 4 new tokens agree with those of stock" in segment.results[0].timings[1].note
     layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704
     head = 2048 * 256 // (2 if decode["gathered"] else 1)
@@ -79,7 +79,7 @@ def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
     ],
     ids=["dies", "spoils"],
 )
-def test_a_rank_that_fails_and_numbers_that_are_wrong_end_the_command(program, message, tmp_path, capsys, monkeypatch):
+def test_a_failed_rank_and_wrong_results_end_the_command(program, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ranks, "_CHILD", program)
     file = tmp_path / "runs.json"
     arguments = ["--config", "small", "--layers", "1", *TINY, "--kinds", "prefill", "--save", str(file), "--json"]

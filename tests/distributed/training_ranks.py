@@ -1,7 +1,7 @@
-"""Run by test_training.py in each of two processes: DDP over a prepared model, next to a stock one.
+"""Run by test_training.py in each of two processes: DDP with a prepared and a stock model.
 
-Argument: a folder to save to. Each rank has a batch of its own, so that gradients are right only if they were averaged.
-Stock runs in float64 too, for the tolerance.
+Argument: a folder to save to. Each rank has a different batch, so that gradients are correct only if they were
+averaged. Stock also runs in float64, for the tolerance.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def batch(rank: int, length: int = 7) -> dict[str, torch.Tensor]:
 
 
 def gradients(model, wrap, **data) -> dict[str, torch.Tensor]:
-    """Those of one backward pass of the wrapped model, by parameter."""
+    """The gradients of one backward pass of the wrapped model, by parameter."""
     model.train()
     wrapped = wrap(model)
     wrapped(**(data or batch(dist.get_rank())), use_cache=False).loss.backward()
@@ -51,7 +51,9 @@ def gradients(model, wrap, **data) -> dict[str, torch.Tensor]:
 
 
 def equal_to_stock(build, change, wrap, **data):
-    """Gradients of ours, of stock and of stock in float64, which are held to the one tolerance. Returns ours' model."""
+    """Compare the gradients of the prepared model with stock's, by stock's error against float64.
+    Returns the prepared model.
+    """
     found, reference = [], change(build().double())
     ours = change(hf_rocm.prepare(build(), force=True))
     for model in (ours, change(build()), reference):
@@ -99,7 +101,7 @@ def checkpointed(folder: Path) -> None:
 
 
 def some_unused(folder: Path) -> None:
-    """Experts that no token of a rank went to have no gradient there, where each is a module: in 4.x."""
+    """In 4.x every expert is a module, and experts without tokens on a rank have no gradient there."""
     few = batch(dist.get_rank(), length=2)
 
     def build():
@@ -107,7 +109,7 @@ def some_unused(folder: Path) -> None:
 
     def change(model):
         if next(model.parameters()).dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # PyTorch's grouped products don't know it
+            model.set_experts_implementation("eager")  # not supported by PyTorch's grouped GEMM
         return model
 
     alone = build()
@@ -132,12 +134,13 @@ def adapters(folder: Path) -> None:
 
 
 def trained_and_evaluated(folder: Path) -> None:
-    """Fused weights are the updated ones, and what is saved is stock's."""
+    """The fused weights are updated, and the saved files equal stock's."""
     ours, stock = hf_rocm.prepare(models.build(), force=True), models.build()
     before = logits(ours)
     for model in (ours, stock):
         with torch.no_grad():
-            model.model.layers[1].mlp.up_proj.weight.mul_(1 + dist.get_rank())  # wrapping gives all ranks those of 0
+            # wrapping broadcasts the weights of rank 0
+            model.model.layers[1].mlp.up_proj.weight.mul_(1 + dist.get_rank())
         wrapped = DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
         for _ in range(2):
@@ -162,7 +165,7 @@ def trained_and_evaluated(folder: Path) -> None:
 
 
 def by_trainer(folder: Path) -> None:
-    """transformers' own loop, which wraps the model itself, evaluates it unwrapped, and saves it."""
+    """transformers' Trainer, which wraps the model itself, evaluates it unwrapped, and saves it."""
     rows = [{name: each[0] for name, each in batch(seed).items()} for seed in range(8)]
     found = []
     for kind in ("ours", "stock", "float64"):

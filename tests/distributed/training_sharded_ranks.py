@@ -1,6 +1,6 @@
-"""Run by test_training.py in each of two processes: FSDP and FSDP2 over a prepared model, next to a stock one.
+"""Run by test_training.py in each of two processes: FSDP and FSDP2 with a prepared and a stock model.
 
-Argument: a folder. Each rank has a batch of its own. Stock runs in float64 too, for the tolerance.
+Argument: a folder. Each rank has a different batch. Stock also runs in float64, for the tolerance.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.weights.models import blocks, live, logits
 
 
 def steps_like_stock(shard, gather, words: tuple[str, ...]) -> None:
-    """Train and evaluate, sharded, ours prepared before and after it, and stock: the same gathered weights and logits.
+    """Train and evaluate sharded models, prepared before or after sharding, and stock: equal weights and logits.
 
-    words: one of them is in the reason why nothing is fused.
+    words: one of them is part of the reason why nothing is fused.
     """
     found = []
     for when in ("stock", "float64", "before", "after"):
@@ -103,7 +103,7 @@ def fsdp2(folder: Path) -> None:
 
 
 def fsdp2_by_accelerate(folder: Path) -> None:
-    """What `Accelerator.prepare` does with FSDP2, which accelerate has for GPUs alone: its own function, on the CPU."""
+    """Call the function with which `Accelerator.prepare` applies FSDP2, on the CPU; accelerate supports only GPUs."""
 
     def shard(model):
         plugin = FullyShardedDataParallelPlugin(

@@ -1,4 +1,4 @@
-"""Random calls of twelve families: shapes, masks, flags, weights that change, outputs that are kept for later."""
+"""Random calls of twelve families with varying shapes, masks, flags and weights. Outputs are compared later."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHANGES = {9: written, 18: moved, 30: replaced}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_random_calls_are_stocks(name, pair):
+def test_random_calls_equal_stock(name, pair):
     ours, stock = pair(name)
     draw = random.Random(name)
     kinds = [random_kind(name, draw) for _ in range(2)]
@@ -50,7 +50,7 @@ def test_random_calls_are_stocks(name, pair):
         assert equal(found, expected), f"call {number}"
         assert equal(list(args), list(before[0])) if args else equal(given, before[1])
         kept.append((found, [tensor.clone() for tensor in tensors(found)]))
-    for found, values in kept:  # no later call has changed them
+    for found, values in kept:  # later calls must not have changed them
         assert all(torch.equal(*both) for both in zip(tensors(found), values, strict=True))
     recorded, replayed = counted(ours)
     assert recorded > 1 and replayed > 2, (recorded, replayed, reasons(ours))

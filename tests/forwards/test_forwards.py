@@ -1,4 +1,4 @@
-"""What a prepared encoder's forward returns, from uncaptured and replayed calls, and when it is recorded."""
+"""The results of a prepared encoder's forward, in uncaptured and replayed calls, and when it is recorded."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hf_rocm.forwards.state import SETTINGS, known
 from tests.forwards.conftest import call, counted, equal, reasons
 from tests.forwards.families import inputs, make
 
-CALLS = 6  # the last of which are replayed without a comparison
+CALLS = 6  # the last of them are replayed without a comparison
 
 
-def test_a_shape_is_recorded_when_it_comes_again(pair):
+def test_a_shape_is_recorded_at_its_second_call(pair):
     ours, stock = pair()
     progress = []
     for seed in range(CALLS):
@@ -33,8 +33,8 @@ def test_a_shape_is_recorded_when_it_comes_again(pair):
     assert progress == [(0, 0, 0), (1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 2, 2), (1, 3, 2)]
 
 
-def test_masks_of_one_shape_take_the_path_of_their_values(pair):
-    """A mask without padding is dropped by transformers: this is decided by its values, in every call."""
+def test_the_path_depends_on_the_values_of_the_mask(pair):
+    """transformers drops a mask without padding: it checks the values in every call."""
     ours, stock = pair()
     for seed in range(18):
         given = inputs("bert", seed=seed, padded=(0, 2, 3)[seed % 3])
@@ -85,14 +85,14 @@ def test_outputs_belong_to_the_caller(pair):
     assert all(equal(one, other) for one, other in zip(kept[:-1], values[:-1], strict=True))
 
 
-def test_repeated_tensors_and_inputs_are_returned_as_such(pair):
+def test_repeated_outputs_and_inputs_keep_their_identity(pair):
     ours, _ = pair()
     for _ in range(CALLS):
         output = call(ours, inputs("bert"), output_hidden_states=True)
     assert output.hidden_states[-1] is output.last_hidden_state
 
 
-def test_one_recording_of_many_shapes_at_a_time(pair, monkeypatch):
+def test_with_a_limit_of_one_only_the_last_shape_stays_recorded(pair, monkeypatch):
     monkeypatch.setattr(state, "MOST", 3)
     ours, stock = pair()
     for length in (3, 4, 5, 6, 7, 3):
@@ -186,7 +186,7 @@ def test_recordings_are_freed_with_their_model(name, pair):
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_a_tower_inside_a_model_that_generates(recorded_on_cpu):
+def test_an_encoder_inside_a_generating_model(recorded_on_cpu):
     vision = transformers.SiglipVisionConfig(**{**make("siglip").config.to_dict()})
     text = transformers.LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4

@@ -1,4 +1,4 @@
-"""Calls that run uncaptured: with stock's results, and the reason noted."""
+"""Calls that run uncaptured return stock's results, and the reason is recorded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def replaced(model):
 @pytest.mark.parametrize(
     ("change", "reason"), [(twice, "the hook of pooler"), (patched, "set on pooler.dense"), (replaced, "a Counting")]
 )
-def test_code_of_the_user_runs_in_every_call(change, reason, pair):
+def test_hooks_and_replaced_forwards_run_in_every_call(change, reason, pair):
     ours, stock = pair()
     for _ in range(5):
         call(ours, inputs("bert"))
@@ -60,7 +60,7 @@ def test_code_of_the_user_runs_in_every_call(change, reason, pair):
     assert counted(ours)[1] == replayed and any(reason in each for each in reasons(ours))
 
 
-def test_a_hook_of_the_model_itself_runs_in_every_call(pair):
+def test_a_hook_on_the_model_runs_in_every_call(pair):
     ours, stock = pair()
     for model in (ours, stock):
         twice(model)
@@ -108,7 +108,7 @@ def test_random_numbers(pair):
     assert counted(ours) == (0, 0) and "it draws random numbers" in reasons(ours)
 
 
-def test_overlays_that_are_switched_off(pair):
+def test_a_switched_off_overlay(pair):
     ours, stock = pair()
     for _ in range(5):
         call(ours, inputs("bert"))
@@ -117,7 +117,7 @@ def test_overlays_that_are_switched_off(pair):
     for seed in range(3):
         given = inputs("bert", seed=seed)
         assert equal(call(ours, given), call(stock, given))
-    assert counted(ours)[0] == recorded + 1  # along the path of the stock layers
+    assert counted(ours)[0] == recorded + 1  # the stock layers run
 
 
 def test_gradients(pair):
@@ -164,7 +164,7 @@ def test_autocast_modes_and_transforms(pair):
     }
 
 
-def test_compiled_without_a_break(pair):
+def test_fullgraph_compilation(pair):
     ours, stock = pair("vit")
     given = inputs("vit")
     torch._dynamo.reset()
@@ -175,7 +175,7 @@ def test_compiled_without_a_break(pair):
     torch._dynamo.reset()
 
 
-def test_a_cache_among_the_outputs(recorded_on_cpu):
+def test_an_output_that_contains_a_cache(recorded_on_cpu):
     torch.manual_seed(0)
     config = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     stock = transformers.LlamaModel(transformers.LlamaConfig(**config, num_hidden_layers=1)).eval()
@@ -190,11 +190,11 @@ def test_a_cache_among_the_outputs(recorded_on_cpu):
     assert counted(ours)[1] == 1
 
 
-def test_values_that_are_read_late(pair):
+def test_host_reads_after_device_work(pair):
     def doubled(module, args, output):
         return output * 2 if output.sum() > 0 else output
 
-    doubled.__module__ = "transformers"  # a user's own would be turned away
+    doubled.__module__ = "transformers"  # a user's own norm would be refused
     ours, stock = pair()
     for model in (ours, stock):
         model.pooler.register_forward_hook(doubled)
@@ -204,8 +204,8 @@ def test_values_that_are_read_late(pair):
     assert counted(ours) == (0, 0) and reasons(ours)[0].startswith("it reads a value on the host that it has")
 
 
-def test_values_that_follow_from_others(pair):
-    """A second read exists in one path only, and either value of it has a recording."""
+def test_host_reads_that_depend_on_earlier_ones(pair):
+    """The second read happens on one path only, and both of its values have a recording."""
 
     def chosen(module, args, kwargs):
         ids = kwargs["input_ids"]
@@ -253,7 +253,7 @@ def test_required_graphs(pair, monkeypatch):
         hf_rocm.prepare(whole, force=True, graphs=True)
 
 
-def test_a_suspect_stack_records_nothing(recorded_on_cpu, monkeypatch):
+def test_nothing_is_recorded_with_a_known_fault(recorded_on_cpu, monkeypatch):
     monkeypatch.setattr(torch.version, "rocm", "7.2.1", raising=False)
     with simulated("cpu", Device("cpu", rocm=True, arch="gfx942")):
         ours = hf_rocm.prepare(make("bert"), force=True)
@@ -285,7 +285,7 @@ def _recorder_with(fault, *, first):
 
 
 def _named(operator):
-    """Products are `addmm` here."""
+    """Compute linear layers with `addmm`."""
     if str(operator) not in ("aten.addmm.default", "aten.linear.default"):
         return operator
 

@@ -1,4 +1,4 @@
-"""Random calls of `generate`: batch, length, padding, sampling, processors, ends, caches, returns."""
+"""Random calls of `generate`: batch size, length, padding, sampling, logits processors, stopping, caches, outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def call(number, *, device="cpu", longest=24):
 
 
 def same_tokens(ours, stock, numbers, **form):
-    """Run the calls on both models. Returns how many differ, as their numbers."""
+    """Run the calls on both models. Returns the seeds of the calls that differ."""
     differ = []
     for number in numbers:
         arguments, brings = call(number, **form)

@@ -1,4 +1,4 @@
-"""Which calls are recorded, which are not and why, and what is kept between them."""
+"""The calls that are recorded, the reasons why others are not, and the state kept between calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNCAPTURED = [
 
 
 @pytest.mark.parametrize(("arguments", "reason"), UNCAPTURED)
-def test_what_is_not_recorded_runs_as_in_stock_and_says_why(arguments, reason, pair):
+def test_calls_that_are_not_recorded_run_as_in_stock_with_a_reason(arguments, reason, pair):
     ours, stock = pair(graphs=None)
     rows = 1 if "prompt_lookup_num_tokens" in arguments else 2
     results = []
@@ -56,7 +56,7 @@ def test_required_graphs_raise_with_the_reason(pair, monkeypatch):
         generate(ours)
 
 
-def test_the_variable_switches_them(recorded_on_cpu):
+def test_the_environment_variable_switches_them(recorded_on_cpu):
     for switch, replays in ((options.Switch.OFF, False), (options.Switch.AUTO, True), (options.Switch.REQUIRED, True)):
         with options.override(graphs=switch):
             ours = hf_rocm.prepare(make("llama"), force=True)
@@ -64,7 +64,7 @@ def test_the_variable_switches_them(recorded_on_cpu):
         assert (known(ours) is not None and counted(ours)[1] > 0) is replays
 
 
-def test_nothing_is_asked_of_the_users_generation_config(pair, tmp_path):
+def test_the_users_generation_config_is_unchanged(pair, tmp_path):
     ours, _ = pair()
     before = ours.generation_config.to_dict()
     generate(ours, generation_config=GenerationConfig(max_new_tokens=12, do_sample=False))
@@ -74,7 +74,7 @@ def test_nothing_is_asked_of_the_users_generation_config(pair, tmp_path):
     assert getattr(saved, "cache_implementation", None) is None
 
 
-def test_what_belongs_to_a_model_goes_with_it(pair):
+def test_the_state_of_a_model_is_freed_with_it(pair):
     ours, _ = pair()
     generate(ours)
     cache = known(ours).pool._idle[0].cache
@@ -103,15 +103,15 @@ def test_idle_caches_are_bounded(pair):
     assert known(ours).pool.summary() == (0, 0)
 
 
-def test_a_step_that_depends_on_what_the_host_counts_is_found_out(pair):
-    """A length as a Python number would be the same in every replay: no token comes from such a recording."""
+def test_a_step_that_depends_on_a_host_counter_is_detected(pair):
+    """A length that is a Python number would be constant in every replay. No token may come from such a recording."""
     ours, stock = pair(graphs=None)
 
     def shift(module, args, output):
         output.last_hidden_state = output.last_hidden_state.roll(_seen(output.past_key_values), -1)
         return output
 
-    shift.__module__ = "transformers"  # a user's own would be turned away
+    shift.__module__ = "transformers"  # a user's own class would be refused
     for model in (ours, stock):
         model.model.register_forward_hook(shift)
     assert torch.equal(generate(ours), generate(stock))
@@ -122,7 +122,7 @@ def test_a_step_that_depends_on_what_the_host_counts_is_found_out(pair):
 
 
 def _seen(cache):
-    """What a model could do that counts on the host."""
+    """A forward that counts on the host."""
     if isinstance(cache, DecodeCache):
         return cache.layers[0].rows
     return int(cache.get_seq_length())
@@ -134,7 +134,7 @@ def test_a_step_that_waits_for_the_device_is_not_recorded(pair):
     def wait(module, args, output):
         return output * (1 + bool(output.isnan().any()))
 
-    wait.__module__ = "transformers"  # a user's own would be turned away
+    wait.__module__ = "transformers"  # a user's own class would be refused
     for model in (ours, stock):
         model.lm_head.register_forward_hook(wait)
     assert torch.equal(generate(ours), generate(stock))
@@ -142,7 +142,7 @@ def test_a_step_that_waits_for_the_device_is_not_recorded(pair):
     assert "can't be recorded: operation not permitted" in known(ours).disabled
 
 
-def test_an_error_in_a_call_leaves_the_next_one_right(pair):
+def test_the_call_after_an_error_is_correct(pair):
     ours, stock = pair()
 
     class Stop(Exception):
@@ -173,7 +173,7 @@ def test_lengths_are_rounded_up_by_a_quarter_at_most():
     assert len({bucket(tokens) for tokens in range(1, 5000)}) < 20
 
 
-def test_explain_tells_what_was_recorded_and_what_was_not(pair):
+def test_explain_lists_recorded_and_uncaptured_calls(pair):
     ours, _ = pair(graphs=None)
     generate(ours)
     generate(ours, num_beams=2)
@@ -187,5 +187,5 @@ def test_explain_tells_what_was_recorded_and_what_was_not(pair):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_a_step_returned_outlives_the_steps_of_others(first, pair):
+def test_outputs_of_a_step_survive_steps_of_other_models(first, pair):
     outlives_steps_of_others(*pair(), pair("qwen3")[0], prompt(), first=first)

@@ -1,4 +1,4 @@
-"""What is done to a model between two calls shows in the next: no recording outlives what it was made of."""
+"""Changes of a model between two calls take effect in the next: outdated recordings are not replayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.generation.conftest import counted, generate
 
 
 class Adapter(nn.Module):
-    """A low-rank adapter around a layer, as PEFT puts it there: switched and scaled by plain attributes."""
+    """A low-rank adapter around a layer, like PEFT's: switched and scaled by plain attributes."""
 
     def __init__(self, base):
         super().__init__()
@@ -37,7 +37,7 @@ def value_of(model):
     return model.model.layers[0].self_attn.v_proj
 
 
-Adapter.__module__ = "peft.tuners.lora.layer"  # as PEFT's: code of the user's own would be turned away
+Adapter.__module__ = "peft.tuners.lora.layer"  # as in PEFT: a user's own class would be refused
 
 
 def moved(model):
@@ -71,7 +71,7 @@ def normalised(model):
 
 
 @pytest.mark.parametrize("change", [moved, written, replaced, loaded, adapted, in_eager, normalised])
-def test_a_change_shows_in_the_next_call(change, pair):
+def test_a_change_takes_effect_in_the_next_call(change, pair):
     ours, stock = pair()
     before = generate(stock)
     for _ in range(2):
@@ -86,8 +86,8 @@ def test_a_change_shows_in_the_next_call(change, pair):
     assert change is in_eager or not torch.equal(before, after)
 
 
-def test_adapters_take_turns(pair):
-    """Each has a recording, and coming back to one records nothing."""
+def test_switching_between_adapters(pair):
+    """Every adapter has a recording, and switching back records nothing."""
     ours, stock = pair()
     for model in (ours, stock):
         adapted(model)
@@ -101,8 +101,8 @@ def test_adapters_take_turns(pair):
     assert recorded == [1, 2, 2, 3, 3, 3]
 
 
-def test_a_moved_weight_leaves_nothing_behind_that_is_replayed(pair):
-    """The fused block is forgotten with the weights, in the uncaptured step as in the recorded one."""
+def test_no_recording_of_a_moved_weight_is_replayed(pair):
+    """The fused block is freed with the old weights, in uncaptured and in recorded steps."""
     ours, stock = pair()
     generate(ours)
     for _ in range(3):
@@ -138,7 +138,7 @@ def test_preparing_twice_and_restoring(pair):
     generate(ours)
     assert hf_rocm.prepare(ours, force=True) is ours
     assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours)[1]  # still required, as it was asked for at first
+    assert counted(ours)[1]  # graphs are still required, as in the first call of `prepare`
     hf_rocm.restore(ours)
     assert known(ours) is None and not any(name.startswith("_hf_rocm") for name in ours.__dict__)
     assert torch.equal(generate(ours), generate(stock))

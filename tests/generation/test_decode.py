@@ -1,4 +1,4 @@
-"""Recorded steps give stock's tokens, and they are what gave them."""
+"""Recorded steps return stock's tokens, and the tests check that steps were replayed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.generation.conftest import KINDS, counted, generate, prompt
 FIVE = Version(transformers.__version__) >= Version("5")
 SERVED = [kind for kind in KINDS if FIVE or kind != "mixtral"]
 
-# a call's steps after the prompt's that run uncaptured: seen, recorded, compared
+# steps after the prompt that run uncaptured: the first, the recorded one, the compared one
 FIRST = 3
 
 
 @pytest.mark.parametrize("kind", SERVED)
 @pytest.mark.parametrize("padded", [0, 3])
-def test_greedy_tokens_are_stocks_past_every_window(kind, padded, pair):
+def test_greedy_tokens_equal_stock_beyond_every_window(kind, padded, pair):
     ours, stock = pair(kind)
     inputs = prompt(padded=padded)
     assert torch.equal(generate(ours, inputs, new=25), generate(stock, inputs, new=25))
@@ -38,7 +38,7 @@ def test_prompts_of_any_length(kind, length, pair):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_sampling_draws_what_stock_draws(kind, pair):
+def test_sampling_draws_the_same_tokens_as_stock(kind, pair):
     ours, stock = pair(kind)
     how = {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3, "repetition_penalty": 1.2}
     for seed in (0, 1):
@@ -52,19 +52,19 @@ def _after(stock, how):
     return torch.rand(3)
 
 
-def test_several_sequences_of_a_prompt(pair):
+def test_several_sequences_per_prompt(pair):
     ours, stock = pair()
     how = {"do_sample": True, "num_return_sequences": 3}
     assert torch.equal(generate(ours, seed=0, **how), generate(stock, seed=0, **how))
     assert counted(ours) == (1, 11 - FIRST)
 
 
-# no token comes twice, so that one of them can be the end
+# no token is repeated, so that one of them can be the end token
 VARIED = {"repetition_penalty": 9.0}
 
 
 class Streamer:
-    """Keeps what it is handed."""
+    """A streamer that keeps its tokens."""
 
     def __init__(self):
         self.tokens, self.ended = [], 0
@@ -92,8 +92,8 @@ def test_streaming(late, pair, request):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18), (99, 99)])
-def test_several_ends(at, late, pair, request):
-    """Rows end at different steps, at the same, at the last, never; asked a step late, no token more comes out."""
+def test_rows_end_at_different_steps(at, late, pair, request):
+    """At different steps, at the same, at the last, never. The late check returns no extra token."""
     if late:
         request.getfixturevalue("ends_asked_late")
     ours, stock = pair()
@@ -108,8 +108,8 @@ def test_several_ends(at, late, pair, request):
     assert expected.shape[1] == max(first) + 1
 
 
-def test_asking_late_is_left_where_the_extra_step_would_show(pair, ends_asked_late):
-    """The user's own criterion is asked once a token, and sampling draws no number more than stock."""
+def test_the_late_check_is_disabled_where_the_extra_step_is_observable(pair, ends_asked_late):
+    """A user's criterion is called once per token, and sampling draws as many numbers as stock."""
     ours, stock = pair()
 
     class Counting(transformers.StoppingCriteria):
@@ -142,19 +142,19 @@ def test_batch_sizes_change_between_calls(pair):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_caches_and_recordings_are_used_again(kind, pair):
+def test_caches_and_recordings_are_reused(kind, pair):
     ours, stock = pair(kind)
     for seed, padded in ((1, 0), (2, 0), (3, 4)):
         inputs = prompt(seed=seed, padded=padded)
         assert torch.equal(generate(ours, inputs), generate(stock, inputs))
     assert known(ours).pool.summary()[0] == 1
     recordings, replayed = counted(ours)
-    assert recordings <= 2 and replayed >= 2 * 11 - FIRST  # padding leads to another mask, so perhaps to another step
+    assert recordings <= 2 and replayed >= 2 * 11 - FIRST  # padding changes the mask, which may need another recording
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_more_tokens_than_the_first_cache_holds(kind, pair):
-    """Within a call the buffers grow, and a longer call gets a larger cache."""
+    """The buffers grow within a call, and a longer call gets a larger cache."""
     ours, stock = pair(kind)
     for new in (8, 70, 120):
         assert torch.equal(generate(ours, new=new), generate(stock, new=new))
@@ -183,7 +183,7 @@ def test_two_models_and_four_threads(pair):
     assert sum(counted(ours)) >= 9 * 11 - 3 * FIRST
 
 
-def test_inference_mode_and_no_grad_take_turns(pair):
+def test_alternating_inference_mode_and_no_grad(pair):
     ours, stock = pair()
     expected = generate(stock)
     for context in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad):

@@ -22,7 +22,7 @@ SIZES = {
     "whisper": {"d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "num_mel_bins": 8},
     "t5": {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 2},
 }
-FURTHER = {"mbart": SIZES["bart"], "mt5": SIZES["t5"]}  # the same decoders under other names
+FURTHER = {"mbart": SIZES["bart"], "mt5": SIZES["t5"]}  # the same decoders with other class names
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 SPECIAL = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 2}
 CLASSES = {"bart": "Bart", "mbart": "MBart", "whisper": "Whisper", "t5": "T5", "mt5": "MT5"}
@@ -76,7 +76,7 @@ def couple(recorded_on_cpu):
 
 
 @pytest.mark.parametrize("kind", [*SIZES, *FURTHER])
-def test_tokens_are_stocks_and_recordings_are_used_again(kind, couple):
+def test_tokens_equal_stock_and_recordings_are_reused(kind, couple):
     ours, stock = couple(kind)
     for seed in (0, 1, 2):
         inputs = asked(kind, seed=seed)
@@ -111,7 +111,7 @@ def test_other_batches_lengths_and_sampling(kind, couple):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_what_is_returned(kind, couple):
+def test_returned_outputs(kind, couple):
     ours, stock = couple(kind)
     how = {"return_dict_in_generate": True, "output_scores": True}
     for seed in (0, 1):
@@ -121,7 +121,7 @@ def test_what_is_returned(kind, couple):
         assert torch.equal(got.sequences, wanted.sequences)
         close(torch.stack(got.scores), torch.stack(wanted.scores))
         caches = got.past_key_values, wanted.past_key_values
-        if kind == "whisper":  # its generate takes the caches apart
+        if kind == "whisper":  # its generate splits the caches
             assert type(caches[0]) is type(caches[1])
             continue
         assert [type(cache) for cache in caches] == [EncoderDecoderCache] * 2
@@ -135,19 +135,19 @@ def test_what_is_returned(kind, couple):
 def tensors(cache):
     assert type(cache) is DynamicCache
     if hasattr(cache, "layers"):
-        used = [layer for layer in cache.layers if layer.keys is not None]  # as many as the encoder has, in stock too
+        used = [layer for layer in cache.layers if layer.keys is not None]  # as many as the encoder has, as in stock
         return [tensor for layer in used for tensor in (layer.keys, layer.values)]
     return [*cache.key_cache, *cache.value_cache]
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_wrong_replay_is_noticed(kind, couple):
-    """Cross-attention that a stale recording would read is part of what is compared."""
+    """The comparison covers cross-attention, which a stale recording would read."""
     ours, stock = couple(kind, graphs=None)
     generate(ours, asked(kind))
     cache = known(ours).pool._idle[0].cache
     for layer in cache.cross_attention_cache.layers:
-        layer.keys = layer.keys.clone()  # elsewhere than the recording reads
+        layer.keys = layer.keys.clone()  # at another address than the recording reads
     for seed in (3, 4):
         inputs = asked(kind, seed=seed)
         assert torch.equal(generate(ours, inputs), generate(stock, inputs))
@@ -155,7 +155,7 @@ def test_a_wrong_replay_is_noticed(kind, couple):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_a_call_begins_again_after_a_wrong_replay(kind, couple, monkeypatch, tmp_path):
+def test_a_call_restarts_after_a_wrong_replay(kind, couple, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=6))
     ours, stock = couple(kind, graphs=None)

@@ -1,4 +1,4 @@
-"""Decode steps are prepared once by transformers and then in place: that changes nothing but the time it takes."""
+"""Inputs of decode steps are prepared once by transformers and then updated in place, with the same results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hf_rocm.generation import inputs
 from tests.generation.conftest import generate, make, prompt
 
 NEW = 12
-PREPARED = NEW - 1  # the prompt is transformers' own
+PREPARED = NEW - 1  # transformers prepares the prompt
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    """How many steps were prepared in place."""
+    """The number of steps that were prepared in place."""
     counts = [0]
     take = inputs.Step.inputs
 
@@ -47,7 +47,7 @@ class Streamer:
 
 
 class Favour(LogitsProcessor):
-    """Depends on every token so far."""
+    """A processor that depends on every token so far."""
 
     def __call__(self, input_ids, scores):
         return scores - 5 * torch.nn.functional.one_hot(input_ids, scores.shape[-1]).sum(1)
@@ -70,10 +70,10 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_tokens_are_stocks(name, pair, steps):
+def test_tokens_equal_stock(name, pair, steps):
     ours, stock = pair("llama", graphs=None)
     got, wanted = (generate(model, prompt(padded=2), new=NEW, **CALLS[name]) for model in (ours, stock))
-    assert steps[0] > 1  # an early end ends them early
+    assert steps[0] > 1  # an early end of the call
     if name == "scores":
         inputs.switch_off(ours)
         same = generate(ours, prompt(padded=2), new=NEW, **CALLS[name])
@@ -92,8 +92,8 @@ def test_a_streamer_gets_the_tokens(pair, steps):
     assert steps[0] == PREPARED
 
 
-def test_calls_of_every_shape_in_turn(pair, steps):
-    """Other batches, lengths and padding, and the same again, on one model."""
+def test_calls_of_alternating_shapes(pair, steps):
+    """Change the batch size, the length and the padding, then repeat the calls, on one model."""
     ours, stock = pair("gemma2", graphs=None)
     for rows, length, padded in ((2, 7, 0), (1, 9, 0), (2, 7, 3), (3, 5, 1), (2, 7, 0), (2, 7, 2)):
         call = prompt(rows=rows, length=length, padded=padded, seed=length + padded)
@@ -124,13 +124,13 @@ def embedded():
 
 
 @pytest.mark.parametrize("call", [hole, right, positions, embedded], ids=lambda call: call.__name__)
-def test_what_is_not_left_padding_is_prepared_by_transformers(call, pair, steps):
+def test_other_masks_than_left_padding_are_prepared_by_transformers(call, pair, steps):
     ours, stock = pair("llama", graphs=None)
     assert torch.equal(generate(ours, call(), new=NEW), generate(stock, call(), new=NEW))
     if call in (hole, right):
         assert steps[0] == 0
         assert inputs.noted(ours) == "the attention mask is not that of a sequence with left padding"
-    assert torch.equal(generate(ours, new=NEW), generate(stock, new=NEW))  # and the next call is not
+    assert torch.equal(generate(ours, new=NEW), generate(stock, new=NEW))  # the next call is prepared in place
     assert inputs.noted(ours) is None
     assert steps[0] >= PREPARED
 
@@ -156,7 +156,7 @@ def test_a_subclass_of_a_prepared_models_class_stays_stock(pair, steps):
     assert steps[0] == 0
 
 
-def test_restored_copied_and_pickled(pair, steps):
+def test_restored_copied_and_pickled_models(pair, steps):
     ours, stock = pair("llama", graphs=None)
     wanted = generate(stock, new=NEW)
     for model in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours):
@@ -170,8 +170,8 @@ def test_restored_copied_and_pickled(pair, steps):
     assert not [name for name in ours.__dict__ if name.startswith("_hf_rocm")]
 
 
-def test_the_step_is_read_where_it_lies(pair):
-    """Two calls over one cache read the same tensors; padding makes them others."""
+def test_a_step_reads_the_same_tensors(pair):
+    """Two calls with one cache read the same tensors. With padding they are different tensors."""
     given = []
     ours, _ = pair("llama", graphs=False)
     ours.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
@@ -191,7 +191,7 @@ def test_the_step_is_read_where_it_lies(pair):
 
 
 class Operators(TorchDispatchMode):
-    """Counts what reaches the device."""
+    """Count the operators that run on the device."""
 
     count = 0
 
@@ -201,7 +201,7 @@ class Operators(TorchDispatchMode):
 
 
 def costs(model, monkeypatch):
-    """(operators, seconds of this thread) in the preparation of each step of one call, the first few left out."""
+    """(operators, thread seconds) of preparing each step of one call, without the first few steps."""
     spent = []
 
     def measured(method):
@@ -222,9 +222,10 @@ def costs(model, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_the_host_does_far_less(kind, pair, monkeypatch):
+def test_the_host_runs_fewer_operators(kind, pair, monkeypatch):
     ours, stock = pair(kind, graphs=False)
-    runs = [[costs(model, monkeypatch) for model in (ours, stock)] for _ in range(3)]  # a collection may fall into one
+    # garbage collection may run during one of them
+    runs = [[costs(model, monkeypatch) for model in (ours, stock)] for _ in range(3)]
     for (operators, _), (stock_operators, _) in runs:
         assert operators < stock_operators / 2
     seconds, stock_seconds = (min(run[which][1] for run in runs) for which in (0, 1))

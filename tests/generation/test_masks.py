@@ -1,4 +1,4 @@
-"""Masks and positions that are advanced in place are, at every step, those that transformers would have made anew."""
+"""Masks and positions that are advanced in place equal those that transformers would make, at every step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVED = [kind for kind in KINDS if FIVE or kind != "mixtral"]
 
 @pytest.fixture
 def steps(monkeypatch):
-    """How many steps were prepared in place; each is compared with what transformers makes of the same arguments."""
+    """Count the steps prepared in place, and compare each with transformers' result for the same arguments."""
     compared = []
     take = inputs.Step.inputs
 
@@ -43,17 +43,18 @@ def steps(monkeypatch):
         return prepare(model, inherited, input_ids, *positional, **arguments)
 
     monkeypatch.setattr(inputs.Step, "inputs", checked)
-    monkeypatch.setattr(inputs.Step, "stock", lambda step, ids: step._inputs, raising=False)  # the first step's are
-    gc.collect()  # models of earlier tests, whose classes have the function itself
+    # those of the first step are
+    monkeypatch.setattr(inputs.Step, "stock", lambda step, ids: step._inputs, raising=False)
+    gc.collect()  # models of earlier tests, whose classes have the unpatched function
     patches.sweep()
     monkeypatch.setattr(inputs, "_prepare", remembering)
     yield compared
-    inputs._steps.clear()  # each has its model in `stock`
+    inputs._steps.clear()  # `stock` has a model of every kind
     gc.collect()
 
 
 def equal(ours, theirs):
-    """Whether two steps have the same arguments; tensors are compared by form and content."""
+    """Whether two steps have the same arguments. Tensors are compared by shape, dtype and values."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         return ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     if isinstance(ours, dict) and isinstance(theirs, dict):
@@ -64,7 +65,7 @@ def equal(ours, theirs):
 
 @pytest.mark.parametrize("kind", SERVED)
 @pytest.mark.parametrize("padded", [0, 3])
-def test_every_step_has_what_transformers_would_have_made(kind, padded, pair, steps):
+def test_every_step_equals_transformers_preparation(kind, padded, pair, steps):
     ours, stock = pair(kind)
     call = prompt(padded=padded)
     assert torch.equal(generate(ours, call, new=24), generate(stock, call, new=24))
@@ -73,7 +74,7 @@ def test_every_step_has_what_transformers_would_have_made(kind, padded, pair, st
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
-def test_over_transformers_own_static_cache(kind, pair, steps):
+def test_with_transformers_static_cache(kind, pair, steps):
     ours, stock = pair(kind, graphs=False)
     call = prompt(padded=3)
     made = [generate(model, call, new=24, cache_implementation="static") for model in (ours, stock)]
@@ -101,8 +102,8 @@ def test_while_buffers_grow(pair, steps, monkeypatch):
     assert all(steps), steps
 
 
-def test_what_a_mask_says_in_numbers_is_what_it_hides(pair, monkeypatch):
-    """Attention over lengths, for a kernel, and over the mask, for PyTorch, is the same in every layer."""
+def test_key_lengths_agree_with_the_mask(pair, monkeypatch):
+    """Attention with lengths, for a kernel, and with the mask, for PyTorch, is equal in every layer."""
     seen = []
 
     def compare(rows, query, key, value, *, softcap, sinks):
@@ -130,7 +131,7 @@ def test_what_a_mask_says_in_numbers_is_what_it_hides(pair, monkeypatch):
     assert all(seen), seen
 
 
-def test_a_kernel_gets_the_numbers_and_not_the_mask(pair, monkeypatch):
+def test_a_kernel_gets_lengths_instead_of_the_mask(pair, monkeypatch):
     asked = []
 
     def lengths(padded, query, key, value, **further):
@@ -149,8 +150,8 @@ def test_a_kernel_gets_the_numbers_and_not_the_mask(pair, monkeypatch):
     assert asked[0].key_starts.tolist() == [3, 0]
 
 
-def test_what_hangs_on_a_mask_travels_with_it(pair):
-    """Layers, accelerate and transformers move and reshape masks: one that is in place is handed on as it is."""
+def test_attributes_of_a_mask_are_kept_when_it_is_moved(pair):
+    """Layers, accelerate and transformers move and reshape masks: if nothing changes, the mask itself is returned."""
     from accelerate.utils import send_to_device
 
     given = []

@@ -1,4 +1,4 @@
-"""Adapters of PEFT that change what a step is prepared from."""
+"""PEFT adapters that change how the inputs of a step are prepared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_generate(name, padded, recorded_on_cpu):
 
 
 @pytest.mark.parametrize("name", ["prompt tuning", "p-tuning"])
-def test_the_reason_is_noted_and_the_model_itself_is_recorded_again(name, recorded_on_cpu):
+def test_the_reason_is_recorded_and_the_unwrapped_model_is_recorded_again(name, recorded_on_cpu):
     ours = hf_rocm.prepare(make("llama"), force=True)
     stock = copy.deepcopy(ours)
     hf_rocm.restore(stock)
@@ -102,7 +102,7 @@ def test_required_graphs_raise(recorded_on_cpu):
         generate(adapted(ours, "prompt tuning"))
 
 
-def test_a_preparation_of_the_users_own_gets_the_cache_that_stock_gives_it(recorded_on_cpu):
+def test_a_users_prepare_inputs_gets_the_same_cache_as_in_stock(recorded_on_cpu):
     stock = make("llama")
     ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     caches = {}

@@ -1,4 +1,4 @@
-"""Calls whose steps can't be taken for granted: they run uncaptured, with stock's tokens and the reason noted."""
+"""Calls whose steps can't be recorded run uncaptured, with stock's tokens, and the reason is recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.generation.conftest import counted, generate, make, prompt
 
 
 def steered(model):
-    """A hook that does something else every time."""
+    """A hook that has another effect in every call."""
     calls = iter(range(1, 10**6))
     model.model.layers[0].register_forward_hook(
         lambda module, args, output: (
@@ -51,7 +51,7 @@ def replaced(model):
     ("change", "reason"),
     [(steered, "the hook of model.layers.0"), (patched, "set on model.layers.0.mlp"), (replaced, "a Counting")],
 )
-def test_code_of_the_users_own_runs_at_every_step(change, reason, pair):
+def test_hooks_and_replaced_forwards_run_in_every_step(change, reason, pair):
     ours, stock = pair(graphs=None)
     generate(ours)
     replayed = counted(ours)[1]
@@ -64,7 +64,7 @@ def test_code_of_the_users_own_runs_at_every_step(change, reason, pair):
 
 
 def liger(model):
-    """The forwards that Liger-Kernel puts on a model's norms and MLPs, as to where they come from and what they do."""
+    """Stand-ins for the forwards that Liger-Kernel sets on norms and MLPs, with the same origin and results."""
 
     def norm(self, x):
         wide = x.float()
@@ -82,7 +82,7 @@ def liger(model):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after prepare", "before prepare"])
-def test_what_liger_puts_on_a_model_is_recorded_and_the_rest_stays_ours(before, recorded_on_cpu):
+def test_ligers_forwards_are_recorded_and_the_other_layers_are_served(before, recorded_on_cpu):
     stock = make("llama")
     ours = copy.deepcopy(stock)
     liger(stock)
@@ -98,7 +98,7 @@ def test_what_liger_puts_on_a_model_is_recorded_and_the_rest_stays_ours(before, 
     assert {"linear", "attention", "rope"} <= ran and not ran & {"rms_norm", "act_and_mul"}
 
 
-def test_a_setting_of_the_config_counts(pair):
+def test_a_config_setting_takes_effect(pair):
     ours, stock = pair("gemma2")
     generate(ours)
     for model in (ours, stock):
@@ -109,14 +109,14 @@ def test_a_setting_of_the_config_counts(pair):
     assert counted(ours)[0] == recorded + 1
 
 
-def test_a_module_that_took_the_place_of_another_counts(pair):
+def test_a_replaced_module_takes_effect(pair):
     ours, stock = pair()
     generate(ours)
     recorded = counted(ours)[0]
     for model in (ours, stock):
         for layer in model.model.layers:
             del layer.mlp.act_fn
-            layer.mlp.act_fn = nn.Tanh()  # perhaps where the other one was
+            layer.mlp.act_fn = nn.Tanh()  # perhaps at the address of the old one
     assert torch.equal(generate(ours), generate(stock))
     assert counted(ours)[0] == recorded + 1
 
@@ -140,7 +140,7 @@ def test_another_attention_keeps_transformers_cache(name, pair, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_what_is_returned_from_within_the_layers_disables_nothing(name, pair):
+def test_returning_hidden_states_or_attentions_disables_nothing(name, pair):
     ours, stock = pair(graphs=None)
     assert torch.equal(generate(ours, **{name: True}), generate(stock, **{name: True}))
     assert known(ours).disabled is None and counted(ours) == (0, 0)
@@ -167,7 +167,7 @@ def test_a_model_that_is_restored_in_the_middle_of_a_call_ends_it(pair):
     assert torch.equal(generate(ours, prompt(rows=1)), expected)
 
 
-def test_a_loop_of_the_users_own_gets_transformers_cache(pair):
+def test_a_custom_generation_loop_gets_transformers_cache(pair):
     ours, _ = pair(graphs=None)
     seen = []
 
@@ -176,14 +176,14 @@ def test_a_loop_of_the_users_own_gets_transformers_cache(pair):
         return input_ids
 
     if transformers.__version__.startswith("4.53"):
-        pytest.skip("this release takes the name of a loop alone")
+        pytest.skip("this release only accepts the name of a loop")
     generate(ours, custom_generate=loop)
     assert seen in (["DynamicCache"], ["NoneType"])  # 5.0 makes none for such a loop
     generate(ours)
     assert counted(ours)[1] > 0
 
 
-def test_a_model_is_freed_with_what_it_keeps(pair):
+def test_a_model_is_freed_with_its_state(pair):
     ours, stock = pair()
     generate(ours)
     gone = weakref.ref(ours)

@@ -1,4 +1,4 @@
-"""What a user or a library replaced is called as stock calls it: uncaptured, recorded, whenever it was replaced."""
+"""Functions that a user or a library replaced are called as in stock, in uncaptured and recorded steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ llama = modeling_llama
 attention = modeling_utils.AttentionInterface._global_mapping
 activation = type(make("llama").model.layers[0].mlp.act_fn)
 
-# name → the place, what is put there, and the classes that `explain` calls stock
+# name → the location, the replacement, and the classes that `explain` reports as stock
 PLACES = {
     "rope": (llama, "apply_rotary_pos_emb", scaled, {"LlamaAttention"}),
     "half": (llama, "rotate_half", scaled, {"LlamaAttention"}),
@@ -62,7 +62,7 @@ def stocks(model):
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_replacement_runs_and_the_original_is_served_again(name, pair):
+def test_a_replacement_is_called_and_its_original_is_served_again(name, pair):
     holder, place, change, classes = PLACES[name]
     ours, stock = pair(graphs=None)
     before = generate(stock)
@@ -75,18 +75,18 @@ def test_a_replacement_runs_and_the_original_is_served_again(name, pair):
         assert stocks(ours) == classes
         for _ in range(2):
             assert torch.equal(generate(ours), after)
-        assert counted(ours) == (recorded, replayed), "neither the old recording nor a new one"
-    assert not torch.equal(before, after), "the replacement is seen in the tokens"
+        assert counted(ours) == (recorded, replayed), "a recording was replayed"
+    assert not torch.equal(before, after), "the replacement did not change the tokens"
     assert stocks(ours) == set()
     with ops.recording() as routes, torch.no_grad():
         close(ours, stock)
     assert {"linear", "rope", "attention"} <= {route.operation for route in routes}
     assert torch.equal(generate(ours), before)
-    assert counted(ours)[0] == recorded and counted(ours)[1] > replayed, "the old recording is good again"
+    assert counted(ours)[0] == recorded and counted(ours)[1] > replayed, "the old recording was not reused"
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_replacement_before_prepare_runs(name, recorded_on_cpu):
+def test_a_replacement_before_prepare_is_called(name, recorded_on_cpu):
     holder, place, change, _ = PLACES[name]
     stock = make("llama")
     before = generate(stock)
@@ -105,8 +105,8 @@ def test_a_replacement_before_prepare_runs(name, recorded_on_cpu):
         hf_rocm.deactivate("llama")
 
 
-def test_during_a_call(pair):
-    """The recording is left at the step at which a function was replaced."""
+def test_a_replacement_during_a_call(pair):
+    """Replays stop at the step at which a function was replaced."""
     ours, stock = pair(graphs=None)
     generate(ours)
 
@@ -130,7 +130,7 @@ def test_during_a_call(pair):
     assert torch.equal(run(ours), expected)
 
 
-def test_a_hook_that_is_registered_during_a_call_runs(pair):
+def test_a_hook_registered_during_a_call_is_called(pair):
     ours, stock = pair(graphs=None)
     generate(ours)
 
@@ -141,7 +141,7 @@ def test_a_hook_that_is_registered_during_a_call_runs(pair):
             return output * 1.25
 
         def criterion(ids, scores, **_):
-            handles.append(nn.Linear(1, 1).register_forward_hook(change))  # of no part of the model
+            handles.append(nn.Linear(1, 1).register_forward_hook(change))  # not a part of the model
             if len(handles) == 5:
                 handles.append(model.model.layers[0].mlp.register_forward_hook(change))
             return torch.zeros(len(ids), dtype=torch.bool)
@@ -170,7 +170,7 @@ def test_a_hook_that_is_registered_during_a_call_runs(pair):
         (nn.LayerNorm, "forward"),
     ],
 )
-def test_what_the_model_does_not_use_changes_nothing(holder, name, pair):
+def test_replacing_an_unused_function_changes_nothing(holder, name, pair):
     ours, stock = pair()
     generate(ours)
     recorded, replayed = counted(ours)
@@ -183,7 +183,7 @@ def test_what_the_model_does_not_use_changes_nothing(holder, name, pair):
 
 
 def test_training_steps(pair):
-    """Gradients go through the replacement."""
+    """Gradients are computed through the replacement."""
     ours, stock = pair(graphs=None)
     with replaced(llama, "apply_rotary_pos_emb", scaled), replaced(activation, "forward", scaled):
         for model in (ours, stock):
@@ -211,7 +211,7 @@ def test_the_experts_interface(pair):
 
 
 class Equal:
-    """A wrapper that is equal to what it wraps, as wrapt's are."""
+    """A wrapper that compares equal to the wrapped function, like wrapt's."""
 
     def __init__(self, function):
         self.function, self.__wrapped__ = scaled(function), function
@@ -236,7 +236,7 @@ def test_wrappers_equal_to_what_they_wrap(pair):
             assert stocks(ours) == {"LlamaAttention"}
 
 
-def test_a_place_that_was_emptied(pair):
+def test_a_removed_function(pair):
     ours, _ = pair(graphs=None)
     generate(ours)
     step, call = watches_of(ours).step, watches_of(ours).call
@@ -251,7 +251,7 @@ def test_a_place_that_was_emptied(pair):
 
 
 def empty_calls(check):
-    """How many calls of an empty function take as long as this one: hardly another number on a busy machine."""
+    """The time of a call, in calls of an empty function: a ratio that depends little on other load."""
 
     def shortest(function):
         return min(timeit.repeat(function, number=2000, repeat=20, timer=time.thread_time))
@@ -260,7 +260,7 @@ def empty_calls(check):
 
 
 def test_budgets(pair):
-    """The comparisons of a recorded step, and those of a layer of an uncaptured one. An empty call takes 35 ns."""
+    """The cost of the checks of a recorded step, and of a layer of an uncaptured one. An empty call takes 35 ns."""
     ours, _ = pair(graphs=None)
     generate(ours)
     watches = watches_of(ours)

@@ -1,4 +1,4 @@
-"""Random calls give stock's tokens, in fp32, replayed on a CPU. tests/gpu/test_soak.py has more of them."""
+"""Random calls return stock's tokens, in fp32, replayed on a CPU. tests/gpu/test_soak.py runs more of them."""
 
 from __future__ import annotations
 

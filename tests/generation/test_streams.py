@@ -1,4 +1,4 @@
-"""A cache goes from stream to stream with all that belongs to it; what may be told of that without a GPU."""
+"""A cache moves from one stream to another with all its tensors, as far as this can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.generation.conftest import counted, generate, prompt
 
 
 class Stream:
-    """Somewhere that work is queued. waited: the events that it was made to wait for."""
+    """A stand-in for a stream. waited: the events that it waits for."""
 
     device = torch.device("cuda", 1)
     current: Stream
@@ -30,10 +30,10 @@ class Event:
 
 @pytest.fixture
 def handed_over(monkeypatch):
-    """The tensors whose memory was told of another stream."""
+    """The tensors for which `record_stream` was called."""
     told = []
     monkeypatch.setattr(pool, "record_current_stream", lambda tensors: told.append(list(tensors)))
-    other = Stream()  # what this thread uses of other devices, the current one among them
+    other = Stream()  # streams of other devices in this thread, including the current one
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device=None: Stream.current if device == Stream.device else other
     )
@@ -45,14 +45,14 @@ def memory(tensors):
 
 
 def like(cache):
-    """What a call asks for that such a cache serves."""
+    """The key of a call that such a cache serves."""
     windows = [layer.window for layer in cache.layers]
     return {"windows": windows, "batch": cache.max_batch_size, "prompt": 1, "limit": cache.capacity - 2}
 
 
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
-def test_all_that_belongs_to_a_cache_is_found(kind, padded, pair):
+def test_all_tensors_of_a_cache_are_found(kind, padded, pair):
     ours, _ = pair(kind)
     generate(ours, prompt(padded=padded), new=20)
     cache = known(ours).pool._idle[0].cache
@@ -69,10 +69,10 @@ def test_all_that_belongs_to_a_cache_is_found(kind, padded, pair):
     expected += [each for each in (residents._padding, *residents._starts) if each is not None]
     found = memory(tensors_in(cache, residents))
     assert memory(expected) <= found
-    assert not found & memory(ours.parameters())  # and the walk doesn't leave the cache
+    assert not found & memory(ours.parameters())  # the traversal doesn't leave the cache
 
 
-def test_a_cache_of_another_stream_is_waited_for_and_told(pair, handed_over):
+def test_a_cache_of_another_stream_is_synchronised_and_recorded(pair, handed_over):
     ours, _ = pair()
     generate(ours)
     idle = known(ours).pool._idle
@@ -89,7 +89,7 @@ def test_a_cache_of_another_stream_is_waited_for_and_told(pair, handed_over):
     assert memory(told) >= memory([cache.layers[0].keys, residents_of(cache).input_ids])
 
 
-def test_a_cache_of_the_same_stream_is_taken_first(pair, handed_over):
+def test_a_cache_of_the_same_stream_is_preferred(pair, handed_over):
     ours, _ = pair()
     generate(ours)
     idle = known(ours).pool._idle

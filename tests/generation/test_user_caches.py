@@ -1,4 +1,4 @@
-"""Caches that a call names, brings or returns: recorded steps, and the user's object is as stock leaves it."""
+"""Caches that a call names, passes or returns: steps are recorded, and the user's object ends as in stock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.generation import faults
 from tests.generation.conftest import counted, generate, prompt
 
 RELEASE = Version(transformers.__version__)
-SLIDING_STATIC = Version("4.54") <= RELEASE  # before, a static cache of these models is of another class
+SLIDING_STATIC = Version("4.54") <= RELEASE  # earlier, a static cache of these models has another class
 NEW = 14
 KINDS = ["llama", "mistral", "gemma2"]
 
@@ -30,7 +30,7 @@ def contents(cache):
 
 
 def close(one, two):
-    """Equal but for rounding: two layers of sums in another order, in rounding steps of the largest value."""
+    """Equal up to rounding: two layers sum in another order. Tolerance: rounding steps of the largest value."""
     assert one.isfinite().all() and two.isfinite().all()
     assert (one - two).abs().max() <= 64 * torch.finfo(two.dtype).eps * two.abs().max()
 
@@ -40,7 +40,7 @@ def _pairs(layers):
 
 
 def alike(ours, stock):
-    """Keys are computed over other masks than in stock, so that they agree to rounding."""
+    """Keys are computed with other masks than in stock, so they agree up to rounding."""
     (kind, length, tensors), (other, others_length, others) = contents(ours), contents(stock)
     assert kind is other and length == others_length and len(tensors) == len(others)
     for one, two in zip(tensors, others, strict=True):
@@ -53,9 +53,9 @@ def alike(ours, stock):
 @pytest.mark.parametrize("name", [None, "dynamic", "static"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padded", [0, 3])
-def test_what_is_returned(kind, name, padded, pair):
+def test_returned_caches(kind, name, padded, pair):
     if name == "static" and kind != "llama" and not SLIDING_STATIC:
-        pytest.skip("its static cache is of another class")
+        pytest.skip("its static cache has another class")
     ours, stock = pair(kind)
     how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "cache_implementation": name}
     for seed in (0, 1):
@@ -81,14 +81,14 @@ def brought(kind, how, model):
 
 @pytest.mark.parametrize("how", ["dynamic", "dynamic with a config", "static"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chat_over_a_cache_that_the_calls_bring(kind, how, pair):
+def test_a_chat_with_a_passed_cache(kind, how, pair):
     if not SLIDING_STATIC and (how == "dynamic with a config" or (how == "static" and kind != "llama")):
         pytest.skip("this release has no such cache")
     ours, stock = pair(kind)
     caches = [brought(kind, how, model) for model in (ours, stock)]
     sequences = [prompt(padded=2)["input_ids"]] * 2
     mask = prompt(padded=2)["attention_mask"]
-    for more in (0, 5, 1):  # a turn of the user's; a single token
+    for more in (0, 5, 1):  # a turn of the user, a single token
         further = torch.randint(3, 61, (2, more), generator=torch.Generator().manual_seed(more))
         sequences = [torch.cat((tokens, further), 1) for tokens in sequences]
         mask = torch.cat((mask, mask.new_ones((2, sequences[0].shape[1] - mask.shape[1]))), 1)
@@ -121,7 +121,7 @@ def test_a_returned_cache_is_continued_and_can_be_copied(pair):
 
 
 @pytest.mark.parametrize("how", [{}, {"return_dict_in_generate": True, "output_scores": True}])
-def test_an_end_that_is_noticed_late_leaves_no_token_in_the_cache(how, pair, ends_asked_late):
+def test_a_late_end_leaves_no_extra_token_in_the_cache(how, pair, ends_asked_late):
     ours, stock = pair()
     free = generate(stock, repetition_penalty=9.0)
     how = {**how, "eos_token_id": [row[12].item() for row in free], "repetition_penalty": 9.0, "pad_token_id": 0}
@@ -150,7 +150,7 @@ def test_an_error_leaves_the_tokens_so_far_in_the_cache(pair):
             if self.calls > 9:
                 raise KeyboardInterrupt
 
-    Streamer.__module__ = "transformers"  # the user's own would be turned away
+    Streamer.__module__ = "transformers"  # a user's own class would be refused
     ours, stock = pair()
     caches = [DynamicCache(), DynamicCache()]
     for model, cache in zip((ours, stock), caches, strict=True):
@@ -160,7 +160,7 @@ def test_an_error_leaves_the_tokens_so_far_in_the_cache(pair):
     alike(*caches)
 
 
-def test_a_wrong_replay_leaves_nothing_in_the_users_cache(pair, monkeypatch, tmp_path):
+def test_a_wrong_replay_does_not_change_the_users_cache(pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=6))
     ours, stock = pair(graphs=None)
@@ -176,7 +176,7 @@ def test_a_wrong_replay_leaves_nothing_in_the_users_cache(pair, monkeypatch, tmp
     alike(*caches)
 
 
-def test_code_of_the_users_may_read_the_cache_that_the_call_brings(pair):
+def test_user_code_can_read_the_passed_cache(pair):
     ours, stock = pair(graphs=None)
 
     class Reading(LogitsProcessor):
@@ -201,7 +201,7 @@ class OwnCache(DynamicCache):
 
 
 @pytest.mark.parametrize("name", ["offloaded", OwnCache])
-def test_other_caches_stay_transformers_own(name, pair):
+def test_other_caches_are_not_replaced(name, pair):
     ours, stock = pair(graphs=None)
     how = {"cache_implementation": name} if isinstance(name, str) else {}
     if name == "offloaded" and not torch.cuda.is_available():

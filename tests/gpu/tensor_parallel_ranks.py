@@ -1,6 +1,6 @@
-"""Run by test_tensor_parallel.py in each of two ranks on GPUs of their own: recorded steps that hold collectives.
+"""Run by test_tensor_parallel.py in each of two ranks on separate GPUs: recorded steps with collectives.
 
-Arguments: a checkpoint, and a folder where each rank writes what it found, as JSON.
+Arguments: a checkpoint, and a folder where each rank writes its results as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmark on a GPU: recorded steps are what is timed, memory and idle time are measured. Not run without one."""
+"""The benchmark on a GPU: recorded steps are timed, and memory and idle time are measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 DECODE = Case("decode", 2, 64, 32)
 
 
-def test_a_decode_case_is_timed_over_recorded_steps():
+def test_a_decode_case_is_timed_with_recorded_steps():
     subject = run.Subject(None, "small", torch.device("cuda:0"))
     done = run.bench(subject, [DECODE], ["stock", "hf_rocm"], rounds=2, segment="x", progress=lambda text: None)
     stock, ours = done.results[0].timings
@@ -26,7 +26,7 @@ def test_a_decode_case_is_timed_over_recorded_steps():
         assert each.parity.refusal is None and weights < each.peak < weights + 2**30
 
 
-def test_rates_are_those_of_a_gpu_and_launches_are_left_out():
+def test_rates_are_those_of_a_gpu_and_exclude_launches():
     device = torch.device("cuda:0")
     found = rates.measure(device, torch.bfloat16)
     assert found.copy > 1e11 and found.matmul > 1e12
@@ -35,7 +35,7 @@ def test_rates_are_those_of_a_gpu_and_launches_are_left_out():
     assert 0 < recorded < launched
 
 
-def test_a_profile_knows_kernels_and_gaps(tmp_path):
+def test_a_profile_has_kernels_and_gaps(tmp_path):
     found = profiling.profile(
         run.Subject(None, "small", torch.device("cuda:0")),
         DECODE,

@@ -1,4 +1,4 @@
-"""Device maps over GPUs and the CPU: stock's tokens under the same map; layers that stay where they are, fused."""
+"""Device maps over GPUs and the CPU: stock's tokens with the same map, and fused layers where nothing is offloaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOVED = "run by a hook (AlignDevicesHook) that may move its weights"
 
 @pytest.fixture(autouse=True)
 def unprobed():
-    with options.override(probe=False):  # kernels have tests of their own, and checking each takes seconds
+    with options.override(probe=False):  # other tests check the kernels, which takes seconds
         yield
 
 
@@ -42,9 +42,9 @@ def checkpoint(tmp_path):
 
 
 def placed(*devices, tied=False):
-    """One device for each layer; what comes before and after them is with the first and the last of those on a GPU.
+    """One device per layer; the embedding and the head are with the first and the last layer on a GPU.
 
-    tied: the head has the embedding's weight, and is with it.
+    tied: the head shares the embedding's weight and device.
     """
     layers = {f"model.layers.{number}": device for number, device in enumerate(devices)}
     first, *_, last = [device for device in devices if device != "cpu"]
@@ -63,7 +63,7 @@ def asked(**arguments):
 
 
 def joined_products(model, inputs):
-    """How many products of fused weights one prompt makes."""
+    """The number of fused GEMMs of one prompt."""
     layer = model.model.layers[0]
     qkv = sum(getattr(layer.self_attn, name).out_features for name in ("q_proj", "k_proj", "v_proj"))
     shapes = {(qkv, SIZES["hidden_size"]), (2 * SIZES["intermediate_size"], SIZES["hidden_size"])}
@@ -110,10 +110,10 @@ def test_layers_offloaded_to_the_cpu(kind, checkpoint, tmp_path):
     assert hooks(ours) == hooks(stock) and torch.equal(generate(ours, asked(), new=24), expected)
 
 
-def test_as_memory_allows(checkpoint):
-    """accelerate chooses: the first layers on the GPU, the others on the CPU."""
+def test_limited_by_memory(checkpoint):
+    """accelerate places the first layers on the GPU and the others on the CPU."""
     embeddings, layer = 4 * 503 * 256, 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)
-    memory = {0: embeddings + 7 * layer // 2, "cpu": "4GiB"}  # it may keep room for one that is brought
+    memory = {0: embeddings + 7 * layer // 2, "cpu": "4GiB"}  # it may reserve memory for an offloaded layer
     folder = checkpoint("llama")
     ours, stock = (load(folder, ours=which, device_map="auto", max_memory=memory) for which in (True, False))
     on_gpu = sum(not each.mlp.up_proj.weight.is_meta for each in stock.model.layers)
@@ -122,8 +122,8 @@ def test_as_memory_allows(checkpoint):
 
 
 @pytest.mark.parametrize("mapping", ["auto", {"": 0}])
-def test_one_gpu_that_holds_all(mapping, checkpoint):
-    """No hooks, and steps are recorded as without a map."""
+def test_one_gpu_for_all_layers(mapping, checkpoint):
+    """There are no hooks, and steps are recorded as without a map."""
     folder = checkpoint("llama")
     memory = {"max_memory": {0: "4GiB"}} if mapping == "auto" else {}
     ours, stock = (load(folder, ours=which, device_map=mapping, **memory) for which in (True, False))
@@ -149,7 +149,7 @@ def test_layers_on_two_gpus(kind, checkpoint):
 
 
 @two
-def test_layers_that_go_back_and_forth(checkpoint):
+def test_layers_on_alternating_devices(checkpoint):
     folder = checkpoint("llama")
     ours, stock = (load(folder, ours=which, device_map=placed(0, 1, 0, 1)) for which in (True, False))
     same_as_stock(ours, stock, groups=GROUPS)
@@ -165,7 +165,7 @@ def test_balanced(checkpoint):
 
 
 @two
-def test_recorded_steps_that_are_required_are_refused(checkpoint):
+def test_required_recorded_steps_are_refused(checkpoint):
     ours = load(checkpoint("llama"), ours=True, device_map=placed(0, 0, 1, 1), graphs=True)
     with pytest.raises(GraphError, match="on 2 devices"):
         generate(ours, asked())

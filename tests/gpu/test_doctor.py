@@ -1,4 +1,4 @@
-"""Doctor's child on a GPU: it multiplies, attends and allocates, and says so."""
+"""Doctor's child process on a GPU: it tests GEMMs, attention and the allocator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_rocm.tools.doctor.machine import ThisMachine
 pytestmark = pytest.mark.gpu
 
 
-def test_every_gpu_is_tried() -> None:
+def test_every_gpu_is_tested() -> None:
     answer = ThisMachine().ask("torch", timeout=240)
     assert answer.error is None
     devices = answer.facts["devices"]
@@ -21,7 +21,7 @@ def test_every_gpu_is_tried() -> None:
 
 
 @pytest.mark.parametrize("settings", ["expandable_segments:True", "max_split_size_mb:128"])
-def test_either_setting_of_the_allocator_is_in_force_where_it_is_tried(
+def test_either_setting_of_the_allocator_is_effective_in_its_test(
     settings: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)

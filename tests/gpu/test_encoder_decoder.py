@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("kind", SIZES)
-def test_tokens_are_stocks(kind, padded, monkeypatch):
+def test_tokens_equal_stock(kind, padded, monkeypatch):
     monkeypatch.setattr(cache_layer, "LEAST", 16)
     monkeypatch.setattr(pool, "_AHEAD", 32)
     heads = {"d_kv": 64, "d_model": 256} if kind == "t5" else {"d_model": 256}

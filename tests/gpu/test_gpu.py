@@ -1,4 +1,4 @@
-"""The forced path on a real GPU: parity, the route, and memory, allocated and reserved. Not run without one."""
+"""The forced path on a real GPU: parity, the route, and allocated and reserved memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_greedy_tokens(name, cache, checkpoint):
 
 
 def large_llama(device):
-    """Four layers of the Llama-3.1-8B shape, made in bf16 at once: a conversion on the GPU would leave holes."""
+    """Four layers of the Llama-3.1-8B shape, built in bf16: a conversion on the GPU would fragment its memory."""
     config = transformers.LlamaConfig(
         vocab_size=1000,
         hidden_size=4096,
@@ -85,9 +85,10 @@ def memory():
 
 @pytest.mark.first
 def test_memory_of_preparing_and_saving_on_the_gpu(tmp_path):
-    """After preparing: stock ± 1 %, allocated and reserved; the peak within one layer's fused weights."""
+    """After preparing: stock ± 1 %, allocated and reserved. The peak is at most one layer's fused weights above."""
     model = large_llama("cuda")
-    torch.mm(*[torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)] * 2)  # the library's workspace is no leak
+    # the workspace of the BLAS library is not a leak
+    torch.mm(*[torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)] * 2)
     torch.cuda.empty_cache()
     allocated, reserved = memory()
     assert allocated > 1e9
@@ -119,4 +120,4 @@ def test_memory_of_a_prepared_model_that_moves_to_the_gpu():
     assert abs(memory()[0] - before - size) <= 0.01 * size
     with torch.inference_mode(), ops.recording() as routes:
         model(input_ids=torch.arange(10, device="cuda")[None])
-    fused_ran(model, routes)  # it was fused again on the way
+    fused_ran(model, routes)  # it was fused again by the move

@@ -1,7 +1,7 @@
-"""8 bits on a GPU: within the format's bound in every tier and dtype, whole models as one product a group, memory.
+"""8-bit GEMMs on a GPU: errors within the format's bound in every tier and dtype, whole models, and memory.
 
-On an NVIDIA GPU the torch tier must run: fp8 in bf16 with the scales inside the product and in fp16 with the scales
-after it, int8 in every dtype. fp8 in fp32, and sizes that the vendor library doesn't take, fall to the eager tier.
+On an NVIDIA GPU the torch tier must run: fp8 in bf16 with the scales inside the GEMM and in fp16 with the scales after
+it, int8 in every dtype. fp8 in fp32, and sizes that the vendor library doesn't support, run in the eager tier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPES = [((1,), 64, 48), ((3,), 128, 4096), ((2, 17), 256, 64), ((300,), 4096, 512), ((0,), 64, 64)]
-WORKSPACE = 128 * 2**20  # what the vendor libraries take, and holes of the allocator
+WORKSPACE = 128 * 2**20  # workspaces of the vendor libraries, and fragmentation
 EXPECTED = {
     ("fp8", BF16): "_scaled_mm",
     ("fp8", FP16): "_scaled_mm, scaled after",
@@ -59,7 +59,7 @@ def in_full(x, data, scale, bias, dtype):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_the_product(kind, dtype, bias, shape, k, n):
+def test_the_gemm(kind, dtype, bias, shape, k, n):
     format = format_of(kind)
     if format is None:
         pytest.skip("this GPU has no fp8")
@@ -94,7 +94,7 @@ def test_zeros_and_nan(tier, kind):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize(("k", "n"), [(63, 64), (64, 33), (8, 8)])
-def test_odd_sizes_are_served_somewhere(kind, k, n):
+def test_odd_sizes_are_served_by_some_tier(kind, k, n):
     format = format_of(kind)
     if format is None:
         pytest.skip("this GPU has no fp8")
@@ -104,9 +104,9 @@ def test_odd_sizes_are_served_somewhere(kind, k, n):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_a_model(kind):
-    """Four layers of the Llama-3.1-8B shape: half the memory of their linear layers, one product for each group.
+    """Four layers of the Llama-3.1-8B shape: half the memory of their linear layers, one GEMM per group.
 
-    Its logits are as good as the eager tier's, and off from those of the weights before by what is reported.
+    The logits are as accurate as the eager tier's, and differ from those of the original weights by the reported loss.
     """
     if format_of(kind) is None:
         pytest.skip("this GPU has no fp8")
@@ -126,7 +126,7 @@ def test_a_model(kind):
     assert 0.49 * linear - WORKSPACE <= saved <= linear / 2
     assert memory()[1] <= reserved - saved + WORKSPACE
     assert torch.cuda.max_memory_allocated() <= allocated + LAYER + WORKSPACE
-    rounded = {"linear": "torch"}  # the triton tier would not round x
+    rounded = {"linear": "torch"}  # the triton tier does not round x
     with torch.inference_mode(), ops.recording() as routes, options.override(tiers=rounded):
         after = model(input_ids=ids, use_cache=False).logits
     shapes = [each.shapes[1] for each in routes if each.operation == "quantized_linear"]
@@ -149,7 +149,7 @@ def test_a_model(kind):
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_the_product_compiles(kind):
+def test_the_gemm_compiles(kind):
     format = format_of(kind)
     if format is None:
         pytest.skip("this GPU has no fp8")
@@ -172,10 +172,10 @@ def test_a_model_moves_to_the_gpu_and_back():
     del output
     model.cpu()
     gc.collect()
-    assert memory()[0] - before < WORKSPACE  # the 8 bits were 900 MB
+    assert memory()[0] - before < WORKSPACE  # the 8-bit weights took 900 MB
 
 
-# N, K: whole tiles, the sizes of a small model, a K that is no multiple of a step
+# N, K: whole tiles, the sizes of a small model, a K that is not a multiple of a step
 SIZES = [(4096, 4096), (896, 4864), (272, 1152)]
 
 
@@ -226,8 +226,8 @@ def test_few_rows(kind, dtype, form, n, k):
 @pytest.mark.parametrize(("n", "k"), [*SIZES, (40, 128)])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "int4-g32"])
-def test_many_rows_meet_a_dequantised_weight(kind, dtype, n, k):
-    """The weight is bit for bit what PyTorch's operations give, and the product as good as an eager layer's."""
+def test_many_rows_use_a_dequantised_weight(kind, dtype, n, k):
+    """The weight is bitwise equal to PyTorch's result, and the GEMM is as accurate as that of an eager layer."""
     weight = (random(n, k, dtype=dtype, seed=1) * k**-0.5).cuda()
     weight[1] = 0
     weight[2] *= 2.0**-8
@@ -251,7 +251,7 @@ def test_many_rows_meet_a_dequantised_weight(kind, dtype, n, k):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_a_prompt_is_not_rounded(kind):
-    """Products of 100 rows read the packed weights in place of rounding x, in a whole model."""
+    """GEMMs of 100 rows read the packed weights instead of rounding x, in a whole model."""
     torch.manual_seed(0)
     model = hf_rocm.quantize(hf_rocm.prepare(large_llama("cuda"), force=True), kind, force=True)
     ids = torch.arange(100, device="cuda")[None]
@@ -263,7 +263,7 @@ def test_a_prompt_is_not_rounded(kind):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_a_recorded_step_reads_the_packed_weights(kind):
-    """Greedy tokens of recorded steps are those of steps that are not recorded; 4 bits take a quarter of the memory."""
+    """Greedy tokens of recorded and uncaptured steps are equal; 4 bits take a quarter of the memory."""
     torch.manual_seed(0)
     model = hf_rocm.prepare(large_llama("cuda"), force=True)
     linear = sum(

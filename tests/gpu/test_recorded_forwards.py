@@ -1,4 +1,4 @@
-"""Forwards of encoders in recorded graphs on a GPU: stock's results, from replays, whatever else the process does."""
+"""Encoder forwards in recorded graphs on a GPU: replays return stock's results, also with concurrent work."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ pytestmark = pytest.mark.gpu
 
 CALLS = 200
 
-# Families that copy tensors of the host to the GPU in their forward, which a recording can't repeat: stock's results.
+# Families whose forward copies host tensors to the GPU, which can't be recorded: they run uncaptured.
 COPIES = ("mpnet",)
 
 
 @pytest.fixture(autouse=True)
 def unprobed(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "cache"))
-    with options.override(probe=False):  # kernels have tests of their own, and checking each takes seconds
+    with options.override(probe=False):  # other tests check the kernels, which takes seconds
         yield
 
 
 def build(name, dtype=torch.float32):
-    """(ours, its twin that is never recorded, stock)"""
+    """(the recorded model, its twin that is never recorded, stock)"""
     stock = make(name).to("cuda", dtype)
     ours, twin = copy.deepcopy(stock), copy.deepcopy(stock)
     return hf_rocm.prepare(ours, force=True), hf_rocm.prepare(twin, force=True, graphs=False), stock
@@ -46,7 +46,7 @@ def on_gpu(given, dtype=torch.float32):
 
 
 def close(found, expected, dtype):
-    """Within rounding: where a kernel without masks serves a padded batch uncaptured, a replay uses the mask."""
+    """Equal up to rounding: uncaptured, a padded batch may run in a kernel without masks, while a replay uses masks."""
     scale = 32 * torch.finfo(dtype).eps
     for one, other in zip(tensors(found), tensors(expected), strict=True):
         torch.testing.assert_close(one, other, rtol=scale, atol=scale * float(other.abs().max()))
@@ -62,7 +62,7 @@ def assert_replayed(ours, name, *, least):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_random_calls_are_stocks(name, dtype):
+def test_random_calls_equal_stock(name, dtype):
     ours, twin, stock = build(name, dtype)
     draw = random.Random(name)
     kinds = [random_kind(name, draw) for _ in range(3)]
@@ -109,7 +109,7 @@ def test_a_call_without_a_mask():
     assert counted(ours)[1] == 3
 
 
-def test_threads_on_streams_of_their_own():
+def test_threads_on_separate_streams():
     ours, twin, _ = build("bert")
     other, other_twin, _ = build("vit")
     wrong = []
@@ -131,7 +131,7 @@ def test_threads_on_streams_of_their_own():
     assert not wrong and counted(ours)[1] > 40 and counted(other)[1] > 20
 
 
-def test_beside_a_model_that_decodes():
+def test_together_with_a_decoding_model():
     from tests.generation.conftest import make as make_decoder
 
     decoder = make_decoder("llama").cuda()

@@ -1,4 +1,4 @@
-"""A model that two GPUs share: stock's tokens from recorded steps, sums over the ranks included."""
+"""A model sharded over two GPUs: stock's tokens from recorded steps that include the all-reduces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-def test_recorded_steps_hold_the_sums(tmp_path: Path) -> None:
+def test_recorded_steps_include_the_all_reduces(tmp_path: Path) -> None:
     make("llama", hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=504).save_pretrained(
         tmp_path / "model"
     )

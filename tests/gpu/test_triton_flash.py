@@ -1,4 +1,4 @@
-"""Attention of many queries and over pages by our kernels on a GPU, and batches of a prepared model over them."""
+"""Attention of many queries and paged attention by the Triton kernels on a GPU, and batches of a prepared model."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_pages_inside_a_recorded_graph(terms, page):
 
 @pytest.mark.skipif(RELEASE.release < (5, 9), reason="not run: this release has no flash attention over pages")
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_batches_run_over_pages_with_graphs_and_give_the_tokens_of_a_run_alone(kind):
+def test_batches_run_on_pages_with_graphs_and_return_the_tokens_of_single_runs(kind):
     from transformers.generation import ContinuousBatchingConfig
 
     stock = make(kind).to("cuda", BF16)
@@ -131,7 +131,7 @@ def test_batches_run_over_pages_with_graphs_and_give_the_tokens_of_a_run_alone(k
     assert attention == {("varlen_attention", "triton"), ("paged_attention", "triton")}
     found = {tuple(each.prompt_ids): list(each.generated_tokens) for each in results}
     expected = one_by_one(stock, prompts())
-    # bf16 rounds another way, so that a close decision may differ; most tokens may not
+    # bf16 rounds differently, so that close decisions may differ, but not most tokens
     equal = [
         a == b
         for prompt, row in zip(prompts(), expected, strict=True)

@@ -1,4 +1,4 @@
-"""Products of few rows by our kernels on a GPU: every form, compiled, and recorded in a graph."""
+"""GEMMs of few rows by the Triton kernels on a GPU: every variant, compiled, and in a recorded graph."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_linear(m, n, k, dtype):
 @pytest.mark.parametrize("k", [4096, 520])
 @pytest.mark.parametrize("m", [1, 2, 8])
 @pytest.mark.parametrize("form", ["norm", "1 + w", "gate", "all"])
-def test_what_rides_along(form, m, k, dtype):
+def test_fused_norm_activation_and_residual(form, m, k, dtype):
     n = 2048
     x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5
     by = random(k, dtype=dtype, seed=2) if form in ("norm", "1 + w", "all") else None
@@ -61,7 +61,7 @@ def test_what_rides_along(form, m, k, dtype):
 
 @pytest.mark.parametrize("m", [1, 8])
 def test_replayed_with_other_inputs(m):
-    """Nothing is read on the host: a recorded call computes with what its tensors hold then."""
+    """Nothing is read on the host: a replay uses the current values of its tensors."""
     dtype = torch.bfloat16
     x, weight, by = (
         random(m, 1024, dtype=dtype),

@@ -1,4 +1,4 @@
-"""The choice of experts by our kernel on a GPU: the experts of torch.topk, also among equal scores, and in a graph."""
+"""Expert selection by the Triton kernel on a GPU: the experts of torch.topk, also with equal scores, and in a graph."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_choose_experts(form, dtype):
 
 @pytest.mark.parametrize("scores", routing.SCORES)
 @pytest.mark.parametrize(("experts", "top"), SIZES)
-def test_the_experts_of_topk_also_among_equal_scores(experts, top, scores):
-    """Logits as of a product in bf16: every second token or so has equal ones at the limit of the top k."""
+def test_the_experts_equal_those_of_topk_also_with_equal_scores(experts, top, scores):
+    """Logits like those of a bf16 GEMM: about half of the tokens have equal scores at the limit of the top k."""
     generator = torch.Generator("cuda").manual_seed(0)
     for spread in (0.01, 0.5, 3.0):
         logits = (torch.randn(2048, experts, generator=generator, device="cuda") * spread).bfloat16()
@@ -51,7 +51,7 @@ def test_the_experts_of_topk_also_among_equal_scores(experts, top, scores):
         torch.testing.assert_close(weights.sort(-1).values, expected.sort(-1).values, rtol=2**-7, atol=0)
 
 
-def test_equal_groups_too():
+def test_groups_with_equal_scores():
     generator = torch.Generator("cuda").manual_seed(0)
     logits = torch.randn(2048, 256, generator=generator, device="cuda").mul(4).round().div(4)
     form = {"top": 8, "scores": "sigmoid", "groups": 8, "chosen_groups": 4, "bias": torch.zeros(256, device="cuda")}

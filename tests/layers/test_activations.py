@@ -1,4 +1,4 @@
-"""An activation that is a plain function, in a module or by a config, is called as stock calls it."""
+"""An activation that is a plain function, set on a module or by a config, is called as in stock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.weights import models
 
 
 class Counting:
-    """A bound method as an activation, which counts its calls."""
+    """An activation whose bound method counts its calls."""
 
     calls = 0
 
@@ -51,7 +51,7 @@ def products(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_that_was_put_into_a_module_runs(name, dtype):
+def test_a_function_set_on_a_module_is_called(name, dtype):
     stock = models.build().to(dtype)
     ours = models.prepared().to(dtype)
     ours.load_state_dict(stock.state_dict())
@@ -67,7 +67,7 @@ def test_a_function_that_was_put_into_a_module_runs(name, dtype):
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["gate and up", "joined"])
-def test_a_config_may_name_a_function(joined, monkeypatch):
+def test_a_function_set_by_a_config_is_called(joined, monkeypatch):
     import transformers
 
     monkeypatch.setitem(activations.ACT2FN, "beside", lambda: lambda x: torch.tanh(x) * 0.5)
@@ -86,7 +86,7 @@ def test_a_config_may_name_a_function(joined, monkeypatch):
     assert any(route.operation == "rms_norm" for route in routes)
 
 
-def test_mixtures_leave_it_to_stock(recorded_on_cpu):  # noqa: F811
+def test_experts_with_such_an_activation_stay_stock(recorded_on_cpu):  # noqa: F811
     stock = make("mixtral")
     ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     for model in (stock, ours):
@@ -100,7 +100,7 @@ def test_mixtures_leave_it_to_stock(recorded_on_cpu):  # noqa: F811
     assert not any(route.operation == "experts" for route in routes)
 
 
-def test_a_function_of_the_users_own_runs_at_every_step(pair):  # noqa: F811
+def test_a_users_function_runs_in_every_decode_step(pair):  # noqa: F811
     ours, stock = pair(graphs=None)
     generate(ours)
     replayed = counted(ours)[1]
@@ -111,7 +111,7 @@ def test_a_function_of_the_users_own_runs_at_every_step(pair):  # noqa: F811
     assert one.calls == other.calls and counted(ours)[1] == replayed
 
 
-def test_a_function_of_torchs_is_recorded(pair):  # noqa: F811
+def test_a_torch_function_is_recorded(pair):  # noqa: F811
     ours, stock = pair()
     for model in (ours, stock):
         put(model, F.gelu if hasattr(F.gelu, "__code__") else F.relu)

@@ -62,7 +62,7 @@ def test_softcap_of_packed_sequences_runs_in_eager():
 
 @each_dtype
 @each_tier
-def test_decode_attention_ignores_what_is_unwritten(tier, dtype):
+def test_decode_attention_ignores_unwritten_keys(tier, dtype):
     query, key, value = random(3, 4, 1, 8, dtype=dtype), *(random(3, 2, 6, 8, dtype=dtype, seed=s) for s in (1, 2))
     for row, length in enumerate((1, 6, 3)):
         key[row, :, length:] = value[row, :, length:] = 1e4
@@ -105,7 +105,7 @@ def test_add_rms_norm(tier, dtype, one_plus, shape):
 @each_tier
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [2, 6, 8])
-def test_rope_turns_each_pair_by_its_angle(tier, dtype, interleaved, rotated):
+def test_rope_rotates_every_pair_by_its_angle(tier, dtype, interleaved, rotated):
     query, key = random(2, 3, 5, 8, dtype=dtype), random(2, 1, 5, 8, dtype=dtype, seed=1)
     angles = torch.rand(2, 5, rotated // 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 6
     doubled = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
@@ -122,7 +122,7 @@ def test_rope_turns_each_pair_by_its_angle(tier, dtype, interleaved, rotated):
             expected[..., b] = x[..., b].double() * cos + x[..., a].double() * sin
         if tier == "eager":
             assert_as_good_as_eager(output, measure, expected)
-        else:  # three roundings, as the unfused layers do
+        else:  # three roundings, as in unfused layers
             allowed = 3 * torch.finfo(dtype).eps * expected.abs().max() + 1e-12
             assert (output.double() - expected).abs().max() <= allowed
 
@@ -151,7 +151,7 @@ def test_shuffled_linear(tier, bias):
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((15, 32), torch.bfloat16), ((16, 48), torch.bfloat16), ((16, 32), torch.float32)]
 )
-def test_what_cannot_be_shuffled(shape, dtype):
+def test_weights_that_cannot_be_shuffled(shape, dtype):
     with pytest.raises(OptionError, match="can't be shuffled"):
         ops.shuffle(torch.zeros(shape, dtype=dtype))
 
@@ -174,8 +174,8 @@ def test_sinks_and_empty_packed_sequences(dtype):
 
 @each_dtype
 @each_tier
-def test_paged_attention_writes_and_reads_through_the_table(tier, dtype):
-    """What nobody wrote is NaN; a row without a request is zero and writes nothing."""
+def test_paged_attention_uses_the_page_table(tier, dtype):
+    """Unwritten slots are NaN. A row without a request is zero and writes nothing."""
     query, new = random(3, 4, 1, 8, dtype=dtype), random(3, 2, 1, 8, dtype=dtype, seed=1)
     pages = torch.full((7, 4, 2, 8), torch.nan, dtype=dtype)
     table = torch.tensor([[5, 2], [0, -1], [-1, -1]], dtype=torch.int32)

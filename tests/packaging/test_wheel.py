@@ -1,4 +1,4 @@
-"""What users install is complete, and nothing but it."""
+"""The wheel is complete and contains nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_wheel_has_the_package_and_the_overlays_and_nothing_else(wheel: Path
     assert files_of(wheel) == sources("hf_rocm", "hf_rocm") | overlays
 
 
-def test_the_wheel_carries_the_licence(wheel: Path) -> None:
+def test_the_wheel_contains_the_licence(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/licenses/LICENSE"))
         assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
@@ -77,9 +77,9 @@ def test_the_installed_wheel_finds_its_overlays(installed: Path, run: Run) -> No
     assert set(done.stdout.split()) == ours and len(ours) > 60, done.stderr
 
 
-def test_what_is_being_tested_is_the_wheel() -> None:
+def test_the_tests_run_against_the_wheel() -> None:
     if not sys.flags.isolated:
-        pytest.skip("only scripts/test promises to test the installed wheel")
+        pytest.skip("only scripts/test tests the installed wheel")
     package = Path(hf_rocm.__file__).parent
     assert package.parent.name == "site-packages"
     assert (package / "_overlays").is_dir()

@@ -1,4 +1,4 @@
-"""Forward passes equal stock's within the derived tolerance, in every served situation, and our path ran."""
+"""Forward passes equal stock's within the derived tolerance in every served situation, and hf_rocm's path ran."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PADDING = {
 
 
 def compare(name, trio, tier, dtype, run, calls, attended=None):
-    """Run `run(model)`, giving named tensors, on all three and hold ours against stock's own error."""
+    """Run `run(model)`, which returns named tensors, on all three models, and compare our error with stock's."""
     ours, stock, exact = trio(name, dtype)
     with options.override(tier=tier), ops.recording() as routes:
         actual = run(ours)
@@ -35,12 +35,12 @@ def compare(name, trio, tier, dtype, run, calls, attended=None):
     fused_ran(ours, routes)
     with ops.recording() as routes:
         same_dtype, expected = run(stock), run(exact)
-    assert routes == []  # the stock models beside ours stayed stock
+    assert routes == []  # the other two models stayed stock
     assert_run_as_good_as_eager(actual, same_dtype, expected)
 
 
 def outputs(result, keep=None):
-    """Logits and every hidden state; keep selects the positions that count."""
+    """Return logits and every hidden state. keep: selects the positions to compare."""
     named = {"logits": result.logits}
     named.update({f"hidden {layer}": state for layer, state in enumerate(result.hidden_states)})
     if keep is None:
@@ -54,7 +54,7 @@ def outputs(result, keep=None):
 @pytest.mark.parametrize("padding", PADDING)
 def test_forward(name, dtype, tier, padding, trio):
     mask = torch.tensor(PADDING[padding])
-    # what a padding token computes is nobody's business: stock itself differs there between implementations
+    # outputs at padding tokens are not compared: stock's implementations differ there too
     keep = mask.bool()
 
     def run(model):
@@ -103,7 +103,7 @@ def test_prefill_decode_and_a_chunk_on_a_filled_cache(name, dtype, tier, cache, 
 @each_tier
 @each_decoder
 def test_a_static_prefill_without_a_mask(name, tier, trio):
-    """Newer releases drop the mask there and lean on sdpa's top-left alignment; ours is bottom-right."""
+    """Newer releases drop the mask and rely on sdpa's top-left alignment; hf_rocm's attention aligns bottom-right."""
 
     def run(model):
         past = static_cache(model, 1, 32)
@@ -115,8 +115,8 @@ def test_a_static_prefill_without_a_mask(name, tier, trio):
 
 
 @each_model
-def test_attentions_of_an_eager_model_are_stocks(name, checkpoint):
-    """Whoever asks for eager gets stock's eager attention, weights included, bit for bit up to the fused product."""
+def test_attention_weights_of_an_eager_model_equal_stock(name, checkpoint):
+    """An eager model runs stock's eager attention; up to the fused GEMM, its weights are bitwise equal."""
     folder = checkpoint(name, torch.float32)
     ours = models.load_ours(folder, attn_implementation="eager")
     stock = models.load_stock(name, folder, attn_implementation="eager")
@@ -131,7 +131,7 @@ def test_attentions_of_an_eager_model_are_stocks(name, checkpoint):
 
 @pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")
 @each_model
-def test_attentions_asked_of_sdpa_are_what_stock_gives(name, trio):
+def test_attention_weights_of_an_sdpa_model_equal_stock(name, trio):
     ours, stock, _ = trio(name, torch.float32)
     actual = ours(input_ids=tokens(2, 9), output_attentions=True)
     expected = stock(input_ids=tokens(2, 9), output_attentions=True)
@@ -144,7 +144,7 @@ def test_attentions_asked_of_sdpa_are_what_stock_gives(name, trio):
 
 
 def test_a_bert_decoder_with_a_cache(checkpoint):
-    """Served where the release hands the layer a Cache object of its own line; stock before, with the reason."""
+    """Served in releases that pass a Cache object to the layer; stock in earlier ones, with the reason."""
     folder = checkpoint("bert", torch.float32)
     ours = models.load_ours(folder, is_decoder=True, auto_class="BertLMHeadModel")
     stock = transformers.BertLMHeadModel.from_pretrained(folder, is_decoder=True, torch_dtype="auto").eval()
@@ -164,7 +164,7 @@ def test_a_bert_decoder_with_a_cache(checkpoint):
 
 @each_model
 def test_under_autocast(name, checkpoint):
-    """Mixed precision of an fp32 model: the same dtypes as stock, and no further from float64 than stock is."""
+    """Mixed precision of an fp32 model: the same dtypes as stock, and at most stock's error against float64."""
     folder = checkpoint(name, torch.float32)
     ours, stock = models.load_ours(folder), models.load_stock(name, folder)
     exact = models.in_float64(models.load_stock(name, folder))(input_ids=tokens(2, 9), output_hidden_states=True)

@@ -1,4 +1,4 @@
-"""Generation: the same greedy tokens in fp32; in bf16 every token is one that stock would stand by."""
+"""Generation: the same greedy tokens in fp32; in bf16, every token is within tolerance of stock's best."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_greedy_tokens_are_equal_in_fp32(name, tier, cache, padded, trio):
 
 @each_tier
 @each_decoder
-def test_bf16_tokens_are_stocks_within_tolerance(name, tier, trio):
-    """Teacher-forced: for each chosen token, stock's own logit lies within tolerance of stock's maximum there."""
+def test_bf16_tokens_equal_stock_within_tolerance(name, tier, trio):
+    """Teacher-forced: the stock logit of every chosen token is within tolerance of stock's maximum."""
     ours, stock, exact = trio(name, torch.bfloat16)
     ids = tokens(2, 8)
     with options.override(tier=tier):
@@ -48,13 +48,13 @@ def test_bf16_tokens_are_stocks_within_tolerance(name, tier, trio):
     logits = stock(input_ids=chosen).logits[:, 7:-1]
     reference = exact(input_ids=chosen).logits[:, 7:-1]
     picked = logits.gather(-1, chosen[:, 8:, None])[..., 0]
-    # both our choice and stock's maximum carry an error of this size
+    # both the chosen logit and stock's maximum have an error of this size
     allowed = 2 * allowed_error(logits, reference)
     assert (logits.amax(-1) - picked).max().item() <= allowed
 
 
 @each_decoder
-def test_beams_and_sampling_follow_stock(name, trio):
+def test_beam_search_and_sampling_equal_stock(name, trio):
     ours, stock, _ = trio(name, torch.float32)
     ids = tokens(2, 8)
     for arguments in ({"num_beams": 3, "do_sample": False}, {"do_sample": True, "top_k": 20}):

@@ -1,4 +1,4 @@
-"""The recorder of docs/performance.md: its matrix is measurable, its tables and the page agree."""
+"""The recorder of docs/performance.md: its segments can be measured, and its tables equal those on the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lib(monkeypatch):
     return bench_plan, bench_render, data_sheets
 
 
-def test_every_segment_names_what_there_is(lib):
+def test_every_segment_names_existing_shapes_and_operations(lib):
     plan, render, _ = lib
     for name, each in plan.SEGMENTS.items():
         assert each.shape in SHAPES and set(each.sides) <= set(LABELS) and each.rounds > 0
@@ -37,7 +37,7 @@ def test_every_segment_names_what_there_is(lib):
     assert shown == set(plan.SEGMENTS)
 
 
-def test_a_segment_is_measured_and_kept_and_not_measured_again(lib, tmp_path, monkeypatch, capsys):
+def test_a_segment_is_measured_once_and_kept(lib, tmp_path, monkeypatch, capsys):
     plan, _, _ = lib
     tiny = plan.Plan("small", (("prefill", 1, 8, 0),), rounds=1, layers=1)
     monkeypatch.setattr(plan, "SEGMENTS", {"tiny": tiny})
@@ -55,7 +55,7 @@ def test_a_segment_is_measured_and_kept_and_not_measured_again(lib, tmp_path, mo
     assert "tiny: there already" in capsys.readouterr().err
 
 
-def test_the_tables_say_what_the_segments_say(lib, tmp_path):
+def test_the_tables_show_the_segments(lib, tmp_path):
     _, render, _ = lib
     (tmp_path / "docs" / "performance").mkdir(parents=True)
     page = tmp_path / "docs" / "performance.md"
@@ -103,8 +103,8 @@ def kernel(implementation, microseconds):
     }
 
 
-def test_the_page_is_as_the_recorded_segments_render_it(lib, tmp_path):
-    """What stands in the repository's page was not edited by hand."""
+def test_the_page_equals_the_rendered_segments(lib, tmp_path):
+    """The tables on the page were not edited by hand."""
     _, render, _ = lib
     docs = tmp_path / "docs"
     (docs / "performance").mkdir(parents=True)
@@ -116,8 +116,8 @@ def test_the_page_is_as_the_recorded_segments_render_it(lib, tmp_path):
     assert (docs / "performance.md").read_text(encoding="utf-8") == text
 
 
-def test_the_computed_table_is_what_the_shapes_give(lib):
-    """Bytes and operations of the named shapes, from their settings."""
+def test_the_computed_table_follows_from_the_shapes(lib):
+    """Bytes and operations of the named shapes, from their configs."""
     _, _, sheets = lib
     for name, (read, cached, whole, flops) in sheets.MODELS.items():
         shape = SHAPES[name].settings

@@ -1,4 +1,4 @@
-"""scripts/bench --segment generate-calls: every call is measured on right tokens."""
+"""scripts/bench --segment generate-calls: every call is measured with correct tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_call_is_measured_on_right_tokens(monkeypatch):
+def test_every_call_is_measured_with_correct_tokens(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from lib import generate_calls
 

@@ -1,4 +1,4 @@
-"""scripts/bench --segment never-slower: what it measures, how it decides, and how it ends."""
+"""scripts/bench --segment never-slower: its measurements, its decision, and its exit code."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def outcomes(lib, cases, rounds=2):
     return list(lib.measure(cases, torch.device("cpu"), lib.Size(**TINY), rounds=rounds, progress=lambda text: None))
 
 
-def test_every_case_is_measured_on_right_results_or_says_why_not(lib, monkeypatch):
-    """And what is timed as hf_rocm's side runs ours, the other doesn't."""
+def test_every_case_is_measured_with_correct_results_or_has_a_reason(lib, monkeypatch):
+    """Also check that only hf_rocm's side runs hf_rocm's kernels."""
     served, timed = [], lib.timed
 
     def watched(call, device):
@@ -56,11 +56,11 @@ def test_every_case_is_measured_on_right_results_or_says_why_not(lib, monkeypatc
     ("ours", "slower"),
     [((1.0, 1.0, 1.0), False), ((1.2, 1.3, 1.0), False), ((1.5, 1.6, 1.7), True), ((0.5, 0.5, 9.0), False)],
 )
-def test_slower_is_slower_beyond_the_spread(lib, ours, slower):
+def test_slower_means_slower_beyond_the_spread(lib, ours, slower):
     assert lib.Outcome("a case", (1.0, 1.1, 1.2), ours).slower is slower
 
 
-def test_a_wrong_result_is_told(lib, monkeypatch):
+def test_a_wrong_result_is_reported(lib, monkeypatch):
     prepare = hf_rocm.prepare
 
     def broken(model, **arguments):

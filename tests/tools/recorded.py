@@ -1,4 +1,4 @@
-"""Machines as files: what their tools print, which files they have, what the children answered. No GPU is needed."""
+"""Recorded machines: the output of their tools, their files, and the results of child processes. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 
 class Recorded:
-    """One machine of the folder. `base` names another one, of which it says only what differs; "-" takes away."""
+    """One machine of the folder.
+    `base` names another machine; only the differences are stored, and "-" removes an entry.
+    """
 
     def __init__(self, name: str) -> None:
         self.told = read(name)

@@ -1,4 +1,4 @@
-"""Faults that were reported: each rule on facts that it is about and on facts next to them, with source and remedy."""
+"""Known faults: every rule on matching facts and on facts just outside its range, with source and remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def good() -> Facts:
 
 
 def applied(facts: Facts) -> list[Finding]:
-    """What the rules say of these facts; every rule gives a line, shown or not."""
+    """The findings of the rules for these facts. Every rule returns a line, shown or not."""
     found = list(known(facts))
     assert {finding.check for finding in found} == {rule.name for rule in RULES}
     for finding in found:
@@ -55,7 +55,8 @@ def test_a_machine_without_any_of_them(good: Facts) -> None:
     ("gfx", "torch_facts", "system", "bundled", "found"),
     [
         ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.0", True, True),
-        ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", True, True),  # torch has its own
+        # torch includes its own copy
+        ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", True, True),
         ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", False, False),
         ("gfx942", {"version": "2.9.1", "hip": "7.2.26015"}, "7.2.1", False, True),
         ("gfx942", {"version": "2.11.0+rocm7.1", "hip": "7.1.25424"}, "7.1.1", True, False),
@@ -78,8 +79,8 @@ def test_graph_replays(good: Facts, gfx: str, torch_facts, system: str | None, b
         assert [finding.level.value for finding in off] == ["ok"]
 
 
-def test_the_builds_of_torch_that_are_recommended() -> None:
-    """ROCm 7.2 on a GPU whose graph replays it breaks is not; where every release breaks them, the newest is."""
+def test_recommended_builds_of_torch() -> None:
+    """A release is not recommended for a GPU whose graph replays it breaks, unless every release breaks them."""
     releases = {gfx: install(gfx).rpartition("rocm")[2] for gfx in ("gfx942", "gfx950", "gfx1100", "gfx1201")}
     assert releases == {"gfx942": "7.1", "gfx950": "7.1", "gfx1100": "7.2", "gfx1201": "7.2"}
     assert install().endswith("7.2") and install("gfx1100", "gfx942").endswith("7.1")
@@ -102,7 +103,7 @@ def test_copies_from_mapped_files(good: Facts, kernel: str, gfx: str, level: str
         assert "through ordinary memory" in found[0].what + found[0].means
 
 
-def test_bitsandbytes_is_judged_by_its_numbers(good: Facts) -> None:
+def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     facts = replace(good, packages={**good.packages, "bitsandbytes": "0.49.0"}, files={"bitsandbytes_rocm": True})
     right = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": None}}))
     assert [finding.level.value for finding in applied(right)] == ["ok"]
@@ -113,7 +114,7 @@ def test_bitsandbytes_is_judged_by_its_numbers(good: Facts) -> None:
     assert "GPU 1 (gfx942): a product of 8 rows" in finding.what and "BNB_ROCM_ARCH=gfx942" in finding.fix
     crashed = replace(facts, bitsandbytes=Answer({}, "it was killed by signal 11", "a 4-bit product on GPU 0"))
     assert "signal 11" in applied(crashed)[0].what
-    assert any("older than 0.50" in finding.what for finding in packages(facts))  # not tried: its version counts
+    assert any("older than 0.50" in finding.what for finding in packages(facts))  # not tried: its version decides
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_bitsandbytes_is_judged_by_its_numbers(good: Facts) -> None:
         (Answer({"seconds": {"0": [0.003, 0.002]}}), "ok"),
     ],
 )
-def test_a_conv3d_that_embeds_patches(good: Facts, answer: Answer, level: str) -> None:
+def test_a_conv3d_for_patch_embeddings(good: Facts, answer: Answer, level: str) -> None:
     named = ModelFacts("org/qwen-vl", conv3d=True)
     facts = replace(good, model=named, patch_embedding=answer)
     (finding,) = applied(facts)
@@ -199,7 +200,7 @@ def test_a_kernels_package_out_of_range_and_what_that_disables(good: Facts) -> N
     assert finding.link.startswith("https://github.com/huggingface/transformers/")
 
 
-def test_what_this_release_takes_from_the_hub() -> None:
+def test_kernels_that_this_release_loads_from_the_hub() -> None:
     """Read from the installed transformers: 5.16 to 5.22 name version 2 of the rotary kernel."""
     from importlib.util import find_spec
 
@@ -216,7 +217,7 @@ def test_what_this_release_takes_from_the_hub() -> None:
 
 
 class Bitsandbytes:
-    """NF4 as bitsandbytes has it, in PyTorch on a CPU, with a fault."""
+    """NF4 as in bitsandbytes, computed in PyTorch on a CPU, with a fault."""
 
     values = torch.tensor(
         [-1.0, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0.0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1.0]
@@ -248,7 +249,7 @@ class Bitsandbytes:
     ("fault", "words"),
     [(None, None), ("one row", "1 row is off"), ("rows", "8 rows is off"), ("absmax", "unpacked weights are off")],
 )
-def test_the_probe_of_4_bit_products(fault: str | None, words: str | None) -> None:
+def test_the_probe_of_4_bit_gemms(fault: str | None, words: str | None) -> None:
     why = kernels.four_bit_product(torch, Bitsandbytes(fault), "cpu")
     assert why is None if words is None else words in str(why)
 
@@ -260,7 +261,7 @@ def test_the_probe_of_a_conv3d(monkeypatch: pytest.MonkeyPatch) -> None:
     assert convolution > 0 and product > 0
 
 
-def test_what_does_not_apply_is_listed_on_request(
+def test_rules_that_do_not_apply_are_listed_on_request(
     good: Facts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(examine, "ThisMachine", lambda: Recorded("mi300x"))
@@ -271,7 +272,7 @@ def test_what_does_not_apply_is_listed_on_request(
     long = capsys.readouterr().out
     for rule in RULES:
         assert f"ok       {rule.name} " in long and rule.link in long
-    assert short.splitlines()[-1] == long.splitlines()[-1]  # the verdict counts what is here
+    assert short.splitlines()[-1] == long.splitlines()[-1]  # the verdict counts only findings
     main(["doctor", "--json"])
     findings = json.loads(capsys.readouterr().out)["findings"]
     main(["doctor", "-v", "--json"])

@@ -1,4 +1,4 @@
-"""Doctor's parts: what tools print, what a model needs, and the checks that a whole machine rarely shows."""
+"""Parts of doctor: the output of tools, the requirements of a model, and checks that few recorded machines trigger."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def levels(findings) -> list[str]:
     return [each.level.value for each in findings]
 
 
-def test_architectures_by_the_drivers_number_and_by_the_overrides() -> None:
+def test_architectures_from_the_drivers_number_and_from_overrides() -> None:
     numbers = {90402: "gfx942", 90010: "gfx90a", 110501: "gfx1151", 120001: "gfx1201", 100306: "gfx1036", 0: None}
     assert {number: gfx_of_target(number) for number in numbers} == numbers
     assert (gfx_of_version("9.4.2"), gfx_of_version("9.0.10"), gfx_of_version("11")) == ("gfx942", "gfx90a", None)
@@ -78,12 +78,12 @@ def test_rocminfo_that_hangs_and_tools_that_are_elsewhere(good: Facts) -> None:
     ("container", "fix"),
     [("podman", "podman run --device=/dev/kfd"), ("apptainer", "--rocm"), ("kubernetes", "amd.com/gpu")],
 )
-def test_each_container_is_told_in_its_own_words(good: Facts, container: str, fix: str) -> None:
+def test_every_kind_of_container_has_its_own_advice(good: Facts, container: str, fix: str) -> None:
     cut = replace(good, container=container, driver=replace(good.driver, kfd=None))
     assert fix in next(driver(cut)).fix
 
 
-def test_compute_without_the_render_nodes(good: Facts) -> None:
+def test_compute_access_without_render_nodes(good: Facts) -> None:
     half = replace(good, container="docker", driver=replace(good.driver, render={}))
     found = next(driver(half))
     assert found.level.value == "problem" and "--device=/dev/dri" in found.fix
@@ -91,11 +91,11 @@ def test_compute_without_the_render_nodes(good: Facts) -> None:
     rootless = replace(good, container="podman", driver=replace(good.driver, kfd=kfd))
     assert "keep-groups" in next(driver(rootless)).fix
     some = dict(good.driver.render)
-    some["/dev/dri/renderD130"] = Node(readable=False, writable=False, group="render")  # another container's GPU
+    some["/dev/dri/renderD130"] = Node(readable=False, writable=False, group="render")  # the GPU of another container
     assert next(driver(replace(good, driver=replace(good.driver, render=some)))).level.value == "ok"
 
 
-def test_a_driver_that_is_not_loaded_or_has_no_compute(good: Facts) -> None:
+def test_a_driver_that_is_not_loaded_or_lacks_compute_support(good: Facts) -> None:
     cut = replace(good, driver=replace(good.driver, kfd=None, loaded=False))
     assert "modprobe amdgpu" in next(driver(cut)).fix
     cut = replace(good, driver=replace(good.driver, kfd=None))
@@ -112,19 +112,19 @@ def test_variables_that_hide_every_gpu(good: Facts, value: str) -> None:
     assert levels(found) == ["ok", "problem"] and found[1].fix == "unset HIP_VISIBLE_DEVICES"
 
 
-def test_variables_that_choose_and_variables_that_differ(good: Facts) -> None:
+def test_variables_that_select_gpus_and_variables_that_conflict(good: Facts) -> None:
     assert levels(driver(with_environment(good, ROCR_VISIBLE_DEVICES="1"))) == ["ok", "ok"]
     both = with_environment(good, HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="1")
     assert levels(driver(both)) == ["ok", "ok", "warning"]
 
 
-def test_overrides_that_say_nothing_or_nonsense(good: Facts) -> None:
+def test_empty_and_invalid_overrides(good: Facts) -> None:
     assert levels(override(with_environment(good, HSA_OVERRIDE_GFX_VERSION="9.4.2"))) == ["ok"]
     assert levels(override(with_environment(good, HSA_OVERRIDE_GFX_VERSION="gfx942"))) == ["warning"]
     assert levels(override(good)) == []
 
 
-def test_a_torch_that_is_absent_old_or_multiplies_wrongly(good: Facts) -> None:
+def test_a_torch_that_is_missing_old_or_wrong(good: Facts) -> None:
     assert "torch is not installed" in next(torch(replace(good, torch=replace(good.torch, version=None)))).what
     old = replace(good, torch=replace(good.torch, version="2.4.1+rocm6.1"))
     assert "older than 2.6" in next(torch(old)).what
@@ -165,7 +165,7 @@ def radeon(facts: Facts, *gpus: str) -> Facts:
     return replace(facts, driver=replace(facts.driver, gpus=gpus))
 
 
-def test_aiter_on_cards_that_it_does_not_know(good: Facts) -> None:
+def test_aiter_on_unsupported_cards(good: Facts) -> None:
     old = radeon(with_packages(good, amd_aiter="0.1.9.post1"), "gfx1201")
     first = next(aiter(old))
     assert first.level.value == "warning" and "older than 0.1.19, the first release that supports gfx1201" in first.what
@@ -185,7 +185,7 @@ def test_aiter_on_cards_that_it_does_not_know(good: Facts) -> None:
         ("KeyError: 'gfx1151'", "python -c 'import aiter' shows the whole error"),
     ],
 )
-def test_each_failed_import_of_aiter_has_its_own_fix(good: Facts, error: str, fix: str) -> None:
+def test_every_failed_import_of_aiter_has_its_own_fix(good: Facts, error: str, fix: str) -> None:
     failed = replace(good, aiter=replace(good.aiter, answer=Answer({}, error, "import")))
     (found,) = (each for each in aiter(failed) if each.check == "aiter-import")
     assert found.level.value == "problem" and found.fix.startswith(fix)
@@ -206,14 +206,14 @@ def test_triton(good: Facts, versions: dict[str, str], level: str, words: str) -
     assert found.level.value == level and words in f"{found.what}; {found.means}"
 
 
-def test_the_oldest_triton_is_the_one_that_the_kernels_ask_for() -> None:
+def test_the_oldest_triton_is_the_one_that_the_kernels_require() -> None:
     from hf_rocm.ops.triton import detect
     from hf_rocm.tools.doctor.checks.triton import OLDEST
 
     assert OLDEST == detect.OLDEST
 
 
-def test_an_allocator_that_was_not_tried_or_failed(good: Facts) -> None:
+def test_an_allocator_that_was_not_tested_or_failed(good: Facts) -> None:
     asked = with_environment(good, PYTORCH_ALLOC_CONF="max_split_size_mb:128")
     assert "not tested: there is no GPU" in next(allocator(with_answer(asked, allocator=None))).what
     failed = with_answer(asked, allocator={"error": "ArithmeticError: a live block was overwritten"})
@@ -227,7 +227,7 @@ def test_an_override_for_a_card_that_torch_does_not_know(good: Facts) -> None:
     assert found.level.value == "warning" and "hf-rocm verify" in found.fix
 
 
-def test_packages_of_another_day(good: Facts) -> None:
+def test_packages_of_another_release(good: Facts) -> None:
     old = replace(with_packages(good, bitsandbytes="0.46.1"), files={"bitsandbytes_rocm": True})
     assert "older than 0.50" in next(packages(old)).what
     left = with_packages(good, nvidia_cublas_cu12="12.8", nvidia_cudnn_cu12="9.1")
@@ -254,7 +254,7 @@ def test_a_mac(good: Facts) -> None:
     assert found.level.value == "problem" and "this is Darwin" in found.what
 
 
-def test_gpus_that_do_not_reach_each_other(good: Facts) -> None:
+def test_gpus_without_peer_access(good: Facts) -> None:
     facts = {**good.torch_answer.facts, "peers": [[True, False], [False, True]], "collectives": None}
     apart = replace(
         good, torch_answer=replace(good.torch_answer, facts=facts), container="docker", shared_memory=64 * 2**20
@@ -264,19 +264,19 @@ def test_gpus_that_do_not_reach_each_other(good: Facts) -> None:
     assert "no RCCL" in found[0].what and "(0-1)" in found[1].what and "64 MiB" in found[2].what
 
 
-def test_variables_of_ours_that_are_wrong_or_hold_back(good: Facts) -> None:
+def test_hf_rocms_variables_that_are_invalid_or_restrict_it(good: Facts) -> None:
     (wrong,) = options(with_environment(good, HF_ROCM_TIER="fastest"))
     assert wrong.level.value == "problem" and "HF_ROCM_TIER=fastest: unknown tier 'fastest'" in wrong.what
     (held,) = options(with_environment(good, HF_ROCM_PROBE="0", HF_ROCM_TIER="attention=torch"))
     assert held.level.value == "warning" and held.fix.startswith("unset HF_ROCM_PROBE HF_ROCM_TIER")
     assert levels(options(with_environment(good, HF_ROCM_AUTO="1"))) == ["ok"]
-    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # no row says that none is set
+    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # no line if none is set
     assert misspelt.level.value == "warning" and misspelt.fix == "unset HF_ROCM_FROCE, or name it HF_ROCM_FORCE"
     _, set_too = options(with_environment(good, HF_ROCM_FROCE="1", HF_ROCM_AUTO="1"))
     assert (set_too.level.value, set_too.what) == ("ok", "HF_ROCM_AUTO=1")
 
 
-def test_a_transformers_that_is_newer_than_what_was_checked(good: Facts) -> None:
+def test_a_transformers_newer_than_the_last_checked_release(good: Facts) -> None:
     for verdict, level in (("go on: every overlay can be used", "ok"), ("don't go on: none can be used", "warning")):
         newer = replace(good.transformers, version="5.99.0", outlook=verdict)
         first = next(transformers(replace(good, transformers=newer)))
@@ -293,13 +293,13 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_models_needs_are_read_from_its_folder(checkpoint: Path) -> None:
+def test_a_models_memory_is_computed_from_its_folder(checkpoint: Path) -> None:
     found = model_facts(str(checkpoint), cache=Path("/nowhere"), memory=None)
     assert (found.weights, found.dtype) == (4000, "bfloat16")
     assert found.per_token == 2 * 4 * 2 * 64 * 2  # K and V, layers, KV heads, head dim, bytes
 
 
-def test_a_hub_model_is_found_in_the_cache_and_nowhere_else(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_hub_model_is_only_found_in_the_cache(checkpoint: Path, tmp_path: Path) -> None:
     cache = tmp_path / "hub"
     snapshot = cache / "models--org--small" / "snapshots" / "abc"
     snapshot.parent.mkdir(parents=True)
@@ -319,7 +319,7 @@ def test_a_hub_model_is_found_in_the_cache_and_nowhere_else(checkpoint: Path, tm
         (0, "5.23.0", {"model": "problem"}),
     ],
 )
-def test_does_it_fit(good: Facts, weights: int, release: str, expected: dict[str, str]) -> None:
+def test_whether_a_model_fits(good: Facts, weights: int, release: str, expected: dict[str, str]) -> None:
     named = ModelFacts("org/big", "/cache/big", weights, "bfloat16", per_token=131072, memory=40 * GIB)
     found = model(replace(good, model=named, transformers=replace(good.transformers, version=release)))
     assert {each.check: each.level.value for each in found} == expected
@@ -329,12 +329,12 @@ def test_does_it_fit(good: Facts, weights: int, release: str, expected: dict[str
     ("free", "total", "available", "carved_out", "expected"),
     [
         (63, 64, 120, 0.5, "ok"),
-        (120, 32, 120, 0.5, "problem"),  # more than its total, which bounds it
-        (63, 64, 20, 0.5, "problem"),  # the host's processes have the rest
-        (63, 64, 20, 64, "ok"),  # the firmware took it from the host
+        (120, 32, 120, 0.5, "problem"),  # bounded by its total
+        (63, 64, 20, 0.5, "problem"),  # the rest is used by processes of the host
+        (63, 64, 20, 64, "ok"),  # the firmware reserves it from host memory
     ],
 )
-def test_a_gpu_without_memory_of_its_own_has_what_the_host_leaves_it(
+def test_a_gpu_without_dedicated_memory_has_the_available_host_memory(
     free: int, total: int, available: int, carved_out: float, expected: str
 ) -> None:
     facts = collect(Recorded("strix-halo"))
@@ -352,7 +352,7 @@ def test_the_range_of_kernels_is_read_from_transformers_table(tmp_path: Path) ->
     assert required(table, "absent") is None and required(tmp_path / "none.py", "kernels") is None
 
 
-def test_a_transformers_that_is_absent_or_can_not_be_patched(good: Facts) -> None:
+def test_a_missing_transformers_or_one_that_can_not_be_patched(good: Facts) -> None:
     absent = TransformersFacts(refused="transformers is not installed", hint="pip install transformers")
     (found,) = transformers(replace(good, transformers=absent))
     assert (found.level.value, found.fix) == ("problem", "pip install transformers")
@@ -361,7 +361,7 @@ def test_a_transformers_that_is_absent_or_can_not_be_patched(good: Facts) -> Non
     assert (found.level.value, found.fix) == ("warning", "install a release")
 
 
-def test_this_transformers_and_its_overlays_are_read_off_its_files() -> None:
+def test_the_installed_transformers_and_its_overlays_are_read_from_files() -> None:
     import transformers
 
     found = transformers_facts()
@@ -370,7 +370,7 @@ def test_this_transformers_and_its_overlays_are_read_off_its_files() -> None:
     assert sum(found.overlays.values()) > 40
 
 
-def test_this_machine_answers_for_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_files_and_commands_raise_no_error(tmp_path: Path) -> None:
     here = ThisMachine()
     missing = str(tmp_path / "missing")
     assert (here.text(missing), here.names(missing), here.look(missing), here.free_bytes(missing)) == (
@@ -388,7 +388,7 @@ def test_this_machine_answers_for_what_is_not_there(tmp_path: Path) -> None:
     assert not here.mentions(str(file), b"x") and not here.mentions(missing, b"x")
 
 
-def test_a_block_with_foreign_code_is_a_problem_though_its_file_is_known(good: Facts) -> None:
+def test_a_block_with_foreign_code_in_a_known_file_is_a_problem(good: Facts) -> None:
     told = replace(good.transformers, overlays={"yes/verified": 70, "foreign/verified": 2, "old/verified": 1})
     finding = next(each for each in transformers(replace(good, transformers=told)) if each.check == "overlays")
     assert finding.level.value == "problem" and finding.what.startswith("2 blocks with code that is not from")

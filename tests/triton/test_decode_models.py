@@ -1,4 +1,4 @@
-"""Whole models over dynamic and static caches: left-padded steps run in our decode kernel, with stock's tokens."""
+"""Whole models with dynamic and static caches: left-padded steps run in the decode kernel, with stock's tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_rocm import ops
 from tests.parity.models import GROUPED, SHARED, tokens
 
 PADDING = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
-WINDOW = {"sliding_window": 4}  # shorter than the prompt: the cache rolls from the first step on
+WINDOW = {"sliding_window": 4}  # shorter than the prompt, so that the cache rolls from the first step on
 MODELS = {
     "llama": {},
     "gemma2": {**WINDOW, "query_pre_attn_scalar": 24},  # with a softcap
@@ -29,7 +29,7 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request):
-    """(prepared model, its stock twin)."""
+    """(prepared model, stock model)."""
     config = AutoConfig.for_model(request.param, **{**SHARED, **GROUPED, **MODELS[request.param]})
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(config).eval()

@@ -1,4 +1,4 @@
-"""Whole mixtures whose decode steps read the chosen experts in place: interpreted, with stock's tokens."""
+"""Whole mixture-of-experts models whose decode steps read the selected experts in place, interpreted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def wide_blocks(monkeypatch):
-    """The interpreter takes its time for each program."""
+    """Use large blocks: the interpreter is slow per program."""
     monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(32, 64, 64, 2))
     monkeypatch.setattr(
         experts, "down_tile", lambda tokens, top, transposed: experts.ExpertsTile(32, 64, 64, 2, gcd(top, 4))

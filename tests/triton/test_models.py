@@ -1,4 +1,4 @@
-"""Whole models through our elementwise kernels, interpreted: stock's logits, stock's greedy tokens, and they ran."""
+"""Whole models with the elementwise Triton kernels, interpreted: stock's logits and greedy tokens, and the route."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_logits(name, dtype, trio):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_greedy_tokens_over_a_static_cache(name, trio):  # noqa: F811
+def test_greedy_tokens_with_a_static_cache(name, trio):  # noqa: F811
     ours, stock, _ = trio(name, torch.float32)
     how = {"attention_mask": PADDING, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     how["cache_implementation"] = "static"

@@ -1,4 +1,4 @@
-"""rope and rope_into_cache by our kernel, interpreted: bit for bit the torch tier in bf16 and fp16."""
+"""rope and rope_into_cache by the Triton kernel, interpreted: bitwise equal to the torch tier in bf16 and fp16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def angles(batch, length, rotated, dtype, *, interleaved=False):
 
 
 def heads(b, s, dtype, *, h=3, kv=2, d=8, d_v=8):
-    """Queries, keys and values as views of one fused projection."""
+    """Queries, keys and values as views of a fused projection."""
     sizes = (h * d, kv * d, kv * d_v)
     fused = random(b, s, sum(sizes), dtype=dtype)
     dims = (d, d, d_v)
@@ -37,7 +37,7 @@ def torch_tier(operation, *arguments, **keywords):
 
 
 def assert_equal(ours, expected):
-    if ours.dtype == torch.float32:  # a product may be contracted with the sum
+    if ours.dtype == torch.float32:  # the product may be contracted with the sum (FMA)
         torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
     else:
         assert torch.equal(ours, expected)
@@ -60,7 +60,7 @@ def test_rope(d, rotated, tables, interleaved, dtype):
         assert_as_good_as_eager(outputs[0], eager[0], expected[0])
 
 
-def test_many_heads_are_several_programs():
+def test_many_heads_need_several_programs():
     query, key, _ = heads(1, 3, torch.bfloat16, h=70, kv=35, d=64)
     cos, sin = angles(1, 3, 64, torch.bfloat16)
     ours, expected = routed("rope", query, key, cos, sin), torch_tier("rope", query, key, cos, sin)
@@ -95,7 +95,7 @@ def eager_tier(query, key, value, cos, sin, cache, **terms):
 @pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize(("once", "interleaved"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("b", "s", "d", "rotated"), [(1, 1, 8, 8), (2, 1, 6, 6), (1, 3, 12, 8)])
-def test_norms_come_before_the_rotation(b, s, d, rotated, once, one_plus, interleaved, dtype):
+def test_norms_are_applied_before_the_rotation(b, s, d, rotated, once, one_plus, interleaved, dtype):
     query, key, value = heads(b, s, dtype, d=d, d_v=6)
     query, key = query * 3, key / 7
     cos, sin = angles(1, s, rotated, dtype, interleaved=interleaved)
@@ -122,7 +122,7 @@ def test_norms_come_before_the_rotation(b, s, d, rotated, once, one_plus, interl
 
 
 def test_norms_round_like_the_layers():
-    """Queries and keys are what the norm's kernel and the rotation's would make of them, but for the sum's order."""
+    """Queries and keys equal the results of the separate norm and rotary kernels, except for the order of sums."""
     query, key, value = heads(1, 1, torch.bfloat16, h=8, d=64, d_v=64)
     cos, sin = angles(1, 1, 64, torch.bfloat16)
     cache = {"keys": torch.zeros(1, 2, 4, 64).bfloat16(), "values": torch.zeros(1, 2, 4, 64).bfloat16()}
@@ -135,7 +135,7 @@ def test_norms_round_like_the_layers():
     assert (cache["keys"][:, :, :1] == rotated[1]).float().mean() > 0.99
 
 
-def test_norms_of_two_kinds_are_no_call():
+def test_norms_of_two_kinds_are_refused():
     query, key, value = heads(1, 1, torch.float32)
     cache = {"keys": torch.zeros(1, 2, 4, 8), "values": torch.zeros(1, 2, 4, 8), "position": torch.tensor(0)}
     norms = ops.Norm(torch.ones(8), 1e-6), ops.Norm(torch.ones(8), 1e-6, True)
@@ -144,7 +144,7 @@ def test_norms_of_two_kinds_are_no_call():
 
 
 @pytest.mark.parametrize(("b", "s"), [(1, 1), (2, 3)])
-def test_what_has_no_place_in_the_cache_is_not_written_and_shows(b, s):
+def test_keys_beyond_the_cache_are_not_written_and_the_result_is_nan(b, s):
     query, key, value = heads(b, s, torch.float32)
     keys, values = torch.zeros(b, 2, 4, 8), torch.zeros(b, 2, 4, 8)
     cache = {"keys": keys, "values": values, "position": torch.tensor(4)}
@@ -162,7 +162,7 @@ def test_what_has_no_place_in_the_cache_is_not_written_and_shows(b, s):
     ],
     ids=lambda each: str(each)[:12],
 )
-def test_what_it_refuses(change, word):
+def test_refusals(change, word):
     dtype = change.get("dtype", torch.bfloat16)
     query, key, _ = heads(1, 2, dtype, d=change.get("d", 8))
     cos, sin = angles(1, 2, 8, change.get("angle", dtype))
@@ -172,7 +172,7 @@ def test_what_it_refuses(change, word):
         routed("rope", query, key, cos, sin)
 
 
-def test_they_are_operators_of_a_compiled_graph():
+def test_they_are_ops_of_a_compiled_graph():
     query, key, value = heads(1, 2, torch.float32)
     cos, sin = angles(1, 2, 8, torch.float32)
     nodes = compiled_once(lambda query: ops.rope(query, key, cos, sin)[0] * 2, query)

@@ -1,4 +1,4 @@
-"""route_linear with a library: PyTorch's switch is set while a routed layer runs, and back afterwards."""
+"""route_linear with a library sets PyTorch's preferred library while a routed layer runs, and restores it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def seeded():
 
 
 class Net(nn.Module):
-    """No overlay knows it."""
+    """A model without an overlay."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ def net():
 
 @pytest.fixture
 def switch(monkeypatch):
-    """PyTorch's switch on a machine that has every library: (what was asked for, what is preferred now)."""
+    """PyTorch's setting on a machine that has every library: (the requested one, the current one)."""
     names = {"default": "Default", "cublas": "Cublas", "hipblas": "Cublas", "cublaslt": "Cublaslt", "ck": "Ck"}
     asked, now = [], ["Default"]
 
@@ -84,7 +84,7 @@ def test_a_library_serves_fused_groups_too(switch):
     assert switch[0] == ["hipblas", "Default"]
 
 
-def test_a_library_that_cannot_be_had_is_an_error(net, switch, monkeypatch):
+def test_an_unavailable_library_is_an_error(net, switch, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "_BlasBackends", {"cublas": "Cublas"})
     with pytest.raises(OptionError, match=r"(?s)'ck' can't be honoured.*only cublas"):
         hf_rocm.route_linear(net, linear_backend="ck", force=True)
@@ -100,6 +100,6 @@ def test_a_library_that_cannot_be_had_is_an_error(net, switch, monkeypatch):
     assert "forward" not in net.up.__dict__
 
 
-def test_the_names_of_this_pytorch_are_known():
-    """The switch of the installed PyTorch has a name for each of ours."""
+def test_the_installed_pytorch_has_every_library_name():
+    """Every library of hf_rocm has a name in the setting of the installed PyTorch."""
     assert all(blas_backend._name(each) for each in blas_backend.LIBRARIES)

@@ -1,4 +1,4 @@
-"""Patch embeddings: convolutions without overlap are products, equal to PyTorch's, and whatever differs runs stock."""
+"""Patch embeddings: convolutions without overlap run as GEMMs with PyTorch's results; all others stay stock."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def built(kind, dtype=torch.float32, **more):
 
 
 def products(model, *inputs):
-    """The output, and the sizes of the products that hf_rocm computed."""
+    """The output, and the sizes of the GEMMs that hf_rocm ran."""
     with torch.no_grad(), ops.recording() as routes:
         output = model(*inputs)
     return output, [route for route in routes if route.operation == "linear"]
 
 
 def strides(tensor):
-    """Those that matter."""
+    """The warnings that are relevant."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
@@ -66,7 +66,7 @@ def served(kind="image", **more):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-def test_a_product_equals_the_convolution(kind, bias, dtype):
+def test_the_gemm_equals_the_convolution(kind, bias, dtype):
     model, pixels = built(kind, dtype, bias=bias)
     with torch.no_grad():
         exact, stock = copy.deepcopy(model).double()(pixels.double()), model(pixels)
@@ -76,7 +76,7 @@ def test_a_product_equals_the_convolution(kind, bias, dtype):
     assert strides(ours) == strides(stock)
 
 
-def test_the_memory_format_is_a_convolutions():
+def test_the_memory_format_is_that_of_the_convolution():
     model, pixels = built("image")
     pixels = pixels.to(memory_format=torch.channels_last)
     stock = model(pixels)
@@ -85,13 +85,13 @@ def test_the_memory_format_is_a_convolutions():
     torch.testing.assert_close(ours, stock)
 
 
-def test_no_images():
+def test_an_empty_batch():
     model, pixels = served("frames")
     ours, routes = products(model, pixels[:0])
     assert routes and ours.shape == F.conv3d(pixels[:0], model.proj.weight, model.proj.bias, model.proj.stride).shape
 
 
-def test_gradients_are_stocks():
+def test_gradients_equal_stock():
     model, pixels = built("frames")
     ours = hf_rocm.prepare(copy.deepcopy(model), force=True)
     inputs = [pixels.clone().requires_grad_() for _ in range(2)]
@@ -102,7 +102,7 @@ def test_gradients_are_stocks():
         torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
 
 
-def test_weights_are_read_at_every_call():
+def test_weights_are_read_in_every_call():
     model, pixels = served()
     products(model, pixels)
     with torch.no_grad():
@@ -149,7 +149,7 @@ SURGERY = {
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("surgery", SURGERY)
-def test_what_users_change_is_followed(surgery, before):
+def test_changes_by_users_take_effect(surgery, before):
     stock, pixels = built("image")
     model = copy.deepcopy(stock)
     SURGERY[surgery](stock)
@@ -171,7 +171,7 @@ def test_what_users_change_is_followed(surgery, before):
 @pytest.mark.parametrize(
     ("holder", "name"), [(nn.Conv2d, "forward"), (nn.Conv2d, "_conv_forward"), (F, "conv2d"), (F, "linear")]
 )
-def test_functions_that_users_replace_are_called(holder, name, before):
+def test_functions_replaced_by_users_are_called(holder, name, before):
     stock, pixels = built("image")
     model = copy.deepcopy(stock)
     if not before:
@@ -195,7 +195,7 @@ def test_hooks_run():
     assert seen and routes
 
 
-def test_calls_that_the_product_can_not_serve():
+def test_calls_that_stay_stock():
     model, pixels = served()
     stock, _ = built("image")
     assert torch.equal(products(model, pixels[0])[0], stock(pixels[0]))
@@ -216,7 +216,7 @@ def test_calls_that_the_product_can_not_serve():
         assert str(ours.value) == str(theirs.value)
 
 
-def test_without_force_what_lies_on_the_cpu_stays_stock(monkeypatch):
+def test_without_force_a_model_on_the_cpu_stays_stock(monkeypatch):
     model, pixels = built("image")
     expected = model(pixels)
     patch_embeddings.attach(model, bind.GPU)
@@ -224,7 +224,7 @@ def test_without_force_what_lies_on_the_cpu_stays_stock(monkeypatch):
     assert torch.equal(ours, expected) and not routes
 
 
-def test_copies_pickles_and_the_way_back():
+def test_copies_pickles_and_restore():
     model, pixels = built("image")
     before = dict(model.proj.__dict__)
     expected = model(pixels)
@@ -247,7 +247,7 @@ def test_copies_pickles_and_the_way_back():
     assert not instance_forward.is_attached(thawed.proj)  # a pickle has the stock forward as an attribute
 
 
-def test_preparing_again_and_what_explain_says():
+def test_preparing_again_and_explain():
     model, _ = served()
     hf_rocm.prepare(model, force=True)
     assert patch_embeddings.in_force(model) == ["proj"]

@@ -1,4 +1,4 @@
-"""Weights whose memory another model has too stay where they are: both models see what is written into them."""
+"""Weights that share memory with another model are not moved: writes reach both models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("q_proj", "k_proj", "v_proj")
 
 
 def two():
-    """Two models over the same memory, as `load_state_dict(assign=True)` leaves them."""
+    """Two models that share memory, as after `load_state_dict(assign=True)`."""
     one, other = models.build(), models.build()
     other.load_state_dict(one.state_dict(), assign=True)
     return one, other
@@ -53,7 +53,7 @@ def test_a_training_step_of_one_reaches_the_other():
     assert torch.equal(logits(ours), logits(other))
 
 
-def test_they_are_fused_once_the_other_model_is_gone():
+def test_they_are_fused_once_the_other_model_is_freed():
     ours, other = two()
     hf_rocm.prepare(ours, force=True)
     logits(ours)
@@ -78,7 +78,7 @@ def listed_experts(model):
     return any(isinstance(module._modules.get("experts"), torch.nn.ModuleList) for module in model.modules())
 
 
-def test_stacked_experts_stay_too():
+def test_stacked_experts_are_not_moved_either():
     if not listed_experts(make("mixtral")):
         pytest.skip("this release keeps the experts of a mixture in stacked parameters, which nothing moves")
     ours, other = make("mixtral"), make("mixtral")
@@ -94,8 +94,8 @@ def groups(model):
     return [each for module in model.modules() if isinstance(each := module.__dict__.get(SLOT), WeightGroup)]
 
 
-def test_tensors_of_the_model_itself_are_no_reason():
-    """An optimizer, gradients, hooks on parameters and a graph that is kept refer to the parameters themselves."""
+def test_references_to_the_parameters_do_not_prevent_fusing():
+    """An optimizer, gradients, hooks on parameters and a retained graph refer to the parameters themselves."""
     model = models.build()
     optimizer = torch.optim.AdamW(model.parameters())
     loss = model(models.IDS, labels=models.IDS).loss

@@ -44,7 +44,7 @@ def attend(
         seen &= column <= row + right
     if ends is not None and how != "unwritten":
         need(ends.dtype == torch.int32 and len(ends) == len(q) + 1, "the running sum of the lengths is int32")
-        need(s_q == 1 and right < 0 and left < 0, "lengths are stood in for with single queries alone")
+        need(s_q == 1 and right < 0 and left < 0, "with lengths, this stand-in supports only single queries")
         seen = seen & (column < ends.diff()[:, None])[:, None, None, :]
     scores = scores.masked_fill(~seen, -torch.inf)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
@@ -58,7 +58,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
         need(each.stride(-1) == 1, "the last dim must be dense")
         need(all(stride % 8 == 0 for stride in each.stride()[:-1]), "rows must be aligned to 16 bytes")
         need(each.shape[-1] % 8 == 0 and each.shape[-1] <= 256, "head dims are multiples of 8 up to 256")
-    need(q.shape[0] > 0 and k.shape[-3] > 0, "nothing to attend to")
+    need(q.shape[0] > 0 and k.shape[-3] > 0, "no keys")
     need(q.shape[-2] % k.shape[-2] == 0 and k.shape[-2] == v.shape[-2], "grouped heads")
     need(q.shape[-1] == k.shape[-1], "queries and keys have one head dim")
 
@@ -82,8 +82,11 @@ def mha_fwd(
     gen: Any = None,
 ) -> tuple[Tensor, ...]:
     check_attention(q, k, v)
-    need(dropout_p == 0 and not return_dropout_randval and bias is None and alibi_slopes is None, "not stood in for")
-    need(q.shape[1] <= k.shape[1] or not (is_causal or window_size_left >= 0), "rows that see nothing")
+    need(
+        dropout_p == 0 and not return_dropout_randval and bias is None and alibi_slopes is None,
+        "not supported by this stand-in",
+    )
+    need(q.shape[1] <= k.shape[1] or not (is_causal or window_size_left >= 0), "rows without visible keys")
     left = -1 if window_size_left >= k.shape[1] else window_size_left
     right = -1 if window_size_right >= k.shape[1] else window_size_right
     if q.shape[1] == 1:
@@ -206,7 +209,7 @@ def mha_varlen_fwd(
     cu_seqlens_k_padded: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     check_attention(q, k, v)
-    need(cu_seqlens_k is not None and block_table is None and out is None, "not stood in for")
+    need(cu_seqlens_k is not None and block_table is None and out is None, "not supported by this stand-in")
     for cu, total, longest in ((cu_seqlens_q, len(q), max_seqlen_q), (cu_seqlens_k, len(k), max_seqlen_k)):
         need(cu.dtype == torch.int32 and cu.is_contiguous(), "cumulative lengths are int32")
         need(cu[0] == 0 and cu[-1] <= total and cu.diff().max() <= longest, "cumulative lengths fit the tensors")

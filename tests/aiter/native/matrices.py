@@ -1,4 +1,4 @@
-"""Stand-ins for aiter's norms, gates, products and rotary embedding, which read dense rows and check nothing."""
+"""Stand-ins for aiter's norms, gated activations, GEMMs and rotary embedding, which read dense rows unchecked."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def rope_cached_2c_fwd_impl(
         cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == input_x.dtype,
         "dense angles, one dtype",
     )
-    need(not reuse_freqs_front_part and not nope_first, "not stood in for")
+    need(not reuse_freqs_front_part and not nope_first, "not supported by this stand-in")
     r = cos.shape[-1]
     need(cos.shape == (input_x.shape[0], 1, 1, r), "angles are [s, 1, 1, d]")
     for source, target in ((input_x, output_x), (input_y, output_y)):
@@ -93,7 +93,7 @@ def rope_cached_2c_fwd_impl(
 
 
 def get_padded_m(M: int, N: int, K: int, gl: int) -> int:
-    """Coarser rows of the tuned table; which ones doesn't matter here."""
+    """The padded M of the tuned table; its values don't matter in these tests."""
     step = 16 if gl == 0 else 64
     return -(-M // step) * step
 

@@ -1,4 +1,4 @@
-"""What all stand-ins share: every call is recorded, a wrong one raises, and a test can break one on purpose."""
+"""Shared by all stand-ins: calls are recorded, wrong ones raise, and a test can break a kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def broken(name: str) -> str | None:
 
 
 def leaf(function: Any) -> Any:
-    """The function as aiter meets it: recorded, without autograd, and broken where a test says so."""
+    """Wrap a stand-in: record its calls, disable autograd, and break it if a test requests it."""
     name = function.__name__
 
     @functools.wraps(function)
@@ -57,7 +57,7 @@ def leaf(function: Any) -> Any:
                     each.fill_(torch.nan)
         return result
 
-    called.__doc__ = "Members:"  # aiter compares the signature of anything whose docstring starts otherwise
+    called.__doc__ = "Members:"  # aiter compares the signatures of functions with another start of the docstring
     return called
 
 

@@ -1,4 +1,4 @@
-"""Real environments, made offline with the real uv and pip from wheels of the stock files that overlays touch."""
+"""Real environments, made offline with the real uv and pip from wheels of the stock files that have overlays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEXT = ".".join([*VERSION.split(".")[:2], "98"])
 
 
 def make_wheel(folder: Path, version: str = VERSION, *, note: bytes = b"") -> Path:
-    """A wheel called transformers with the stock files of every overlay's model. note: added to each of those."""
+    """A wheel named transformers with the stock files of every overlay's model. note: added to each file."""
     source = installed_package()
     old = (source / "__init__.py").read_bytes()
     files = {"transformers/__init__.py": old.replace(VERSION.encode(), version.encode())}
@@ -126,7 +126,7 @@ class Environment:
 
 
 def uv() -> str:
-    """The real uv; its absence fails a test, as that of strace does."""
+    """The real uv. The tests fail without it, as without strace."""
     beside = Path(sys.executable).parent / "uv"
     if beside.is_file():
         return str(beside)
@@ -153,7 +153,7 @@ def clean() -> dict[str, str]:
 
 
 def _bridge(folder: Path) -> None:
-    """What this interpreter can import, but for transformers: hf_rocm and what it depends on."""
+    """The import path of this interpreter without transformers: hf_rocm and its dependencies."""
     folder.mkdir()
     hf_rocm = importlib.util.find_spec("hf_rocm")
     assert hf_rocm is not None and hf_rocm.origin is not None

@@ -1,4 +1,4 @@
-"""The chart: a well-formed SVG without help, a PNG where Pillow is, bars as long as their times."""
+"""The chart: a well-formed SVG without dependencies, a PNG with Pillow, and bars in proportion to their times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def words_of(picture: drawing.Picture) -> list[drawing.Words]:
     return [part for part in picture.parts if isinstance(part, drawing.Words)]
 
 
-def test_the_svg_is_well_formed_and_says_it_all(tmp_path):
+def test_the_svg_is_well_formed_and_complete(tmp_path):
     (file,) = chart.save([segment()], tmp_path / "a.svg", title="A < B & C")
     root = ElementTree.parse(file).getroot()
     assert root.tag == f"{SVG}svg" and root.find(f"{SVG}title").text == "A < B & C"
@@ -54,7 +54,7 @@ def test_a_panel_names_its_own_unit():
     cases = [result(Case("decode", 1, 8, 8), stock=16.0), result(Case("prefill", 1, 8), stock=16.0)]
     texts = [each.text for each in words_of(chart.draw("x", [segment("both", *cases)]))]
     assert [text for text in texts if text.startswith("ms")] == ["ms a token, end to end through generate", "ms"]
-    assert not any("token," in text for text in texts[:2]), "the subtitle holds for every panel"
+    assert not any("token," in text for text in texts[:2]), "the subtitle does not apply to every panel"
 
 
 def test_quartiles_are_drawn_over_the_bar():
@@ -77,13 +77,13 @@ def test_bars_are_as_long_as_their_times():
     assert (line.x - chart.LABEL) / stock == pytest.approx(4 / 16)
 
 
-def test_panels_of_a_kind_share_a_scale_unless_one_would_be_a_stub():
+def test_panels_of_a_kind_share_a_scale_unless_a_bar_would_be_too_short():
     near = [chart.panel(result(Case("decode", 1, 8, 8), stock=each)) for each in (10.0, 20.0)]
     far = [chart.panel(result(Case("prefill", 1, 8), stock=each)) for each in (10.0, 99.0)]
     assert chart._scales([*near, *far]) == pytest.approx([24.0, 24.0, 12.0, 1.2 * 99.0])
 
 
-def test_the_png_where_pillow_is(tmp_path):
+def test_the_png_needs_pillow(tmp_path):
     if not drawing.can_png():
         pytest.skip("Pillow is not installed here")
     files = chart.save([segment()], tmp_path / "a")
@@ -94,7 +94,7 @@ def test_the_png_where_pillow_is(tmp_path):
     assert struct.unpack(">II", data[16:24]) == (2 * picture.width, round(2 * picture.height))
 
 
-def test_what_can_not_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+def test_an_unwritable_file_is_refused_before_measuring(tmp_path, monkeypatch):
     with pytest.raises(ChartError, match=r"a\.pdf"):
         chart.check(tmp_path / "a.pdf")
     monkeypatch.setattr(drawing, "can_png", lambda: False)

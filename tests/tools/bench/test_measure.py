@@ -1,4 +1,4 @@
-"""Rounds are interleaved, warm-up is not timed, a side that cannot run is left out, and sides share weights."""
+"""Rounds are interleaved, warm-up is not timed, a side that cannot run is skipped, and sides share weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def measurement(model, names, *, rounds=3, progress=lambda text: None):
     return measure.Measurement(model, made, None, RATES, rounds, progress)
 
 
-def test_each_round_runs_every_side_in_turn(model, monkeypatch):
+def test_every_round_runs_every_side_in_turn(model, monkeypatch):
     turns = []
     monkeypatch.setattr(
         measure, "_turn", lambda side, case, samples, *, warm: turns.append((side.name, warm)) or "enough"
@@ -54,7 +54,7 @@ def test_a_timed_round_counts_every_token_after_the_first(model):
         assert len(each.rounds) == 2 and each.peak is None
 
 
-def test_a_recorded_step_is_timed_by_itself_too(model, monkeypatch):
+def test_a_recorded_step_is_also_timed_alone(model, monkeypatch):
     """The timing must not change the tokens of the next call."""
     monkeypatch.setitem(recorder.factories, "cpu", EmulatedRecorder)
     run = measurement(model, ["stock", "no-graphs", "hf_rocm"], rounds=1)
@@ -69,7 +69,7 @@ def test_a_recorded_step_is_timed_by_itself_too(model, monkeypatch):
     assert run.sides[2].replay_alone() is None
 
 
-def test_a_side_that_fails_is_left_out_unless_it_is_ours(model, monkeypatch):
+def test_a_failing_side_is_skipped_unless_it_is_hf_rocm(model, monkeypatch):
     run = measurement(model, ["stock", "hf_rocm"], rounds=1)
     run.sides[0].arguments["no_such_argument"] = 1
     done = measure.measure(run, DECODE)
@@ -86,7 +86,7 @@ def test_a_side_that_fails_is_left_out_unless_it_is_ours(model, monkeypatch):
     assert done.left_out["hf_rocm"] == "it needs more memory than is available"
 
 
-def test_sides_share_weights_and_only_ours_is_prepared(model):
+def test_sides_share_weights_and_only_hf_rocms_is_prepared(model):
     made, missing = variants.sides(model, ["stock", "compile", "liger", "no-graphs", "hf_rocm"], encoder=False)
     assert list(missing) == ["liger"] and [each.name for each in made] == ["stock", "compile", "no-graphs", "hf_rocm"]
     stock, ours = made[0].model, made[3].model
@@ -98,7 +98,7 @@ def test_sides_share_weights_and_only_ours_is_prepared(model):
         assert not routes
         made[3](input_ids=torch.arange(10, 20)[None])
     assert {each.operation for each in routes} >= {"attention", "rms_norm"}
-    with pytest.raises(AssertionError, match="before the model is prepared"):
+    with pytest.raises(AssertionError, match="after the model was prepared"):
         variants.twin(model)
     assert made[2].arguments == {"disable_compile": True}
     assert (
@@ -106,7 +106,7 @@ def test_sides_share_weights_and_only_ours_is_prepared(model):
     )
 
 
-def test_ours_is_timed_with_fused_weights(monkeypatch):
+def test_hf_rocm_is_timed_with_fused_weights(monkeypatch):
     """Models that share its weights must not move them out of the fused blocks."""
     seen = []
     timed = measure.timed
@@ -156,7 +156,7 @@ def test_spread_and_device_time():
     assert len(times) == 2 and len(called) == 3 + 2 * 4
 
 
-def test_sides_whose_caches_do_not_fit_together_run_one_after_the_other_and_say_so(model, monkeypatch):
+def test_sides_whose_caches_do_not_fit_together_run_one_after_the_other_with_a_note(model, monkeypatch):
     monkeypatch.setattr(measure, "_all_fit", lambda *args: False)
     order = []
     turn = measure._turn

@@ -1,4 +1,4 @@
-"""bench ops: each implementation runs itself, wrong ones aren't timed, refusals are told, PyTorch's switches tried."""
+"""bench ops: every implementation is timed by itself, wrong ones aren't timed, and refusals are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lines(*names):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_is_compared_on_every_implementation_it_has(name):
+def test_every_operation_is_compared_on_all_its_implementations(name):
     found = lines(name)
     candidates = {f"{each.tier}: {each.name}" for each in operations()[name].implementations}
     assert candidates <= {each.implementation for each in found}
@@ -29,10 +29,10 @@ def test_every_operation_is_compared_on_every_implementation_it_has(name):
     assert timed == {"torch", "eager"}
     for each in found:
         assert (each.microseconds is None) == (each.reason is not None) and each.floor > 0
-    assert not operations()[name].choices  # nothing of this is left to the next call
+    assert not operations()[name].choices  # the settings don't affect the next call
 
 
-def test_each_line_ran_its_own_implementation(monkeypatch):
+def test_every_line_ran_its_own_implementation(monkeypatch):
     ran = []
     for each in operations()["rms_norm"].implementations:
         call = each.call
@@ -47,18 +47,18 @@ def test_each_line_ran_its_own_implementation(monkeypatch):
     assert line.microseconds is None and "its numbers are wrong" in line.reason
 
 
-def test_attention_is_tried_through_each_backend_of_pytorchs():
+def test_attention_is_measured_with_every_backend_of_pytorch():
     found = {each.implementation: each for each in lines("attention")}
     assert found["torch: SDPA, math"].microseconds is not None
     assert found["torch: SDPA, cudnn_attention"].reason is not None
 
 
-def test_the_floor_of_a_product():
+def test_the_floor_of_a_gemm():
     (line, *_) = [each for each in lines("linear") if each.case.startswith("o,")]
     assert line.floor == pytest.approx(1e6 * max(4 * (256 * 256 + 2 * 512) / 1e10, 2 * 2 * 256 * 256 / 1e11))
 
 
-def test_what_the_router_adds_is_measured_with_kernels_that_do_nothing(monkeypatch):
+def test_router_overhead_is_measured_with_empty_kernels(monkeypatch):
     monkeypatch.setattr(routing, "CALLS", 50)
     monkeypatch.setattr(routing, "ROUNDS", 3)
     found = list(routing.routing())

@@ -1,4 +1,4 @@
-"""No speed on wrong numbers: the gate lets right ones through and refuses planted wrong ones, on every side."""
+"""No speed on wrong numbers: the check accepts correct results and refuses injected wrong ones, on every side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(model, names, case, **changes):
 
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_right_numbers_pass_and_are_recorded(case, model):
+def test_correct_results_pass_and_are_recorded(case, model):
     done = run(model, ["stock", "hf_rocm"], case)
     assert [each.side for each in done.timings] == ["stock", "hf_rocm"] and not done.left_out
     for each in done.timings:
@@ -31,10 +31,10 @@ def test_right_numbers_pass_and_are_recorded(case, model):
 
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_wrong_numbers_of_ours_end_the_run(case, model, monkeypatch):
+def test_wrong_results_of_hf_rocm_end_the_run(case, model, monkeypatch):
     with ops.recording() as routes:
         run(model, ["hf_rocm"], case)
-    assert {each.operation for each in routes} >= {"rms_norm"}  # the route that is spoilt below
+    assert {each.operation for each in routes} >= {"rms_norm"}  # the route of the fault below
     hf_rocm.restore(model)
     spoil(monkeypatch, 1e-3)
     with pytest.raises(measure.Mismatch, match="hf_rocm returns wrong numbers") as error:
@@ -42,23 +42,23 @@ def test_wrong_numbers_of_ours_end_the_run(case, model, monkeypatch):
     assert error.value.facts["case"] == case.title
 
 
-def test_an_error_within_rounding_is_no_mismatch(model, monkeypatch):
+def test_a_rounding_error_is_no_mismatch(model, monkeypatch):
     spoil(monkeypatch, 1e-9)
     assert len(run(model, ["hf_rocm"], PREFILL).timings) == 1
 
 
 def spoil(monkeypatch, by):
-    """Ours alone runs through the router."""
+    """Only hf_rocm's side runs through the router."""
     from hf_rocm.ops import pointwise, registry
 
     right = pointwise.torch_rms_norm
     operation = registry.operations()["rms_norm"]
     for each in operation.implementations:
         monkeypatch.setitem(each.__dict__, "call", lambda *args: right(*args) * (1 + by))
-    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # what was looked up before stays right
+    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # earlier lookups remain correct
 
 
-def test_wrong_numbers_of_another_side_leave_it_out(model):
+def test_another_side_with_wrong_results_is_skipped(model):
     reference = parity.Reference(model)
     made, _ = variants.sides(model, ["stock", "hf_rocm"], encoder=False)
     stock = made[0].model
@@ -69,14 +69,14 @@ def test_wrong_numbers_of_another_side_leave_it_out(model):
     assert "its numbers are wrong by" in done.left_out["stock"]
 
 
-def test_what_is_not_finite_is_refused():
+def test_nonfinite_results_are_refused():
     exact = torch.ones(1, 3, dtype=torch.float64)
     eager = exact.float()
     assert parity.compare(eager, eager, exact).refusal is None
     assert parity.compare(eager * float("nan"), eager, exact).refusal is not None
 
 
-def test_the_tolerance_is_the_one_of_the_tests():
+def test_the_tolerance_is_that_of_the_tests():
     from tests.tolerance import allowed_error
 
     exact = torch.randn(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_the_tolerance_is_the_one_of_the_tests():
     assert parity.compare(eager, eager, exact).allowed == allowed_error(eager, exact)
 
 
-def test_the_reference_is_wider_than_the_model_and_leaves_it_as_it_was(model):
+def test_the_reference_has_higher_precision_and_keeps_the_model_unchanged(model):
     before = dict(model.named_parameters())
     with torch.no_grad():
         narrow = model(input_ids=torch.arange(20, 30)[None]).logits
@@ -97,7 +97,7 @@ def test_the_reference_is_wider_than_the_model_and_leaves_it_as_it_was(model):
     assert not model.model.norm._forward_hooks and not model.model.norm._forward_pre_hooks
 
 
-def test_the_reference_in_place_is_that_of_copies_and_leaves_the_model_as_it_was(model):
+def test_the_in_place_reference_equals_that_of_a_copy_and_keeps_the_model_unchanged(model):
     before = {id(config): dict(vars(config)) for config, _ in parity._implementations(model)}
     (side,), _ = variants.sides(model, ["stock"], encoder=False)
     tried = parity.trial(side, DECODE, most=8)

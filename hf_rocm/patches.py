@@ -306,8 +306,8 @@ def _same(change: Change) -> Change | None:
 
 def _beneath(value: Any, place: tuple[int, Hashable]) -> Any:
     """Return the value below our replacements, whether their changes are live or undone."""
-    ours = [*_live.get(place, ()), *(change for change in _undone if change.place == place)]
-    while (change := next((change for change in ours if change.replacement is value), None)) is not None:
+    changes = [*_live.get(place, ()), *(change for change in _undone if change.place == place)]
+    while (change := next((change for change in changes if change.replacement is value), None)) is not None:
         value = change.original
     return value
 

@@ -13,14 +13,14 @@ _log = logging.getLogger("hf_rocm")
 
 def unknown(names: Iterable[str], known: Iterable[str]) -> dict[str, str | None]:
     """The names that begin with HF_ROCM_ and are not known, with the known one that comes nearest, if one is near."""
-    ours = [name.removeprefix(_PREFIX) for name in known if name.startswith(_PREFIX)]
+    own = [name.removeprefix(_PREFIX) for name in known if name.startswith(_PREFIX)]
     given = {name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)}
-    strange = sorted(given - set(ours))
+    strange = sorted(given - set(own))
     if not strange:
         return {}
     from difflib import get_close_matches  # here: check_version stays cheap
 
-    near = {name: get_close_matches(name, ours, 1) for name in strange}
+    near = {name: get_close_matches(name, own, 1) for name in strange}
     return {_PREFIX + name: _PREFIX + names[0] if names else None for name, names in near.items()}
 
 

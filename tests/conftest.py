@@ -47,8 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_report_header() -> str:
     """Print which hf_rocm is tested: the installed one or the checkout."""
-    found = importlib.util.find_spec("hf_rocm")
-    return f"hf_rocm: {Path(found.origin).parent if found and found.origin else 'not found'}"
+    spec = importlib.util.find_spec("hf_rocm")
+    return f"hf_rocm: {Path(spec.origin).parent if spec and spec.origin else 'not found'}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

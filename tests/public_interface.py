@@ -56,11 +56,11 @@ def names(module_name: str) -> Record:
     listed = getattr(module, "__all__", None) or [
         name for name, value in vars(module).items() if getattr(value, "__module__", None) == module_name
     ]
-    found: Record = {}
+    result: Record = {}
     for name in sorted(listed):
         if not name.startswith("_") or name == "__version__":
-            found.update(_described(f"{module_name}.{name}", getattr(module, name)))
-    return found
+            result.update(_described(f"{module_name}.{name}", getattr(module, name)))
+    return result
 
 
 def _described(path: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -95,22 +95,22 @@ def commands() -> Record:
     from hf_rocm import check_version
     from hf_rocm.cli.app import build
 
-    found: Record = {}
-    _add_commands("hf-rocm", typer.main.get_command(build()), found)
+    result: Record = {}
+    _add_commands("hf-rocm", typer.main.get_command(build()), result)
     for action in check_version._parser()._actions:
         if not isinstance(action, argparse._HelpAction):
             key = f"python -m hf_rocm.check_version {' '.join(action.option_strings) or action.metavar}"
-            found[key] = {"default": action.default, "nargs": action.nargs, "required": action.required}
-    return found
+            result[key] = {"default": action.default, "nargs": action.nargs, "required": action.required}
+    return result
 
 
-def _add_commands(path: str, command: Any, found: Record) -> None:
-    found[path] = "command"
+def _add_commands(path: str, command: Any, result: Record) -> None:
+    result[path] = "command"
     hints = get_type_hints(inspect.unwrap(command.callback)) if command.callback else {}
     for parameter in command.params:
         if parameter.name in hints:  # typer's type objects differ between releases
             spelling = " ".join([*parameter.opts, *parameter.secondary_opts])
-            found[f"{path} {spelling}"] = {
+            result[f"{path} {spelling}"] = {
                 "argument": parameter.param_type_name == "argument",
                 "type": inspect.formatannotation(hints[parameter.name]),
                 "default": parameter.default,
@@ -118,7 +118,7 @@ def _add_commands(path: str, command: Any, found: Record) -> None:
                 "multiple": bool(getattr(parameter, "multiple", False) or parameter.nargs == -1),
             }
     for name, child in getattr(command, "commands", {}).items():
-        _add_commands(f"{path} {name}", child, found)
+        _add_commands(f"{path} {name}", child, result)
 
 
 def variables() -> Record:
@@ -191,7 +191,7 @@ def _doctor_findings() -> set[str]:
 
 def shape(value: Any, path: str = "") -> dict[str, set[str]]:
     """Every path of a JSON value with its types; `[]` is any item of an array."""
-    found = {path: {_type(value)}}
+    result = {path: {_type(value)}}
     if isinstance(value, Mapping):
         data = path.rpartition(".")[2] in DATA_KEYS
         children = [(f"{path}.{{}}" if data else f"{path}.{key}", item) for key, item in value.items()]
@@ -199,8 +199,8 @@ def shape(value: Any, path: str = "") -> dict[str, set[str]]:
         children = [(f"{path}[]", item) for item in value] if isinstance(value, list) else []
     for child, item in children:
         for inner, types in shape(item, child).items():
-            found.setdefault(inner, set()).update(types)
-    return found
+            result.setdefault(inner, set()).update(types)
+    return result
 
 
 def _type(value: Any) -> str:

@@ -18,11 +18,11 @@ from hf_rocm.architectures import least_of_cards
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """A ROCm torch with an MI300X and a Radeon. Returns the list of queried devices."""
-    asked: list[object] = []
+    requested: list[object] = []
     names = {0: "gfx942:sramecc+:xnack-", 1: "gfx1100"}
 
     def properties(which: torch.device) -> SimpleNamespace:
-        asked.append(which.index)
+        requested.append(which.index)
         return SimpleNamespace(gcnArchName=names[which.index])
 
     monkeypatch.setattr(torch.version, "hip", "7.2")
@@ -31,7 +31,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     device.describe.cache_clear()
-    yield asked  # type: ignore[misc]
+    yield requested  # type: ignore[misc]
     device.describe.cache_clear()
 
 
@@ -76,8 +76,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def pretend(
         arch: str, flag: int | None, *, total: float, free: float, host: float, available: float, carved: float
     ) -> None:
-        said = {} if flag is None else {"is_integrated": flag}
-        properties = SimpleNamespace(gcnArchName=arch, total_memory=int(total * GIB), **said)
+        messages = {} if flag is None else {"is_integrated": flag}
+        properties = SimpleNamespace(gcnArchName=arch, total_memory=int(total * GIB), **messages)
         monkeypatch.setattr(torch.version, "hip", "7.13")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda which: properties)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda which: (int(free * GIB), int(total * GIB)))

@@ -23,13 +23,13 @@ def settings(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(name, "")  # so that the settings below are restored
         monkeypatch.delenv(name)
 
-    def call(*, hip: str | None = "7.2", users: dict[str, str] | None = None, **asked: object):
+    def call(*, hip: str | None = "7.2", users: dict[str, str] | None = None, **actual: object):
         for name, value in (users or {}).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(environment, "torch_facts", lambda: TorchFacts("", "2.11.0", hip, None))
-        said = hf_rocm.setup_environment(**asked)
-        found = hf_rocm.options.environment()
-        return said, {name: found[name] for name in environment.ALLOCATOR if found.get(name)}
+        text = hf_rocm.setup_environment(**actual)
+        result = hf_rocm.options.environment()
+        return text, {name: result[name] for name in environment.ALLOCATOR if result.get(name)}
 
     return call
 
@@ -42,9 +42,9 @@ def test_settings_that_are_not_strings_are_refused(settings, allocator) -> None:
 
 
 def test_the_allocators_setting_is_written_to_the_variables_of_all_releases(settings) -> None:
-    said, found = settings(allocator="expandable_segments:True")
-    assert found == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert said == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+    text, result = settings(allocator="expandable_segments:True")
+    assert result == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert text == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
 
 
 def test_without_arguments_nothing_changes(settings) -> None:
@@ -53,9 +53,9 @@ def test_without_arguments_nothing_changes(settings) -> None:
 
 @pytest.mark.parametrize("users", [None, {"PYTORCH_HIP_ALLOC_CONF": BOTH}])
 def test_on_rocm_incompatible_settings_are_separated(settings, users: dict[str, str] | None) -> None:
-    said, found = settings(allocator=None if users else BOTH, users=users)
-    assert list(found.values()) == ["expandable_segments:True"]
-    assert "expandable_segments:True" in said[0]
+    text, result = settings(allocator=None if users else BOTH, users=users)
+    assert list(result.values()) == ["expandable_segments:True"]
+    assert "expandable_segments:True" in text[0]
 
 
 def test_on_other_builds_they_are_unchanged(settings) -> None:
@@ -68,9 +68,9 @@ def test_one_of_them_alone_is_unchanged(settings, fine: str) -> None:
 
 
 def test_the_users_setting_has_precedence_and_is_reported(settings) -> None:
-    said, found = settings(allocator="expandable_segments:True", users={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
-    assert found == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
-    assert said == ["PYTORCH_ALLOC_CONF=max_split_size_mb:64 in the environment overrides expandable_segments:True"]
+    text, result = settings(allocator="expandable_segments:True", users={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
+    assert result == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert text == ["PYTORCH_ALLOC_CONF=max_split_size_mb:64 in the environment overrides expandable_segments:True"]
 
 
 def test_a_late_change_is_an_error_unless_it_is_the_same(settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +94,8 @@ def test_flags_that_the_build_lacks_are_skipped(monkeypatch: pytest.MonkeyPatch)
         """A build whose GEMMs have no such flag."""
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Bare())
-    said = hf_rocm.setup_environment(tf32=torch.backends.cudnn.allow_tf32)
-    assert said[0].startswith("skipped torch.backends.cuda.matmul.allow_tf32: ")
+    text = hf_rocm.setup_environment(tf32=torch.backends.cudnn.allow_tf32)
+    assert text[0].startswith("skipped torch.backends.cuda.matmul.allow_tf32: ")
     assert not hasattr(torch.backends.cuda.matmul, "allow_tf32")
 
 

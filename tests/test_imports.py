@@ -65,7 +65,7 @@ def test_the_sources_exist() -> None:
 
 
 def test_overlay_imports_neither_torch_nor_transformers() -> None:
-    wrong = [each for each in _all_imports() if each.importer.startswith("hf_rocm.overlay") and each.top in HEAVY]
+    wrong = [edge for edge in _all_imports() if edge.importer.startswith("hf_rocm.overlay") and edge.top in HEAVY]
     assert not wrong, _listed(wrong)
 
 
@@ -92,9 +92,9 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_only_tools_and_the_command_line_import_tools() -> None:
     above = {*ORDER[0], *ORDER[1]}
     wrong = [
-        each
-        for each in _all_imports()
-        if each.imported.startswith("hf_rocm.tools") and _package(each.importer) not in above
+        edge
+        for edge in _all_imports()
+        if edge.imported.startswith("hf_rocm.tools") and _package(edge.importer) not in above
     ]
     assert not wrong, _listed(wrong)
 
@@ -107,54 +107,54 @@ def test_import_cycles_are_found() -> None:
 def test_ops_never_import_weights_nor_what_builds_on_them() -> None:
     above = ("hf_rocm.weights", "hf_rocm.layers", "hf_rocm.loading.pretrained", "hf_rocm.cli")
     wrong = [
-        each for each in _all_imports() if each.importer.startswith("hf_rocm.ops") and _inside(each.imported, above)
+        edge for edge in _all_imports() if edge.importer.startswith("hf_rocm.ops") and _inside(edge.imported, above)
     ]
     assert not wrong, _listed(wrong)
 
 
 def test_library_code_never_imports_the_command_line() -> None:
     wrong = [
-        each
-        for each in _all_imports()
-        if _inside(each.imported, ("hf_rocm.cli",)) and not _inside(each.importer, MAY_PRINT)
+        edge
+        for edge in _all_imports()
+        if _inside(edge.imported, ("hf_rocm.cli",)) and not _inside(edge.importer, MAY_PRINT)
     ]
     assert not wrong, _listed(wrong)
 
 
 def test_transformers_aiter_and_triton_are_imported_inside_functions() -> None:
     wrong = [
-        each
-        for each in _all_imports()
-        if each.at_import
-        and each.top in HEAVY - {"torch"}
-        and not (each.top == "triton" and _inside(each.importer, (KERNELS,)))
-        and not (each.top == "transformers" and each.importer in CACHES)
+        edge
+        for edge in _all_imports()
+        if edge.at_import
+        and edge.top in HEAVY - {"torch"}
+        and not (edge.top == "triton" and _inside(edge.importer, (KERNELS,)))
+        and not (edge.top == "transformers" and edge.importer in CACHES)
     ]
     assert not wrong, _listed(wrong)
 
 
 def test_modules_that_import_triton_are_imported_inside_functions() -> None:
-    found = [each for each in _all_imports() if each.imported.startswith(f"{KERNELS}.")]
-    assert found, "the kernels are never imported"
-    wrong = [each for each in found if each.at_import and not _inside(each.importer, (KERNELS,))]
+    result = [edge for edge in _all_imports() if edge.imported.startswith(f"{KERNELS}.")]
+    assert result, "the kernels are never imported"
+    wrong = [edge for edge in result if edge.at_import and not _inside(edge.importer, (KERNELS,))]
     assert not wrong, _listed(wrong)
 
 
 @pytest.mark.parametrize("start", CHEAP)
 def test_cheap_modules_import_no_heavy_ones(start: str) -> None:
     at_import: dict[str, list[Import]] = {}
-    for each in _all_imports():
-        if each.at_import:
-            at_import.setdefault(each.importer, []).append(each)
+    for edge in _all_imports():
+        if edge.at_import:
+            at_import.setdefault(edge.importer, []).append(edge)
     reached, waiting = set[str](), [start]
     while waiting:
         module = waiting.pop()
         if module in reached:
             continue
         reached.add(module)
-        for each in at_import.get(module, []):
-            assert each.top not in HEAVY, f"{each}; reached from {start} through {sorted(reached)}"
-            waiting.append(each.imported)
+        for edge in at_import.get(module, []):
+            assert edge.top not in HEAVY, f"{edge}; reached from {start} through {sorted(reached)}"
+            waiting.append(edge.imported)
     assert start in reached
 
 
@@ -217,8 +217,8 @@ def late():
 class Body:
     import transformers
 """
-    found = {(each.imported, each.at_import) for each in _imports("hf_rocm.x", ast.parse(source)) if each.top in HEAVY}
-    assert found == {
+    result = {(edge.imported, edge.at_import) for edge in _imports("hf_rocm.x", ast.parse(source)) if edge.top in HEAVY}
+    assert result == {
         ("torch.nn", True),
         ("triton", True),
         ("aiter", False),
@@ -240,18 +240,18 @@ def _trees() -> list[tuple[str, ast.Module]]:
 @cache
 def _all_imports() -> list[Import]:
     modules = {name for name, _ in _trees()}
-    found = [each for name, tree in _trees() for each in _imports(name, tree)]
+    result = [entry for name, tree in _trees() for entry in _imports(name, tree)]
     # `from hf_rocm import options` names a module, `from hf_rocm.options import current` does not
-    return [each for each in found if each.top != "hf_rocm" or each.imported in modules]
+    return [edge for edge in result if edge.top != "hf_rocm" or edge.imported in modules]
 
 
 def _graph() -> dict[str, set[str]]:
     """The graph of imports. `from hf_rocm.ops import probe` counts as the module; packages may be imported."""
     graph: dict[str, set[str]] = {name: set() for name, _ in _trees()}
     statements: dict[tuple[str, int], set[str]] = {}
-    for each in _all_imports():
-        if each.imported in graph and not f"{each.importer}.".startswith(f"{each.imported}."):
-            statements.setdefault((each.importer, each.line), set()).add(each.imported)
+    for edge in _all_imports():
+        if edge.imported in graph and not f"{edge.importer}.".startswith(f"{edge.imported}."):
+            statements.setdefault((edge.importer, edge.line), set()).add(edge.imported)
     for (importer, _), targets in statements.items():
         packages = {target for target in targets for other in targets if other.startswith(f"{target}.")}
         graph[importer] |= targets - packages
@@ -310,4 +310,4 @@ def _inside(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def _listed(wrong: list[Import]) -> str:
-    return "\n".join(str(each) for each in wrong)
+    return "\n".join(str(entry) for entry in wrong)

@@ -82,8 +82,8 @@ def test_tuned_tables_are_distinguished_by_modification_time(monkeypatch, tmp_pa
 def test_preshuffling():
     parsed = parse({})
     assert (parsed.preshuffle, parsed.preshuffle_budget, parsed.preshuffle_threshold) == ("auto", "0", 128)
-    asked = {"HF_ROCM_PRESHUFFLE": "all", "HF_ROCM_PRESHUFFLE_BUDGET": "25%", "PRESHUFFLE_M_THRESH": "-1"}
-    parsed = parse(asked)
+    requested = {"HF_ROCM_PRESHUFFLE": "all", "HF_ROCM_PRESHUFFLE_BUDGET": "25%", "PRESHUFFLE_M_THRESH": "-1"}
+    parsed = parse(requested)
     assert (parsed.preshuffle, parsed.preshuffle_budget, parsed.preshuffle_threshold) == ("all", "25%", -1)
 
 

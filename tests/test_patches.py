@@ -88,7 +88,7 @@ def test_garbage_collection_takes_effect_at_the_next_operation(owner):
     stock, user = vars(owner)["own"], User()
     user.cycle = user
     patches.apply(Change(owner, "own", labelled("a")), user=user)
-    ours = vars(owner)["own"]
+    changed = vars(owner)["own"]
     del user
 
     class Collecting(dict):
@@ -98,7 +98,7 @@ def test_garbage_collection_takes_effect_at_the_next_operation(owner):
 
     table = Collecting()
     with patches.applied(Entry(table, "x", lambda _: 1)):
-        assert vars(owner)["own"] is ours and table == {"x": 1}
+        assert vars(owner)["own"] is changed and table == {"x": 1}
     assert vars(owner)["own"] is stock and table == {}
 
 
@@ -114,7 +114,7 @@ def test_inherited_attributes_are_inherited_again(owner):
 def test_static_methods_modules_and_entries(owner):
     module, table = types.ModuleType("somewhere"), {"first": 1, "second": 2}
     module.function = stock = len
-    found = vars(owner)["free"]
+    result = vars(owner)["free"]
     with patches.applied(
         Change(owner, "free", lambda change: staticmethod(lambda: ["a", *change.call_of(owner)()])),
         Change(module, "function", lambda change: lambda x: change.original(x) + 1),
@@ -124,7 +124,7 @@ def test_static_methods_modules_and_entries(owner):
     ):
         assert owner.free() == ["a", "free"] and module.function("ab") == 3 and module.added == 3
         assert table == {"first": 10, "second": 2, "third": 30}
-    assert vars(owner)["free"] is found and module.function is stock and not hasattr(module, "added")
+    assert vars(owner)["free"] is result and module.function is stock and not hasattr(module, "added")
     assert list(table.items()) == [("first", 1), ("second", 2)]
 
 
@@ -155,14 +155,14 @@ def test_another_wrapper_around_a_change_stays_and_the_change_becomes_inert(owne
     stock, user = vars(owner)["own"], User()
     change = Change(owner, "own", labelled("a"))
     patches.apply(change, user=user)
-    ours = owner.own
-    owner.own = theirs = lambda self: ["theirs", *ours(self)]
+    changed = owner.own
+    owner.own = wrapper = lambda self: ["theirs", *changed(self)]
     with caplog.at_level(logging.WARNING, "hf_rocm"):
         assert patches.release(user) == [change]
     assert "Owner.own was replaced by other code" in caplog.text
-    assert owner.own is theirs and owner().own() == ["theirs", "stock"]
-    assert patches.original(owner, "own") is theirs
-    owner.own = ours
+    assert owner.own is wrapper and owner().own() == ["theirs", "stock"]
+    assert patches.original(owner, "own") is wrapper
+    owner.own = changed
     assert owner().own() == ["stock"]
     assert patches.original(owner, "own") is stock
     patches.sweep()
@@ -174,12 +174,12 @@ def test_the_same_change_under_a_wrapper_is_reactivated_in_place(owner):
     change, first, second = Change(owner, "own", labelled("a")), User(), User()
     stock = vars(owner)["own"]
     patches.apply(change, user=first)
-    ours = owner.own
-    owner.own = lambda self: ["theirs", *ours(self)]
+    changed = owner.own
+    owner.own = lambda self: ["theirs", *changed(self)]
     patches.release(first)
     patches.apply(change, user=second)
     assert owner().own() == ["theirs", "a", "stock"]
-    owner.own = ours
+    owner.own = changed
     patches.release(second)
     assert vars(owner)["own"] is stock
     patches.apply(change, user=first)
@@ -196,8 +196,8 @@ def test_the_original_is_the_attribute_without_hf_rocm(owner):
     stock = vars(owner)["own"]
     with patches.applied(Change(owner, "own", labelled("a")), Change(owner, "method", labelled("b"))):
         assert patches.original(owner, "own") is stock and patches.original(owner, "method") is ABSENT
-        owner.method = theirs = lambda self: []
-        assert patches.original(owner, "method") is theirs
+        owner.method = wrapper = lambda self: []
+        assert patches.original(owner, "method") is wrapper
         del owner.method
 
 
@@ -313,12 +313,14 @@ class Stack(RuleBasedStateMachine):
             return
         labels = self.owner().method()
         needed = set().union(*self.needs)
-        ours = [label for label in labels if label in ("a", "b", "c")]
-        assert set(ours) <= needed and len(ours) == len(set(ours))
+        changed = [label for label in labels if label in ("a", "b", "c")]
+        assert set(changed) <= needed and len(changed) == len(set(changed))
         assert {change.key for change in patches.on(self.owner)} == needed
         if self.orderly:
-            assert set(ours) == needed
-            assert [label for label in labels if label.startswith("theirs")] == [each[0] for each in self.theirs[::-1]]
+            assert set(changed) == needed
+            assert [label for label in labels if label.startswith("theirs")] == [
+                their[0] for their in self.theirs[::-1]
+            ]
 
     def teardown(self):
         if not hasattr(self, "owner"):

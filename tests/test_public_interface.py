@@ -46,14 +46,14 @@ def test_the_interface_equals_the_record(section: str, recording: bool) -> None:
     assert now
     if recording:
         public_interface.save(section, now)
-    found = public_interface.differences(public_interface.load()[section], now)
-    assert not found, "\n".join(found)
+    differences = public_interface.differences(public_interface.load()[section], now)
+    assert not differences, "\n".join(differences)
 
 
 def test_removed_changed_and_new_names_are_differences() -> None:
     recorded = {"same": 1, "gone": 1, "changed": "(x: int)"}
-    found = public_interface.differences(recorded, {"same": 1, "changed": "(x: str)", "new": 2})
-    assert [line.partition(":")[0] for line in found] == ["changed", "gone", "not recorded"]
+    differences = public_interface.differences(recorded, {"same": 1, "changed": "(x: str)", "new": 2})
+    assert [line.partition(":")[0] for line in differences] == ["changed", "gone", "not recorded"]
 
 
 def test_the_schema_of_an_output_has_all_types_of_items_and_one_path_for_data_keys() -> None:
@@ -94,8 +94,8 @@ def compare(recording: bool) -> Callable[..., None]:
         section = f"output of {command} --json"
         if recording:
             public_interface.save(section, now)
-        found = public_interface.differences(public_interface.load()[section], now)
-        assert not found, "\n".join(found)
+        differences = public_interface.differences(public_interface.load()[section], now)
+        assert not differences, "\n".join(differences)
 
     return compare
 
@@ -203,8 +203,8 @@ def test_tune(
     compare("tune", run("tune", checkpoint, "--prompt", "5", "--release", "0.1.20"))
     fake_aiter("0.1.20", row(layout))
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    found = [shapes.Gemm(m, 4096, 512, "torch.bfloat16", False) for m in (1, 8)]
-    done = run("tune", "--shapes", write(tmp_path / "shapes.csv", shapes.write(found)))
+    gemms = [shapes.Gemm(m, 4096, 512, "torch.bfloat16", False) for m in (1, 8)]
+    done = run("tune", "--shapes", write(tmp_path / "shapes.csv", shapes.write(gemms)))
     compare("tune with aiter", done)
     good = write(tmp_path / "good.csv", table_text(layout, row(layout)))
     bad = write(tmp_path / "bad.csv", table_text(layout, row(layout), row(layout, N="x")))

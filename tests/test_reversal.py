@@ -288,16 +288,16 @@ class Reversal(RuleBasedStateMachine):
             self.calls += 1
             return function(*args, **kwargs)
 
-        theirs = classmethod(wrapper) if is_class_method else wrapper
-        setattr(owner, name, theirs)
-        self.wrappers.append((owner, name, before, theirs))
+        other = classmethod(wrapper) if is_class_method else wrapper
+        setattr(owner, name, other)
+        self.wrappers.append((owner, name, before, other))
 
     @precondition(lambda self: self.wrappers)
     @rule()
     def unwrap(self):
         """Undo the last patch of another library, if it is still the outermost one."""
-        owner, name, before, theirs = self.wrappers[-1]
-        if vars(owner).get(name) is theirs:
+        owner, name, before, wrapper = self.wrappers[-1]
+        if vars(owner).get(name) is wrapper:
             self.wrappers.pop()
             if before is snapshot.ABSENT:
                 delattr(owner, name)
@@ -306,8 +306,8 @@ class Reversal(RuleBasedStateMachine):
 
     @invariant()
     def their_wrappers_work(self):
-        for owner, name, _, theirs in getattr(self, "wrappers", ()):
-            if owner is nn.Linear and vars(owner)[name] is theirs:
+        for owner, name, _, wrapper in getattr(self, "wrappers", ()):
+            if owner is nn.Linear and vars(owner)[name] is wrapper:
                 before = self.calls
                 nn.Linear(2, 2)(torch.ones(1, 2))
                 assert self.calls > before

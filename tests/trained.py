@@ -43,12 +43,12 @@ class Trained:
 
 def generates_stocks_tokens(trained: Trained, new: int = NEW) -> tuple[Any, set[str]]:
     """Returns the prepared model, and the operations that the Triton tier served."""
-    ours = trained.ours()
+    prepared = trained.ours()
     with torch.no_grad(), ops.recording() as routes:
-        actual = trained.greedy(ours, new)
+        actual = trained.greedy(prepared, new)
     assert torch.equal(actual, trained.greedy(trained.stock(), new))
     assert actual.shape[1] == trained.prompt.shape[1] + new
-    return ours, _by_triton(routes)
+    return prepared, _by_triton(routes)
 
 
 @torch.inference_mode()
@@ -67,4 +67,4 @@ def judges_tokens_as_well_as_eager(trained: Trained, dtype: torch.dtype = torch.
 
 
 def _by_triton(routes: Any) -> set[str]:
-    return {each.operation for each in routes if each.tier == "triton"}
+    return {route.operation for route in routes if route.tier == "triton"}

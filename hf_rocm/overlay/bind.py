@@ -204,8 +204,8 @@ def _stock(cls: type) -> bool:
     """
     forward = cls.__dict__.get("forward")
     written = getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0]
-    ours = getattr(forward, "__hf_rocm_binding__", None) is not None
-    return cls.__module__.startswith("transformers.") and (ours or written in _DECORATED_BY)
+    bound = getattr(forward, "__hf_rocm_binding__", None) is not None
+    return cls.__module__.startswith("transformers.") and (bound or written in _DECORATED_BY)
 
 
 def installed_mode() -> str:

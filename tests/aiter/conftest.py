@@ -42,7 +42,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             assert not isinstance(loaded, str), loaded
         yield standins.load_kernels()
         probe_worker.stop()
-        sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, standins.Finder)]
+        sys.meta_path[:] = [sy for sy in sys.meta_path if not isinstance(sy, standins.Finder)]
 
 
 @pytest.fixture

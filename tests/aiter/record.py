@@ -37,13 +37,13 @@ OPERATORS = ("compile_ops", "torch_compile_guard")
 
 def differences(checkout: Path, version: str) -> list[str]:
     """One line per name whose declaration differs from the recorded one."""
-    found = []
+    results = []
     for kind in ("operators", "functions"):
         for name in DATA[kind]:
             actual, expected = declares(checkout, kind, name), declared(kind, version, name)
             if actual != expected:
-                found.append(f"{kind} {name}\n  recorded  {expected}\n  found     {actual}")
-    return found
+                results.append(f"{kind} {name}\n  recorded  {expected}\n  found     {actual}")
+    return results
 
 
 def declares(checkout: Path, kind: str, name: str) -> str | None:
@@ -54,16 +54,19 @@ def declares(checkout: Path, kind: str, name: str) -> str | None:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name == name.rpartition(":")[2]:
-                decorators = [each.func if isinstance(each, ast.Call) else each for each in node.decorator_list]
-                names = {each.id for each in decorators if isinstance(each, ast.Name)}
+                decorators = [
+                    decorator.func if isinstance(decorator, ast.Call) else decorator
+                    for decorator in node.decorator_list
+                ]
+                names = {decorator.id for decorator in decorators if isinstance(decorator, ast.Name)}
                 here = bool(names & {*OPERATORS}) if kind == "operators" else "compile_ops" not in names
                 return _arguments(node.args) if here else None
     return None
 
 
 def _arguments(arguments: ast.arguments) -> str:
-    names = [each.arg for each in arguments.args]
-    defaults = [_literal(each) for each in arguments.defaults]
+    names = [arg.arg for arg in arguments.args]
+    defaults = [_literal(default) for default in arguments.defaults]
     required = len(names) - len(defaults)
     return ", ".join([*names[:required], *map("{}={}".format, names[required:], defaults)])
 
@@ -79,9 +82,9 @@ def main(checkout: str, version: str) -> int:
     if version not in RELEASES:
         print(f"{version} is not in releases.json: compared with {RELEASES[-1]}", file=sys.stderr)
         version = RELEASES[-1]
-    found = differences(Path(checkout), version)
-    print("\n".join(found) or f"as recorded for {version}")
-    return bool(found)
+    lines = differences(Path(checkout), version)
+    print("\n".join(lines) or f"as recorded for {version}")
+    return bool(lines)
 
 
 if __name__ == "__main__":

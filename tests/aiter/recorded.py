@@ -37,11 +37,11 @@ def release(version: str) -> Release:
 def declared(kind: str, version: str, name: str) -> str | None:
     """The argument list of a name in a release, or None."""
     place = RELEASES.index(version)
-    for each in DATA[kind].get(name, ()):
-        for span in each["releases"]:
+    for entry in DATA[kind].get(name, ()):
+        for span in entry["releases"]:
             first, _, last = span.partition(" … ")
             if RELEASES.index(first) <= place <= RELEASES.index(last or first):
-                return str(each["arguments"])
+                return str(entry["arguments"])
     return None
 
 
@@ -60,7 +60,9 @@ def _recorded(kind: str, version: str, name: str) -> Function | None:
         return COMPUTE[name](Version(version), values)
 
     parameters = signature.parameters.values()
-    return Function(call, tuple(Argument(each.name, each.default is inspect.Parameter.empty) for each in parameters))
+    return Function(
+        call, tuple(Argument(parameter.name, parameter.default is inspect.Parameter.empty) for parameter in parameters)
+    )
 
 
 def _mha_fwd(version: Version, a: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -33,10 +33,12 @@ def test_fused_moe(kernels, tokens, dtype):
     del kernels.CALLS[:]
     with options.override(tiers={"experts": "aiter"}, probe=False), ops.recording() as routes:
         output = ops.shuffled_experts(x, *shuffled, ids, weights)
-    assert [(each.operation, each.tier, each.name) for each in routes] == [("shuffled_experts", "aiter", "fused_moe")]
-    assert [each.kernel for each in kernels.CALLS] == ["moe_sorting_fwd", "ck_moe_stage1", "ck_moe_stage2"]
+    assert [(route.operation, route.tier, route.name) for route in routes] == [
+        ("shuffled_experts", "aiter", "fused_moe")
+    ]
+    assert [call.kernel for call in kernels.CALLS] == ["moe_sorting_fwd", "ck_moe_stage1", "ck_moe_stage2"]
     measure = eager(ExpertsCall(x, gate_up, down, ids, weights, None, None, PLAIN))
-    wide = [each.double() for each in (x, gate_up, down)]
+    wide = [tensor.double() for tensor in (x, gate_up, down)]
     expected = eager(ExpertsCall(*wide, ids, weights.double(), None, None, PLAIN))
     assert_as_good_as_eager(output, measure, expected)
 
@@ -94,16 +96,18 @@ def test_a_model_with_shuffled_copies_of_its_experts_runs_fused_moe(kernels):
         hf_rocm.prepare(model, force=True, preshuffle="all", budget=2**30)
         with ops.recording() as routes:
             actual = model(**given).logits
-        assert [(each.tier, each.name) for each in routes if "experts" in each.operation] == [("aiter", "fused_moe")]
+        assert [(route.tier, route.name) for route in routes if "experts" in route.operation] == [
+            ("aiter", "fused_moe")
+        ]
         torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
         for parameter in experts:
             parameter.mul_(0.5)  # the copies are updated
         with ops.recording() as routes:
             halved = model(**given).logits
-        assert "shuffled_experts" in [each.operation for each in routes] and not torch.equal(halved, actual)
+        assert "shuffled_experts" in [route.operation for route in routes] and not torch.equal(halved, actual)
         hf_rocm.prepare(model, force=True, preshuffle="all", budget=granted - 1)
         with ops.recording() as routes:
             model(**given)
-        assert "shuffled_experts" not in [each.operation for each in routes]
+        assert "shuffled_experts" not in [route.operation for route in routes]
     hf_rocm.restore(model)
     assert not [name for module in model.modules() for name in module.__dict__ if name.startswith("_hf_rocm_group")]

@@ -42,8 +42,8 @@ def test_from_source_for_this_gpu(installer, machine):
 def test_the_old_build_and_its_limitations(installer, machine):
     plan = installer.plan(machine, pypi=True)
     assert plan.commands[-1] == ("install", "--no-deps", f"amd-aiter=={installer.PYPI}")
-    said = "\n".join(plan.words)
-    assert "ignores that a weight is shuffled" in said and "table of tuned GEMMs" in said
+    text = "\n".join(plan.words)
+    assert "ignores that a weight is shuffled" in text and "table of tuned GEMMs" in text
     replaced = installer.plan(dataclasses.replace(machine, aiter=installer.PYPI))
     assert "ignores that a weight is shuffled" in "\n".join(replaced.words)
 
@@ -51,7 +51,7 @@ def test_the_old_build_and_its_limitations(installer, machine):
 def test_an_unchecked_release_is_reported(installer, machine):
     words = "0.1.22 is newer than 0.1.21.dev46, the last one checked: used only with HF_ROCM_TIER=aiter"
     assert words in installer.plan(machine, release="0.1.22").words
-    assert not any("newer" in each for each in installer.plan(machine).words)
+    assert not any("newer" in word for word in installer.plan(machine).words)
 
 
 def test_the_unrelated_package_is_uninstalled_first(installer, machine):

@@ -61,9 +61,9 @@ def check(model, wide):
         tokens, logits = generate(model)
     assert tokens.shape == (2, 7 + NEW_TOKENS)
 
-    def teacher_forced(each):
+    def teacher_forced(value):
         with torch.no_grad(), options.override(tier="eager"):
-            return each(tokens[:, :-1], use_cache=False).logits[:, 6:]
+            return value(tokens[:, :-1], use_cache=False).logits[:, 6:]
 
     eager = teacher_forced(model)
     expected = teacher_forced(wide).double()
@@ -85,16 +85,16 @@ def test_overlaid_models(kernels, name):
         del kernels.CALLS[:]
         routes = check(model, wide)
         # two rows have two tables of angles, which aiter's RoPE doesn't support
-        assert {each.tier for each in routes if each.operation != "rope"} == {"aiter"}
-        assert {each.tier for each in routes if each.operation == "rope"} == {"torch"}
+        assert {route.tier for route in routes if route.operation != "rope"} == {"aiter"}
+        assert {route.tier for route in routes if route.operation == "rope"} == {"torch"}
         normed = {"rms_norm", "add_rms_norm"}
-        assert {each.operation for each in routes} == {"attention", "linear", "act_and_mul", "rope", *normed}
-        called = Counter(each.kernel for each in kernels.CALLS)
+        assert {route.operation for route in routes} == {"attention", "linear", "act_and_mul", "rope", *normed}
+        called = Counter(call.kernel for call in kernels.CALLS)
         assert called["mha_fwd"] == 2 * NEW_TOKENS and called["silu_and_mul"] == 2 * NEW_TOKENS
         assert called["rmsnorm2d_fwd"] == (7 if name == "Qwen3" else 3) * NEW_TOKENS
         assert called["rmsnorm2d_fwd_with_add"] == 2 * NEW_TOKENS
-        grouped = [each.arguments for each in kernels.CALLS if each.kernel == "mha_fwd"]
-        assert all(each["q"][1][2] == 4 and each["k"][1][2] == 2 for each in grouped)  # keys are not expanded
+        grouped = [call.arguments for call in kernels.CALLS if call.kernel == "mha_fwd"]
+        assert all(call["q"][1][2] == 4 and call["k"][1][2] == 2 for call in grouped)  # keys are not expanded
         assert "aiter, mha_fwd" in hf_rocm.explain(model).details()
     finally:
         hf_rocm.restore(model)
@@ -112,13 +112,13 @@ def test_a_left_padded_batch_is_packed(kernels):
         del kernels.CALLS[:]
         with torch.no_grad(), options.override(probe=False), ops.recording() as routes:
             actual = model(PROMPT, attention_mask=mask).logits
-        attended = [each for each in routes if "attention" in each.operation]
-        assert [(each.operation, each.tier) for each in attended] == [("varlen_attention", "aiter")] * 2
+        attended = [route for route in routes if "attention" in route.operation]
+        assert [(route.operation, route.tier) for route in attended] == [("varlen_attention", "aiter")] * 2
         real = int(mask.sum())
         assert [shape[0] for shape in attended[0].shapes] == [real] * 3  # no padding, and unexpanded keys
         assert [shape[1] for shape in attended[0].shapes] == [4, 2, 2]
-        packed = [each.arguments for each in kernels.CALLS if each.kernel == "mha_varlen_fwd"]
-        assert len(packed) == 2 and all(each["is_causal"] for each in packed)
+        packed = [call.arguments for call in kernels.CALLS if call.kernel == "mha_varlen_fwd"]
+        assert len(packed) == 2 and all(call["is_causal"] for call in packed)
         with torch.no_grad(), options.override(tier="eager"):
             eager = model(PROMPT, attention_mask=mask).logits
             expected = copy.deepcopy(model).double()(PROMPT, attention_mask=mask).logits
@@ -165,12 +165,12 @@ def test_models_with_softcap_windows_and_sinks(kernels, interface, name, changes
     wide.set_attn_implementation("eager")
     del kernels.CALLS[:]
     routes = check(model, wide)
-    assert {(each.operation, each.tier) for each in routes} == {("attention", "aiter")}
-    assert [each.kernel for each in kernels.CALLS] == [kernel] * 2 * NEW_TOKENS
-    lefts = [each.arguments["window_size_left"] for each in kernels.CALLS]
+    assert {(route.operation, route.tier) for route in routes} == {("attention", "aiter")}
+    assert [call.kernel for call in kernels.CALLS] == [kernel] * 2 * NEW_TOKENS
+    lefts = [call.arguments["window_size_left"] for call in kernels.CALLS]
     assert lefts == [4, -1] * NEW_TOKENS  # a window of 5 keys is 4 to the left
     if name == "Gemma2":
-        assert {each.arguments["logits_soft_cap"] for each in kernels.CALLS} == {2.0}
+        assert {call.arguments["logits_soft_cap"] for call in kernels.CALLS} == {2.0}
 
 
 def test_warmup_builds_and_checks_kernels_in_advance(kernels, tmp_path, capsys, monkeypatch):

@@ -137,24 +137,26 @@ def test_a_weight_read_in_the_wrong_order_is_found(newest, monkeypatch):
 def test_a_hanging_build_is_killed(monkeypatch, break_kernel):
     assert attend(window=3).name == "mha_fwd"  # the child is running
     break_kernel("mha_fwd:hang")
-    heard = []
+    messages = []
     monkeypatch.setattr(probe_worker, "FIRST_MESSAGE", 0.5)
     with (
         options.override(probe_timeout=3.0),
-        probe_worker.progress(heard.append),
+        probe_worker.progress(messages.append),
         pytest.warns(RuntimeWarning, match="was not built and checked within 3 s"),
     ):
         assert attend().name == "SDPA"
-    assert "building and checking aiter's mha_fwd" in heard[0]
+    assert "building and checking aiter's mha_fwd" in messages[0]
     assert probe_worker._worker is None
 
 
 def test_a_pass_is_cached_and_a_failure_is_not(monkeypatch, tmp_path, break_kernel):
-    asked = []
+    requests = []
     ask = probe_worker.ask
-    monkeypatch.setattr(probe_worker, "ask", lambda question, timeout: asked.append(question) or ask(question, timeout))
+    monkeypatch.setattr(
+        probe_worker, "ask", lambda question, timeout: requests.append(question) or ask(question, timeout)
+    )
 
-    assert (attend().name, len(asked)) == ("mha_fwd", 1)
+    assert (attend().name, len(requests)) == ("mha_fwd", 1)
     (file,) = (tmp_path / "cache" / "probes").iterdir()
     facts = json.loads(file.read_text())
     assert facts["arch"] == "gfx942" and facts["version"] == "0.1.7.post2.dev18" and facts["torch"] == torch.__version__
@@ -162,20 +164,20 @@ def test_a_pass_is_cached_and_a_failure_is_not(monkeypatch, tmp_path, break_kern
     # another process: it only has the cache on disk
     probe.forget()
     registry.forget_choices()
-    assert (attend().name, len(asked)) == ("mha_fwd", 1)
+    assert (attend().name, len(requests)) == ("mha_fwd", 1)
     probe.forget()
     with options.override(refresh=True):
-        assert (attend().name, len(asked)) == ("mha_fwd", 2)
+        assert (attend().name, len(requests)) == ("mha_fwd", 2)
 
     # another kind of call: checked again, with a kernel that is now broken
     break_kernel("mha_fwd:nan")
     with pytest.warns(RuntimeWarning):
         assert attend(window=3).name == "SDPA"
-    assert len(asked) == 3
+    assert len(requests) == 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert attend().name == "SDPA"  # disabled in this process, without a second warning
-    assert len(asked) == 3
+    assert len(requests) == 3
     assert len(list((tmp_path / "cache" / "probes").iterdir())) == 1
 
 

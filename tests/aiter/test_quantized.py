@@ -40,7 +40,7 @@ def run(kernels, x, weight, scale, bias, shuffled):
     given = shuffle_rows(weight) if shuffled else weight
     with options.override(tiers={"linear": "aiter"}, probe=False), ops.recording() as routes:
         output = ops.quantized_linear(x, given, scale, bias, shuffled=shuffled)
-    assert [(each.operation, each.tier) for each in routes] == [("quantized_linear", "aiter")]
+    assert [(route.operation, route.tier) for route in routes] == [("quantized_linear", "aiter")]
     return output, routes[0].name, list(kernels.CALLS)
 
 
@@ -64,7 +64,7 @@ class TestRealPackage:
         if not output.numel():
             assert calls == []
             return
-        assert [each.kernel for each in calls] == ["gemm_a8w8"]
+        assert [call.kernel for call in calls] == ["gemm_a8w8"]
         is_right(output, *given)
 
     @pytest.mark.parametrize("bias", [False, True])
@@ -73,7 +73,7 @@ class TestRealPackage:
         given = tensors((m,), *WHOLE_TILES, BF16, FP8_FNUZ, bias)
         output, name, calls = run(kernels, *given, shuffled=True)
         assert name == "gemm_a8w8_bpreshuffle" and output.shape == (m, WHOLE_TILES[0])
-        assert [each.kernel for each in calls] == ["gemm_a8w8_bpreshuffle"] * (m > 0)
+        assert [call.kernel for call in calls] == ["gemm_a8w8_bpreshuffle"] * (m > 0)
         if m:
             is_right(output, *given)
 
@@ -81,8 +81,8 @@ class TestRealPackage:
         from aiter.ops.shuffle import shuffle_weight
 
         weight, _ = quantize_rows(random(32, 64, dtype=BF16), FP8_FNUZ)
-        ours = shuffle_rows(weight).view(torch.uint8)
-        assert torch.equal(shuffle_weight(weight, layout=(16, 16)).view(torch.uint8), ours)
+        actual = shuffle_rows(weight).view(torch.uint8)
+        assert torch.equal(shuffle_weight(weight, layout=(16, 16)).view(torch.uint8), actual)
         assert torch.equal(unshuffle_rows(shuffle_rows(weight)).view(torch.uint8), weight.view(torch.uint8))
 
     def test_the_kernel_is_one_op_of_a_compiled_graph(self, kernels):
@@ -108,7 +108,7 @@ class TestRealPackage:
             ops.recording() as routes,
         ):
             output = ops.quantized_linear(x, weight, scale)
-        assert [each.name for each in routes] == [eight_bit.served_by(INT8, BF16)]
+        assert [route.name for route in routes] == [eight_bit.served_by(INT8, BF16)]
         is_right(output, x, weight, scale, bias)
 
     def test_a_model_is_shuffled_in_place_and_runs_the_kernel(self, kernels):
@@ -123,12 +123,12 @@ class TestRealPackage:
             block = torch.nn.ModuleList([torch.nn.Linear(512, 256), torch.nn.Linear(48, 48)]).to(BF16)
             model = torch.nn.Module()
             model.layers = block
-            expected = [each.weight.detach().clone() for each in block]
+            expected = [layer.weight.detach().clone() for layer in block]
             hf_rocm.quantize(model.eval(), "fp8", force=True)
             x = random(3, 512, dtype=BF16)
             with ops.recording() as routes:
                 model.layers[0](x), model.layers[1](x[:, :48])
-        assert [each.name for each in routes] == ["gemm_a8w8_bpreshuffle", "gemm_a8w8"]
+        assert [route.name for route in routes] == ["gemm_a8w8_bpreshuffle", "gemm_a8w8"]
         for layer, before in zip(model.layers, expected, strict=True):
             assert (layer.weight - before).abs().max() <= before.abs().max() / 2**4
 
@@ -190,8 +190,8 @@ def test_refusals(recorded_as, refuses, spec, changes, sentence):
     recorded_as(NEWEST)
     device = Device("cuda", rocm=True, arch="gfx942")
     assert refuses(spec, device) is None or not changes
-    found = refuses(spec._replace(**changes), device)
-    assert found is not None and found.startswith(sentence)
+    result = refuses(spec._replace(**changes), device)
+    assert result is not None and result.startswith(sentence)
 
 
 def test_the_fp8_type_must_match_the_arch(recorded_as):

@@ -207,8 +207,8 @@ def test_the_recorded_wheel_is_the_installed_one(kernels):
             look = "operator" if kind == "operators" else "function"
             expected = getattr(data, look)(name)
             if expected is not None:
-                found = getattr(installed, look)(name)
-                assert found is not None and found.arguments == expected.arguments, name
+                declared = getattr(installed, look)(name)
+                assert declared is not None and declared.arguments == expected.arguments, name
 
 
 def test_the_sources_of_the_wheel_match_the_record():
@@ -222,4 +222,4 @@ def test_the_sources_of_the_wheel_match_the_record():
         pytest.skip("not run: needs amd-aiter")
     checkout = Path(spec.origin).parents[1]
     assert record.differences(checkout, "0.1.7.post2.dev18") == []
-    assert any("mha_fwd" in each for each in record.differences(checkout, recorded.RELEASES[-1]))
+    assert any("mha_fwd" in difference for difference in record.differences(checkout, recorded.RELEASES[-1]))

@@ -45,8 +45,8 @@ def test_every_kernel_that_does_not_refuse_is_correct(operation, spec, dtype):
     changes = {name: dtype for name in ("weight_dtype", "angle_dtype") if name in spec._fields}
     spec = spec._replace(dtype=dtype, device=device, **changes)
     known = registry.operations()[operation]
-    candidates = [each for each in known.implementations if each.tier == "aiter"]
-    reasons = {each.name: each.refuses(spec, describe(device)) for each in candidates}
+    candidates = [route for route in known.implementations if route.tier == "aiter"]
+    reasons = {candidate.name: candidate.refuses(spec, describe(device)) for candidate in candidates}
     served = [name for name, reason in reasons.items() if reason is None]
     for name in served:
         assert probe_cases.check(operation, "aiter", name, tuple(spec)) is None

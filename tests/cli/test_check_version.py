@@ -102,12 +102,12 @@ def test_it_shows_which_directory_serves_which_model(check: Callable[..., Outcom
 
 
 def test_json_has_both_axes_and_the_facts(check: Callable[..., Outcome]) -> None:
-    found = json.loads(check("--json").out)
-    assert found["ok"] is False
-    assert {file["installed"] for file in found["files"]} == {"no"}
-    assert found["torch"]["version"] and set(found["torch"]) == {"path", "version", "hip", "rocm", "cuda"}
-    assert set(found["rocm"]) == {"version", "device"}
-    assert set(found["aiter"]) == {"path", "amd", "version", "sentence"}
+    data = json.loads(check("--json").out)
+    assert data["ok"] is False
+    assert {file["installed"] for file in data["files"]} == {"no"}
+    assert data["torch"]["version"] and set(data["torch"]) == {"path", "version", "hip", "rocm", "cuda"}
+    assert set(data["rocm"]) == {"version", "device"}
+    assert set(data["aiter"]) == {"path", "amd", "version", "sentence"}
 
 
 def test_a_refusal_exits_with_one_and_prints_the_whole_error(check: Callable[..., Outcome], site: Site) -> None:
@@ -146,8 +146,8 @@ def test_facts_of_torch_are_read_from_its_source(bare_path: Path) -> None:
     assert facts.torch_facts().version is None
     text = "__version__ = '2.9.0+rocm7.1'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.1.25'\n"
     package(bare_path, "torch", {"__init__.py": BROKEN, "version.py": text})
-    found = facts.torch_facts()
-    assert (found.version, found.hip, found.cuda) == ("2.9.0+rocm7.1", "7.1.25", None)
+    actual = facts.torch_facts()
+    assert (actual.version, actual.hip, actual.cuda) == ("2.9.0+rocm7.1", "7.1.25", None)
 
 
 def test_amd_aiter_is_distinguished_from_its_namesake_without_imports(bare_path: Path) -> None:
@@ -160,5 +160,5 @@ def test_amd_aiter_is_distinguished_from_its_namesake_without_imports(bare_path:
     assert "unrelated" in namesake.sentence and "pip install amd-aiter" in namesake.sentence
     package(bare_path, "aiter", {"jit/core.py": BROKEN, "ops/mha.py": BROKEN})
     package(bare_path, "amd_aiter-0.1.9.dist-info", {"METADATA": metadata.format("amd-aiter", "0.1.9")})
-    ours = facts.aiter_facts()
-    assert ours.amd and ours.sentence == "amd-aiter 0.1.9"
+    amd = facts.aiter_facts()
+    assert amd.amd and amd.sentence == "amd-aiter 0.1.9"

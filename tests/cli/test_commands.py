@@ -28,13 +28,13 @@ Command = Callable[..., Outcome]
 
 def grouped(shown: str) -> dict[str, list[str]]:
     """The state of every model in a table of groups. A row that begins with blanks continues the previous one."""
-    found, state = {}, []
+    result, state = {}, []
     for line in shown.splitlines():
         first = re.match(r"(.*)transformers-\S+ (.*)", line)
         if first or line.startswith("      "):
             state = first[1].split() if first else state
-            found.update(dict.fromkeys(re.findall(r"\w+", first[2] if first else line), state))
-    return found
+            result.update(dict.fromkeys(re.findall(r"\w+", first[2] if first else line), state))
+    return result
 
 
 def test_install_status_uninstall(command: Command, site: Site) -> None:
@@ -402,9 +402,9 @@ def test_no_option_is_named_only_by_its_placeholder():
             yield (*path, name), command
             yield from commands(command, (*path, name))
 
-    found = list(commands(typer.main.get_command(build())))
-    assert len(found) > 10
-    for path, command in found:
+    result = list(commands(typer.main.get_command(build())))
+    assert len(result) > 10
+    for path, command in result:
         callback = inspect.unwrap(command.callback) if command.callback else None
         for name, hint in (get_type_hints(callback, include_extras=True) if callback else {}).items():
             for option in getattr(hint, "__metadata__", ()):

@@ -47,13 +47,13 @@ def test_every_recorded_machine_has_the_expected_findings(
     machine = Recorded(name)
     monkeypatch.setattr(examine, "ThisMachine", lambda: machine)
     code = main(["doctor", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    found = [(each["level"], each["check"]) for each in told["findings"]]
+    data = json.loads(capsys.readouterr().out)
+    findings = [(finding["level"], finding["check"]) for finding in data["findings"]]
     for level in ("problem", "warning"):
-        assert sorted(check for kind, check in found if kind == level) == sorted(machine.expected[f"{level}s"])
-    assert code == int(bool(machine.expected["problems"])) and told["ready"] is not bool(code)
-    for each in told["findings"]:
-        assert (each["level"] == "ok") is (not each["means"]) is (not each["fix"]), each
+        assert sorted(check for kind, check in findings if kind == level) == sorted(machine.expected[f"{level}s"])
+    assert code == int(bool(machine.expected["problems"])) and data["ready"] is not bool(code)
+    for finding in data["findings"]:
+        assert (finding["level"] == "ok") is (not finding["means"]) is (not finding["fix"]), finding
 
     assert main(["doctor"]) == code
     page = re.sub(r"\s+", " ", capsys.readouterr().out)

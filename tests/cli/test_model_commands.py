@@ -36,8 +36,8 @@ def test_explain_all_lists_every_kernel(checkpoint, capsys):
 
 def test_explain_as_json(checkpoint, capsys):
     assert main(["explain", checkpoint, "--force", "--device", "cpu", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {each["operation"] for each in told["kernels"]} == {"attention", "linear", "act_and_mul", "rms_norm"}
+    data = json.loads(capsys.readouterr().out)
+    assert {kernel["operation"] for kernel in data["kernels"]} == {"attention", "linear", "act_and_mul", "rms_norm"}
 
 
 def test_explain_without_force_is_stock(checkpoint, capsys):

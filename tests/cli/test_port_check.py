@@ -63,9 +63,9 @@ def test_json(tmp_path, capsys):
     (tmp_path / "a.py").write_text("import pynvml\n")
     (tmp_path / "b.py").write_text("def f(:\n")
     assert main(["port-check", str(tmp_path), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["files"] == 1 and list(told["unread"]) == ["b.py"]
-    assert told["findings"][0]["line"] == 1 and told["findings"][0]["severity"] == "problem"
+    data = json.loads(capsys.readouterr().out)
+    assert data["files"] == 1 and list(data["unread"]) == ["b.py"]
+    assert data["findings"][0]["line"] == 1 and data["findings"][0]["severity"] == "problem"
 
 
 def test_an_unreadable_file_is_named(tmp_path, capsys):

@@ -59,9 +59,9 @@ def test_a_checkpoint_is_verified_with_a_chart(tiny_checkpoint, golden, tmp_path
     capsys.readouterr()
     assert verify(tiny_checkpoint, "--force", "--golden", golden, "--picture", picture, "--json") == 0
     printed = capsys.readouterr().out
-    told = json.loads(printed)
-    checks = {check["name"]: check for check in told["checks"]}
-    assert told["passed"] and len(told["layers"]) == 4
+    data = json.loads(printed)
+    checks = {check["name"]: check for check in data["checks"]}
+    assert data["passed"] and len(data["layers"]) == 4
     # docs/amd-owners.md asks people to publish this
     private = {platform.node(), getpass.getuser(), str(Path.home()), str(tiny_checkpoint.parent), str(tmp_path)}
     assert not [word for word in private if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", printed)]

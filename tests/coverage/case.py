@@ -79,7 +79,7 @@ class Case:
 
     def mixture(self) -> str | None:
         """The class whose replaced forward must run the experts in this release."""
-        below = [each for each in sorted(self.experts, key=Version) if Version(each) > RELEASE]
+        below = [expert for expert in sorted(self.experts, key=Version) if Version(expert) > RELEASE]
         return self.experts[below[0]] if below else None
 
     def routes(self) -> bool:

@@ -44,7 +44,7 @@ def assert_served(model: Any, classes: tuple[str, ...], routes: list[Any], hits:
         for module in modules:
             assert bind.mode_of(module) == bind.ON
             assert noted(module) is None, f"{name} stayed stock: {noted(module)}"
-    attended = [each for each in routes if each.operation in ("attention", "decode_attention", "varlen_attention")]
+    attended = [route for route in routes if route.operation in ("attention", "decode_attention", "varlen_attention")]
     expected = sum(hits[name] for name in classes)
     assert len(attended) >= expected, f"{len(attended)} attention operations in {expected} calls"
 
@@ -57,7 +57,7 @@ def assert_experts_served(model: Any, name: str | None, routes: list[Any], hits:
         assert noted(module) is None, f"{name} stayed stock: {noted(module)}"
     if modules:
         assert hits[name] >= len(modules)
-        assert len([each for each in routes if each.operation == "experts"]) == hits[name]
+        assert len([route for route in routes if route.operation == "experts"]) == hits[name]
 
 
 def served_groups(model: Any) -> dict[str, list[str]]:

@@ -107,7 +107,7 @@ def _row(name: str, model: nn.Module, classes: dict[type, list[Any]]) -> Row:
     overlay = catalog.load().find(name, transformers.__version__)
     assert overlay is not None
     module = sys.modules[overlay.module]
-    modules = [each for each in model.modules() if type(each).__module__ == overlay.module]
+    modules = [module for module in model.modules() if type(module).__module__ == overlay.module]
     ran = {cls: {route.operation for route in routes} for cls, routes in classes.items()}
     return {
         "overlay": overlay.id,
@@ -122,18 +122,18 @@ def _support(
     attending = [cls for cls, operations in ran.items() if operations & ATTENTION]
     others = [cls for cls in ran if cls not in attending and "Attention" not in cls.__name__]
     every = set().union(*ran.values()) if ran else set()
-    names = {type(each).__name__ for each in modules}
+    names = {type(module).__name__ for module in modules}
     text = Path(str(module.__file__)).read_text(encoding="utf-8").split("# >>> hf-rocm")[0]
     norms, mixture = (
-        any("RMSNorm" in each for each in names),
-        any(re.search("Experts|SparseMoe|Moe?E$|MoE", each) for each in names),
+        any("RMSNorm" in name for name in names),
+        any(re.search("Experts|SparseMoe|Moe?E$|MoE", name) for name in names),
     )
-    gated = any(GATES.fullmatch(child) for each in modules for child, _ in each.named_children())
-    here = [each for each in modules if type(each) in attending]
+    gated = any(GATES.fullmatch(child) for module in modules for child, _ in module.named_children())
+    here = [module for module in modules if type(module) in attending]
     marks = {
         "attention": _attention(modules, here, attending),
         "fused QKV": _fused(here, classes),
-        "fused gate/up": _fused([each for each in modules if type(each) in others], classes),
+        "fused gate/up": _fused([module for module in modules if type(module) in others], classes),
         "activation": _ran({"act_and_mul"}, every, gated, "no operation of hf_rocm computes it"),
         "norm": _ran({"rms_norm"}, every, norms, "it has a different kind of norm"),
         "add+norm": _ran(
@@ -154,16 +154,16 @@ def _support(
 
 
 def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[type]) -> str:
-    kinds = {type(each) for each in modules if "Attention" in type(each).__name__}
-    asked = [*here, *(each for each in modules if type(each) in kinds)]
-    stayed = sorted({reason for each in asked if (reason := noted(each)) is not None})
+    kinds = {type(module) for module in modules if "Attention" in type(module).__name__}
+    requested = [*here, *(module for module in modules if type(module) in kinds)]
+    stayed = sorted({reason for options in requested if (reason := noted(options)) is not None})
     if stayed:
         return f"stock: {stayed[0]}"
     # a module that contains another attention, or has no linear layers, is not an unserved attention
     leaves = {
-        type(each) for each in modules
-        if type(each) in kinds and any(isinstance(child, nn.Linear) for _, child in each.named_children())
-        and not any(type(inner) in kinds for inner in list(each.modules())[1:])
+        type(module) for module in modules
+        if type(module) in kinds and any(isinstance(child, nn.Linear) for _, child in module.named_children())
+        and not any(type(inner) in kinds for inner in list(module.modules())[1:])
     }  # fmt: skip
     left = sorted(cls.__name__ for cls in leaves - set(attending))
     if not attending:
@@ -174,21 +174,21 @@ def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[
 def _fused(modules: list[nn.Module], classes: dict[type, list[Any]]) -> str:
     """Whether one GEMM computed the outputs of all layers that the overlay fuses, in each of these modules."""
     groups, reasons = [], []
-    for each in modules:
-        binding = bind.binding_of(each)
+    for module in modules:
+        binding = bind.binding_of(module)
         names = binding.fuses if binding is not None else ()
-        if len(names) > 1 and all(each._modules.get(name) is not None for name in names):
-            rows = sum(each._modules[name].weight.shape[0] for name in names)  # type: ignore[union-attr,misc]
-            shapes = {route.shapes[1][0] for route in classes[type(each)] if route.operation == "linear"}
+        if len(names) > 1 and all(module._modules.get(name) is not None for name in names):
+            rows = sum(module._modules[name].weight.shape[0] for name in names)  # type: ignore[union-attr,misc]
+            shapes = {route.shapes[1][0] for route in classes[type(module)] if route.operation == "linear"}
             groups.append(rows in shapes)
             with torch.no_grad():
-                why = fuse.why_not(each, names) or "the layers ran one by one"
+                why = fuse.why_not(module, names) or "the layers ran one by one"
             reasons += [why] if rows not in shapes else []
     if groups and all(groups):
         return YES
     if groups:
         return f"stock: {reasons[0]}" if len(reasons) == len(groups) else f"{YES}, but in some layers: {reasons[0]}"
-    return JOINED if any(joined_already(each) for each in modules) else NONE
+    return JOINED if any(joined_already(module) for module in modules) else NONE
 
 
 def _ran(operations: set[str], every: set[str], has: bool, why_stock: str) -> str:
@@ -212,7 +212,7 @@ def record(models: Iterable[str] = (), known: dict[str, Row] | None = None) -> d
             for name, row in observed(case).items():
                 if not models or name in models:
                     rows.setdefault(name, []).append({**row, "cases": [case.id]})
-    made = {name: _joined(found) for name, found in rows.items()}
+    made = {name: _joined(result) for name, result in rows.items()}
     return dict(sorted({**{name: row for name, row in known.items() if models and name not in models}, **made}.items()))
 
 

@@ -27,19 +27,19 @@ ALL_LAYERS = {"llama", "gemma2", "gpt2", "bert", "t5", "siglip", "qwen2_vl", "mi
 @pytest.mark.slow
 @params([case for case in CASES if case.id in ALL_LAYERS or is_the_last(case)], without="compile")
 def test_one_graph(case, trio):
-    ours, stock, _ = trio()
+    prepared, stock, _ = trio()
     if case.id not in ALL_LAYERS:
         stock = shortened(copy.deepcopy(stock), case)
-        ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-    given = inputs.arguments(case, ours)
+        prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    given = inputs.arguments(case, prepared)
     with torch.inference_mode():
         try:
-            actual, origins = in_one_graph(ours, given)
+            actual, origins = in_one_graph(prepared, given)
         except Exception:
             skip_unless_it_compiles(stock, given)
             raise
         expected = stock(**given)
-    assert_ours(case, ours, origins)
+    assert_ours(case, prepared, origins)
     for part, value in inputs.outputs(actual).items():
         torch.testing.assert_close(value, inputs.outputs(expected)[part], rtol=1e-4, atol=1e-4)
 
@@ -84,7 +84,7 @@ def in_one_graph(model, given):
 
 def assert_ours(case, model, origins):
     """Check that the graph has an operation from the replacement of every attention class of the case."""
-    lines = {(file, int(line)) for each in origins for file, line in re.findall(r'File "(.+?)", line (\d+)', each)}
+    lines = {(file, int(line)) for origin in origins for file, line in re.findall(r'File "(.+?)", line (\d+)', origin)}
     for module in model.modules():
         if type(module).__name__ in case.classes():
             code = bind.binding_of(module).replacement.__code__

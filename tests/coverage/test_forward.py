@@ -20,7 +20,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 
 def compare(case, models, run):
     """Run `run(model)`, which returns named tensors, on all three models, and compare our error with stock's."""
-    ours, stock, exact = models
+    prepared, stock, exact = models
     with torch.inference_mode():
         with recording() as routes:
             with choosing(case) as chosen:
@@ -29,19 +29,19 @@ def compare(case, models, run):
                 expected = run(exact)
         assert routes == []  # the other two models stayed stock
         with recording() as routes, counted() as hits, choosing(case, chosen) as alike:
-            actual = run(ours)
-        assert_served(ours, case.classes(), routes, hits)
-        assert_experts_served(ours, case.mixture(), routes, hits)
+            actual = run(prepared)
+        assert_served(prepared, case.classes(), routes, hits)
+        assert_experts_served(prepared, case.mixture(), routes, hits)
     dtype = next(stock.parameters()).dtype  # scores are fp32, but computed from GEMMs that were rounded to the dtype
     assert len(alike.scores) == len(chosen.scores) == len(exactly.scores)
     if alike.scores:
-        mine, theirs = (numbered(each.to(dtype) for each in seen.scores) for seen in (alike, chosen))
-        assert_run_as_good_as_eager(mine, theirs, numbered(exactly.scores))
+        left, reference = (numbered(score.to(dtype) for score in seen.scores) for seen in (alike, chosen))
+        assert_run_as_good_as_eager(left, reference, numbered(exactly.scores))
     assert_run_as_good_as_eager(actual, same_dtype, expected)
 
 
 def numbered(tensors):
-    return {f"scores {call}": each for call, each in enumerate(tensors)}
+    return {f"scores {call}": tensor for call, tensor in enumerate(tensors)}
 
 
 @each_dtype

@@ -45,7 +45,7 @@ def generated(case, model, padding=None, **how):
 def test_tokens(case, way, trio):
     if way in case.stock_can_not:
         pytest.skip(f"stock can't: {case.stock_can_not[way]}")
-    ours, stock, _ = trio()
+    prepared, stock, _ = trio()
     try:
         expected = generated(case, stock, **WAYS[way])
     except Exception as error:
@@ -54,21 +54,21 @@ def test_tokens(case, way, trio):
         # a scenario that fails in stock is skipped
         pytest.skip(f"stock can't in this release: {str(error).splitlines()[0]}")
     with recording() as routes, counted() as hits:
-        actual = generated(case, ours, **WAYS[way])
-    assert_served(ours, case.classes(), routes, hits)
+        actual = generated(case, prepared, **WAYS[way])
+    assert_served(prepared, case.classes(), routes, hits)
     assert torch.equal(actual, expected)
 
 
 @params(TEXT, without="padding")
 def test_tokens_of_a_left_padded_batch(case, trio):
-    ours, stock, _ = trio()
-    assert torch.equal(generated(case, ours, inputs.LEFT), generated(case, stock, inputs.LEFT))
+    prepared, stock, _ = trio()
+    assert torch.equal(generated(case, prepared, inputs.LEFT), generated(case, stock, inputs.LEFT))
 
 
 @params(TEXT, without="assisted")
 def test_tokens_with_an_assistant(case, trio):
     """Several candidate tokens at once on a filled cache, some of which are rejected."""
-    ours, stock, _ = trio()
+    prepared, stock, _ = trio()
     prompt = {"input_ids": inputs.tokens(1, 9), "max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
     with torch.inference_mode():
         try:
@@ -77,4 +77,4 @@ def test_tokens_with_an_assistant(case, trio):
             if "Cannot `crop`" not in str(error):
                 raise
             pytest.skip(f"stock can't: {error}")
-        assert torch.equal(ours.generate(**prompt), expected)
+        assert torch.equal(prepared.generate(**prompt), expected)

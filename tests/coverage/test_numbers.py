@@ -36,14 +36,14 @@ def served_in(model):
 @params([case for case in CASES if not case.routes()])
 def test_a_changed_number_takes_effect(case):
     stock = case.build(torch.float32)
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-    served = served_in(ours)
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    served = served_in(prepared)
     arguments = inputs.arguments(case, stock)
     with torch.inference_mode():
         before = inputs.outputs(stock(**arguments))
     if not change(stock, served):
         pytest.skip("its modules have no numbers")
-    assert change(ours, served)
+    assert change(prepared, served)
     exact = copy.deepcopy(stock).double()
 
     def run(model):
@@ -53,7 +53,7 @@ def test_a_changed_number_takes_effect(case):
         expected = run(stock)
         with inputs.in_float64():
             reference = run(exact)
-        actual = run(ours)
+        actual = run(prepared)
     assert_run_as_good_as_eager(actual, expected, reference)
     if all(torch.equal(before[name], expected[name]) for name in expected):
         pytest.skip("stock reads none of the numbers of its modules")

@@ -54,7 +54,7 @@ def test_models_whose_overlays_import_their_rotary_function_are_included():
 
 @params(ROTARY)
 def test_a_replaced_rotary_function_is_called(case, trio):
-    ours, stock, _ = trio()
+    prepared, stock, _ = trio()
     home = vars(sys.modules[f"transformers.models.{case.overlay}.modeling_{case.overlay}"])
 
     def run(model):
@@ -72,13 +72,13 @@ def test_a_replaced_rotary_function_is_called(case, trio):
             "the replacement did not change the result"
         )
         with choosing(case, alike), counted() as hits:
-            actual = run(ours)
-        parts = {part.cls for part in hf_rocm.explain(ours).parts if part.stock_because is not None}
+            actual = run(prepared)
+        parts = {part.cls for part in hf_rocm.explain(prepared).parts if part.stock_because is not None}
         assert parts and parts <= set(case.classes())
-        for module in ours.modules():
+        for module in prepared.modules():
             name = type(module).__name__
             assert name not in parts or not hits[name] or noted(module) is not None, "stock ran"
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     with choosing(case, chosen), counted() as hits:
-        run(ours)
+        run(prepared)
     assert all(hits[name] for name in parts), "served again"

@@ -97,8 +97,8 @@ def test_rows_of_two_configurations_are_merged():
     def row(mark, operations):
         return {"overlay": "a/b", "classes": {"C": operations}, "support": {"rope": mark}}
 
-    found = merged([row(NONE, ["linear"]), row("stock: why", []), row(YES, ["rope"])])
-    assert found["support"]["rope"] == YES and found["classes"]["C"] == ["linear", "rope"]
+    result = merged([row(NONE, ["linear"]), row("stock: why", []), row(YES, ["rope"])])
+    assert result["support"]["rope"] == YES and result["classes"]["C"] == ["linear", "rope"]
     assert merged([row(NONE, []), row("stock: why", [])])["support"]["rope"] == "stock: why"
 
 

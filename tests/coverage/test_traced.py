@@ -42,16 +42,16 @@ def traced(model, case, ids):
 @params([case for case in CASES if case.id in SOME])
 def test_the_traced_model_equals_stock(case):
     stock = case.build(torch.float32)
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     ids, other = inputs.tokens(2, 9), inputs.tokens(2, 9, seed=3)
     try:
         expected = traced(stock, case, ids)
     except (RuntimeError, IndexError) as error:
         pytest.skip(f"stock can't be traced: {str(error).splitlines()[0]}")
     with ops.recording() as routes:
-        graph = traced(ours, case, ids)
+        graph = traced(prepared, case, ids)
     assert routes == []
     assert torch.equal(graph(other), expected(other))
     with torch.no_grad(), ops.recording() as routes:
-        ours(ids)
+        prepared(ids)
     assert routes  # outside of tracing it is served

@@ -26,21 +26,21 @@ def gradients(case, model):
     with torch.enable_grad():
         loss = objective(case, model)
         loss.backward()
-    named = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {"loss": loss.detach().to(next(model.parameters()).dtype), **named}
 
 
 @params(CASES, without="training")
 def test_loss_and_gradients(case, trio):
-    ours, stock, exact = trio()
-    embedding = patch_embeddings.in_force(ours)
-    patch_embeddings.detach(ours)  # tests/weights compares its gradients: here sums in another order would decide
+    prepared, stock, exact = trio()
+    embedding = patch_embeddings.in_force(prepared)
+    patch_embeddings.detach(prepared)  # tests/weights compares its gradients: here sums in another order would decide
     try:
         with counted() as hits:
-            actual = gradients(case, ours)
+            actual = gradients(case, prepared)
     finally:
-        patch_embeddings.attach(ours, bind.ON)
-    assert patch_embeddings.in_force(ours) == embedding
+        patch_embeddings.attach(prepared, bind.ON)
+    assert patch_embeddings.in_force(prepared) == embedding
     assert all(hits[name] for name in case.classes()), f"ours did not run while training: {dict(hits)}"
     same_dtype = gradients(case, stock)
     with inputs.in_float64():

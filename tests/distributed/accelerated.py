@@ -86,7 +86,7 @@ def mixed_precision(checkpoint: str, folder: Path) -> None:
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model, stock = ours(checkpoint), LlamaForCausalLM.from_pretrained(checkpoint).eval()
-    wrapped = [accelerator.prepare_model(each, evaluation_mode=True) for each in (model, stock)]
+    wrapped = [accelerator.prepare_model(variant, evaluation_mode=True) for variant in (model, stock)]
     assert "forward" in model.__dict__
     actual, eager = map(logits, wrapped)
     assert_as_good_as_eager(actual, eager, logits(models.build().double()))

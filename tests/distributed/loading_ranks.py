@@ -45,7 +45,7 @@ class Heard(logging.Handler):
 
 
 def main(checkpoint: str, undivided: str) -> None:
-    heard, seen = Heard(), {}
+    messages, seen = Heard(), {}
 
     def load(folder=checkpoint, **arguments):
         return hf_rocm.from_pretrained(folder, **{"tp_plan": "auto", "force": True, **arguments}).eval()
@@ -65,7 +65,7 @@ def main(checkpoint: str, undivided: str) -> None:
     assert not dist.is_initialized(), "nothing was begun"
     model = load()
     assert dist.is_initialized()
-    ours = model.generate(IDS, max_new_tokens=6, do_sample=False).tolist()
+    tokens = model.generate(IDS, max_new_tokens=6, do_sample=False).tolist()
     seen["calls"] = next(agree._calls[rank, "0,1"])
     # with a process group: its store
     with options.override(tier=["torch", "eager"][rank]):
@@ -73,22 +73,22 @@ def main(checkpoint: str, undivided: str) -> None:
     began = time.perf_counter()
     again = load()
     seen["seconds"] = time.perf_counter() - began
-    assert again.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == ours
+    assert again.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == tokens
     # stock, loaded by transformers and by hf_rocm: no communication with the other ranks
     before = next(agree._calls[rank, "0,1"])
-    heard.since()
+    messages.since()
     stock = load(force=None)
-    seen["stock said"] = heard.since()
+    seen["stock said"] = messages.since()
     assert next(agree._calls[rank, "0,1"]) == before + 1
-    assert stock.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == ours
+    assert stock.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == tokens
     # a single-process load waits for no other rank
     if rank == 1:
         load(tp_plan=None)
     dist.barrier()
     # only one rank logs
-    heard.since()
+    messages.since()
     load(tp_plan=None, quantize="int8")
-    seen["own said"] = heard.since()
+    seen["own said"] = messages.since()
     # the behaviour of stock with heads that can't be divided
     try:
         with torch.no_grad():

@@ -94,7 +94,7 @@ def hooks(model):
 
 def _settings(hook):
     if isinstance(hook, SequentialHook):
-        return [_settings(each) for each in hook.hooks]
+        return [_settings(inner) for inner in hook.hooks]
     plain = {name: value for name, value in vars(hook).items() if isinstance(value, bool | int | str | tuple | None)}
     return type(hook), str(getattr(hook, "execution_device", None)), plain
 
@@ -116,27 +116,27 @@ def as_good_as(stock, model, reference):
 def test_loaded_with_a_device_map(checkpoint, tmp_path, name):
     arguments, groups = MAPS[name]
     placed = LlamaForCausalLM.from_pretrained(checkpoint, offload_folder=tmp_path / "stock", **arguments).eval()
-    ours = hf_rocm.from_pretrained(checkpoint, offload_folder=tmp_path / "ours", force=True, **arguments).eval()
-    assert getattr(ours, "hf_device_map", None) == getattr(placed, "hf_device_map", None)
-    assert hooks(ours) == hooks(placed)
-    assert list(hooks(ours)) == list(hooks(placed))
-    assert bool(hooks(ours)) is (groups < GROUPS)  # without offloading, transformers needs no folder
-    as_good_as(placed, ours, build().double())
+    prepared = hf_rocm.from_pretrained(checkpoint, offload_folder=tmp_path / "ours", force=True, **arguments).eval()
+    assert getattr(prepared, "hf_device_map", None) == getattr(placed, "hf_device_map", None)
+    assert hooks(prepared) == hooks(placed)
+    assert list(hooks(prepared)) == list(hooks(placed))
+    assert bool(hooks(prepared)) is (groups < GROUPS)  # without offloading, transformers needs no folder
+    as_good_as(placed, prepared, build().double())
     with ops.recording() as routes:
-        logits(ours)
-    assert sum(route.operation == "linear" for route in routes) == groups == live(ours)
+        logits(prepared)
+    assert sum(route.operation == "linear" for route in routes) == groups == live(prepared)
     assert [route.operation for route in routes].count("attention") == LAYERS
-    told = hf_rocm.explain(ours)
+    explanation = hf_rocm.explain(prepared)
     with torch.no_grad():
-        reasons = [why_not(module, names) for module, names in _groups(ours)]
+        reasons = [why_not(module, names) for module, names in _groups(prepared)]
     assert sum(reason is None for reason in reasons) == groups
     assert all(reason is None or MOVED in reason for reason in reasons)
-    assert sum(part.fused for part in told.parts) == groups
-    assert (MOVED in str(told)) is (groups < GROUPS)
-    assert saved(ours, tmp_path) == saved(placed, tmp_path)
-    hf_rocm.restore(ours)
-    assert hooks(ours) == hooks(placed) and live(ours) == 0
-    assert_same_results(ours, placed)
+    assert sum(part.fused for part in explanation.parts) == groups
+    assert (MOVED in str(explanation)) is (groups < GROUPS)
+    assert saved(prepared, tmp_path) == saved(placed, tmp_path)
+    hf_rocm.restore(prepared)
+    assert hooks(prepared) == hooks(placed) and live(prepared) == 0
+    assert_same_results(prepared, placed)
 
 
 def saved(model, folder):
@@ -159,8 +159,8 @@ def test_everything_on_disk(checkpoint, tmp_path):
         with pytest.raises(type(error), match=str(error)):
             hf_rocm.from_pretrained(checkpoint, force=True, **arguments)
         return
-    ours = hf_rocm.from_pretrained(checkpoint, force=True, **arguments).eval()
-    assert hooks(ours) == hooks(placed) and torch.equal(logits(ours), logits(placed)) and live(ours) == 0
+    prepared = hf_rocm.from_pretrained(checkpoint, force=True, **arguments).eval()
+    assert hooks(prepared) == hooks(placed) and torch.equal(logits(prepared), logits(placed)) and live(prepared) == 0
 
 
 FIRST = """
@@ -256,8 +256,8 @@ def test_dispatched_after_prepare_and_undone(model, stock, tmp_path, place, grou
 class Counts(ModelHook):
     """A user's hook that records its calls."""
 
-    def __init__(self, said):
-        self.said = said
+    def __init__(self, text):
+        self.said = text
 
     def pre_forward(self, module, *args, **kwargs):
         self.said.append("before")
@@ -270,15 +270,15 @@ class Counts(ModelHook):
 
 def test_a_user_hook_in_addition_to_accelerates(model, stock):
     """It is called in order, and the group of its layer runs unfused until it is removed."""
-    said = {}
-    for each in (model, stock):
-        _dispatch_in_place(each, None)
-        layer = each.model.layers[1]
-        add_hook_to_module(layer.mlp.gate_proj, Counts(said.setdefault(id(each), [])), append=True)
-        add_hook_to_module(layer.self_attn, Counts(said[id(each)]), append=True)
+    messages = {}
+    for variant in (model, stock):
+        _dispatch_in_place(variant, None)
+        layer = variant.model.layers[1]
+        add_hook_to_module(layer.mlp.gate_proj, Counts(messages.setdefault(id(variant), [])), append=True)
+        add_hook_to_module(layer.self_attn, Counts(messages[id(variant)]), append=True)
     assert hooks(model) == hooks(stock)
     torch.testing.assert_close(logits(model), logits(stock))
-    assert said[id(model)] == said[id(stock)] == ["before", "after"] * 2
+    assert messages[id(model)] == messages[id(stock)] == ["before", "after"] * 2
     assert live(model) == GROUPS - 1
     with torch.no_grad():
         assert "run by a hook (SequentialHook)" in why_not(model.model.layers[1].mlp, ("gate_proj", "up_proj"))

@@ -62,7 +62,7 @@ def prompt_and_step(model):
         step = model(
             ids[:, :1], attention_mask=torch.zeros(2, 1, 1, 8, device=FIRST), past_key_values=cache, use_cache=True
         )
-    logits = [str(each.logits.device) for each in (prompt, step)]
+    logits = [str(output.logits.device) for output in (prompt, step)]
     pieces = [(str(layer.keys.device), str(layer.values.device), layer.keys.shape[2]) for layer in cache.layers]
     return logits, pieces, [route.operation for route in routes]
 
@@ -71,15 +71,15 @@ def prompt_and_step(model):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_layers_on_two_devices(kind, when):
     with FakeTensorMode(allow_non_fake_inputs=True):
-        stock, ours = make(kind), make(kind)
+        stock, prepared = make(kind), make(kind)
         spread(stock)
         if when == "before":
-            hf_rocm.prepare(ours, force=True)
-        spread(ours)
+            hf_rocm.prepare(prepared, force=True)
+        spread(prepared)
         if when == "after":
-            hf_rocm.prepare(ours, force=True)
+            hf_rocm.prepare(prepared, force=True)
         expected = prompt_and_step(stock)
-        actual = prompt_and_step(ours)
+        actual = prompt_and_step(prepared)
     assert expected[:2] == ([FIRST] * 2, [(FIRST, FIRST, 8), (SECOND, SECOND, 8)])
     assert actual[:2] == expected[:2]
     assert expected[2] == [] and actual[2].count("attention") == actual[2].count("rope") == 4

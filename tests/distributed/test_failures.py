@@ -45,7 +45,7 @@ def fails(what, checkpoint, extra):
     assert not result.left
     # a rank that doesn't depend on the killed one may finish before torchrun ends it
     assert what == "killed" or "loaded" not in result.out.split()
-    began = max(float(found) for found in re.findall(r"(?:loading|dying) ([\d.]+)", result.out))
+    began = max(float(actual) for actual in re.findall(r"(?:loading|dying) ([\d.]+)", result.out))
     print(f"{what}: {ended - began:.1f} s from the load to the end, {result.seconds:.1f} s in all")
     return result.log
 
@@ -114,6 +114,6 @@ def test_without_torchrun_a_missing_rank_is_named(checkpoint, absent):
 
 def test_without_torchrun_both_ranks_raise_the_same_error(checkpoint):
     ranks = run_ranks(SCRIPT, "dtype", checkpoint, "", timeout=PATIENCE)
-    assert [each.code for each in ranks] == [1, 1], [each.log for each in ranks]
-    words = [each.log.partition("RankError: ")[2] for each in ranks]
+    assert [rank.code for rank in ranks] == [1, 1], [rank.log for rank in ranks]
+    words = [rank.log.partition("RankError: ")[2] for rank in ranks]
     assert words[0] == words[1] and re.match(r"the ranks would not .* differ in: argument (torch_)?dtype\n", words[0])

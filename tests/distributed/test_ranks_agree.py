@@ -83,7 +83,7 @@ def test_if_one_rank_fails_the_others_raise_at_once(error):
     began = time.monotonic()
     ended = ranks_with([lambda: SAME, raises(error), lambda: SAME])
     assert time.monotonic() - began < 30, "a rank waited for the time limit"
-    assert len({str(each) for each in ended.values()}) == 1
+    assert len({str(error) for error in ended.values()}) == 1
     assert ended[0].message.startswith("rank 1 (") and str(error.args[0]) in ended[0].message
     assert "failed before the model was loaded" in ended[0].message
     assert ended[1].__cause__ is error and ended[0].__cause__ is None

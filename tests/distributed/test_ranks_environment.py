@@ -42,7 +42,7 @@ def nobody(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("environ", "expected"),
     [
         ({}, None),
         ({"RANK": "0", "WORLD_SIZE": "1"}, None),
@@ -50,8 +50,8 @@ def nobody(monkeypatch):
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Place(3, 4, 1)),
     ],
 )
-def test_place(said, expected, monkeypatch):
-    for name, value in said.items():
+def test_place(environ, expected, monkeypatch):
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert place() == expected
 

@@ -54,7 +54,7 @@ def test_one_of_four_checks_and_all_use_its_result(tmp_path, answer):
     cache = tmp_path / "cache"
     ranks = run_ranks(RANK, tmp_path, json.dumps(answer), world=4, environ={"HF_ROCM_CACHE": str(cache)})
     expected = None if answer is None else f"its check failed: {answer}"
-    assert [json.loads(each.out) for each in succeeded(ranks)] == [[expected] * 2] * 4
+    assert [json.loads(rank.out) for rank in succeeded(ranks)] == [[expected] * 2] * 4
     assert len(list(tmp_path.glob("asked-*"))) == 1
     remembered = list((cache / "probes").glob("*")) if answer is None else []
     assert [file.suffix for file in remembered] == [".json"] * (answer is None)
@@ -109,13 +109,13 @@ def test_a_requested_check_runs_again_although_it_passed(tmp_path, monkeypatch):
     from hf_rocm import options
 
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
-    asked = []
+    requests = []
 
     def once(refresh):
         with options.override(refresh=refresh):
             probe.forget()
-            assert probe._once(("linear", "aiter", "gemm"), "key", lambda: asked.append(1), remember=True) is None
-        return len(asked)
+            assert probe._once(("linear", "aiter", "gemm"), "key", lambda: requests.append(1), remember=True) is None
+        return len(requests)
 
     assert [once(False), once(False), once(True)] == [1, 1, 2]
     probe.forget()

@@ -53,11 +53,11 @@ def test_concurrent_imports(whole_site, tmp_path):  # noqa: F811 - the fixture
         return {**served, "HF_ROCM_FORCE": "0"} if rank == world - 1 else served
 
     ranks = succeeded(run_ranks(WORKER, tmp_path, checkpoint, world=world, environ=environ))
-    *ours, stock = [json.loads(each.out) for each in ranks]
+    *prepared, stock = [json.loads(rank.out) for rank in ranks]
     assert hashes(site.root) == before
     assert stock[1] == []
-    for file, operations, logits in ours:
+    for file, operations, logits in prepared:
         assert file == str(site.root / "__init__.py")
         assert {"attention", "rms_norm"} <= set(operations)
-        assert logits == ours[0][2]
+        assert logits == prepared[0][2]
         torch.testing.assert_close(torch.tensor(logits), torch.tensor(stock[2]))

@@ -31,7 +31,7 @@ def test_the_example_prints_the_output_on_the_page(
 
 
 def test_every_rule_is_in_the_table() -> None:
-    rows = [line.split("|")[1] for line in section("What it looks for").splitlines() if line.startswith("| `")]
+    rows = [line.split("|")[1] for line in section("Rules").splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in re.findall(r"`([\w-]+)`", row)]
     assert sorted(names) == sorted({rule.name for rule in RULES})
 

@@ -49,12 +49,13 @@ def test_doctor_prints_every_quoted_line() -> None:
     printed = set()
     for name in recorded.NAMES:
         printed |= {
-            (each.level.value, each.check, each.what) for each in examine.doctor(machine=Recorded(name)).findings
+            (finding.level.value, finding.check, finding.what)
+            for finding in examine.doctor(machine=Recorded(name)).findings
         }
     quoted = re.findall(r"^(problem|warning)  ([\w-]+)  (.+)$", PAGE, re.M)
     assert len(quoted) > 12
     for level, check, text in quoted:
-        assert any((level, check) == each[:2] and each[2].startswith(text) for each in printed), text
+        assert any((level, check) == line[:2] and line[2].startswith(text) for line in printed), text
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_the_dockerfile_is_well_formed(dockerfile: list[tuple[str, str]]) -> Non
     assert [word for word, _ in dockerfile][:2] == ["ARG", "FROM"] and dockerfile[-1][0] == "CMD"
     for word, text in dockerfile:
         if word in ("CMD", "VOLUME"):
-            assert all(isinstance(each, str) for each in json.loads(text))
+            assert all(isinstance(load, str) for load in json.loads(text))
         if word == "RUN":
             assert subprocess.run(["sh", "-n", "-c", text], check=False).returncode == 0, text
         if word == "ENV":

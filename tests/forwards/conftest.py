@@ -28,8 +28,8 @@ def pair(recorded_on_cpu):
 
     def build(name="bert", *, graphs=None, **changes):
         stock = make(name, **changes)
-        ours = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs)
-        return ours, hf_rocm.prepare(stock, force=True, graphs=False)
+        prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs)
+        return prepared, hf_rocm.prepare(stock, force=True, graphs=False)
 
     return build
 

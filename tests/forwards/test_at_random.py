@@ -34,7 +34,7 @@ CHANGES = {9: written, 18: moved, 30: replaced}
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_random_calls_equal_stock(name, pair):
-    ours, stock = pair(name)
+    prepared, stock = pair(name)
     draw = random.Random(name)
     kinds = [random_kind(name, draw) for _ in range(2)]
     kept = []
@@ -42,15 +42,15 @@ def test_random_calls_equal_stock(name, pair):
         args, given = random_call(name, draw.choice(kinds), draw)
         before = copy.deepcopy((args, given))
         if number in CHANGES:
-            for model in (ours, stock):
+            for model in (prepared, stock):
                 CHANGES[number](model)
         mode = torch.inference_mode if draw.random() < 0.1 else torch.no_grad
         with mode():
-            found, expected = ours(*args, **given), stock(*args, **given)
-        assert equal(found, expected), f"call {number}"
+            result, expected = prepared(*args, **given), stock(*args, **given)
+        assert equal(result, expected), f"call {number}"
         assert equal(list(args), list(before[0])) if args else equal(given, before[1])
-        kept.append((found, [tensor.clone() for tensor in tensors(found)]))
-    for found, values in kept:  # later calls must not have changed them
-        assert all(torch.equal(*both) for both in zip(tensors(found), values, strict=True))
-    recorded, replayed = counted(ours)
-    assert recorded > 1 and replayed > 2, (recorded, replayed, reasons(ours))
+        kept.append((result, [tensor.clone() for tensor in tensors(result)]))
+    for result, values in kept:  # later calls must not have changed them
+        assert all(torch.equal(*both) for both in zip(tensors(result), values, strict=True))
+    recorded, replayed = counted(prepared)
+    assert recorded > 1 and replayed > 2, (recorded, replayed, reasons(prepared))

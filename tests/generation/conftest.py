@@ -130,23 +130,23 @@ def counted(model):
     return (state.recorded, state.replayed)
 
 
-def outlives_steps_of_others(ours, stock, other, inputs, *, first):
+def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
     """Check that a step's outputs are still intact when transformers reads them after steps of another model.
 
     Another thread may run such steps, and recordings share memory. first: record our step before the other one.
     """
     between = []
-    stocks = ours._update_model_kwargs_for_generation  # runs between the step and the read
+    stocks = prepared._update_model_kwargs_for_generation  # runs between the step and the read
 
     def update(*args, **kwargs):
         for run in between:
             run()
         return stocks(*args, **kwargs)
 
-    ours._update_model_kwargs_for_generation = update
-    for model in (ours, other) if first else (other, ours):
+    prepared._update_model_kwargs_for_generation = update
+    for model in (prepared, other) if first else (other, prepared):
         generate(model, inputs)
-    before = counted(ours)[1], counted(other)[1]
+    before = counted(prepared)[1], counted(other)[1]
     between.append(lambda: generate(other, inputs, new=6))
-    assert torch.equal(generate(ours, inputs), generate(stock, inputs))
-    assert counted(ours)[1] == before[0] + 11 and counted(other)[1] == before[1] + 12 * 5
+    assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+    assert counted(prepared)[1] == before[0] + 11 and counted(other)[1] == before[1] + 12 * 5

@@ -47,7 +47,7 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(getattr(each, "__name__", "") == "DTensor" for each in types):
+        if any(getattr(cls, "__name__", "") == "DTensor" for cls in types):
             return NotImplemented  # DTensor dispatches the operators on local tensors again
         if str(operator).startswith(SYNCS):
             raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
@@ -55,8 +55,8 @@ class Operators(TorchDispatchMode):
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         if outputs and all(map(_has_memory, outputs)) and not _is_view(operator, inputs, outputs):
             self.kept.append((operator, args, kwargs, outputs))
-            there = {each.untyped_storage()._cdata for each in inputs}
-            self.made += [each for each in outputs if each.untyped_storage()._cdata not in there]
+            there = {tensor.untyped_storage()._cdata for tensor in inputs}
+            self.made += [output for output in outputs if output.untyped_storage()._cdata not in there]
         return result
 
     def release(self):
@@ -67,9 +67,9 @@ class Operators(TorchDispatchMode):
         self.replays += 1
         with torch.no_grad(), _one_at_a_time:
             for other in list(_recordings):
-                for each in other.made if other is not self else ():
-                    with torch.inference_mode(each.is_inference()):
-                        each.fill_(float("nan") if each.is_floating_point() else 1)
+                for tensor in other.made if other is not self else ():
+                    with torch.inference_mode(tensor.is_inference()):
+                        tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
             for operator, args, kwargs, outputs in self.kept:
                 result = operator(*args, **kwargs)
                 _wait(operator, result)
@@ -86,14 +86,14 @@ def _has_memory(tensor):
 def _wait(operator, result):
     """Wait for a functional collective."""
     if getattr(operator, "namespace", None) == "_c10d_functional":
-        for each in _tensors(result):
-            torch.ops._c10d_functional.wait_tensor(each)
+        for tensor in _tensors(result):
+            torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def _is_view(operator, inputs, outputs):
-    storages = {each.untyped_storage()._cdata for each in inputs}
-    return not operator._schema.is_mutable and all(each.untyped_storage()._cdata in storages for each in outputs)
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return not operator._schema.is_mutable and all(output.untyped_storage()._cdata in storages for output in outputs)
 
 
 def _tensors(values):
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return [tree_leave for tree_leave in tree_leaves(values) if isinstance(tree_leave, torch.Tensor)]

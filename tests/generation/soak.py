@@ -39,18 +39,18 @@ def call(number, *, device="cpu", longest=24):
     return arguments, cache == "brought"
 
 
-def same_tokens(ours, stock, numbers, **form):
+def same_tokens(prepared, stock, numbers, **form):
     """Run the calls on both models. Returns the seeds of the calls that differ."""
     differ = []
     for number in numbers:
         arguments, brings = call(number, **form)
         tokens = []
-        for model in (stock, ours):
+        for model in (stock, prepared):
             torch.manual_seed(number)
             cache = {"past_key_values": DynamicCache()} if brings else {}
             result = model.generate(**arguments, **cache)
             tokens.append(result if isinstance(result, torch.Tensor) else result.sequences)
         if not torch.equal(*tokens):
             differ.append(number)
-    assert known(ours).disabled is None and not known(ours).turned_away
+    assert known(prepared).disabled is None and not known(prepared).turned_away
     return differ

@@ -75,9 +75,9 @@ def calls_of_a_step(model: Any) -> int:
 
 
 def test_an_uncaptured_step_makes_few_calls(pair) -> None:
-    stock, ours = pair
+    stock, prepared = pair
     with ops.recording() as routes:
-        tokens = generate(ours, 8)
+        tokens = generate(prepared, 8)
     assert torch.equal(tokens, generate(stock, 8))
     steps = Counter(route.operation for route in routes)
     # all linear layers except o_proj and down_proj are fused: q/k/v, gate/up
@@ -86,13 +86,13 @@ def test_an_uncaptured_step_makes_few_calls(pair) -> None:
     assert steps == {name: 8 * (count * LAYERS + final_norms.get(name, 0)) for name, count in per_step.items()}
     sizes = {route.shapes[1] for route in routes if route.operation == "linear"}
     assert sizes == {(4 * 16 + 2 * 2 * 16, 64), (2 * 96, 64)}
-    assert calls_of_a_step(ours) <= MOST_CALLS
+    assert calls_of_a_step(prepared) <= MOST_CALLS
     assert calls_of_a_step(stock) < MOST_CALLS
 
 
 def test_a_layer_enters_few_modules(pair) -> None:
-    _, ours = pair
-    layer = ours.model.layers[3]
+    _, prepared = pair
+    layer = prepared.model.layers[3]
     files: list[set[str]] = []
 
     inner = type(layer).__call__
@@ -107,6 +107,6 @@ def test_a_layer_enters_few_modules(pair) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(layer), "__call__", watched)
-        generate(ours, 8)
+        generate(prepared, 8)
     assert len(files) == 8
     assert len(files[-1]) <= MOST_FILES, sorted(file.removeprefix(PACKAGE) for file in files[-1])

@@ -35,15 +35,15 @@ class Gpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    found = Gpu()
+    result = Gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: result.capturing)
     for module in (torch.cuda, torch.cuda.random):
-        monkeypatch.setattr(module, "get_rng_state", found.read)
-        monkeypatch.setattr(module, "set_rng_state", found.write)
-    return found
+        monkeypatch.setattr(module, "get_rng_state", result.read)
+        monkeypatch.setattr(module, "set_rng_state", result.write)
+    return result
 
 
 def preserve_random_state() -> None:

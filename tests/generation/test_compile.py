@@ -58,14 +58,14 @@ def test_only_the_safe_settings_are_passed_to_the_compiler(model, compiled):
     expected = run(model)
     assert hf_rocm.compile(model, force=True) is model
     assert torch.equal(run(model), expected)
-    assert compiled and all(each.items() >= compiling.SETTINGS.items() for each in compiled)
+    assert compiled and all(options.items() >= compiling.SETTINGS.items() for options in compiled)
     assert config.get_config_copy() == before
 
 
 def test_without_rocm_and_force_a_model_is_compiled_as_in_stock(model, compiled):
     hf_rocm.compile(model)
     run(model)
-    assert compiled and not any(set(each) & set(compiling.SETTINGS) for each in compiled)
+    assert compiled and not any(set(options) & set(compiling.SETTINGS) for options in compiled)
 
 
 def test_settings_of_the_user_have_precedence():
@@ -101,7 +101,7 @@ def generate(model, **arguments):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def requests(monkeypatch):
     """Record the arguments with which transformers calls torch.compile, and compile nothing."""
     seen: list[dict] = []
 
@@ -114,29 +114,29 @@ def asked(monkeypatch):
     return seen
 
 
-def test_compilation_by_transformers_uses_the_settings(model, asked):
+def test_compilation_by_transformers_uses_the_settings(model, requests):
     expected = generate(model)
-    assert [each["mode"] for each in asked] == ["reduce-overhead"]  # the setting of stock
+    assert [options["mode"] for options in requests] == ["reduce-overhead"]  # the setting of stock
     hf_rocm.prepare(model, force=True, graphs=False)
     assert torch.equal(generate(model), expected)
-    assert asked[1]["mode"] is None and asked[1]["options"] == dict(compiling.SETTINGS)
+    assert requests[1]["mode"] is None and requests[1]["options"] == dict(compiling.SETTINGS)
     hf_rocm.restore(model)
     assert torch.equal(generate(model), expected)
-    assert asked[2]["mode"] == "reduce-overhead" and not asked[2]["options"]
+    assert requests[2]["mode"] == "reduce-overhead" and not requests[2]["options"]
 
 
-def test_a_users_compile_config_is_unchanged(model, asked):
+def test_a_users_compile_config_is_unchanged(model, requests):
     config = transformers.CompileConfig(mode="max-autotune", dynamic=True)
     hf_rocm.prepare(model, force=True, graphs=False)
     generate(model, compile_config=config)
-    assert [(each["mode"], each["options"]) for each in asked] == [("max-autotune", None)]
+    assert [(options["mode"], options["options"]) for options in requests] == [("max-autotune", None)]
 
 
-def test_copies_and_pickles_keep_the_settings(model, asked):
+def test_copies_and_pickles_keep_the_settings(model, requests):
     hf_rocm.prepare(model, force=True, graphs=False)
-    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        generate(each)
-    assert [each["mode"] for each in asked] == [None, None]
+    for dump in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        generate(dump)
+    assert [options["mode"] for options in requests] == [None, None]
 
 
 def test_a_model_on_the_cpu_compiles_like_stock_without_force(model):

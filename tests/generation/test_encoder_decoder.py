@@ -77,46 +77,46 @@ def couple(recorded_on_cpu):
 
 @pytest.mark.parametrize("kind", [*SIZES, *FURTHER])
 def test_tokens_equal_stock_and_recordings_are_reused(kind, couple):
-    ours, stock = couple(kind)
+    prepared, stock = couple(kind)
     for seed in (0, 1, 2):
         inputs = asked(kind, seed=seed)
-        assert torch.equal(generate(ours, inputs), generate(stock, inputs))
-    assert counted(ours) == (1, 3 * (NEW - 1) - 3)
+        assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+    assert counted(prepared) == (1, 3 * (NEW - 1) - 3)
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 def test_padded_encoder_inputs(kind, couple):
-    ours, stock = couple(kind, graphs=None)
+    prepared, stock = couple(kind, graphs=None)
     for seed, padded in ((0, 3), (1, 4), (2, 0), (3, 2)):
         inputs = asked(kind, seed=seed, padded=padded)
-        assert torch.equal(generate(ours, inputs), generate(stock, inputs))
+        assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
     if MASKS_IN_FOUR_DIMENSIONS:
-        assert counted(ours)[1] > 2 * NEW and not known(ours).turned_away
+        assert counted(prepared)[1] > 2 * NEW and not known(prepared).turned_away
     else:
-        assert known(ours).turned_away["the inputs of the encoder are padded"] == 3
-    assert known(ours).disabled is None
+        assert known(prepared).turned_away["the inputs of the encoder are padded"] == 3
+    assert known(prepared).disabled is None
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_other_batches_lengths_and_sampling(kind, couple):
-    ours, stock = couple(kind)
+    prepared, stock = couple(kind)
     for rows, length, new in ((1, 4, 8), (3, 9, 40), (1, 4, 12), (2, 17, 9)):
         inputs = asked(kind, rows=rows, length=length)
         tokens = []
-        for model in (ours, stock):
+        for model in (prepared, stock):
             torch.manual_seed(rows)
             tokens.append(generate(model, inputs, new=new, do_sample=True, top_k=10, num_return_sequences=2))
         assert torch.equal(*tokens)
-    assert counted(ours)[1] > 40
+    assert counted(prepared)[1] > 40
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_returned_outputs(kind, couple):
-    ours, stock = couple(kind)
+    prepared, stock = couple(kind)
     how = {"return_dict_in_generate": True, "output_scores": True}
     for seed in (0, 1):
         inputs = asked(kind, seed=seed)
-        got, wanted = generate(ours, inputs, **how), generate(stock, inputs, **how)
+        got, wanted = generate(prepared, inputs, **how), generate(stock, inputs, **how)
         assert type(got) is type(wanted) and list(got) == list(wanted)
         assert torch.equal(got.sequences, wanted.sequences)
         close(torch.stack(got.scores), torch.stack(wanted.scores))
@@ -129,7 +129,7 @@ def test_returned_outputs(kind, couple):
         for name in ("self_attention_cache", "cross_attention_cache"):
             for one, two in zip(*(tensors(getattr(cache, name)) for cache in caches), strict=True):
                 close(one, two)
-    assert counted(ours)[1] > NEW
+    assert counted(prepared)[1] > NEW
 
 
 def tensors(cache):
@@ -143,35 +143,35 @@ def tensors(cache):
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_wrong_replay_is_noticed(kind, couple):
     """The comparison covers cross-attention, which a stale recording would read."""
-    ours, stock = couple(kind, graphs=None)
-    generate(ours, asked(kind))
-    cache = known(ours).pool._idle[0].cache
+    prepared, stock = couple(kind, graphs=None)
+    generate(prepared, asked(kind))
+    cache = known(prepared).pool._idle[0].cache
     for layer in cache.cross_attention_cache.layers:
         layer.keys = layer.keys.clone()  # at another address than the recording reads
     for seed in (3, 4):
         inputs = asked(kind, seed=seed)
-        assert torch.equal(generate(ours, inputs), generate(stock, inputs))
-    assert "differed from the step itself" in known(ours).disabled
+        assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+    assert "differed from the step itself" in known(prepared).disabled
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_call_restarts_after_a_wrong_replay(kind, couple, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=6))
-    ours, stock = couple(kind, graphs=None)
+    prepared, stock = couple(kind, graphs=None)
     inputs = asked(kind)
-    assert torch.equal(generate(ours, inputs, new=25), generate(stock, inputs, new=25))
-    assert "differed from the step itself" in known(ours).disabled
-    assert torch.equal(generate(ours, inputs, new=25), generate(stock, inputs, new=25))
+    assert torch.equal(generate(prepared, inputs, new=25), generate(stock, inputs, new=25))
+    assert "differed from the step itself" in known(prepared).disabled
+    assert torch.equal(generate(prepared, inputs, new=25), generate(stock, inputs, new=25))
 
 
 def test_beams_and_passed_caches_run_as_in_stock(couple):
-    ours, stock = couple("bart", graphs=None)
+    prepared, stock = couple("bart", graphs=None)
     inputs = asked("bart")
-    assert torch.equal(generate(ours, inputs, num_beams=2), generate(stock, inputs, num_beams=2))
+    assert torch.equal(generate(prepared, inputs, num_beams=2), generate(stock, inputs, num_beams=2))
     tokens = [
         generate(model, inputs, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
-        for model in (ours, stock)
+        for model in (prepared, stock)
     ]
     assert torch.equal(*tokens)
-    assert counted(ours) == (0, 0)
+    assert counted(prepared) == (0, 0)

@@ -88,9 +88,9 @@ def test_the_overlays_work_without_the_feature(text):
     stock = make("llama")
     wanted = generate(stock, cache_implementation="static")
     text(rb"((?s:def _update_model_kwargs_for_generation\(.*?))num_new_tokens: int = 1", rb"\1num_new_tokens: int = 2")
-    ours = hf_rocm.prepare(stock, force=True, graphs=False)
-    assert "_hf_rocm_inputs" not in ours.__dict__
-    assert torch.equal(generate(ours, cache_implementation="static"), wanted)
-    said = hf_rocm.explain(ours)
-    assert any(part.active for part in said.parts)
-    assert "is not supported (digest" in ours.__dict__["_hf_rocm_report"]["inputs"]
+    prepared = hf_rocm.prepare(stock, force=True, graphs=False)
+    assert "_hf_rocm_inputs" not in prepared.__dict__
+    assert torch.equal(generate(prepared, cache_implementation="static"), wanted)
+    explanation = hf_rocm.explain(prepared)
+    assert any(part.active for part in explanation.parts)
+    assert "is not supported (digest" in prepared.__dict__["_hf_rocm_report"]["inputs"]

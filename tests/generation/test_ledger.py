@@ -73,28 +73,28 @@ def test_reading_imports_no_torch() -> None:
 
 
 def test_nothing_is_recorded_with_a_known_fault(suspect_gpu) -> None:
-    ours, stock = hf_rocm.prepare(make("llama"), force=True), make("llama")
-    assert torch.equal(generate(ours), generate(stock))
-    assert known(ours) is None
-    line, *others = hf_rocm.explain(ours).decoding
+    prepared, stock = hf_rocm.prepare(make("llama"), force=True), make("llama")
+    assert torch.equal(generate(prepared), generate(stock))
+    assert known(prepared) is None
+    line, *others = hf_rocm.explain(prepared).decoding
     assert "issues/279" in line and "HF_ROCM_GRAPHS=1" in line
     assert any("issues/279" in batches and "use_cuda_graph" in batches for batches in others)
 
 
 def test_moving_a_model_to_a_gpu_with_a_known_fault(recorded_on_cpu, monkeypatch) -> None:
-    ours, stock = hf_rocm.prepare(make("llama"), force=True), make("llama")
+    prepared, stock = hf_rocm.prepare(make("llama"), force=True), make("llama")
     monkeypatch.setattr(torch.version, "rocm", "7.2.1", raising=False)
     with simulated("cpu", Device("cpu", rocm=True, arch="gfx942")):
-        assert torch.equal(generate(ours), generate(stock))
-        assert counted(ours) == (0, 0)
-        assert any("issues/279" in reason for reason in known(ours).turned_away)
-        assert "issues/279" in hf_rocm.explain(ours).decoding[0]
+        assert torch.equal(generate(prepared), generate(stock))
+        assert counted(prepared) == (0, 0)
+        assert any("issues/279" in reason for reason in known(prepared).turned_away)
+        assert "issues/279" in hf_rocm.explain(prepared).decoding[0]
 
 
 def test_required_graphs_are_recorded_despite_a_known_fault(suspect_gpu, caplog) -> None:
-    ours, stock = hf_rocm.prepare(make("llama"), force=True, graphs=True), make("llama")
-    assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours) == (1, 8)
+    prepared, stock = hf_rocm.prepare(make("llama"), force=True, graphs=True), make("llama")
+    assert torch.equal(generate(prepared), generate(stock))
+    assert counted(prepared) == (1, 8)
     assert caplog.text.count("because graphs are required") == 1
-    told = hf_rocm.explain(ours).decoding
-    assert told[0] == "steps are recorded and replayed" and any("issues/279" in line for line in told)
+    explanation = hf_rocm.explain(prepared).decoding
+    assert explanation[0] == "steps are recorded and replayed" and any("issues/279" in line for line in explanation)

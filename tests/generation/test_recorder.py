@@ -53,8 +53,8 @@ def test_a_broken_capture_keeps_its_graph_and_pool(done_already, name, kept, mon
         if done_already:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
-    for each in recorder._LEAVE:
-        monkeypatch.delattr(torch._C, each, raising=False)
+    for entry in recorder._LEAVE:
+        monkeypatch.delattr(torch._C, entry, raising=False)
     if name is not None:
         monkeypatch.setattr(torch._C, name, leave, raising=False)
     graph = Graph(RuntimeError("operation failed due to a previous error during capture"))

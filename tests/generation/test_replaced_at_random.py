@@ -33,10 +33,10 @@ def wrapped(function):
     """A wrapper that changes nothing."""
 
     @functools.wraps(function)
-    def theirs(*args, **kwargs):
+    def expected(*args, **kwargs):
         return function(*args, **kwargs)
 
-    return theirs
+    return expected
 
 
 def pieces_of(model):
@@ -141,7 +141,10 @@ class Replacing(RuleBasedStateMachine):
             loss.backward()
             with torch.no_grad():
                 # the gradient of an expert without tokens is None or zero
-                gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+                gradients = [
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    for parameter in model.parameters()
+                ]
                 results.append([loss.detach(), *gradients])
                 for parameter, gradient, weight in zip(model.parameters(), gradients, weights, strict=True):
                     parameter -= 1e-3 * gradient

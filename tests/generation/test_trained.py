@@ -14,8 +14,8 @@ def trained(tiny_checkpoint, recorded_on_cpu):
 
 
 def test_512_greedy_tokens_equal_stock(trained):
-    ours, _ = generates_stocks_tokens(trained)
-    recorded, replayed = counted(ours)
+    prepared, _ = generates_stocks_tokens(trained)
+    recorded, replayed = counted(prepared)
     assert recorded > 1 and replayed > NEW - 4 * recorded  # a new recording whenever the buffers grow
 
 

@@ -14,8 +14,8 @@ def test_every_gpu_is_tested() -> None:
     answer = ThisMachine().ask("torch", timeout=240)
     assert answer.error is None
     devices = answer.facts["devices"]
-    assert len(devices) == torch.cuda.device_count() and all(each["product"] is None for each in devices)
-    assert all("flash" in each and each["free"] <= each["total"] for each in devices)
+    assert len(devices) == torch.cuda.device_count() and all(device["product"] is None for device in devices)
+    assert all("flash" in device and device["free"] <= device["total"] for device in devices)
     allocator = answer.facts["allocator"]
     assert allocator["error"] is None and allocator["reserved_after_8"] <= allocator["reserved_after_2"] + 512 * 2**20
 

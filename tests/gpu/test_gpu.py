@@ -27,7 +27,7 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize("name", [*DECODERS, "bert"])
 def test_forward(name, padded, dtype, checkpoint):
     folder = checkpoint(name, dtype)
-    ours, stock = models.load_ours(folder).cuda(), models.load_stock(name, folder).cuda()
+    prepared, stock = models.load_ours(folder).cuda(), models.load_stock(name, folder).cuda()
     exact = models.in_float64(models.load_stock(name, folder)).cuda()
     ids = tokens(3, 33).cuda()
     mask = torch.ones_like(ids)
@@ -35,9 +35,9 @@ def test_forward(name, padded, dtype, checkpoint):
         mask[0, :7] = 0
     with torch.inference_mode():
         with ops.recording() as routes:
-            actual = ours(input_ids=ids, attention_mask=mask).logits
-        served(name, ours, routes, calls=1)
-        fused_ran(ours, routes)  # moving to the GPU fused again
+            actual = prepared(input_ids=ids, attention_mask=mask).logits
+        served(name, prepared, routes, calls=1)
+        fused_ran(prepared, routes)  # moving to the GPU fused again
         expected = exact(input_ids=ids, attention_mask=mask).logits
         same_dtype = stock(input_ids=ids, attention_mask=mask).logits
     keep = mask.bool()
@@ -105,8 +105,8 @@ def test_memory_of_preparing_and_saving_on_the_gpu(tmp_path):
     model.save_pretrained(tmp_path)
     assert torch.cuda.max_memory_allocated() <= allocated + LAYER + SLACK
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, torch_dtype="auto")
-    for mine, theirs in zip(model.state_dict().values(), again.state_dict().values(), strict=True):
-        assert torch.equal(mine.cpu(), theirs)
+    for actual, expected in zip(model.state_dict().values(), again.state_dict().values(), strict=True):
+        assert torch.equal(actual.cpu(), expected)
 
     hf_rocm.restore(model)
     assert abs(memory()[0] - allocated) <= 0.01 * allocated
@@ -116,7 +116,7 @@ def test_memory_of_a_prepared_model_that_moves_to_the_gpu():
     model = hf_rocm.prepare(large_llama("cpu"), force=True)
     before = memory()[0]
     model.cuda()
-    size = sum(each.nbytes for each in model.parameters())
+    size = sum(parameter.nbytes for parameter in model.parameters())
     assert abs(memory()[0] - before - size) <= 0.01 * size
     with torch.inference_mode(), ops.recording() as routes:
         model(input_ids=torch.arange(10, device="cuda")[None])

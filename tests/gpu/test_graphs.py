@@ -37,25 +37,25 @@ def build(kind="llama", dtype=torch.float32, graphs=True, **changes):
 
 
 def asked(**arguments):
-    return {name: each.cuda() for name, each in prompt(**arguments).items()}
+    return {name: tensor.cuda() for name, tensor in prompt(**arguments).items()}
 
 
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "mixtral"])
 def test_greedy_tokens_equal_stock(kind, padded, pair):
-    ours, stock = pair(kind)
+    prepared, stock = pair(kind)
     inputs = asked(padded=padded)
     expected = generate(stock, inputs, new=50)
     for _ in range(2):
-        assert torch.equal(generate(ours, inputs, new=50), expected)
-    assert counted(ours)[1] > 49 and known(ours).disabled is None
+        assert torch.equal(generate(prepared, inputs, new=50), expected)
+    assert counted(prepared)[1] > 49 and known(prepared).disabled is None
 
 
 def test_sampling_draws_the_same_tokens_as_stock(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     for seed in (0, 1, 2):
         how = {"do_sample": True, "top_k": 40, "seed": seed}
-        assert torch.equal(generate(ours, asked(), **how), generate(stock, asked(), **how))
+        assert torch.equal(generate(prepared, asked(), **how), generate(stock, asked(), **how))
         drawn = [torch.rand(2, device="cuda")]
         generate(stock, asked(), **how)
         drawn.append(torch.rand(2, device="cuda"))
@@ -64,21 +64,21 @@ def test_sampling_draws_the_same_tokens_as_stock(pair):
 
 @pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18)])
 def test_ends_with_the_late_check(at, pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     how = {"repetition_penalty": 9.0, "pad_token_id": 0}
     free = generate(stock, asked(), **how)
     ends = [row[place].item() for row, place in zip(free, at, strict=True)]
     for _ in range(2):
         assert torch.equal(
-            generate(ours, asked(), eos_token_id=ends, **how), generate(stock, asked(), eos_token_id=ends, **how)
+            generate(prepared, asked(), eos_token_id=ends, **how), generate(stock, asked(), eos_token_id=ends, **how)
         )
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # a warning of PyTorch about its first graph
 def test_together_with_graphs_of_torch_compile(pair):
     """Its graphs make PyTorch free the workspaces of BLAS libraries, which recorded steps must not depend on."""
-    ours, _ = pair(dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2816, num_attention_heads=16)
-    expected = generate(ours, asked())
+    prepared, _ = pair(dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2816, num_attention_heads=16)
+    expected = generate(prepared, asked())
     layer = torch.nn.Linear(1024, 1024, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(layer, mode="reduce-overhead")
     with torch.no_grad():
@@ -86,9 +86,9 @@ def test_together_with_graphs_of_torch_compile(pair):
             compiled(torch.ones(8, 1024, device="cuda", dtype=torch.bfloat16))
     torch.cuda.empty_cache()
     scribbled = [torch.full((2**22,), 3e4, device="cuda") for _ in range(64)]
-    replayed = counted(ours)[1]
-    assert torch.equal(generate(ours, asked()), expected)
-    assert counted(ours)[1] == replayed + 11
+    replayed = counted(prepared)[1]
+    assert torch.equal(generate(prepared, asked()), expected)
+    assert counted(prepared)[1] == replayed + 11
     del scribbled
 
 
@@ -98,12 +98,12 @@ def test_outputs_of_a_step_survive_steps_of_other_models(first, pair):
 
 
 def test_four_threads_on_separate_streams_while_one_samples(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     other, other_stock = pair("qwen3")
-    calls = [(ours, stock, 1), (other, other_stock, 3), (ours, stock, 2)]
+    calls = [(prepared, stock, 1), (other, other_stock, 3), (prepared, stock, 2)]
     expected = [generate(model, asked(seed=seed)) for _, model, seed in calls]
     torch.cuda.synchronize()
-    found, failed = [[] for _ in calls], []
+    result, failed = [[] for _ in calls], []
 
     def work(index):
         try:
@@ -111,7 +111,7 @@ def test_four_threads_on_separate_streams_while_one_samples(pair):
                 for rows in (2, 1, 2, 3, 2):
                     tokens = generate(calls[index][0], asked(seed=calls[index][2], rows=rows))
                     if rows == 2:
-                        found[index].append(tokens.cpu())
+                        result[index].append(tokens.cpu())
         except Exception as error:  # noqa: BLE001  shown by the test
             failed.append(error)
 
@@ -135,47 +135,47 @@ def test_four_threads_on_separate_streams_while_one_samples(pair):
     for thread in threads:
         thread.join()
     assert not failed and len(caught) <= len(calls)
-    for right, each in zip(expected, found, strict=True):
-        assert len(each) == 3 and all(torch.equal(right.cpu(), tokens) for tokens in each)
+    for right, entry in zip(expected, result, strict=True):
+        assert len(entry) == 3 and all(torch.equal(right.cpu(), tokens) for tokens in entry)
 
 
 def test_a_step_that_waits_for_the_gpu_is_not_recorded(pair):
-    ours, stock = pair(graphs=None)
+    prepared, stock = pair(graphs=None)
 
     def wait(module, args, out):
         return out * (1 + bool(out.isnan().any()))
 
     wait.__module__ = "transformers"  # a user's own class would be refused
-    handle = ours.lm_head.register_forward_hook(wait)
-    assert torch.equal(generate(ours, asked()), generate(stock, asked()))
-    assert "can't be recorded" in known(ours).disabled
+    handle = prepared.lm_head.register_forward_hook(wait)
+    assert torch.equal(generate(prepared, asked()), generate(stock, asked()))
+    assert "can't be recorded" in known(prepared).disabled
     torch.empty(2**30, dtype=torch.uint8, device="cuda")
     reserved = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= reserved - 2**30, "the allocator is still in capture mode"
     handle.remove()
-    hf_rocm.prepare(ours, force=True)
-    assert torch.equal(generate(ours, asked()), generate(stock, asked()))
-    assert counted(ours) == (1, 11 - FIRST)
+    hf_rocm.prepare(prepared, force=True)
+    assert torch.equal(generate(prepared, asked()), generate(stock, asked()))
+    assert counted(prepared) == (1, 11 - FIRST)
 
 
 def test_memory_is_freed_with_the_model(pair):
     generate(pair()[0], asked())  # permanent allocations exist from here on
     gc.collect()
     before = torch.cuda.memory_allocated()
-    ours, stock = pair()
-    generate(ours, asked(rows=4))
-    del ours, stock
+    prepared, stock = pair()
+    generate(prepared, asked(rows=4))
+    del prepared, stock
     gc.collect()
     assert torch.cuda.memory_allocated() <= before + 2**16
 
 
 def test_peak_memory_is_that_of_stock_plus_the_static_cache(pair):
     size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 16}
-    ours, stock = pair(dtype=torch.bfloat16, **size)
-    weights = sum(each.nbytes for each in stock.parameters())
+    prepared, stock = pair(dtype=torch.bfloat16, **size)
+    weights = sum(parameter.nbytes for parameter in stock.parameters())
     peaks = []
-    for model in (stock, ours):
+    for model in (stock, prepared):
         generate(model, asked(length=200), new=40)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -183,5 +183,5 @@ def test_peak_memory_is_that_of_stock_plus_the_static_cache(pair):
         idle = 0 if known(model) is None else known(model).pool.summary()[1]
         generate(model, asked(length=200), new=40)
         peaks.append(torch.cuda.max_memory_allocated() - before + idle)
-    static = known(ours).pool.summary()[1]
+    static = known(prepared).pool.summary()[1]
     assert peaks[1] <= peaks[0] + 0.03 * weights + static

@@ -63,13 +63,13 @@ def kernels(kind, layers):
         depth["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
     configuration = getattr(transformers, config)(**{**SIZES, **settings, **depth})
     made = getattr(transformers, f"{model}ForCausalLM")(configuration).eval().to("cuda", torch.bfloat16)
-    ours = hf_rocm.prepare(made, force=True)
+    prepared = hf_rocm.prepare(made, force=True)
     ids = torch.randint(1, 500, (1, 200), device="cuda")
     counts = []
     for _ in range(RUNS):
         step = _OneStep()
         with torch.no_grad():
-            ours.generate(ids, max_new_tokens=AT + 4, do_sample=False, logits_processor=[step])
+            prepared.generate(ids, max_new_tokens=AT + 4, do_sample=False, logits_processor=[step])
         counts.append([work.name for work in _work(step.recorder)])
     return min(counts, key=len)
 

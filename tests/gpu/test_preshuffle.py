@@ -29,8 +29,8 @@ SEGMENT = 20 * 2**20  # reserved for a tensor of 1 to 10 MiB
 
 @pytest.fixture
 def machine(monkeypatch):
-    found = recorded.release(recorded.RELEASES[-1])
-    monkeypatch.setattr(detect, "load", lambda: found)
+    release = recorded.release(recorded.RELEASES[-1])
+    monkeypatch.setattr(detect, "load", lambda: release)
     pretend(monkeypatch, "gfx942")
     with options.override(probe=False):  # a check would run in a child process, which has no aiter
         yield
@@ -91,7 +91,7 @@ def test_a_captured_graph_reads_the_original_weights(machine):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), ops.recording() as routes:
             model(x)
-        assert [(each.operation, each.tier) for each in routes] == [("shuffled_linear", "aiter")] * LAYERS
+        assert [(route.operation, route.tier) for route in routes] == [("shuffled_linear", "aiter")] * LAYERS
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -51,7 +51,7 @@ def case(shape, k, n, dtype, format, bias):
 
 
 def in_full(x, data, scale, bias, dtype):
-    to = [None if each is None else each.to(dtype) for each in (x, data, scale, bias)]
+    to = [None if tensor is None else tensor.to(dtype) for tensor in (x, data, scale, bias)]
     return eager_linear(QuantizedCall(*to, data.dtype, False))
 
 
@@ -67,7 +67,7 @@ def test_the_gemm(kind, dtype, bias, shape, k, n):
     with ops.recording() as routes:
         output = ops.quantized_linear(x, data, scale, offset)
     if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
-        assert [each.name for each in routes] == [EXPECTED[kind, dtype]]
+        assert [route.name for route in routes] == [EXPECTED[kind, dtype]]
     assert output.shape == (*shape, n) and output.dtype == dtype
     if x.numel():
         within_the_bound(output, x, weight, offset, format)
@@ -86,7 +86,7 @@ def test_zeros_and_nan(tier, kind):
     x[1], clean[1] = 0, 0
     x[2, 5], clean[2] = torch.nan, 0
     with options.override(tiers={"linear": tier}):
-        output, expected = (ops.quantized_linear(each, data, scale, bias) for each in (x, clean))
+        output, expected = (ops.quantized_linear(tensor, data, scale, bias) for tensor in (x, clean))
     others = [0, 1, *range(3, 20)]
     assert torch.equal(output[others], expected[others]) and torch.equal(output[1], bias)
     assert output[2].isnan().all() and torch.isfinite(output[others]).all()
@@ -116,7 +116,7 @@ def test_a_model(kind):
     with torch.inference_mode():
         before = model(input_ids=ids, use_cache=False).logits.float()
     weights = [layer for layer in model.modules() if type(layer) is torch.nn.Linear and layer is not model.lm_head]
-    linear = sum(each.weight.nbytes for each in weights)
+    linear = sum(weight.weight.nbytes for weight in weights)
     del weights
     allocated, reserved = memory()
     torch.cuda.reset_peak_memory_stats()
@@ -129,9 +129,9 @@ def test_a_model(kind):
     rounded = {"linear": "torch"}  # the triton tier does not round x
     with torch.inference_mode(), ops.recording() as routes, options.override(tiers=rounded):
         after = model(input_ids=ids, use_cache=False).logits
-    shapes = [each.shapes[1] for each in routes if each.operation == "quantized_linear"]
+    shapes = [route.shapes[1] for route in routes if route.operation == "quantized_linear"]
     assert shapes == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)] * 4
-    assert {each.tier for each in routes if each.operation == "quantized_linear"} == {"torch"}
+    assert {route.tier for route in routes if route.operation == "quantized_linear"} == {"torch"}
     torch.manual_seed(0)
     reference = hf_rocm.prepare(large_llama("cuda"), force=True)
     with options.override(tiers=rounded):
@@ -166,8 +166,8 @@ def test_a_model_moves_to_the_gpu_and_back():
     model.cuda()
     with torch.inference_mode(), ops.recording() as routes:
         output = model(input_ids=ids.cuda(), use_cache=False).logits
-    assert [each.shapes[1] for each in routes if each.operation == "quantized_linear"][:1] == [(6144, 4096)]
-    assert {each.tier for each in routes if each.operation == "quantized_linear"} == {"triton"}
+    assert [route.shapes[1] for route in routes if route.operation == "quantized_linear"][:1] == [(6144, 4096)]
+    assert {route.tier for route in routes if route.operation == "quantized_linear"} == {"triton"}
     assert torch.isfinite(output).all()
     del output
     model.cpu()
@@ -207,13 +207,13 @@ def test_few_rows(kind, dtype, form, n, k):
                 activation=activation,
                 residual=residual,
             )
-        assert [(each.tier, each.name) for each in routes] == [("triton", "few_rows")]
+        assert [(route.tier, route.name) for route in routes] == [("triton", "few_rows")]
         call = QuantizedCall(
             x, data, scale, bias, data.dtype, False, False, norm, residual, 1e-5, activation=activation
         )
         results = []
         for wide in (dtype, FP64):
-            tensors = [None if each is None else each.to(wide) for each in (x, bias, norm, residual)]
+            tensors = [None if tensor is None else tensor.to(wide) for tensor in (x, bias, norm, residual)]
             its_x, its_bias, its_norm, its_residual = tensors
             results.append(
                 eager_fused_linear(
@@ -241,7 +241,7 @@ def test_many_rows_use_a_dequantised_weight(kind, dtype, n, k):
     assert torch.equal(triton._dequantized(data, scale, dtype), call.dequantized(dtype))
     with ops.recording() as routes:
         output = ops.quantized_linear(x, data, scale, bias, round_input=False)
-    assert [(each.tier, each.name) for each in routes] == [("triton", triton.DEQUANTIZE)]
+    assert [(route.tier, route.name) for route in routes] == [("triton", triton.DEQUANTIZE)]
     results = []
     for wide in (dtype, FP64):
         its_x, its_bias = x.to(wide), bias.to(wide)
@@ -257,7 +257,7 @@ def test_a_prompt_is_not_rounded(kind):
     ids = torch.arange(100, device="cuda")[None]
     with torch.inference_mode(), ops.recording() as routes:
         logits = model(input_ids=ids, use_cache=False).logits
-    assert {each.name for each in routes if each.operation == "quantized_linear"} == {triton.DEQUANTIZE}
+    assert {route.name for route in routes if route.operation == "quantized_linear"} == {triton.DEQUANTIZE}
     assert torch.isfinite(logits).all()
 
 
@@ -281,6 +281,6 @@ def test_a_recorded_step_reads_the_packed_weights(kind):
     arguments = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     with ops.recording() as routes:
         plain = model.generate(ids, disable_compile=True, **arguments)
-    names = {each.name for each in routes if each.operation == "quantized_linear"}
+    names = {route.name for route in routes if route.operation == "quantized_linear"}
     assert names == {"few_rows"}
     assert torch.equal(model.generate(ids, **arguments), plain)

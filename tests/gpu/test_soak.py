@@ -32,11 +32,11 @@ def test_random_calls(kind, monkeypatch):
     monkeypatch.setattr(pool, "_AHEAD", 32)
     stock = make(kind, **SIZES).to("cuda")
     with options.override(probe=False):
-        ours = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=True)
-        assert same_tokens(ours, stock, range(20), device="cuda") == []
+        prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=True)
+        assert same_tokens(prepared, stock, range(20), device="cuda") == []
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        assert same_tokens(ours, stock, range(40), device="cuda") == []
+        assert same_tokens(prepared, stock, range(40), device="cuda") == []
         torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + 32 * 2**20
-    assert counted(ours)[1] > 200
+    assert counted(prepared)[1] > 200

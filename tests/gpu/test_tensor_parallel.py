@@ -24,6 +24,6 @@ def test_recorded_steps_include_the_all_reduces(tmp_path: Path) -> None:
     script = Path(__file__).with_name("tensor_parallel_ranks.py")
     succeeded(run_ranks(script, tmp_path / "model", tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0,1"}))
     for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found["ours"] == found["stock"]
-        assert (found["recorded"], found["replayed"]) == (1, 23 - 3 + 11), found
+        data = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert data["ours"] == data["stock"]
+        assert (data["recorded"], data["replayed"]) == (1, 23 - 3 + 11), data

@@ -19,8 +19,8 @@ def trained(tmp_path_factory):
 
 
 def test_512_greedy_tokens_equal_stock(trained):
-    ours, served = generates_stocks_tokens(trained)
-    recorded, replayed = counted(ours)
+    prepared, served = generates_stocks_tokens(trained)
+    recorded, replayed = counted(prepared)
     assert recorded > 0 and replayed >= NEW - 4 * recorded
     assert served >= KERNELS  # on a GPU, fp32 attention is left to PyTorch
 

@@ -29,7 +29,7 @@ def random(*shape, dtype, seed=0):
 def routed(tier, operation, *arguments, **keywords):
     with options.override(tier=tier), ops.recording() as routes, torch.no_grad():
         output = getattr(ops, operation)(*arguments, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [(operation, tier)]
+    assert [(route.operation, route.tier) for route in routes] == [(operation, tier)]
     return output
 
 
@@ -88,9 +88,9 @@ def test_act_and_mul(shape, activation, interleaved, dtype):
 def test_rope_is_bitwise_equal_to_the_torch_tier(b, s, d, rotated, interleaved, dtype):
     query, key, value = heads(b, s, dtype, d=d)
     tables = angles(b, s, rotated, dtype, interleaved=interleaved)
-    ours = routed("triton", "rope", query, key, *tables, interleaved=interleaved)
+    output = routed("triton", "rope", query, key, *tables, interleaved=interleaved)
     stock = routed("torch", "rope", query, key, *tables, interleaved=interleaved)
-    assert torch.equal(ours[0], stock[0]) and torch.equal(ours[1], stock[1])
+    assert torch.equal(output[0], stock[0]) and torch.equal(output[1], stock[1])
     for counted in (False, True):
         caches = []
         for tier in ("triton", "torch"):
@@ -99,7 +99,7 @@ def test_rope_is_bitwise_equal_to_the_torch_tier(b, s, d, rotated, interleaved, 
             cache = {"keys": keys, "values": values, "position": position, "interleaved": interleaved}
             out = routed(tier, "rope_into_cache", query, key, value, *tables, **cache)
             caches.append((out, keys, values, position))
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(*caches, strict=True))
+        assert all(torch.equal(actual, expected) for actual, expected in zip(*caches, strict=True))
 
 
 @pytest.mark.parametrize("b", [1, 3])

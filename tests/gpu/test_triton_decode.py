@@ -31,7 +31,7 @@ def tensors(shape, dtype):
 def by_kernel(*arguments, **keywords):
     with torch.no_grad(), options.override(tier="triton", probe=False), ops.recording() as routes:
         output = ops.decode_attention(*arguments, **keywords)
-    assert [each.tier for each in routes] == ["triton"]
+    assert [route.tier for route in routes] == ["triton"]
     return output
 
 
@@ -57,7 +57,7 @@ def test_it_is_correct_and_reads_nothing_else(case, dtype):
     how = {"scale": shape[5] ** -0.5, "starts": starts, "window": terms.get("window"), "softcap": terms.get("softcap")}
     sinks = torch.linspace(-2, 2, shape[1], device="cuda", dtype=dtype) if terms.get("sinks") else None
     eager = eager_decode(query, key, value, lengths, sinks=sinks, **how)
-    wide = (each.double() for each in (query, key, value))
+    wide = (tensor.double() for tensor in (query, key, value))
     expected = eager_decode(*wide, lengths, sinks=None if sinks is None else sinks.double(), **how)
     seen = seen_keys(shape[3], shape[4], lengths, starts, how["window"])[:, 0].any(1)
     unseen = ~seen.expand(shape[0], -1)[:, None, :, None]

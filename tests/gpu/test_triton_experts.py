@@ -24,8 +24,8 @@ def unprobed():
 
 def on_gpu(shape, dtype, layout):
     tensors, keywords = drawn(shape, dtype, layout)
-    moved = {key: each.cuda() if isinstance(each, torch.Tensor) else each for key, each in keywords.items()}
-    return [each.cuda() for each in tensors], moved
+    moved = {key: tensor.cuda() if isinstance(tensor, torch.Tensor) else tensor for key, tensor in keywords.items()}
+    return [tensor.cuda() for tensor in tensors], moved
 
 
 @each_dtype
@@ -36,7 +36,7 @@ def test_experts(tokens, sizes, layout, dtype):
     tensors, keywords = on_gpu((tokens, *sizes), dtype, layout)
     with ops.recording() as routes:
         output = ops.experts(*tensors, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [("experts", "triton")]
+    assert [(route.operation, route.tier) for route in routes] == [("experts", "triton")]
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
 
@@ -61,4 +61,4 @@ def test_they_are_selected_and_checked_in_a_child():
     tensors, _ = on_gpu((2, 8, 2, 256, 128), torch.bfloat16, {})
     with options.override(tiers={"experts": "triton"}, probe=True, refresh=True), ops.recording() as routes:
         assert torch.isfinite(ops.experts(*tensors)).all()
-    assert [each.name for each in routes] == ["chosen_experts"]
+    assert [route.name for route in routes] == ["chosen_experts"]

@@ -33,7 +33,7 @@ def test_linear(m, n, k, dtype):
     x, weight, bias = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5, random(n, dtype=dtype)
     with ops.recording() as routes:
         output = ops.linear(x, weight, bias)
-    assert [each.tier for each in routes] == ["triton"]
+    assert [route.tier for route in routes] == ["triton"]
     expected = eager_linear(x.double(), weight.double(), bias.double())
     assert_as_good_as_eager(output, eager_linear(x, weight, bias), expected)
 
@@ -52,9 +52,9 @@ def test_fused_norm_activation_and_residual(form, m, k, dtype):
     keywords: dict[str, Any] = {"norm": None if by is None else ops.Norm(by, 1e-5, one_plus), "activation": activation}
     with ops.recording() as routes:
         output = ops.fused_linear(x, weight, residual=residual, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [("fused_linear", "triton")]
+    assert [(route.operation, route.tier) for route in routes] == [("fused_linear", "triton")]
     tensors = (x, weight, None, by, residual)
-    wide = (None if each is None else each.double() for each in tensors)
+    wide = (None if tensor is None else tensor.double() for tensor in tensors)
     expected = eager_fused_linear(*wide, 1e-5, one_plus, activation)
     assert_as_good_as_eager(output, eager_fused_linear(*tensors, 1e-5, one_plus, activation), expected)
 

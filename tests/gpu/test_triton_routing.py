@@ -24,7 +24,7 @@ def unprobed():
 def routed(tier, logits, **keywords):
     with options.override(tiers={"experts": tier}), ops.recording() as routes:
         output = ops.choose_experts(logits, **keywords)
-    assert [each.tier for each in routes] == [tier]
+    assert [route.tier for route in routes] == [tier]
     return output
 
 
@@ -32,7 +32,7 @@ def routed(tier, logits, **keywords):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_choose_experts(form, dtype):
     logits, keywords = drawn(65, form, dtype)
-    moved = {key: each.cuda() if isinstance(each, torch.Tensor) else each for key, each in keywords.items()}
+    moved = {key: tensor.cuda() if isinstance(tensor, torch.Tensor) else tensor for key, tensor in keywords.items()}
     check(routed("triton", logits.cuda(), **moved), logits.cuda(), moved)
 
 
@@ -55,8 +55,8 @@ def test_groups_with_equal_scores():
     generator = torch.Generator("cuda").manual_seed(0)
     logits = torch.randn(2048, 256, generator=generator, device="cuda").mul(4).round().div(4)
     form = {"top": 8, "scores": "sigmoid", "groups": 8, "chosen_groups": 4, "bias": torch.zeros(256, device="cuda")}
-    ours, theirs = (routed(tier, logits, **form)[1].sort(-1).values for tier in ("triton", "torch"))
-    assert torch.equal(ours, theirs)
+    actual, expected = (routed(tier, logits, **form)[1].sort(-1).values for tier in ("triton", "torch"))
+    assert torch.equal(actual, expected)
 
 
 def test_replayed_with_other_logits():
@@ -75,4 +75,4 @@ def test_replayed_with_other_logits():
 def test_they_are_checked_in_a_child():
     with options.override(tiers={"experts": "triton"}, probe=True, refresh=True), ops.recording() as routes:
         ops.choose_experts(torch.randn(2, 128, device="cuda").bfloat16(), top=8, normalise=True)
-    assert [each.name for each in routes] == ["routing_kernel"]
+    assert [route.name for route in routes] == ["routing_kernel"]

@@ -69,7 +69,7 @@ def follows(model, groups):
         eager = twin(IDS.cuda(), use_cache=False).logits
         expected = twin.double()(IDS.cuda(), use_cache=False).logits
     assert_as_good_as_eager(actual, eager, expected)
-    products = [each.shapes[1] for each in routes if each.operation in ("linear", "fused_linear")]
+    products = [route.shapes[1] for route in routes if route.operation in ("linear", "fused_linear")]
     config = model.config
     joined = {
         (config.hidden_size + 2 * config.num_key_value_heads * config.head_dim, config.hidden_size),

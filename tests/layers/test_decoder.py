@@ -85,7 +85,7 @@ def run(model: Any, **arguments: Any) -> tuple[Any, list[str]]:
     for hook in hooks:
         hook.remove()
     return SimpleNamespace(logits=output.logits, layers=returned, attentions=output.attentions), [
-        each.operation for each in routes
+        route.operation for route in routes
     ]
 
 
@@ -93,33 +93,33 @@ def _hidden(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def assert_same(ours: Any, stock: Any) -> None:
+def assert_same(actual: Any, stock: Any) -> None:
     """Compare the output of every layer. Sums may be computed in another order."""
-    assert len(ours.layers) == len(stock.layers) == LAYERS
-    for mine, its in zip((ours.logits, *ours.layers), (stock.logits, *stock.layers), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
+    assert len(actual.layers) == len(stock.layers) == LAYERS
+    for left, its in zip((actual.logits, *actual.layers), (stock.logits, *stock.layers), strict=True):
+        torch.testing.assert_close(left, its, rtol=1e-4, atol=1e-4)
 
 
 def test_few_rows_run_one_gemm_per_part(each_pair, few):
-    stock, ours = each_pair
-    output, routes = run(ours)
+    stock, actual = each_pair
+    output, routes = run(actual)
     assert_same(output, run(stock)[0])
     assert routes.count(FUSED) == 4 * LAYERS
 
 
 def test_few_rows_and_many_rows_are_bitwise_equal(each_pair, monkeypatch):
-    _, ours = each_pair
-    many, routes = run(ours)
+    _, actual = each_pair
+    many, routes = run(actual)
     assert FUSED not in routes
     monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
-    together, routes = run(ours)
+    together, routes = run(actual)
     assert FUSED in routes
     assert all(map(torch.equal, together.layers, many.layers))
 
 
 def test_with_many_rows_the_residual_sum_and_the_second_norm_are_fused(each_pair):
-    stock, ours = each_pair
-    output, routes = run(ours)
+    stock, actual = each_pair
+    output, routes = run(actual)
     assert_same(output, run(stock)[0])
     assert routes.count("add_rms_norm") == LAYERS
 
@@ -186,10 +186,10 @@ def test_hooks_on_all_modules_see_every_module(pair, few):
 def test_attention_weights_equal_stock(pair, few):
     for model in pair:
         model.config._attn_implementation = "eager"
-    mine, its = (run(model, output_attentions=True)[0] for model in reversed(pair))
-    assert_same(mine, its)
-    assert len(mine.attentions) == LAYERS
-    torch.testing.assert_close(mine.attentions, its.attentions, rtol=1e-4, atol=1e-4)
+    actual, its = (run(model, output_attentions=True)[0] for model in reversed(pair))
+    assert_same(actual, its)
+    assert len(actual.attentions) == LAYERS
+    torch.testing.assert_close(actual.attentions, its.attentions, rtol=1e-4, atol=1e-4)
 
 
 def test_a_single_layer_is_called_like_its_stock_forward(pair, few):
@@ -205,12 +205,12 @@ def test_a_single_layer_is_called_like_its_stock_forward(pair, few):
 
 
 def test_generating_with_a_cache(each_pair, few):
-    stock, ours = each_pair
+    stock, actual = each_pair
     arguments: dict[str, Any] = {"min_new_tokens": 12, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     with ops.recording() as routes:
-        output = ours.generate(TOKENS, **arguments)
+        output = actual.generate(TOKENS, **arguments)
     assert torch.equal(output, stock.generate(TOKENS, **arguments))
-    assert sum(each.operation == FUSED for each in routes) == 4 * LAYERS * 12
+    assert sum(route.operation == FUSED for route in routes) == 4 * LAYERS * 12
 
 
 def test_gradients_equal_those_of_separate_layers(pair, few):
@@ -223,13 +223,13 @@ def test_gradients_equal_those_of_separate_layers(pair, few):
                 partial(checkpoint, use_reentrant=False),
             )
         model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
-        gradients.append([each.grad for each in model.parameters()])
+        gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
 
 
 def test_a_restored_model_is_stock(pair, few):
-    stock, ours = pair
-    output, routes = run(hf_rocm.restore(ours))
+    stock, actual = pair
+    output, routes = run(hf_rocm.restore(actual))
     assert routes == []
     assert torch.equal(output.logits, run(stock)[0].logits)
 

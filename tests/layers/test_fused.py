@@ -16,7 +16,7 @@ NORMALISE = {"layers.heads", "layers.project", "layers.latent_heads", "gated.for
 def functions(path: Path) -> Iterator[ast.FunctionDef]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and "fused" in [
-            each.arg for each in (*node.args.args, *node.args.kwonlyargs)
+            kwonlyarg.arg for kwonlyarg in (*node.args.args, *node.args.kwonlyargs)
         ]:
             yield node
 
@@ -43,5 +43,5 @@ def test_an_input_that_is_not_normalised_is_only_passed_to_shared_layers(path: P
         assert set(loads(function, x)) == set(taken), f"{function.name} uses {x} itself"
         for name, call in taken.values():
             assert name == "stock" or name in NORMALISE, f"{function.name} passes {x} to {name}"
-            given = [ast.unparse(each) for each in (*call.args, *(keyword.value for keyword in call.keywords))]
+            given = [ast.unparse(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
             assert name == "stock" or "fused" in given, f"{function.name} keeps `fused` from {name}"

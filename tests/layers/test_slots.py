@@ -45,7 +45,7 @@ class Module:
 
 @since
 def test_the_rows_are_those_that_update_writes():
-    ours, stock = static_cache(), static_cache()
+    actual, stock = static_cache(), static_cache()
     for seed, (first, length) in enumerate(((0, 3), (3, 1), (4, 2))):
         query, key, value, angles = call(seed, length)
         arguments = {"cache_position": torch.arange(first, first + length)}
@@ -53,18 +53,18 @@ def test_the_rows_are_those_that_update_writes():
             expected = layers.rotate_and_update_cache(
                 Module(), apply_rotary_pos_emb, query, key, value, angles, stock, arguments
             )
-            found = slot(ours, 0, key, value, arguments)
+            result = slot(actual, 0, key, value, arguments)
             if not seed:
-                assert found is None  # nothing is allocated yet
+                assert result is None  # nothing is allocated yet
                 rotate = layers.rotate_and_update_cache
-                rotate(Module(), apply_rotary_pos_emb, query, key, value, angles, ours, arguments)
+                rotate(Module(), apply_rotary_pos_emb, query, key, value, angles, actual, arguments)
                 continue
             rotated = ops.rope_into_cache(
-                query, key, value, *angles, keys=found.keys, values=found.values, position=found.position
+                query, key, value, *angles, keys=result.keys, values=result.values, position=result.position
             )
-        for one, other in zip((rotated, found.keys, found.values), expected, strict=True):
+        for one, other in zip((rotated, result.keys, result.values), expected, strict=True):
             assert torch.equal(one, other)
-    counters = [getattr(cache.layers[0], "cumulative_length", None) for cache in (ours, stock)]
+    counters = [getattr(cache.layers[0], "cumulative_length", None) for cache in (actual, stock)]
     assert counters[0] is counters[1] is None or int(counters[0]) == int(counters[1]) == 6
 
 
@@ -89,7 +89,7 @@ def test_a_cache_without_fixed_rows_has_no_slot(cache):
     query, key, value, angles = call(0, 3)
     with options.override(tier="torch"), ops.recording() as routes:
         results = layers.rotate_and_update_cache(Module(), apply_rotary_pos_emb, query, key, value, angles, cache, {})
-    assert [each.operation for each in routes] == ["rope"]
+    assert [route.operation for route in routes] == ["rope"]
     assert torch.equal(results[1], layers.rotate(apply_rotary_pos_emb, query, key, angles)[1])
 
 

@@ -32,10 +32,10 @@ def bert(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def undone():
-    found = PreTrainedModel.__dict__["from_pretrained"]
+    result = PreTrainedModel.__dict__["from_pretrained"]
     yield
     auto.auto_prepare(False)
-    assert PreTrainedModel.__dict__["from_pretrained"] is found
+    assert PreTrainedModel.__dict__["from_pretrained"] is result
 
 
 @pytest.fixture
@@ -85,13 +85,13 @@ def test_pipelines_are_prepared(bert, tmp_path):
 
 
 def test_it_is_undone_completely(llama):
-    found = PreTrainedModel.__dict__["from_pretrained"]
+    result = PreTrainedModel.__dict__["from_pretrained"]
     for _ in range(2):
         hf_rocm.auto_prepare(force=True)
         hf_rocm.auto_prepare(force=True)
-        assert PreTrainedModel.__dict__["from_pretrained"] is not found
+        assert PreTrainedModel.__dict__["from_pretrained"] is not result
         assert hf_rocm.auto_prepare(False) is False
-        assert PreTrainedModel.__dict__["from_pretrained"] is found
+        assert PreTrainedModel.__dict__["from_pretrained"] is result
     assert hf_rocm.auto_prepare(False) is False
     assert not is_prepared(transformers.AutoModel.from_pretrained(llama))
 
@@ -108,7 +108,7 @@ def test_hf_rocms_own_loader_prepares_once_and_keeps_its_arguments(llama, prepar
 
 
 def test_without_rocm_nothing_happens_and_one_line_is_logged(caplog, monkeypatch):
-    found = PreTrainedModel.__dict__["from_pretrained"]
+    result = PreTrainedModel.__dict__["from_pretrained"]
     monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
     monkeypatch.setattr(auto, "_warned", set())
     monkeypatch.setattr("hf_rocm.device.is_rocm", lambda: False)
@@ -116,7 +116,7 @@ def test_without_rocm_nothing_happens_and_one_line_is_logged(caplog, monkeypatch
         assert [hf_rocm.auto_prepare() for _ in range(3)] == [False] * 3
     assert len(caplog.records) == 1 and "stay stock" in caplog.text
     assert hf_rocm.auto_prepare(force=False) is False
-    assert PreTrainedModel.__dict__["from_pretrained"] is found
+    assert PreTrainedModel.__dict__["from_pretrained"] is result
 
 
 def test_composite_models_are_prepared_once_as_a_whole(bert, prepares, tmp_path, monkeypatch):
@@ -196,21 +196,21 @@ def test_text_encoders_of_a_diffusion_pipeline_stay_stock_by_default(diffusers, 
 
 
 def test_another_librarys_wrapper_stays_and_is_reported(llama, caplog):
-    found = PreTrainedModel.__dict__["from_pretrained"]
+    result = PreTrainedModel.__dict__["from_pretrained"]
     hf_rocm.auto_prepare(force=True)
-    ours = PreTrainedModel.__dict__["from_pretrained"].__func__
-    PreTrainedModel.from_pretrained = classmethod(lambda cls, *args, **kwargs: ours(cls, *args, **kwargs))
+    wrapper = PreTrainedModel.__dict__["from_pretrained"].__func__
+    PreTrainedModel.from_pretrained = classmethod(lambda cls, *args, **kwargs: wrapper(cls, *args, **kwargs))
     try:
         with caplog.at_level(logging.WARNING, "hf_rocm"):
             hf_rocm.auto_prepare(False)
         assert "replaced by other code" in caplog.text
         assert not is_prepared(transformers.LlamaModel.from_pretrained(llama))
     finally:
-        PreTrainedModel.from_pretrained = found
+        PreTrainedModel.from_pretrained = result
 
 
 @pytest.mark.parametrize(("wanted", "prepared"), [("1", True), ("yes", False)])
-def test_the_environment_switches_it_on_from_an_installed_block(llama, wanted, prepared):
+def test_the_environment_switches_it_on_from_an_installed_block(llama, wanted, wrapper):
     """In a child process whose modeling file ends with an installed block."""
     program = textwrap.dedent(
         f"""
@@ -228,4 +228,4 @@ def test_the_environment_switches_it_on_from_an_installed_block(llama, wanted, p
     )
     environment = {**os.environ, "HF_ROCM_AUTO": wanted, "HF_ROCM_FORCE": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == str(prepared)
+    assert done.stdout.split()[-1] == str(wrapper)

@@ -79,10 +79,10 @@ MACHINES = [
 
 @pytest.mark.parametrize(("kernel", "gpus", "name"), MACHINES)
 def test_the_choice_by_kernel_and_gpus(kernel: str, gpus: tuple[str, ...], name: str | None) -> None:
-    found = mapped_copy_fault(kernel, gpus)
-    assert (found and found.name) == name
-    if found is not None:
-        assert found.link.startswith("https://github.com/") and (kernel[:6] in found.what or gpus[0] in found.what)
+    result = mapped_copy_fault(kernel, gpus)
+    assert (result and result.name) == name
+    if result is not None:
+        assert result.link.startswith("https://github.com/") and (kernel[:6] in result.what or gpus[0] in result.what)
 
 
 @needs_pagemap
@@ -135,11 +135,11 @@ def test_whole_tensors_and_slices_are_read_as_before(on, large) -> None:
         names, shape, dtype = file.keys(), file.get_slice("weight").get_shape(), file.get_slice("weight").get_dtype()
         row, part = file.get_slice("weight")[3], file.get_slice("weight")[:, 5:9]
     with heap_copies.where_needed(), modeling_utils.safe_open(large, framework="pt", device="cpu") as file:
-        found = file.get_slice("weight")
-        assert (file.keys(), found.get_shape(), found.get_dtype()) == (names, shape, dtype)
-        assert torch.equal(found[3], row) and torch.equal(found[:, 5:9], part)
+        result = file.get_slice("weight")
+        assert (file.keys(), result.get_shape(), result.get_dtype()) == (names, shape, dtype)
+        assert torch.equal(result[3], row) and torch.equal(result[:, 5:9], part)
         assert torch.equal(file.get_tensor("weight")[3], row)
-        assert found[:, 5:9].is_contiguous()
+        assert result[:, 5:9].is_contiguous()
         assert file.metadata() is None or isinstance(file.metadata(), dict)
 
 

@@ -76,7 +76,7 @@ def tensors(shape, dtype, seed=0):
 def run(tier, *arguments, **keywords):
     with options.override(tiers={"attention": tier}), ops.recording() as routes:
         output, weights = ops.attention(*arguments, **keywords)
-    assert [each.tier for each in routes] == [tier]
+    assert [route.tier for route in routes] == [tier]
     return output, weights
 
 
@@ -148,7 +148,7 @@ def test_softcap_and_sinks_run_in_eager(shape):
     extras = {"softcap": 3.0, "sinks": torch.linspace(-1, 1, shape[1])}
     with ops.recording() as routes:
         output, _ = ops.attention(query, key, value, scale=0.3, causal=True, **extras)
-    assert [each.tier for each in routes] == ["eager"]
+    assert [route.tier for route in routes] == ["eager"]
     expected = reference(query, key, value, scale=0.3, causal=True, **extras)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
 

@@ -38,7 +38,7 @@ ATTENTION = AttentionSpec(
 def run(tier, *arguments, **keywords):
     with options.override(tiers={"attention": tier}), ops.recording() as routes:
         output = ops.decode_attention(*arguments, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [("decode_attention", tier)]
+    assert [(route.operation, route.tier) for route in routes] == [("decode_attention", tier)]
     return output
 
 
@@ -54,7 +54,7 @@ def test_starts_lengths_and_windows(window, s_q, tier, dtype):
     output = run(tier, query, key, value, lengths, **how)
     rows = []
     for row, (end, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
-        own = (each[[row]] for each in (query, key[:, :, start:end], value[:, :, start:end]))
+        own = (tensor[[row]] for tensor in (query, key[:, :, start:end], value[:, :, start:end]))
         rows.append(reference(*own, scale=0.3, causal=True, window=window))
     eager = run("eager", query, key, value, lengths, **how)
     assert_as_good_as_eager(output, eager, torch.cat(rows), summed=value)
@@ -78,7 +78,7 @@ def test_lengths_instead_of_a_mask():
     mask = seen_keys(1, 12, lengths, starts, 5)
     with ops.recording() as routes:
         actual, _ = ops.attention(query, key, value, scale=0.3, padded=CacheRows(lengths, starts, window=5))
-    assert [each.operation for each in routes] == ["decode_attention"]
+    assert [route.operation for route in routes] == ["decode_attention"]
     torch.testing.assert_close(actual, ops.attention(query, key, value, scale=0.3, mask=mask)[0])
 
 
@@ -136,13 +136,13 @@ def test_calls_for_which_pytorch_splits_the_keys(monkeypatch):
 def test_prefill_is_refused(monkeypatch):
     """With the specifications that `ops.attention` builds."""
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
-    spoken, asked = {}, []
-    monkeypatch.setattr(MODULE._operation, "calls", registry.Table(lambda spec: asked.append(spec) or _answer))
+    spoken, requested = {}, []
+    monkeypatch.setattr(MODULE._operation, "calls", registry.Table(lambda spec: requested.append(spec) or _answer))
     for s_q, s_k in ((1, 1), (1, 9), (2, 9), (16, 17), (16, 16), (17, 40), (9, 5)):
         query, key, value = tensors((1, 4, 2, s_q, s_k, 8, 8), torch.bfloat16)
         ops.attention(query, key, value, scale=1.0, causal=True)
         device = Device("cuda", rocm=True, arch="gfx942")
-        spoken[s_q, s_k] = decode.attention_refuses(AttentionSpec(*asked[-1]), device) is None
+        spoken[s_q, s_k] = decode.attention_refuses(AttentionSpec(*requested[-1]), device) is None
     assert spoken == {
         (1, 1): True,
         (1, 9): True,

@@ -27,7 +27,7 @@ def random(*shape, dtype, seed=0):
 def routed(family, tier, operation, *arguments, **keywords):
     with options.override(tiers={family: tier}), ops.recording() as routes:
         output = getattr(ops, operation)(*arguments, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [(operation, tier)]
+    assert [(route.operation, route.tier) for route in routes] == [(operation, tier)]
     return output
 
 
@@ -43,7 +43,7 @@ def test_varlen_attention(tier, dtype, window):
     eager = routed("attention", "eager", "varlen_attention", query, key, value, ends, key_ends, **how)
     pieces = []
     for (a, b), (c, d) in [((0, 3), (0, 3)), ((3, 4), (3, 9)), ((4, 9), (9, 14))]:
-        one = (each.transpose(0, 1)[None] for each in (query[a:b], key[c:d], value[c:d]))
+        one = (tensor.transpose(0, 1)[None] for tensor in (query[a:b], key[c:d], value[c:d]))
         pieces.append(reference(*one, scale=0.3, causal=True, window=window)[0])
     assert_as_good_as_eager(output, eager, torch.cat(pieces), summed=value)
 
@@ -117,7 +117,7 @@ def test_rope_rotates_every_pair_by_its_angle(tier, dtype, interleaved, rotated)
         expected = x.double().clone()
         for pair in range(rotated // 2):
             a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotated // 2)
-            cos, sin = (each[:, None, :, a].double() for each in tables)
+            cos, sin = (table[:, None, :, a].double() for table in tables)
             expected[..., a] = x[..., a].double() * cos - x[..., b].double() * sin
             expected[..., b] = x[..., b].double() * cos + x[..., a].double() * sin
         if tier == "eager":
@@ -160,12 +160,12 @@ def test_weights_that_cannot_be_shuffled(shape, dtype):
 def test_sinks_and_empty_packed_sequences(dtype):
     """Queries without keys, and those after the last sequence, are zero."""
     query, key = random(9, 4, 8, dtype=dtype), random(7, 2, 8, dtype=dtype, seed=1)
-    ends, key_ends = (torch.tensor(each, dtype=torch.int32) for each in ([0, 3, 3, 5], [0, 3, 7, 7]))
+    ends, key_ends = (torch.tensor(sums, dtype=torch.int32) for sums in ([0, 3, 3, 5], [0, 3, 7, 7]))
     sinks = torch.linspace(-1, 1, 4).to(dtype)
     how = {"longest_query": 3, "longest_key": 4, "scale": 0.3, "causal": True}
     output = routed("attention", "eager", "varlen_attention", query, key, key, ends, key_ends, sinks=sinks, **how)
     assert output.shape == (9, 4, 8) and (output[3:] == 0).all()
-    one = (each.transpose(0, 1)[None] for each in (query[:3], key[:3], key[:3]))
+    one = (tensor.transpose(0, 1)[None] for tensor in (query[:3], key[:3], key[:3]))
     expected, _ = ops.attention(*one, scale=0.3, causal=True, sinks=sinks)
     assert torch.equal(output[:3], expected[0])
     with options.override(tier="torch"), pytest.raises(TierUnavailable, match="SDPA has no sinks"):

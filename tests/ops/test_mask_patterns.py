@@ -39,11 +39,11 @@ def qkv(s_q, s_k, b=2):
 def check(mask, s_q, s_k, **layer):
     """The mask is recognised, and results are equal for all queries that see a key."""
     query, key, value = qkv(s_q, s_k)
-    found = recognise(mask, query, key, value, **layer)
-    assert found is not None
+    result = recognise(mask, query, key, value, **layer)
+    assert result is not None
     with ops.recording() as routes:
-        actual, _ = ops.attention(query, key, value, scale=0.25, mask=mask, padded=found)
-    assert [each.operation for each in routes] == ["decode_attention" if s_q == 1 else "varlen_attention"]
+        actual, _ = ops.attention(query, key, value, scale=0.25, mask=mask, padded=result)
+    assert [route.operation for route in routes] == ["decode_attention" if s_q == 1 else "varlen_attention"]
     expected, _ = ops.attention(query, key, value, scale=0.25, mask=mask)
     seen = mask if mask.dtype == torch.bool else mask == 0
     sighted = seen[:, 0, :, :s_k].any(-1).expand(2, s_q)
@@ -158,14 +158,14 @@ def test_masks_without_a_version_and_calls_without_a_kernel(monkeypatch):
 
 
 def test_gradients():
-    query, key, value = (each.detach().requires_grad_() for each in qkv(9, 9))
+    query, key, value = (tensor.detach().requires_grad_() for tensor in qkv(9, 9))
     mask = causal_mask(PADDING["left"], 9)
     output = recognise(mask, query, key, value).attend(query, key, value, scale=0.25)
     output.square().sum().backward()
-    grads = [each.grad.clone() for each in (query, key, value)]
+    grads = [tensor.grad.clone() for tensor in (query, key, value)]
     for each in (query, key, value):
         each.grad = None
     other, _ = ops.attention(query, key, value, scale=0.25, mask=mask)
     other[mask[:, 0].any(-1)].square().sum().backward()
-    for mine, each in zip(grads, (query, key, value), strict=True):
-        torch.testing.assert_close(mine, each.grad)
+    for actual, each in zip(grads, (query, key, value), strict=True):
+        torch.testing.assert_close(actual, each.grad)

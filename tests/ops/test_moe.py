@@ -75,7 +75,7 @@ def eager(tensors, keywords):
 
 
 def reference(tensors, keywords):
-    return eager([doubled(each) for each in tensors], {key: doubled(each) for key, each in keywords.items()})
+    return eager([doubled(tensor) for tensor in tensors], {key: doubled(value) for key, value in keywords.items()})
 
 
 def arguments_of(tensors, keywords):
@@ -92,7 +92,7 @@ def test_the_torch_tier(dtype, layout, shape):
     tensors, keywords = drawn(shape, dtype, layout)
     with options.override(tiers={"experts": "torch"}), ops.recording() as routes:
         output = ops.experts(*tensors, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [("experts", "torch")]
+    assert [(route.operation, route.tier) for route in routes] == [("experts", "torch")]
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
 
@@ -145,7 +145,7 @@ def test_the_loop_serves_calls_that_grouped_mm_refuses(shape, dtype, reason):
     assert routes[0].name == "sorted tokens, loop"
     if moe_torch._grouped_mm is not None:
         choice = registry.operations()["experts"].choose(moe.specification(arguments_of(tensors, {})))
-        assert any(reason in each.reason for each in choice.refusals)
+        assert any(reason in part.reason for part in choice.refusals)
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
 
@@ -158,12 +158,14 @@ def test_gradients(name, layout):
 
     def gradients(function, convert):
         inputs = [
-            convert(each).clone().requires_grad_() if each is not None and each.is_floating_point() else each
-            for each in arguments_of(tensors, keywords)[:-1]
+            convert(keyword).clone().requires_grad_()
+            if keyword is not None and keyword.is_floating_point()
+            else keyword
+            for keyword in arguments_of(tensors, keywords)[:-1]
         ]
         output = function(moe_torch.ExpertsCall(*inputs, form=arguments_of(tensors, keywords).form))
         ramp = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-        wanted = [each for each in inputs if each is not None and each.requires_grad]
+        wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
         return torch.autograd.grad((output * ramp).sum(), wanted)
 
     actual = gradients(IMPLEMENTATIONS[name], torch.Tensor.float)
@@ -196,7 +198,7 @@ def test_few_tokens_are_distinguished(tokens, bound):
 
 def test_kernels_are_preferred_to_copies():
     """The loops are last."""
-    tiers = [(each.tier, each.name) for each in registry.operations()["experts"].implementations]
+    tiers = [(route.tier, route.name) for route in registry.operations()["experts"].implementations]
     assert tiers[:3] == [("aiter", "fused_moe"), ("triton", "chosen_experts"), ("torch", "gathered weights, bmm")]
 
 
@@ -210,7 +212,7 @@ def test_a_check_is_small_and_has_the_divisibility_of_the_model(size, smaller):
 def test_nothing_is_read_back_from_the_device():
     """A read-back raises on the meta device: without one, the call can be recorded in a graph."""
     tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
-    on_meta = arguments_of([each.to("meta") for each in tensors], {})
+    on_meta = arguments_of([tensor.to("meta") for tensor in tensors], {})
     for name in ("grouped_mm", "gathered weights, bmm"):
         assert IMPLEMENTATIONS[name](on_meta).shape == tensors[0].shape
     with pytest.raises((NotImplementedError, RuntimeError)):
@@ -241,7 +243,7 @@ def test_unselected_experts_are_not_read():
 @needs_grouped_mm
 def test_fullgraph_compilation():
     tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
-    compiled = torch.compile(lambda *each: ops.experts(*each), fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda *value: ops.experts(*value), fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(*tensors), ops.experts(*tensors))
 
@@ -260,7 +262,7 @@ def test_shuffled_weights():
         assert torch.equal(first.data[expert], ops.shuffle(gate_up[expert]).data)
     with ops.recording() as routes:
         output = ops.shuffled_experts(x, first, second, ids, weights)
-    assert [(each.operation, each.tier) for each in routes] == [("shuffled_experts", "torch")]
+    assert [(route.operation, route.tier) for route in routes] == [("shuffled_experts", "torch")]
     expected = reference((x, gate_up, down, ids, weights), {})
     assert_as_good_as_eager(output, eager((x, gate_up, down, ids, weights), {}), expected)
 
@@ -290,7 +292,7 @@ def test_grouped_mm_passes_its_check(layout, grad, dtype):
 def test_the_check_of_gradients_clamps_some_values_and_not_others():
     spec = moe.ExpertsSpec(*key_of("odd"))._replace(activation="clamped_swiglu", bias=True, grad=True)
     for case in moe.cases(moe.kind(spec)):
-        x, gate_up, _, _, _, bias, _ = (each if each is None else each.double() for each in case.tensors)
+        x, gate_up, _, _, _, bias, _ = (tensor if tensor is None else tensor.double() for tensor in case.tensors)
         values = torch.einsum("th,enh->ten", x, gate_up) + bias
         limit = case.others[0].limit
         assert (values.abs() - limit).abs().min() > 0.1

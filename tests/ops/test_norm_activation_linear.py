@@ -28,7 +28,7 @@ def random(*shape, dtype, seed=0):
 def routed(operation, tier, *arguments, **keywords):
     with options.override(tiers={operation: tier}), ops.recording() as routes:
         output = getattr(ops, operation)(*arguments, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [(operation, tier)]
+    assert [(route.operation, route.tier) for route in routes] == [(operation, tier)]
     return output
 
 

@@ -41,22 +41,22 @@ def alone(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def child_requests(monkeypatch):
     """Run the child's code in this process: every question is answered."""
     questions = []
     monkeypatch.setattr(probe_worker, "ask", lambda question, timeout: questions.append(question))
     return questions
 
 
-def passes_twice(asked):
+def passes_twice(child_requests):
     """The check passes once in this process, and nothing is written to disk."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert CHECK(SPEC, CPU) is None and CHECK(SPEC, CPU) is None
-        assert len(asked) == 1
+        assert len(child_requests) == 1
         probe.forget()
         assert CHECK(SPEC, CPU) is None
-        assert len(asked) == 2, "a pass was cached although that is impossible"
+        assert len(child_requests) == 2, "a pass was cached although that is impossible"
         probe.ahead()
 
 
@@ -72,16 +72,16 @@ def nobody():
 
 
 @pytest.mark.parametrize("inner", ["", "cache"])
-def test_an_inaccessible_cache(inner, asked, monkeypatch, tmp_path, nobody):
+def test_an_inaccessible_cache(inner, child_requests, monkeypatch, tmp_path, nobody):
     if os.geteuid() != 65534:
         (tmp_path / "locked").mkdir(mode=0)
         monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "locked" / inner))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(probe_worker, "start", lambda device: None)
-    passes_twice(asked)
+    passes_twice(child_requests)
 
 
-def test_no_home_folder(asked, monkeypatch):
+def test_no_home_folder(child_requests, monkeypatch):
     def nobody(uid):
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
@@ -92,7 +92,7 @@ def test_no_home_folder(asked, monkeypatch):
     monkeypatch.setattr(probe_worker, "start", lambda device: None)
     with pytest.raises(OSError, match="home folder"):
         options.cache_folder()
-    passes_twice(asked)
+    passes_twice(child_requests)
 
 
 def test_no_temporary_folder(monkeypatch):
@@ -176,11 +176,11 @@ def passed_file(tmp_path) -> Path:
 
 
 @pytest.fixture
-def remembered(asked, tmp_path):
+def remembered(child_requests, tmp_path):
     """A pass on disk, as read by another process."""
     assert CHECK(SPEC, CPU) is None
     probe.forget()
-    assert CHECK(SPEC, CPU) is None and len(asked) == 1
+    assert CHECK(SPEC, CPU) is None and len(child_requests) == 1
     probe.forget()
     return passed_file(tmp_path)
 
@@ -219,18 +219,18 @@ FORGED = [emptied, of_another_check, writable_by_others, of_another_user, linked
 
 
 @pytest.mark.parametrize("forge", FORGED)
-def test_a_pass_that_others_could_have_written_is_ignored(forge, remembered, asked):
+def test_a_pass_that_others_could_have_written_is_ignored(forge, remembered, child_requests):
     if forge is of_another_user and os.geteuid() != 0:
         pytest.skip("not run: needs root")
     forge(remembered)
     assert CHECK(SPEC, CPU) is None
-    assert len(asked) == 2
+    assert len(child_requests) == 2
     probe.forget()
     assert CHECK(SPEC, CPU) is None
-    assert len(asked) == 2, "the permissions were not corrected"
+    assert len(child_requests) == 2, "the permissions were not corrected"
 
 
-def test_a_pass_is_only_writable_by_its_owner_with_any_umask(asked, tmp_path):
+def test_a_pass_is_only_writable_by_its_owner_with_any_umask(child_requests, tmp_path):
     before = os.umask(0)
     try:
         assert CHECK(SPEC, CPU) is None
@@ -240,22 +240,22 @@ def test_a_pass_is_only_writable_by_its_owner_with_any_umask(asked, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not run: needs root")
-def test_checks_by_root_are_used_by_all_users(asked, monkeypatch, tmp_path):
+def test_checks_by_root_are_used_by_all_users(child_requests, monkeypatch, tmp_path):
     """An image is warmed up when it is built; users of a shared folder store their own passes next to it."""
     tmp_path.chmod(0o777)
-    assert CHECK(SPEC, CPU) is None and len(asked) == 1
+    assert CHECK(SPEC, CPU) is None and len(child_requests) == 1
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     probe.forget()
-    assert CHECK(SPEC, CPU) is None and len(asked) == 1
+    assert CHECK(SPEC, CPU) is None and len(child_requests) == 1
     os.chown(passed_file(tmp_path), 4712, 4712)
     probe.forget()
-    assert CHECK(SPEC, CPU) is None and len(asked) == 2
+    assert CHECK(SPEC, CPU) is None and len(child_requests) == 2
     names = [file.stem.rpartition("-")[2] for file in (tmp_path / "cache" / "probes").iterdir()]
     assert sorted(names) == ["0", "4711"]
 
 
 @pytest.mark.parametrize("fact", ["driver", "units", "arch"])
-def test_another_driver_or_gpu_is_checked_again(fact, remembered, asked, monkeypatch):
+def test_another_driver_or_gpu_is_checked_again(fact, remembered, child_requests, monkeypatch):
     device = CPU
     if fact == "driver":
         monkeypatch.setattr(probe_cache, "_driver", lambda: "6.99")
@@ -264,7 +264,7 @@ def test_another_driver_or_gpu_is_checked_again(fact, remembered, asked, monkeyp
     else:
         device = Device("cpu", rocm=False, arch="gfx942")
     assert CHECK(SPEC, device) is None
-    assert len(asked) == 2
+    assert len(child_requests) == 2
 
 
 def test_the_driver_is_named(monkeypatch, tmp_path):

@@ -67,7 +67,7 @@ def routed(tier, x, data, scale, bias=None, **further):
         with ops.recording() as routes:
             output = ops.quantized_linear(x, data, scale, bias, **further)
         tier, name = "eager", eight_bit.EAGER
-    assert [(each.operation, each.tier, each.name) for each in routes] == [("quantized_linear", tier, name)]
+    assert [(route.operation, route.tier, route.name) for route in routes] == [("quantized_linear", tier, name)]
     return output
 
 
@@ -270,7 +270,11 @@ def test_gradients_are_refused_with_a_reason():
 SPEC = QuantizedSpec(dtype=BF16, format=FP8, device=torch.device("cpu"), n=64, k=64, bias_dtype=None, shuffled=False)
 ROCM = Device("cuda", rocm=True, arch="gfx950")
 PLAIN, AFTER, WHOLE = (
-    next(each for each in registry.operations()["quantized_linear"].implementations if each.name == name).refuses
+    next(
+        implementation
+        for implementation in registry.operations()["quantized_linear"].implementations
+        if implementation.name == name
+    ).refuses
     for name in ("_scaled_mm", "_scaled_mm, scaled after", "_int_mm")
 )
 
@@ -324,7 +328,7 @@ def test_a_wrong_gemm_of_this_pytorch_is_found(monkeypatch):
         ops.recording() as routes,
     ):
         output = ops.quantized_linear(x, *rounded(weight, INT8))
-    assert [(each.tier, each.name) for each in routes] == [("eager", eight_bit.EAGER)]
+    assert [(route.tier, route.name) for route in routes] == [("eager", eight_bit.EAGER)]
     within_the_bound(output, x, weight, None, INT8)
     probe.forget()
     registry.forget_choices()
@@ -332,8 +336,8 @@ def test_a_wrong_gemm_of_this_pytorch_is_found(monkeypatch):
 
 def test_few_rows_are_padded_on_a_gpu(monkeypatch):
     """The vendor libraries need more than 16 rows: the padded input and the result."""
-    asked = []
-    monkeypatch.setattr(torch, "_int_mm", lambda one, other: asked.append(len(one)) or whole(one, other))
+    requests = []
+    monkeypatch.setattr(torch, "_int_mm", lambda one, other: requests.append(len(one)) or whole(one, other))
 
     class OnGpu(torch.Tensor):
         is_cuda = True
@@ -341,5 +345,5 @@ def test_few_rows_are_padded_on_a_gpu(monkeypatch):
     x, weight, _ = tensors((3, 32), 16, BF16, False)
     data, scale = rounded(weight, INT8)
     output = quantized_torch.int_mm(QuantizedCall(x.as_subclass(OnGpu), data, scale, None, INT8, False))
-    assert asked == [32] and output.shape == (3, 16)
+    assert requests == [32] and output.shape == (3, 16)
     within_the_bound(output.as_subclass(torch.Tensor), x, weight, None, INT8)

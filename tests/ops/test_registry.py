@@ -42,7 +42,7 @@ def operation(monkeypatch):
 
 
 def test_tiers_are_tried_in_order_for_any_order_of_registration(operation):
-    assert [each.tier for each in operation.implementations] == ["aiter", "torch", "eager"]
+    assert [route.tier for route in operation.implementations] == ["aiter", "torch", "eager"]
     assert operation.calls[(CPU, 2)]() == "aiter"
 
 
@@ -114,8 +114,8 @@ def test_recording_is_limited_to_its_block():
         with ops.recording() as inner:
             ops.rms_norm(x, torch.ones(4), eps=1e-6)
     ops.rms_norm(x, torch.ones(4), eps=1e-6)
-    assert [each.operation for each in outer] == ["act_and_mul", "rms_norm"]
-    assert [each.operation for each in inner] == ["rms_norm"]
+    assert [route.operation for route in outer] == ["act_and_mul", "rms_norm"]
+    assert [route.operation for route in inner] == ["rms_norm"]
     assert inner[0].shapes == ((2, 4), (4,))
 
 
@@ -153,7 +153,7 @@ def test_recording_collects_the_shapes_of_every_call(name):
     with torch.no_grad(), ops.recording() as routes:
         call()
         call()
-    assert [each.shapes for each in routes if each.operation == name] == [shapes] * 2
+    assert [route.shapes for route in routes if route.operation == name] == [shapes] * 2
 
 
 def test_a_lookup_runs_no_python_and_recording_leaves_nothing(operation):

@@ -57,8 +57,8 @@ def check(actual, logits, keywords):
     (weights, ids), (expected, right) = eager(logits, keywords), reference(logits, keywords)
     assert torch.equal(ids, right)
     assert torch.equal(actual[1].sort().values, right.sort().values)
-    order, theirs = actual[1].argsort(-1), right.argsort(-1)
-    aligned = actual[0].gather(1, order), weights.gather(1, theirs), expected.gather(1, theirs)
+    order, expected_order = actual[1].argsort(-1), right.argsort(-1)
+    aligned = actual[0].gather(1, order), weights.gather(1, expected_order), expected.gather(1, expected_order)
     assert_as_good_as_eager(*aligned)
 
 
@@ -68,7 +68,9 @@ def test_the_torch_tier(form, dtype):
     logits, keywords = drawn(5, form, dtype)
     with options.override(tiers={"experts": "torch"}), ops.recording() as routes:
         actual = ops.choose_experts(logits, **keywords)
-    assert [(each.operation, each.tier, each.shapes) for each in routes] == [("choose_experts", "torch", ((5, 16),))]
+    assert [(route.operation, route.tier, route.shapes) for route in routes] == [
+        ("choose_experts", "torch", ((5, 16),))
+    ]
     assert actual[0].dtype == keywords.get("dtype", dtype) and actual[1].dtype == torch.int64
     check(actual, logits, keywords)
 

@@ -74,11 +74,11 @@ def hashes(folder: Path) -> dict[str, tuple[str, int]]:
 
 def fingerprint(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Inode, size and modification time of every file: unchanged by a run that writes nothing."""
-    found = {}
+    results = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
-        found[path.relative_to(folder).as_posix()] = (status.st_ino, status.st_size, status.st_mtime_ns)
-    return found
+        results[path.relative_to(folder).as_posix()] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return results
 
 
 def next_release(version: str) -> str:

@@ -30,7 +30,7 @@ def binding(monkeypatch):
     stock = Layer.forward
 
     @bind.replaces(Layer, fuses=("a", "b"))
-    def ours(self, stock, x, **arguments):
+    def dispatcher(self, stock, x, **arguments):
         return "ours", *stock(self, x, **arguments)
 
     yield bind._bindings[Layer]
@@ -70,7 +70,7 @@ def test_an_instances_mode_has_precedence(binding):
     assert served(on) and served(Layer()) and not served(off)
     bind.set_mode(off, None)
     assert served(off)
-    assert [bind.mode_of(each) for each in (on, off, Child())] == [bind.ON, bind.ON, bind.OFF]
+    assert [bind.mode_of(variant) for variant in (on, off, Child())] == [bind.ON, bind.ON, bind.OFF]
 
 
 def test_a_subclass_keeps_the_stock_forward(binding):
@@ -102,8 +102,8 @@ def test_unbinding_and_binding_again_keeps_one_dispatcher(binding):
 
 
 def test_unbinding_keeps_another_librarys_patch_and_reports_it(binding):
-    ours = Layer.forward
-    Layer.forward = lambda self, x: ("theirs", *ours(self, x))
+    dispatcher = Layer.forward
+    Layer.forward = lambda self, x: ("theirs", *dispatcher(self, x))
     binding.mode = bind.ON
     try:
         assert "replaced by other code" in bind.unbind(Layer)

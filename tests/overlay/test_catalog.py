@@ -52,7 +52,7 @@ def test_the_newest_directory_that_covers_the_release_is_used(
 
 
 def test_directories_are_ordered_as_versions(made_up: Catalog) -> None:
-    assert [found.name for found in made_up.directories] == [
+    assert [result.name for result in made_up.directories] == [
         "transformers-4.9",
         "transformers-4.10",
         "transformers-5.0",
@@ -112,19 +112,19 @@ def test_a_model_may_have_its_own_range_and_an_older_directory_serves_the_rest(t
     directory(tmp_path, "5.0", ">=5.0,<6", "bert")
     limit(tmp_path, "5.0", "bert", ">=5.2,!=5.3.1", "it has another head")
     limit(tmp_path, "4.9", "llama", ">=4.10", "it differs in 4.9")
-    found = Catalog(tmp_path)
+    result = Catalog(tmp_path)
     serving = {
         release: overlay.directory
         for release in ("4.9.0", "5.1.0", "5.2.0", "5.3.0", "5.3.1", "5.4.0")
-        if (overlay := found.find("bert", release))
+        if (overlay := result.find("bert", release))
     }
     old, new = "transformers-4.9", "transformers-5.0"
     assert serving == {"4.9.0": old, "5.1.0": old, "5.2.0": new, "5.3.0": new, "5.3.1": old, "5.4.0": new}
-    assert found.find("llama", "4.9.3") is None and found.find("llama", "5.0.0") is not None
-    assert found.leaves_out("llama", "4.9.3") == "it differs in 4.9"
-    assert found.leaves_out("llama", "5.0.0") is None
-    assert found.ranges("llama") == [">=4.9,<6,>=4.10"]
-    assert found.leaves_out("llama", "6.0.0") is None, "the directory's own range needs no reason"
+    assert result.find("llama", "4.9.3") is None and result.find("llama", "5.0.0") is not None
+    assert result.leaves_out("llama", "4.9.3") == "it differs in 4.9"
+    assert result.leaves_out("llama", "5.0.0") is None
+    assert result.ranges("llama") == [">=4.9,<6,>=4.10"]
+    assert result.leaves_out("llama", "6.0.0") is None, "the directory's own range needs no reason"
 
 
 def test_an_invalid_range_of_a_model_is_refused_by_name(tmp_path: Path) -> None:

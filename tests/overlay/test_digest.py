@@ -116,14 +116,14 @@ def test_broken_source_raises() -> None:
 
 
 def test_a_method_has_its_own_digest() -> None:
-    found = digests(SOURCE, ["Norm.forward", "Norm.eps", "Norm.backward", "forward", "Norm"])
-    assert found["Norm.backward"] is None
-    assert found["forward"] is None
+    result = digests(SOURCE, ["Norm.forward", "Norm.eps", "Norm.backward", "forward", "Norm"])
+    assert result["Norm.backward"] is None
+    assert result["forward"] is None
     other = SOURCE.replace("scale=1.5j", "scale=2.5j")
     changed = digests(other, ["Norm.forward", "Norm.eps", "Norm"])
-    assert changed["Norm.eps"] == found["Norm.eps"]
-    assert changed["Norm.forward"] != found["Norm.forward"]
-    assert changed["Norm"] != found["Norm"]
+    assert changed["Norm.eps"] == result["Norm.eps"]
+    assert changed["Norm.forward"] != result["Norm.forward"]
+    assert changed["Norm"] != result["Norm"]
 
 
 def test_the_first_bound_name_of_several_is_used() -> None:

@@ -75,7 +75,7 @@ def test_a_draft_works(case, script: ModuleType, overlays: Path, monkeypatch: py
     made = Catalog(overlays)
     monkeypatch.setattr(catalogs, "load", lambda *_, **__: made)
     stock = case.build()
-    exact, ours = copy.deepcopy(stock).double(), hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    exact, prepared = copy.deepcopy(stock).double(), hf_rocm.prepare(copy.deepcopy(stock), force=True)
     bound = {binding.home["__file__"] for binding in hf_rocm.overlay.bind.bindings()}
     assert bound == {str(file)}, "the shipped overlay ran instead of the draft"
 
@@ -86,11 +86,11 @@ def test_a_draft_works(case, script: ModuleType, overlays: Path, monkeypatch: py
 
     with torch.inference_mode():
         with recording() as routes, counted() as hits:
-            actual = run(ours)
+            actual = run(prepared)
         same_dtype = run(stock)
         with in_float64():
             expected = run(exact)
-    assert_served(ours, case.classes(), routes, hits)
+    assert_served(prepared, case.classes(), routes, hits)
     assert_run_as_good_as_eager(actual, same_dtype, expected)
 
 
@@ -103,7 +103,7 @@ def test_a_draft_equals_the_shipped_overlay(model: str, script: ModuleType, over
     def bound(text: str) -> set[str]:
         nodes = list(ast.walk(ast.parse(text)))
         calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "overlay.binds"]
-        return {ast.unparse(node) for node in (*calls, *(each for each in nodes if isinstance(each, ast.FunctionDef)))}
+        return {ast.unparse(node) for node in (*calls, *(item for item in nodes if isinstance(item, ast.FunctionDef)))}
 
     draft_binds = bound(drafted(script, overlays, model).read_text())
     assert draft_binds == bound(shipped.text)
@@ -151,31 +151,31 @@ GATED = "self.act_fn(self.gate_proj(x)) * self.up_proj(x)"
 
 
 def test_an_unknown_forward_is_not_drafted_and_the_new_line_is_named(script: ModuleType, tmp_path: Path) -> None:
-    found = draft(
+    result = draft(
         script, demo(tmp_path, "query = query * torch.sigmoid(self.gate(hidden_states))", "", "self.up_proj(x)")
     )
-    assert found.served == ("DemoRMSNorm",)
-    assert found.left["DemoAttention"] == "query = query * torch.sigmoid(self.gate(hidden_states))"
-    assert found.left["DemoMLP"] == "return self.down_proj(self.up_proj(x))"
-    assert "DemoExperts" in found.left
-    assert dependencies(found.text) == ["transformers.models.demo.modeling_demo:DemoRMSNorm"]
+    assert result.served == ("DemoRMSNorm",)
+    assert result.left["DemoAttention"] == "query = query * torch.sigmoid(self.gate(hidden_states))"
+    assert result.left["DemoMLP"] == "return self.down_proj(self.up_proj(x))"
+    assert "DemoExperts" in result.left
+    assert dependencies(result.text) == ["transformers.models.demo.modeling_demo:DemoRMSNorm"]
 
 
 def test_an_unknown_argument_of_the_attention_interface_is_never_dropped(script: ModuleType, tmp_path: Path) -> None:
-    found = draft(script, demo(tmp_path, "", ", scaling=self.scaling, new_term=self.bias", GATED))
-    assert "new_term" in found.left["DemoAttention"] and found.served == ("DemoRMSNorm", "DemoMLP")
+    result = draft(script, demo(tmp_path, "", ", scaling=self.scaling, new_term=self.bias", GATED))
+    assert "new_term" in result.left["DemoAttention"] and result.served == ("DemoRMSNorm", "DemoMLP")
 
 
 def test_known_arguments_are_passed_on(script: ModuleType, tmp_path: Path) -> None:
-    found = draft(script, demo(tmp_path, "", ", scaling=self.s, softcap=self.cap, s_aux=self.sinks", GATED))
-    assert found.left.keys() == {"DemoExperts"}
-    assert "scale=self.s, softcap=softcap, sinks=sinks, **seen" in found.text
-    assert "beyond_sdpa=True" in found.text and "overlay.binds(DemoMLP, layers.GatedMLP())" in found.text
+    result = draft(script, demo(tmp_path, "", ", scaling=self.s, softcap=self.cap, s_aux=self.sinks", GATED))
+    assert result.left.keys() == {"DemoExperts"}
+    assert "scale=self.s, softcap=softcap, sinks=sinks, **seen" in result.text
+    assert "beyond_sdpa=True" in result.text and "overlay.binds(DemoMLP, layers.GatedMLP())" in result.text
 
 
 def test_a_factor_of_the_queries_becomes_the_scale(script: ModuleType, tmp_path: Path) -> None:
-    found = draft(script, demo(tmp_path, "query = query * self.scaling", ", scaling=1.0", GATED))
-    assert "ops.attention(query, key, value, scale=self.scaling, **seen)" in found.text
+    result = draft(script, demo(tmp_path, "query = query * self.scaling", ", scaling=1.0", GATED))
+    assert "ops.attention(query, key, value, scale=self.scaling, **seen)" in result.text
     for number, (line, terms) in enumerate(
         (
             ("query = query * self.scaling", ", scaling=self.scaling"),  # both

@@ -291,11 +291,11 @@ def test_a_signal_at_any_call_undoes_the_run(site: Site, catalog: Catalog, numbe
 def test_any_next_run_removes_the_files_of_a_killed_run(site: Site, command: Callable[..., Any]) -> None:
     left = site.model("llama").with_name(f".modeling_llama.py.0123456789abcdef{LEFTOVER}")
     left.write_bytes(b"half")
-    theirs = site.model("llama").with_name(".modeling_llama.py.swp")
-    theirs.write_bytes(b"")
+    swap_file = site.model("llama").with_name(".modeling_llama.py.swp")
+    swap_file.write_bytes(b"")
     command(["bert"], transformers_path=site.path)
     assert not left.exists()
-    assert theirs.exists()
+    assert swap_file.exists()
 
 
 def test_temporary_files_never_look_like_modules(site: Site, catalog: Catalog) -> None:

@@ -39,9 +39,9 @@ def refusal(path: Path | None = None) -> OverlayError:
 
 
 def test_the_installed_one_is_found_without_importing_it() -> None:
-    found = locate()
-    assert found.root == installed_package()
-    assert found.metadata is not None and found.version in found.metadata.name
+    result = locate()
+    assert result.root == installed_package()
+    assert result.metadata is not None and result.version in result.metadata.name
 
 
 def test_a_path_may_be_the_package_or_its_parent(site: Site) -> None:
@@ -177,7 +177,7 @@ def test_no_version(site: Site) -> None:
 
 def test_an_installation_without_a_package_record(site: Site) -> None:
     shutil.rmtree(site.metadata)
-    found = locate(site.path)
-    assert found.metadata is None
-    assert found.recorded_sha256(site.model("llama")) is None
-    check_writable(found)
+    result = locate(site.path)
+    assert result.metadata is None
+    assert result.recorded_sha256(site.model("llama")) is None
+    check_writable(result)

@@ -49,12 +49,12 @@ def states(site: Site, catalog: Catalog) -> dict[str, FileState]:
 
 
 def test_only_changed_models_are_refused(newer: Site, catalog: Catalog) -> None:
-    found = states(newer, catalog)
-    assert {model for model, state in found.items() if state.match is Match.CHANGED} == set(EDITS)
-    assert found["bert"].match is Match.COMPATIBLE
+    result = states(newer, catalog)
+    assert {model for model, state in result.items() if state.match is Match.CHANGED} == set(EDITS)
+    assert result["bert"].match is Match.COMPATIBLE
     for model, (name, _, _) in EDITS.items():
-        assert [difference.name for difference in found[model].differences] == [name]
-        assert found[model].outgrown
+        assert [difference.name for difference in result[model].differences] == [name]
+        assert result[model].outgrown
 
 
 @pytest.mark.parametrize("model", EDITS)

@@ -89,7 +89,7 @@ def test_the_searches_are_those_of_the_installed_release() -> None:
         r"class \w+Attention\(nn.Module\)",
         r"^class \w*Attention\w*\(nn\.Module\):",
     }
-    searches = {found for found in re.findall(r"re\.search\(r\"([^\"]*)\", code", source)}
+    searches = {result for result in re.findall(r"re\.search\(r\"([^\"]*)\", code", source)}
     assert searches <= patterns
     literals = set(re.findall(r"\"([^\"]+)\" in code\b", source))
     known = set(re.findall(r"\"([^\"]+)\" in code\b", Path(__file__).read_text(encoding="utf-8")))

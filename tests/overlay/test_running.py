@@ -134,11 +134,11 @@ def test_forced_auto_models_run_hf_rocms_attention_with_unexpanded_keys_and_valu
     facts = report(installed, checkpoints, FORCED, HF_ROCM_FORCE="1")
     assert facts.pop("active") == []  # the installed block runs, not an activation
     assert facts.keys() == checkpoints.keys()
-    for name, found in facts.items():
-        heads, kv_heads = found["expected"]
-        assert found["calls"] == found["layers"] == 2
-        assert found["heads"] == [heads] and found["kv_heads"] == [kv_heads]
-        assert (found["norms"] > 0) == (name != "bert")
+    for name, result in facts.items():
+        heads, kv_heads = result["expected"]
+        assert result["calls"] == result["layers"] == 2
+        assert result["heads"] == [heads] and result["kv_heads"] == [kv_heads]
+        assert (result["norms"] > 0) == (name != "bert")
 
 
 def test_without_hf_rocm_an_installed_overlay_is_stock(installed, checkpoints, stock):

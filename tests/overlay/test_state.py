@@ -16,8 +16,8 @@ from tests.overlay.conftest import MODELS, Site, fingerprint, next_release
 
 
 def state(site: Site, catalog: Catalog, model: str = "llama") -> FileState:
-    (found,) = survey(site.installation, catalog, [model])
-    return found
+    (finding,) = survey(site.installation, catalog, [model])
+    return finding
 
 
 def edit(site: Site, old: str, new: str, model: str = "llama") -> None:
@@ -31,8 +31,8 @@ def test_the_installed_transformers_is_verified_for_every_model(catalog: Catalog
     from hf_rocm.overlay.locate import locate
 
     states = survey(locate(), catalog)
-    assert {found.model for found in states} >= set(MODELS)
-    assert {found.match for found in states} == {Match.VERIFIED}
+    assert {result.model for result in states} >= set(MODELS)
+    assert {result.match for result in states} == {Match.VERIFIED}
 
 
 def test_known_digests_are_accepted_if_the_whole_file_is_unknown(site: Site, catalog: Catalog) -> None:
@@ -40,7 +40,7 @@ def test_known_digests_are_accepted_if_the_whole_file_is_unknown(site: Site, cat
     site.release(next_release(site.installation.version))
     for model in MODELS:
         site.model(model).write_bytes(site.model(model).read_bytes() + b"# another release\n")
-    assert {found.match for found in survey(site.installation, catalog)} == {Match.COMPATIBLE}
+    assert {result.match for result in survey(site.installation, catalog)} == {Match.COMPATIBLE}
 
 
 def test_a_recorded_file_is_compatible_if_only_comments_changed(site: Site, catalog: Catalog) -> None:
@@ -69,9 +69,9 @@ def test_one_more_byte_in_a_known_release_is_an_edit(site: Site, catalog: Catalo
     if not with_record:
         site.forget_record()
     site.model("llama").write_bytes(site.model("llama").read_bytes() + b"\n")
-    found = state(site, catalog)
-    assert found.match is Match.CHANGED
-    error = found.mismatch()
+    result = state(site, catalog)
+    assert result.match is Match.CHANGED
+    error = result.mismatch()
     assert isinstance(error, DigestMismatch)
     assert error.facts["file"] == str(site.model("llama"))
     assert error.facts["expected"] != error.facts["found"]
@@ -90,12 +90,12 @@ def test_a_changed_definition_is_named_with_its_digests(site: Site, catalog: Cat
     site.forget_record()
     site.release(next_release(site.installation.version))
     edit(site, "class LlamaMLP(nn.Module):", "class LlamaMLP(nn.Module):\n    changed = True\n")
-    found = state(site, catalog)
-    assert found.match is Match.CHANGED
-    (difference,) = found.differences
+    result = state(site, catalog)
+    assert result.match is Match.CHANGED
+    (difference,) = result.differences
     assert difference.name == "LlamaMLP"
     assert difference.found not in difference.expected
-    error = found.mismatch()
+    error = result.mismatch()
     assert isinstance(error, DigestMismatch)
     assert error.facts["file"] == str(site.model("llama"))
     assert error.facts["expected"].startswith("LlamaMLP as in transformers")
@@ -120,9 +120,9 @@ def test_a_file_with_a_syntax_error_counts_as_changed(site: Site, catalog: Catal
 
 def test_a_missing_file_counts_as_changed(site: Site, catalog: Catalog) -> None:
     site.model("llama").unlink()
-    found = state(site, catalog)
-    assert found.match is Match.CHANGED
-    assert found.mismatch() is not None and found.mismatch().facts["found"] == "none"  # type: ignore[union-attr]
+    result = state(site, catalog)
+    assert result.match is Match.CHANGED
+    assert result.mismatch() is not None and result.mismatch().facts["found"] == "none"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("release", ["4.52.4", "6.1.0"])
@@ -138,8 +138,8 @@ def test_an_unknown_release_is_refused_with_the_known_ranges(site: Site, catalog
 def test_a_block_in_an_unknown_release_is_unsupported(site: Site, catalog: Catalog) -> None:
     install(["llama"], transformers_path=site.path)
     site.release("6.1.0")
-    (found,) = survey(site.installation, catalog)
-    assert (found.installed, found.match) == (Installed.OLD, Match.UNSUPPORTED)
+    (finding,) = survey(site.installation, catalog)
+    assert (finding.installed, finding.match) == (Installed.OLD, Match.UNSUPPORTED)
 
 
 def test_an_unknown_model_is_an_error(site: Site, catalog: Catalog) -> None:
@@ -189,15 +189,15 @@ def test_a_fifo_is_refused_and_does_not_hang(site: Site, catalog: Catalog) -> No
 def test_every_recorded_release_has_one_file_per_model(catalog: Catalog) -> None:
     for directory in catalog.directories:
         for model, record in directory.manifest.records.items():
-            releases = [release for found in record.files.values() for release in found]
+            releases = [release for result in record.files.values() for release in result]
             assert len(releases) == len(set(releases)), (directory.name, model)
             for seen in record.names.values():
-                assert sorted(r for found in seen.values() for r in found) == sorted(releases)
+                assert sorted(r for result in seen.values() for r in result) == sorted(releases)
 
 
 def test_the_rendered_file_is_stock_and_block(site: Site, catalog: Catalog) -> None:
-    found = state(site, catalog)
-    assert found.rendered().startswith(found.stock)
-    parts = block.split(found.rendered())
-    assert parts is not None and found.overlay is not None
-    assert found.overlay.text.encode() in parts.block
+    result = state(site, catalog)
+    assert result.rendered().startswith(result.stock)
+    parts = block.split(result.rendered())
+    assert parts is not None and result.overlay is not None
+    assert result.overlay.text.encode() in parts.block

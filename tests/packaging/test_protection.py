@@ -61,8 +61,8 @@ def would_install(python: Path, requirement: str, report: Path, *options: str) -
     environ = {**os.environ, "PIP_CONSTRAINT": str(unconstrained)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = (item["metadata"] for item in json.loads(report.read_text())["install"])
-    return {metadata["name"].lower(): metadata["version"] for metadata in found}
+    data = (item["metadata"] for item in json.loads(report.read_text())["install"])
+    return {metadata["name"].lower(): metadata["version"] for metadata in data}
 
 
 @pytest.mark.parametrize("naming", ROCM_TRITON)
@@ -70,10 +70,10 @@ def test_a_rocm_torch_and_its_triton_are_left_alone(naming: str, wheel: Path, tm
     name, version = ROCM_TRITON[naming]
     torch = ("torch", "2.9.0+rocm7.0", f"{name}=={version}")
     python = environment(tmp_path / "environment", torch, (name, version, ""))
-    found = would_install(python, f"hf-rocm[rocm] @ {wheel.as_uri()}", tmp_path / "report.json")
-    assert {"hf-rocm", "amd-aiter", "transformers", "accelerate"} <= found.keys()
-    assert not found.keys() & set(FORBIDDEN), found
-    assert not [name for name in found if name.startswith("nvidia-")], found
+    result = would_install(python, f"hf-rocm[rocm] @ {wheel.as_uri()}", tmp_path / "report.json")
+    assert {"hf-rocm", "amd-aiter", "transformers", "accelerate"} <= result.keys()
+    assert not result.keys() & set(FORBIDDEN), result
+    assert not [name for name in result if name.startswith("nvidia-")], result
 
 
 def test_without_a_torch_one_would_be_installed(wheel: Path, tmp_path: Path) -> None:

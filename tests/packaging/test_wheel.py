@@ -57,9 +57,13 @@ def test_the_wheel_made_from_the_sdist_is_the_same(
 
 def test_no_requirement_pins_torch_or_names_triton(wheel: Path) -> None:
     requirements = [Requirement(text) for text in metadata_of(wheel).get_all("Requires-Dist")]
-    assert "torch" in {each.name for each in requirements}
-    assert [str(each) for each in requirements if each.name == "torch"] == ["torch"]
-    assert not [each.name for each in requirements if "triton" in each.name or each.name.startswith("nvidia")]
+    assert "torch" in {requirement.name for requirement in requirements}
+    assert [str(requirement) for requirement in requirements if requirement.name == "torch"] == ["torch"]
+    assert not [
+        requirement.name
+        for requirement in requirements
+        if "triton" in requirement.name or requirement.name.startswith("nvidia")
+    ]
 
 
 @pytest.mark.parametrize("command", [["-m", "hf_rocm"], ["bin/hf-rocm"]], ids=["python -m hf_rocm", "hf-rocm"])
@@ -73,8 +77,8 @@ def test_the_command_line_starts(command: list[str], installed: Path, run: Run) 
 def test_the_installed_wheel_finds_its_overlays(installed: Path, run: Run) -> None:
     code = "from hf_rocm.overlay import catalog; print(*sorted(catalog.load().models()))"
     done = run("-c", code, path=installed)
-    ours = {file.parent.name for file in (ROOT / "overlays").glob("*/models/*/modeling_*.py")}
-    assert set(done.stdout.split()) == ours and len(ours) > 60, done.stderr
+    models = {file.parent.name for file in (ROOT / "overlays").glob("*/models/*/modeling_*.py")}
+    assert set(done.stdout.split()) == models and len(models) > 60, done.stderr
 
 
 def test_the_tests_run_against_the_wheel() -> None:

@@ -101,11 +101,11 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
 def served(name: str, model: Any, routes: list[ops.registry.Route], calls: int) -> None:
     """Assert that hf_rocm's attention ran in every layer of every call, with unexpanded keys and values."""
     config = model.config
-    attended = [each for each in routes if each.operation == "attention"]
+    attended = [route for route in routes if route.operation == "attention"]
     assert len(attended) == config.num_hidden_layers * calls
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    for each in attended:
-        query, key, value = each.shapes
+    for route in attended:
+        query, key, value = route.shapes
         assert query[1] == config.num_attention_heads and key[1] == value[1] == kv_heads
     expected = ATTENTION.get(name) or bert_attention()
     modules = [module for module in model.modules() if type(module).__name__ == expected]
@@ -119,7 +119,7 @@ def fused_ran(model: Any, routes: list[ops.registry.Route]) -> None:
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    weights = [each.shapes[1] for each in routes if each.operation in ("linear", "fused_linear")]
+    weights = [route.shapes[1] for route in routes if route.operation in ("linear", "fused_linear")]
     assert ((config.num_attention_heads + 2 * kv_heads) * head_dim, config.hidden_size) in weights
     if hasattr(config, "num_key_value_heads"):
         assert (2 * config.intermediate_size, config.hidden_size) in weights

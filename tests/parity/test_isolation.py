@@ -30,13 +30,13 @@ def assert_stock(model, folder, name):
     fresh = models.load_stock(name, folder)
     assert [type(module) for module in model.modules()] == [type(module) for module in fresh.modules()]
     assert list(model.state_dict()) == list(fresh.state_dict())
-    for mine, theirs in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, expected in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True):
+        assert torch.equal(actual, expected)
     assert not [key for module in model.modules() for key in vars(module) if key.startswith("_hf_rocm")]
     routes, result = routes_of(model)
     assert routes == []
     # of copies: the last bit of a GEMM may depend on the address of a mapped weight
-    alike = [copy.deepcopy(each)(input_ids=tokens(2, 9)).logits for each in (model, fresh)]
+    alike = [copy.deepcopy(variant)(input_ids=tokens(2, 9)).logits for variant in (model, fresh)]
     assert torch.equal(*alike)
     torch.testing.assert_close(result.logits, alike[0])
 
@@ -96,18 +96,18 @@ def test_restored_weights_have_separate_memory(name, checkpoint):
     model = models.load_ours(checkpoint(name, torch.float32))
     hf_rocm.restore(model)
     parameters = list(dict.fromkeys(model.parameters()))
-    spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in parameters)
+    spans = sorted((parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes) for parameter in parameters)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    assert all(each.untyped_storage().nbytes() == each.nbytes for each in parameters)
+    assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters)
 
 
 @each_model
 def test_preparing_and_restoring_are_idempotent(name, checkpoint):
     folder = checkpoint(name, torch.float32)
     model = models.load_ours(folder)
-    pointers = [each.data_ptr() for each in model.parameters()]
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
     hf_rocm.prepare(model, force=True)
-    assert [each.data_ptr() for each in model.parameters()] == pointers
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
     routes, _ = routes_of(model)
     served(name, model, routes, calls=1)
     hf_rocm.restore(hf_rocm.restore(model))
@@ -144,7 +144,7 @@ def test_a_subclass_stays_stock(checkpoint):
     mlp = model.model.layers[0].mlp
     mlp.__class__ = Remote
     routes, _ = routes_of(model)
-    assert sum(each.operation == "act_and_mul" for each in routes) == 1
+    assert sum(route.operation == "act_and_mul" for route in routes) == 1
     assert bind.mode_of(mlp) == bind.OFF
 
 

@@ -40,9 +40,9 @@ def outcome(lib: SimpleNamespace, code: int, report: str | None, **suite: bool):
 
 
 def test_a_report_is_counted(lib: SimpleNamespace) -> None:
-    found = outcome(lib, 1, JUNIT)
-    assert (found.passed, found.failed, found.skipped) == (2, 2, 2)
-    assert dict(found.not_run) == {"needs an AMD GPU": 1}
+    result = outcome(lib, 1, JUNIT)
+    assert (result.passed, result.failed, result.skipped) == (2, 2, 2)
+    assert dict(result.not_run) == {"needs an AMD GPU": 1}
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5, -9])
@@ -87,11 +87,11 @@ def planned(lib: SimpleNamespace, *, quick: bool) -> dict[str, set[str]]:
         ignored = {words[place + 1] for place, word in enumerate(words) if word == "--ignore"}
         places = [ROOT / word for word in words if word != "--ignore" and word not in ignored]
         assert all((ROOT / word).exists() for word in ignored) and all(place.exists() for place in places), suite.name
-        tests = {str(each.relative_to(ROOT)) for place in places for each in [place, *place.rglob("test_*.py")]}
+        tests = {str(path.relative_to(ROOT)) for place in places for path in [place, *place.rglob("test_*.py")]}
         files[suite.name] = {
-            each
-            for each in tests
-            if each.endswith(".py") and not any(Path(each).is_relative_to(word) for word in ignored)
+            test
+            for test in tests
+            if test.endswith(".py") and not any(Path(test).is_relative_to(word) for word in ignored)
         }
     return files
 

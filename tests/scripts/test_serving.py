@@ -31,7 +31,7 @@ def test_stock_runs_stock_and_hf_rocm_runs_flash_attention(lib):
     load = replace(lib.SMALL, requests=3, new=4)
     with ops.recording() as routes:
         outcome = lib.measure(torch.device("cpu"), load, lambda side: routes.clear() if side == "stock" else None)
-    assert {each.operation for each in routes if "attention" in each.operation} == {"varlen_attention"}
+    assert {route.operation for route in routes if "attention" in route.operation} == {"varlen_attention"}
     assert outcome.same == 1.0 and not outcome.wrong and outcome.ours.tokens == 12
     assert "flash_attention_2" in outcome.ours.how and "times stock" in lib.table(outcome)
 

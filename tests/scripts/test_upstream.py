@@ -127,22 +127,22 @@ def results(lib: SimpleNamespace, hits: int = 1, **outcomes: str):
 @pytest.mark.parametrize("after", ["failed", "skipped", "network", "timeout", "crashed", "absent"])
 def test_tests_that_passed_stock_must_pass(after: str, lib: SimpleNamespace) -> None:
     overlaid = results(lib, one="passed") | ({} if after == "absent" else results(lib, two=after))
-    found = lib.differences.compare("5.23.0", results(lib, one="passed", two="passed"), overlaid, [])
-    assert found.regressions == (f"{PREFIX}test_two",) and found.failed
+    result = lib.differences.compare("5.23.0", results(lib, one="passed", two="passed"), overlaid, [])
+    assert result.regressions == (f"{PREFIX}test_two",) and result.failed
 
 
 @pytest.mark.parametrize("before", ["failed", "skipped", "timeout"])
 def test_tests_that_failed_stock_are_no_regression(before: str, lib: SimpleNamespace) -> None:
     stock, overlaid = results(lib, one="passed", two=before), results(lib, one="passed", two="passed")
-    found = lib.differences.compare("5.23.0", stock, overlaid, [])
-    assert found.repaired == (f"{PREFIX}test_two",) and not found.failed
+    result = lib.differences.compare("5.23.0", stock, overlaid, [])
+    assert result.repaired == (f"{PREFIX}test_two",) and not result.failed
 
 
 def test_a_listed_difference_needs_its_model_and_release(lib: SimpleNamespace) -> None:
     stock, overlaid = results(lib, one="passed", two="passed"), results(lib, one="passed", two="failed")
     entry = lib.differences.Unavoidable(("lla*",), ("5.*",), "test_two", "it reads the source")
-    found = lib.differences.compare("5.23.0", stock, overlaid, [entry])
-    assert not found.failed and found.unavoidable == {f"{PREFIX}test_two": entry}
+    result = lib.differences.compare("5.23.0", stock, overlaid, [entry])
+    assert not result.failed and result.unavoidable == {f"{PREFIX}test_two": entry}
     assert lib.differences.compare("4.57.6", stock, overlaid, [entry]).failed
     other = lib.differences.Unavoidable(("gemma",), ("5.*",), "test_two", "it reads the source")
     assert lib.differences.compare("5.23.0", stock, overlaid, [other]).failed
@@ -150,15 +150,15 @@ def test_a_listed_difference_needs_its_model_and_release(lib: SimpleNamespace) -
 
 def test_a_listed_difference_that_no_longer_occurs_fails(lib: SimpleNamespace) -> None:
     entry = lib.differences.Unavoidable(("*",), ("*",), "test_two", "it reads the source")
-    found = lib.differences.compare("5.23.0", results(lib, two="passed"), results(lib, two="passed"), [entry])
-    assert found.stale == (entry,) and found.failed
+    result = lib.differences.compare("5.23.0", results(lib, two="passed"), results(lib, two="passed"), [entry])
+    assert result.stale == (entry,) and result.failed
     # its test did not run
     assert not lib.differences.compare("5.23.0", results(lib, a="passed"), results(lib, a="passed"), [entry]).failed
 
 
 def test_an_overlay_that_never_ran_fails(lib: SimpleNamespace) -> None:
-    found = lib.differences.compare("5.23.0", results(lib, a="passed"), results(lib, hits=0, a="passed"), [])
-    assert found.idle == ("llama",) and found.failed
+    result = lib.differences.compare("5.23.0", results(lib, a="passed"), results(lib, hits=0, a="passed"), [])
+    assert result.idle == ("llama",) and result.failed
 
 
 def test_every_listed_difference_has_a_reason(lib: SimpleNamespace, tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_every_listed_difference_has_a_reason(lib: SimpleNamespace, tmp_path: Pa
 
 
 def test_the_json_has_every_outcome(lib: SimpleNamespace) -> None:
-    found = lib.differences.compare("5.23.0", results(lib, a="passed", b="failed"), results(lib, a="passed"), [])
-    data = json.loads(lib.differences.as_json(found, {"tests": "commit"}))
+    result = lib.differences.compare("5.23.0", results(lib, a="passed", b="failed"), results(lib, a="passed"), [])
+    data = json.loads(lib.differences.as_json(result, {"tests": "commit"}))
     assert data["tests"][PREFIX.removesuffix("::")] == {
         "test_a": {"stock": "passed", "overlaid": "passed", "hits": 1},
         "test_b": {"stock": "failed", "overlaid": "absent"},
@@ -200,7 +200,7 @@ def test_wrong_usage_has_its_own_exit_code(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("paths", "expected"),
     [
         (
             [],
@@ -217,7 +217,7 @@ def test_wrong_usage_has_its_own_exit_code(arguments: list[str]) -> None:
         (["tests/upstream/test_mixin.py"], {"upstream": "tests/upstream/test_mixin.py"}),
     ],
 )
-def test_they_are_a_separate_suite(asked, expected, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_a_separate_suite(paths, expected, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from lib import environments, testing
 
@@ -229,10 +229,10 @@ def test_they_are_a_separate_suite(asked, expected, monkeypatch: pytest.MonkeyPa
         **{f"{testing.NEWEST}, {part}": part for part in testing.PARTS},
     }
     nowhere = environments.Environment(Path("nowhere"))
-    suites = testing.plan(dict.fromkeys((testing.NEWEST, testing.UPSTREAM), nowhere), asked, quick=False)
-    found = {names[suite.name.removeprefix("transformers ")]: " ".join(suite.arguments) for suite in suites}
-    assert found.keys() == expected.keys()
-    assert all(words in found[name] for name, words in expected.items())
+    suites = testing.plan(dict.fromkeys((testing.NEWEST, testing.UPSTREAM), nowhere), paths, quick=False)
+    text = {names[suite.name.removeprefix("transformers ")]: " ".join(suite.arguments) for suite in suites}
+    assert text.keys() == expected.keys()
+    assert all(words in text[name] for name, words in expected.items())
 
 
 @pytest.mark.parametrize("release", ["5.23.0", "4.57.6"])
@@ -243,10 +243,10 @@ def test_the_documentation_shows_the_recorded_runs(release: str) -> None:
     assert recorded["sources"]["tests"].split()[-1] in page
     for model, hits in recorded["hits"].items():
         pairs = [
-            (each["stock"], each["overlaid"])
+            (test["stock"], test["overlaid"])
             for place, tests in recorded["tests"].items()
             if place.split("/")[2] == model
-            for each in tests.values()
+            for test in tests.values()
         ]
         passed, failed, skipped = (pairs.count((outcome,) * 2) for outcome in ("passed", "failed", "skipped"))
         cells = (release, model, len(pairs), passed, passed, 0, failed, skipped, sum(hits.values()))

@@ -76,23 +76,23 @@ def test_only_passing_tests_that_ran_hf_rocm_are_run_again(
     lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = lib.passes.Result
-    ours = Counter({"LlamaMLP": 1})
+    hits = Counter({"LlamaMLP": 1})
     stock = {LLAMA + name: result("passed") for name in "abcd"} | {LLAMA + "e": result("failed")}
-    overlaid = {LLAMA + "a": result("passed", hits=ours), LLAMA + "b": result("passed")}
-    overlaid |= {LLAMA + "c": result("failed", hits=ours), LLAMA + "d": result("passed", hits=ours)}
-    overlaid |= {LLAMA + "e": result("passed", hits=ours)}
-    asked = []
+    overlaid = {LLAMA + "a": result("passed", hits=hits), LLAMA + "b": result("passed")}
+    overlaid |= {LLAMA + "c": result("failed", hits=hits), LLAMA + "d": result("passed", hits=hits)}
+    overlaid |= {LLAMA + "e": result("passed", hits=hits)}
+    requests = []
 
     def run(settings):
-        asked.append(settings)
+        requests.append(settings)
         return {LLAMA + "a": result("failed", reached=2), LLAMA + "d": result("passed", reached=1)}
 
     monkeypatch.setattr(lib.detected, "run", run)
     settings = lib.passes.Pass(lib.passes.Interpreter(Path(sys.executable)), Path(), (), Path())
-    found = lib.detected.detect(settings, stock, overlaid)
-    assert [each.fault for each in asked] == list(lib.faults.FAULTS)
-    assert all(set(each.left_out) == {LLAMA + "b", LLAMA + "c", LLAMA + "e"} for each in asked)
-    assert {(each.model, each.reached, each.noticed) for each in found} == {("llama", 2, 1)}
+    actual = lib.detected.detect(settings, stock, overlaid)
+    assert [options.fault for options in requests] == list(lib.faults.FAULTS)
+    assert all(set(options.left_out) == {LLAMA + "b", LLAMA + "c", LLAMA + "e"} for options in requests)
+    assert {(outcome.model, outcome.reached, outcome.noticed) for outcome in actual} == {("llama", 2, 1)}
 
 
 def test_a_test_that_does_not_reach_a_fault_is_not_counted(lib: SimpleNamespace) -> None:
@@ -118,8 +118,8 @@ def test_the_log_of_hf_rocms_tests_is_compared_test_by_test(lib: SimpleNamespace
 def test_the_page_shows_the_recorded_results(lib: SimpleNamespace) -> None:
     recorded = json.loads((ROOT / "docs" / "upstream-tests" / "faults.json").read_text())
     page = (ROOT / "docs" / "upstream-tests.md").read_text()
-    columns = list(dict.fromkeys((each["tests"], each["model"]) for each in recorded))
+    columns = list(dict.fromkeys((cell["tests"], cell["model"]) for cell in recorded))
     for fault in lib.faults.FAULTS:
-        cells = {(each["tests"], each["model"]): each for each in recorded if each["fault"] == fault}
+        cells = {(cell["tests"], cell["model"]): cell for cell in recorded if cell["fault"] == fault}
         row = [f"{cells[column]['noticed']} of {cells[column]['reached']}" for column in columns]
         assert f"| {fault} | {' | '.join(row)} |" in page

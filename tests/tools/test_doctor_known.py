@@ -31,13 +31,13 @@ def good() -> Facts:
 
 def applied(facts: Facts) -> list[Finding]:
     """The findings of the rules for these facts. Every rule returns a line, shown or not."""
-    found = list(known(facts))
-    assert {finding.check for finding in found} == {rule.name for rule in RULES}
-    for finding in found:
+    findings = list(known(facts))
+    assert {finding.check for finding in findings} == {rule.name for rule in RULES}
+    for finding in findings:
         assert finding.shown or (finding.level.value == "ok" and finding.link.startswith("https://github.com/"))
         if finding.level.value != "ok":
             assert finding.means and finding.fix and finding.link.startswith("https://github.com/"), finding
-    return [finding for finding in found if finding.shown]
+    return [finding for finding in findings if finding.shown]
 
 
 def with_gpu(facts: Facts, gfx: str, **torch_facts: str | None) -> Facts:
@@ -52,7 +52,7 @@ def test_a_machine_without_any_of_them(good: Facts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gfx", "torch_facts", "system", "bundled", "found"),
+    ("gfx", "torch_facts", "system", "bundled", "reported"),
     [
         ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.0", True, True),
         # torch includes its own copy
@@ -65,15 +65,15 @@ def test_a_machine_without_any_of_them(good: Facts) -> None:
         ("gfx1201", {"version": "2.11.0+rocm7.1", "hip": "7.1.25424"}, None, True, True),
     ],
 )
-def test_graph_replays(good: Facts, gfx: str, torch_facts, system: str | None, bundled: bool, found: bool) -> None:
+def test_graph_replays(good: Facts, gfx: str, torch_facts, system: str | None, bundled: bool, reported: bool) -> None:
     facts = replace(
         with_gpu(good, gfx, **torch_facts),
         rocm=replace(good.rocm, version=system),
         files={**good.files, "torch_rocm": bundled},
     )
     shown = applied(facts)
-    assert [finding.check for finding in shown] == ["graphs"] * found
-    if found:
+    assert [finding.check for finding in shown] == ["graphs"] * reported
+    if reported:
         assert gfx in shown[0].what and "HF_ROCM_GRAPHS=0" in shown[0].fix
         off = applied(replace(facts, environment={"HF_ROCM_GRAPHS": "0"}))
         assert [finding.level.value for finding in off] == ["ok"]
@@ -97,10 +97,10 @@ def test_recommended_builds_of_torch() -> None:
 )
 def test_copies_from_mapped_files(good: Facts, kernel: str, gfx: str, level: str | None) -> None:
     facts = replace(with_gpu(good, gfx), system=System("Linux", kernel, "3.12.3"))
-    found = [finding for finding in applied(facts) if finding.check == "mapped-copies"]
-    assert [finding.level.value for finding in found] == [level] * (level is not None)
-    if found:
-        assert "through ordinary memory" in found[0].what + found[0].means
+    findings = [finding for finding in applied(facts) if finding.check == "mapped-copies"]
+    assert [finding.level.value for finding in findings] == [level] * (level is not None)
+    if findings:
+        assert "through ordinary memory" in findings[0].what + findings[0].means
 
 
 def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
@@ -143,18 +143,18 @@ def test_a_model_with_a_conv3d_is_recognised_and_tried(tmp_path: Path, good: Fac
     named = model_facts(str(tmp_path), cache=tmp_path, memory=None)
     assert named.sinks and not named.conv3d
 
-    asked = []
+    requests = []
 
     class Asked(Recorded):
         def ask(self, task: str, *, timeout: float) -> Answer:
-            asked.append(task)
+            requests.append(task)
             return super().ask(task, timeout=timeout)
 
     collect(Asked("mi300x"), model=str(tmp_path))
-    assert sorted(asked) == ["aiter", "torch"]
+    assert sorted(requests) == ["aiter", "torch"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     collect(Asked("stalling-kernel"), model=str(tmp_path))
-    assert {"bitsandbytes", "patch-embedding"} <= set(asked)
+    assert {"bitsandbytes", "patch-embedding"} <= set(requests)
 
 
 def test_the_backward_of_rocm_10(good: Facts) -> None:
@@ -165,7 +165,7 @@ def test_the_backward_of_rocm_10(good: Facts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels_here", "hub", "found"),
+    ("kernels_here", "hub", "reported"),
     [
         ("0.17.1", {"hub_rope": 2, "hub_flash": True}, ["hub-rope", "hub-flash"]),
         ("0.17.1", {"hub_rope": 3, "hub_flash": True}, ["hub-flash"]),
@@ -174,14 +174,14 @@ def test_the_backward_of_rocm_10(good: Facts) -> None:
         (None, {"hub_rope": 2, "hub_flash": True}, []),
     ],
 )
-def test_kernels_of_the_hub(good: Facts, kernels_here: str | None, hub, found: list[str]) -> None:
+def test_kernels_of_the_hub(good: Facts, kernels_here: str | None, hub, reported: list[str]) -> None:
     packages = {**good.packages, **({"kernels": kernels_here} if kernels_here else {})}
     facts = replace(
         good,
         packages=packages,
         transformers=replace(good.transformers, version="5.19.0", kernels="kernels>=0.16,<0.18", **hub),
     )
-    assert [finding.check for finding in applied(facts)] == found
+    assert [finding.check for finding in applied(facts)] == reported
 
 
 def test_rows_of_padding_in_fp16(good: Facts) -> None:
@@ -208,11 +208,11 @@ def test_kernels_that_this_release_loads_from_the_hub() -> None:
     from packaging.version import Version
 
     root = Path(str(find_spec("transformers").origin)).parent
-    here, found = Version(installed.__version__), hub_facts(root)
+    here, facts = Version(installed.__version__), hub_facts(root)
     if here < Version("5.16"):
-        assert found == {"hub_rope": None, "hub_flash": False}
+        assert facts == {"hub_rope": None, "hub_flash": False}
     else:
-        assert found["hub_rope"] in (2, 3) and found["hub_flash"]
+        assert facts["hub_rope"] in (2, 3) and facts["hub_flash"]
     assert hub_facts(root / "nowhere") == {"hub_rope": None, "hub_flash": False}
 
 

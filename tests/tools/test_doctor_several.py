@@ -25,7 +25,7 @@ def with_environment(facts: Facts, **variables: str) -> Facts:
 
 
 def levels(findings) -> list[str]:
-    return [each.level.value for each in findings]
+    return [finding.level.value for finding in findings]
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -36,8 +36,8 @@ def with_host(facts: Facts, **changes: object) -> Facts:
 
 
 def test_variables_of_torchrun_are_fine(good: Facts) -> None:
-    found = list(several(with_environment(good, **TORCHRUN, LOCAL_WORLD_SIZE="2")))
-    assert levels(found) == ["ok", "ok"] and found[0].what == "RANK 1, WORLD_SIZE 2, LOCAL_RANK 1"
+    findings = list(several(with_environment(good, **TORCHRUN, LOCAL_WORLD_SIZE="2")))
+    assert levels(findings) == ["ok", "ok"] and findings[0].what == "RANK 1, WORLD_SIZE 2, LOCAL_RANK 1"
     assert list(ranks(good)) == []
 
 
@@ -65,8 +65,10 @@ def test_variables_of_torchrun_are_fine(good: Facts) -> None:
 def test_inconsistent_variables_of_ranks(
     good: Facts, changes: dict[str, str], level: str, words: str, fix: str
 ) -> None:
-    found = [each for each in ranks(with_environment(good, **{**TORCHRUN, **changes})) if each.level.value != "ok"]
-    assert levels(found) == [level] and words in found[0].what and fix in found[0].fix and found[0].means
+    result = [
+        finding for finding in ranks(with_environment(good, **{**TORCHRUN, **changes})) if finding.level.value != "ok"
+    ]
+    assert levels(result) == [level] and words in result[0].what and fix in result[0].fix and result[0].means
 
 
 @pytest.mark.parametrize(
@@ -92,8 +94,8 @@ def test_an_unresolved_host_name_matters_on_several_machines_only(good: Facts) -
     alone = with_environment(lost, **TORCHRUN, LOCAL_WORLD_SIZE="2")
     assert levels(ranks(alone)) == ["ok"]
     among = {**TORCHRUN, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    found = list(ranks(with_environment(lost, **among)))
-    assert levels(found) == ["ok", "warning"] and "GLOO_SOCKET_IFNAME=eno1" in found[1].fix
+    findings = list(ranks(with_environment(lost, **among)))
+    assert levels(findings) == ["ok", "warning"] and "GLOO_SOCKET_IFNAME=eno1" in findings[1].fix
     assert levels(ranks(with_environment(lost, **among, GLOO_SOCKET_IFNAME="eno1"))) == ["ok"]
     assert levels(ranks(with_environment(with_host(good, resolves=True), **among))) == ["ok"]
 
@@ -116,8 +118,8 @@ def test_settings_that_slow_down_rccl(good: Facts) -> None:
 @pytest.mark.parametrize(("loaded", "fine"), [("2.27.3", True), ("2.22.3", False), ("nonsense", True)])
 def test_rccl_of_another_rocm(good: Facts, loaded: str, fine: bool) -> None:
     facts = {**good.torch_answer.facts, "collectives_loaded": {"path": "/opt/rocm/lib/librccl.so.1", "version": loaded}}
-    found = levels(several(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
-    assert found == (["ok"] if fine else ["ok", "warning"])
+    result = levels(several(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
+    assert result == (["ok"] if fine else ["ok", "warning"])
 
 
 def test_the_collectives_library_is_identified(tmp_path: Path) -> None:

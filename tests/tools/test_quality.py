@@ -34,7 +34,7 @@ def test_8_bits_have_a_small_loss(tmp_path):
         losses[kind] = hf_rocm.quantization_loss(quantized, tmp_path, ids=ids[:60])
         assert 0 < losses[kind].mean < losses[kind].largest < losses[kind].size and losses[kind].ratio != 1
     assert losses["int8"].mean < losses["fp8"].mean  # 7 bits of a row's range, and 3 bits of every number
-    assert [len(each[0]) for each in quality.chunks(ids)] == [512, 512, 76]
+    assert [len(chunk[0]) for chunk in quality.chunks(ids)] == [512, 512, 76]
     assert f"× {losses['fp8'].ratio:.4f}" in str(losses["fp8"]) and losses["fp8"].to_dict()["tokens"] == 60
 
 

@@ -68,7 +68,7 @@ def routed(operation: str, *arguments: Any, **keywords: Any) -> Any:
     """Call `ops.<operation>`, and check that the Triton tier served it."""
     with options.override(tier="triton"), ops.recording() as routes:
         output = getattr(ops, operation)(*arguments, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [(operation, "triton")]
+    assert [(route.operation, route.tier) for route in routes] == [(operation, "triton")]
     return output
 
 

@@ -39,23 +39,23 @@ def test_act_and_mul(shape, activation, interleaved, dtype):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_it_rounds_like_unfused_layers(activation):
     x = random(64, 256, dtype=torch.bfloat16)  # not so small that the formula cancels
-    ours = routed("act_and_mul", x, activation=activation, **TERMS)
+    actual = routed("act_and_mul", x, activation=activation, **TERMS)
     expected = torch_act_and_mul(x, activation, False, **TERMS)
     if activation != CLAMPED:  # PyTorch's functions are approximations on a CPU
         gate, up = x.chunk(2, -1)
         ones = torch.ones_like(gate, dtype=torch.float64)
         expected = eager_act_and_mul(torch.cat((gate.double(), ones), -1), activation).bfloat16() * up
     # exponentials differ in the last bit, which moves few values across a rounding boundary
-    assert (ours != expected).float().mean() < 2e-3
+    assert (actual != expected).float().mean() < 2e-3
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_large_values_saturate_and_nan_is_kept(activation):
     gate = torch.cat([torch.tensor([-1e30, -100.0, 100.0, float("nan")]), torch.linspace(-6, 6, 60)])
     x = torch.cat([gate, torch.ones(64)])[None]
-    ours = routed("act_and_mul", x, activation=activation, **TERMS)
+    actual = routed("act_and_mul", x, activation=activation, **TERMS)
     expected = torch_act_and_mul(x, activation, False, **TERMS)
-    torch.testing.assert_close(ours, expected, equal_nan=True)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 def test_rows_may_be_strided():
@@ -106,5 +106,5 @@ def test_experts_include_the_activation(name):
     for tier in ("triton", "torch"):
         with options.override(tiers={"act_and_mul": tier}), ops.recording() as routes, torch.no_grad():
             results[tier] = getattr(moe_torch, name)(call)
-        assert [each.operation for each in routes] == (["act_and_mul"] if tier == "triton" else [])
+        assert [route.operation for route in routes] == (["act_and_mul"] if tier == "triton" else [])
     torch.testing.assert_close(results["triton"], results["torch"])

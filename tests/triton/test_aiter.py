@@ -62,7 +62,7 @@ def test_attention(flash_attn_func, shape, causal, dtype):
         **further,
     )
     output = output[0] if isinstance(output, (tuple, list)) else output
-    expected, _ = eager_attention(*(each.double() for each in (query, key, value)), **how)
+    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **how)
     assert_as_good_as_eager(output.contiguous(), eager_attention(query, key, value, **how)[0], expected)
 
 

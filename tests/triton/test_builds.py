@@ -34,11 +34,11 @@ def test_every_kernel_builds_everywhere(modules, built):
     done = build_kernels(*modules, *(word for gfx in built for word in ("--arch", gfx)), "--json")
     assert done.stdout, done.stderr
     builts = json.loads(done.stdout)
-    bad = [f"{each['kernel']} {each['form']} on {each['architecture']}: {each['problems']}" for each in builts]
-    assert done.returncode == 0, [line for line, each in zip(bad, builts, strict=True) if each["problems"]]
-    assert {each["architecture"] for each in builts} == set(built)
-    assert all(each["vgprs"] and each["sgprs"] for each in builts), "the assembler's notes were not found"
-    kernels = {each["kernel"] for each in builts}
+    bad = [f"{built['kernel']} {built['form']} on {built['architecture']}: {built['problems']}" for built in builts]
+    assert done.returncode == 0, [line for line, built in zip(bad, builts, strict=True) if built["problems"]]
+    assert {build["architecture"] for build in builts} == set(built)
+    assert all(built["vgprs"] and built["sgprs"] for built in builts), "the assembler's notes were not found"
+    kernels = {built["kernel"] for built in builts}
     assert {"matrix_vector"} <= kernels if modules else {"rms_norm", "act_and_mul", "rope"} <= kernels
 
 
@@ -71,8 +71,8 @@ def judged(script):
     facts = dict.fromkeys(("spilled_vgprs", "spilled_sgprs", "scratch_bytes", "lds_bytes", "matrix_instructions"), 0)
     facts |= {"kernel": "k", "form": "f", "architecture": "gfx942", "warps": 4, "lds_limit": 65536}
 
-    def judge(*, matrix: bool = False, **found: int) -> tuple[str, ...]:
-        return script._judged(SimpleNamespace(matrix=matrix), {**facts, **found}).problems
+    def judge(*, matrix: bool = False, **result: int) -> tuple[str, ...]:
+        return script._judged(SimpleNamespace(matrix=matrix), {**facts, **result}).problems
 
     return judge
 

@@ -54,10 +54,10 @@ def check(shape, lengths, *, dtype=USUAL, starts=None, window=None, softcap=None
     how = {"scale": d**-0.5, "starts": starts, "window": window, "softcap": softcap}
     sink = random(shape[1], dtype=dtype, seed=3) if sinks else None
     eager = eager_decode(query, key, value, lengths, sinks=sink, **how)
-    wide = (each.double() for each in (query, key, value))
+    wide = (tensor.double() for tensor in (query, key, value))
     expected = eager_decode(*wide, lengths, sinks=None if sink is None else sink.double(), **how)
     unseen = ~seen_keys(s_q, s_k, lengths, starts, window).any(2).transpose(1, 2).expand(len(key), s_k, 1)[:, None]
-    key, value = (each.masked_fill(unseen, torch.nan) for each in (key, value))
+    key, value = (tensor.masked_fill(unseen, torch.nan) for tensor in (key, value))
     output = routed("decode_attention", query, key, value, lengths, sinks=sink, **how)
     assert output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected)
@@ -138,11 +138,11 @@ def test_softcap_and_sinks(s_q, terms, dtype):
 
 
 def test_softcap_of_scores_whose_exponential_overflows():
-    query, key, value = (each * 1e4 for each in tensors((1, 2, 1, 1, 40, 32, 32), USUAL))
+    query, key, value = (tensor * 1e4 for tensor in tensors((1, 2, 1, 1, 40, 32, 32), USUAL))
     lengths = torch.tensor([40])
     output = routed("decode_attention", query, key, value, lengths, scale=1.0, softcap=30.0)
     expected = eager_decode(
-        *(each.double() for each in (query, key, value)), lengths, scale=1.0, softcap=30.0, sinks=None
+        *(tensor.double() for tensor in (query, key, value)), lengths, scale=1.0, softcap=30.0, sinks=None
     )
     assert_as_good_as_eager(
         output, eager_decode(query, key, value, lengths, scale=1.0, softcap=30.0, sinks=None), expected
@@ -187,8 +187,8 @@ def test_masks(kind, per, dtype):
     how = {"scale": d**-0.5, "causal": True, "window": 149, "softcap": None, "sinks": None}
     eager, _ = eager_attention(query, key, value, mask=mask, **how)
     wide = mask.double() if kind == "additive" else mask
-    expected, _ = eager_attention(*(each.double() for each in (query, key, value)), mask=wide, **how)
-    key, value = (each.masked_fill(hidden[:, None], torch.nan) for each in (key, value))
+    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), mask=wide, **how)
+    key, value = (tensor.masked_fill(hidden[:, None], torch.nan) for tensor in (key, value))
     output, weights = routed("attention", query, key, value, mask=mask, **how)
     assert weights is None
     assert_as_good_as_eager(output, eager, expected)
@@ -200,7 +200,7 @@ def test_dynamic_caches_and_cross_attention(s_q, causal):
     query, key, value = tensors((2, 4, 2, s_q, 149, 32, 48), USUAL)
     how = {"scale": 0.2, "causal": causal, "mask": None, "window": 70, "softcap": None, "sinks": None}
     output, _ = routed("attention", query, key, value, **how)
-    expected, _ = eager_attention(*(each.double() for each in (query, key, value)), **how)
+    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **how)
     assert_as_good_as_eager(output, eager_attention(query, key, value, **how)[0], expected)
 
 
@@ -209,11 +209,11 @@ def test_any_strides():
     query, key, value = tensors((2, 4, 2, 1, 90, 32, 32), USUAL)
     lengths = torch.tensor([80, 3])
     expected = routed("decode_attention", query, key, value, lengths, scale=0.2)
-    by_position = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (key, value)]
-    part = [torch.cat((each, each), 2)[:, :, :90] for each in (key, value)]
-    apart = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in (key, value)]
+    by_position = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (key, value)]
+    part = [torch.cat((tensor, tensor), 2)[:, :, :90] for tensor in (key, value)]
+    apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (key, value)]
     for pair in (by_position, part, apart):
-        assert not any(each.is_contiguous() for each in pair)
+        assert not any(tensor.is_contiguous() for tensor in pair)
         assert torch.equal(routed("decode_attention", query, *pair, lengths, scale=0.2), expected)
 
 
@@ -224,7 +224,7 @@ def test_lengths_are_read_at_run_time():
     for _ in range(2):
         output = routed("decode_attention", query, key, value, lengths, scale=0.2, starts=starts)
         how = {"scale": 0.2, "starts": starts, "softcap": None, "sinks": None}
-        expected = eager_decode(*(each.double() for each in (query, key, value)), lengths, **how)
+        expected = eager_decode(*(tensor.double() for tensor in (query, key, value)), lengths, **how)
         assert_as_good_as_eager(output, eager_decode(query, key, value, lengths, **how), expected)
         lengths += 49
         starts -= 60
@@ -294,5 +294,8 @@ def test_a_padded_step_is_served_with_its_mask_or_with_lengths():
         assert recognise(mask, query, key, value) is None
         by_mask, _ = ops.attention(query, key, value, scale=0.2, mask=mask)
         by_numbers, _ = ops.attention(query, key, value, scale=0.2, padded=CacheRows(lengths, starts))
-    assert [(each.operation, each.tier) for each in routes] == [("attention", "triton"), ("decode_attention", "triton")]
+    assert [(route.operation, route.tier) for route in routes] == [
+        ("attention", "triton"),
+        ("decode_attention", "triton"),
+    ]
     torch.testing.assert_close(by_mask, by_numbers)

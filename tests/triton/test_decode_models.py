@@ -36,19 +36,19 @@ def pair(request):
     with torch.no_grad():
         for parameter in stock.parameters():
             parameter.normal_(0, 0.15)
-    ours = deepcopy(stock)
+    actual = deepcopy(stock)
     hf_rocm.activate(request.param)
-    hf_rocm.prepare(ours, force=True)
-    return ours, stock
+    hf_rocm.prepare(actual, force=True)
+    return actual, stock
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_greedy_tokens(pair, cache):
-    ours, stock = pair
+    output, stock = pair
     how = {"attention_mask": PADDING, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     how["cache_implementation"] = cache
     with torch.no_grad(), ops.recording() as routes:
-        actual = ours.generate(tokens(2, 5), **how)
+        actual = output.generate(tokens(2, 5), **how)
         assert torch.equal(actual, stock.generate(tokens(2, 5), **how))
-    steps = [each for each in routes if "attention" in each.operation and each.shapes[0][2] == 1]
-    assert len(steps) == 8 and {each.tier for each in steps} == {"triton"}
+    steps = [route for route in routes if "attention" in route.operation and route.shapes[0][2] == 1]
+    assert len(steps) == 8 and {route.tier for route in steps} == {"triton"}

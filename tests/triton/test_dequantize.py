@@ -79,8 +79,8 @@ def test_many_rows(kind, form):
     data, scale = encoded(weight, kind)
     with ops.recording() as routes:
         output = ops.quantized_linear(x, data, scale, bias, round_input=False, **more)
-    routes = [each for each in routes if each.operation == "quantized_linear"]
-    assert [(each.tier, each.name) for each in routes] == [("triton", quantized.DEQUANTIZE)]
+    routes = [route for route in routes if route.operation == "quantized_linear"]
+    assert [(route.tier, route.name) for route in routes] == [("triton", quantized.DEQUANTIZE)]
     as_good_as_eager(output, x, data, scale, bias, **more)
 
 

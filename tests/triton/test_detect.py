@@ -98,24 +98,24 @@ def test_a_kernel_is_checked_in_a_child_before_its_first_use(monkeypatch, tmp_pa
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     probe.forget()
     x, weight = random(2, 24, dtype=torch.bfloat16), random(24, dtype=torch.bfloat16, seed=1)
-    asked = []
-    monkeypatch.setattr(probe_worker, "ask", _recording(asked))
+    requests = []
+    monkeypatch.setattr(probe_worker, "ask", _recording(requests))
     try:
         with options.override(tier="triton", probe=True):
             ops.rms_norm(x, weight, eps=1e-6)
             ops.rms_norm(x, weight, eps=1e-6)
-        assert [(each["tier"], each["name"]) for each in asked] == [("triton", "rms_norm_kernel")]
+        assert [(options["tier"], options["name"]) for options in requests] == [("triton", "rms_norm_kernel")]
         assert len(list(tmp_path.rglob("*.json"))) == 1
     finally:
         probe.forget()
         probe_worker.stop()
 
 
-def _recording(asked):
+def _recording(requested):
     ask = probe_worker.ask
 
     def recorded(question, timeout):
-        asked.append(question)
+        requested.append(question)
         return ask(question, timeout)
 
     return recorded

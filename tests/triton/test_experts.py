@@ -103,7 +103,7 @@ def test_views_are_read_with_their_strides():
     flat = random(1 + down.numel(), dtype=BF16)
     flat[1:] = down.flatten()
     moved = flat[1:].view(down.shape)
-    assert torch.equal(routed("experts", wide[:, 3:], gate_up, moved, *(each[:, :3] for each in far)), expected)
+    assert torch.equal(routed("experts", wide[:, 3:], gate_up, moved, *(tensor[:, :3] for tensor in far)), expected)
 
 
 @each_layout
@@ -122,7 +122,7 @@ def test_it_rounds_like_separate_layers():
     """Sums are exact in fp32: only a rounding at another point can differ from the loop."""
     for layout in ("plain", "biases", "gpt_oss", "llama4"):
         (x, gate_up, down, ids, weights), keywords = drawn((4, 5, 1, 32, 16), BF16, LAYOUTS[layout])
-        tensors = (x.round(), *((each * 16).round() / 16 for each in (gate_up, down)), ids, weights.bfloat16())
+        tensors = (x.round(), *((tensor * 16).round() / 16 for tensor in (gate_up, down)), ids, weights.bfloat16())
         expected = eager(tensors, keywords)
         differs = routed("experts", *tensors, **keywords) != expected
         assert differs.float().mean() < 2e-2, layout  # exponentials differ in the last bit
@@ -156,7 +156,7 @@ def test_no_tokens():
 @pytest.mark.parametrize("layout", [LAYOUTS["plain"], LAYOUTS["gpt_oss"]], ids=["plain", "gpt_oss"])
 def test_it_is_one_op_of_a_compiled_graph(layout):
     tensors, keywords = drawn((2, 4, 2, 16, 8), BF16, layout)
-    nodes = compiled_once(lambda *each: ops.experts(*each, **keywords) * 2, *tensors)
+    nodes = compiled_once(lambda *value: ops.experts(*value, **keywords) * 2, *tensors)
     assert "hf_rocm.triton_experts.default" in nodes
 
 
@@ -173,7 +173,7 @@ def test_only_few_pairs_are_served():
         tensors, _ = drawn((tokens, 3, 2, 16, 8), BF16, {})
         with ops.recording() as routes:
             ops.experts(*tensors)
-        tiers += [each.tier for each in routes if each.operation == "experts"]
+        tiers += [route.tier for route in routes if route.operation == "experts"]
     assert tiers == ["triton", "torch"]
     assert "more than 64 pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
 

@@ -38,7 +38,7 @@ def several_tiles(request, monkeypatch):
 
 
 def wide(*parts):
-    return [None if each is None else each.double() for each in parts]
+    return [None if part is None else part.double() for part in parts]
 
 
 def check(heads, dims, queries, keys, *, dtype=USUAL, sinks=False, causal=True, window=None, softcap=None):
@@ -121,8 +121,8 @@ def test_dense(s_q, s_k, causal, dtype):
     query = random(2, s_q, 6, 32, dtype=dtype).transpose(1, 2)  # the layout of a projection
     key, value = (random(2, 2, s_k + 7, 32, dtype=dtype, seed=seed) for seed in (1, 2))
     hidden = key.clone(), value.clone()
-    for each in hidden:
-        each[:, :, s_k:] = torch.nan
+    for tensor in hidden:
+        tensor[:, :, s_k:] = torch.nan
     how = {"scale": 0.2, "causal": causal, "mask": None, "window": 9 if s_k == 60 else None, "softcap": 2.0}
     key, value = key[:, :, :s_k], value[:, :, :s_k]
     if s_k:
@@ -130,7 +130,7 @@ def test_dense(s_q, s_k, causal, dtype):
         expected, _ = eager_attention(*wide(query, key, value), sinks=None, **how)
     else:
         eager = expected = torch.zeros(2, s_q, 6, 32, dtype=dtype)
-    output, weights = routed("attention", query, *(each[:, :, :s_k] for each in hidden), sinks=None, **how)
+    output, weights = routed("attention", query, *(tensor[:, :, :s_k] for tensor in hidden), sinks=None, **how)
     assert weights is None and output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected.double())
 
@@ -138,7 +138,7 @@ def test_dense(s_q, s_k, causal, dtype):
 def test_any_strides_and_empty_batches():
     query, key, value = (random(2, heads, 20, 32, dtype=USUAL, seed=heads) for heads in (4, 2, 2))
     expected, _ = routed("attention", query, key, value, scale=0.2, causal=True, softcap=2.0)
-    apart = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in (query, key, value)]
+    apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (query, key, value)]
     assert torch.equal(routed("attention", *apart, scale=0.2, causal=True, softcap=2.0)[0], expected)
     assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 20, 4, 32)
 

@@ -38,9 +38,9 @@ class Compiled:
     def __getitem__(self, grid):
         return lambda *arguments: self.kernel.told.append((self.number, grid, arguments))
 
-    def run(self, x, y, z, stream, function, metadata, told, enter, leave, *arguments):
+    def run(self, x, y, z, stream, function, metadata, info, enter, leave, *arguments):
         assert (stream, function, metadata) == ("stream of -1", "function", "metadata")
-        assert told is enter is leave is None
+        assert info is enter is leave is None
         self.kernel.launched.append((self.number, (x, y, z), arguments))
 
 
@@ -76,12 +76,12 @@ def test_the_second_launch_is_direct(kernel):
         (torch.zeros(32), torch.zeros(33)[1:], False),
         (torch.zeros(32), torch.zeros(32).half(), False),
     ],
-    ids=lambda each: "tensor" if isinstance(each, torch.Tensor) else str(each),
+    ids=lambda value: "tensor" if isinstance(value, torch.Tensor) else str(value),
 )
 def test_it_is_recompiled_if_triton_would(kernel, first, second, same):
     x = torch.zeros(16)
-    for each in (first, second):
-        launch(kernel, (1,), (x, each), {}, num_warps=4)
+    for entry in (first, second):
+        launch(kernel, (1,), (x, entry), {}, num_warps=4)
     assert len(kernel.compiled) == (1 if same else 2)
 
 

@@ -66,7 +66,7 @@ def test_fused_norm_activation_and_residual(form, m, dtype):
         arguments, keywords = call(rows, dtype, n=n, k=k, **form)
         output = routed("fused_linear", *arguments, **keywords)
         flat = flattened(*arguments, **keywords)
-        wide = flattened(*(each.double() for each in arguments), **keywords)
+        wide = flattened(*(argument.double() for argument in arguments), **keywords)
         assert_as_good_as_eager(output, eager_fused_linear(*flat), eager_fused_linear(*wide))
         apart(arguments, keywords)
 
@@ -76,7 +76,7 @@ def test_fused_norm_activation_and_residual(form, m, dtype):
 def test_blocks_that_divide_the_sizes(m, form):
     """The common case in models: nothing is masked along K."""
     arguments, keywords = call(m, torch.bfloat16, k=1024, **form)
-    expected = eager_fused_linear(*flattened(*(each.double() for each in arguments), **keywords))
+    expected = eager_fused_linear(*flattened(*(argument.double() for argument in arguments), **keywords))
     output = routed("fused_linear", *arguments, **keywords)
     assert_as_good_as_eager(output, eager_fused_linear(*flattened(*arguments, **keywords)), expected)
     apart(arguments, keywords)
@@ -101,7 +101,7 @@ def test_one_launch_replaces_all_parts():
     arguments, keywords = call(1, torch.bfloat16, norm=False, activation="silu", residual=True)
     with options.override(tiers={"linear": "triton"}), ops.recording() as routes:
         ops.fused_linear(*arguments, **keywords)
-    assert [(each.operation, each.tier, each.name) for each in routes] == [("fused_linear", "triton", linear.NAME)]
+    assert [(route.operation, route.tier, route.name) for route in routes] == [("fused_linear", "triton", linear.NAME)]
 
 
 @pytest.mark.parametrize("tiers", [{"rms_norm": "torch"}, {"act_and_mul": "torch"}, {"linear": "torch"}], ids=str)
@@ -110,8 +110,8 @@ def test_a_part_with_a_named_tier_runs_separately(tiers):
     with options.override(tiers=tiers), ops.recording() as routes:
         output = ops.fused_linear(*arguments, **keywords)
         (name,) = tiers
-    assert [each.operation for each in routes] == ["fused_linear", "rms_norm", "linear", "act_and_mul"]
-    assert next(each.tier for each in routes if each.operation == name) == "torch"
+    assert [route.operation for route in routes] == ["fused_linear", "rms_norm", "linear", "act_and_mul"]
+    assert next(route.tier for route in routes if route.operation == name) == "torch"
     assert torch.isfinite(output).all()
 
 
@@ -124,7 +124,7 @@ def test_a_users_linear_kernel_is_not_skipped():
             ops.fused_linear(*arguments, **keywords)
     finally:
         remove()
-    assert ("linear", "user") in [(each.operation, each.tier) for each in routes]
+    assert ("linear", "user") in [(route.operation, route.tier) for route in routes]
 
 
 def test_one_compiled_graph():
@@ -133,7 +133,7 @@ def test_one_compiled_graph():
     def function(x, weight):
         return ops.fused_linear(x, weight, **keywords)
 
-    assert any("triton_fused_linear" in each for each in compiled_once(function, x, weight))
+    assert any("triton_fused_linear" in entry for entry in compiled_once(function, x, weight))
 
 
 def test_only_few_rows_are_served():
@@ -141,7 +141,7 @@ def test_only_few_rows_are_served():
     with ops.recording() as routes:
         ops.linear(x, weight)
         ops.linear(x[:1], weight)
-    assert [each.tier for each in routes] == ["torch", "triton"]
+    assert [route.tier for route in routes] == ["torch", "triton"]
     assert "M > 16" in str(linear.refuses(spec(rows=0), here()))
 
 

@@ -54,9 +54,9 @@ def test_it_rounds_like_transformers():
         layer.weight.data.copy_(random(96, dtype=torch.bfloat16, seed=1))
         with torch.no_grad():
             stock = layer(x)
-            ours = routed("rms_norm", x, layer.weight, eps=1e-6, one_plus=one_plus)
+            actual = routed("rms_norm", x, layer.weight, eps=1e-6, one_plus=one_plus)
         # sums of squares in another order move few values across a rounding boundary
-        assert (ours != stock).float().mean() < 1e-3
+        assert (actual != stock).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("part", [slice(0, 4), slice(4, 6)], ids=["queries", "keys"])

@@ -56,7 +56,7 @@ def check(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new
     how = {"scale": dims[0] ** -0.5, "window": None, "softcap": None, **terms}
 
     def run(function, convert, sink):
-        copies = [convert(each) if each is not None else None for each in (query, *pages, *kv)]
+        copies = [convert(tensor) if tensor is not None else None for tensor in (query, *pages, *kv)]
         output = function(*copies[:3], table, total, *copies[3:], sinks=sink, **how)
         return output, copies[1:3]
 
@@ -65,8 +65,8 @@ def check(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new
     output, written = run(lambda *a, **k: routed("paged_attention", *a, **k), torch.Tensor.clone, sinks)
     assert output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected)
-    for mine, oracle in zip(written, wide, strict=True):  # every new row at its position, and nothing else
-        assert torch.equal(mine.double().nan_to_num(7e3), oracle.nan_to_num(7e3))
+    for actual, oracle in zip(written, wide, strict=True):  # every new row at its position, and nothing else
+        assert torch.equal(actual.double().nan_to_num(7e3), oracle.nan_to_num(7e3))
     for row, length in enumerate(lengths):
         assert length is not None or (output[row] == 0).all()
 

@@ -154,7 +154,7 @@ def test_few_rows_are_converted_in_registers():
     with ops.recording() as routes:
         ops.quantized_linear(x, data, scale, round_input=False)
         ops.quantized_linear(x[:64], data, scale, round_input=False)
-    assert [(each.tier, each.name) for each in routes] == [
+    assert [(route.tier, route.name) for route in routes] == [
         ("triton", "dequantize, F.linear"),
         ("triton", "few_rows"),
     ]

@@ -48,8 +48,8 @@ def both(module, x, mode=bind.ON):
     stock = module(x)
     bind.set_mode(module, mode)
     with options.override(tier="experts=triton,linear=torch"), ops.recording() as routes:
-        ours = module(x)
-    return ours, stock, [each.tier for each in routes if each.operation == "choose_experts"]
+        actual = module(x)
+    return actual, stock, [route.tier for route in routes if route.operation == "choose_experts"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -57,13 +57,13 @@ def both(module, x, mode=bind.ON):
 def test_they_return_stocks_results(name, dtype):
     module = router(name).to(dtype)
     with torch.no_grad():
-        ours, stock, tiers = both(module, torch.randn(7, 32).to(dtype))
+        actual, stock, tiers = both(module, torch.randn(7, 32).to(dtype))
     assert tiers == ["triton"]
-    (logits, weights, ids), (expected_logits, expected, right) = ours, stock
+    (logits, weights, ids), (expected_logits, expected, right) = actual, stock
     assert torch.equal(logits, expected_logits)
-    order, theirs = ids.argsort(-1), right.argsort(-1)
-    assert torch.equal(ids.gather(1, order), right.gather(1, theirs))
-    weights, expected = weights.gather(1, order), expected.gather(1, theirs)
+    order, expected_order = ids.argsort(-1), right.argsort(-1)
+    assert torch.equal(ids.gather(1, order), right.gather(1, expected_order))
+    weights, expected = weights.gather(1, order), expected.gather(1, expected_order)
     assert weights.dtype == expected.dtype
     # a rounding step of either dtype
     step = torch.finfo(weights.dtype).eps * expected.abs().max().item()
@@ -86,9 +86,9 @@ def test_routers_that_stay_stock(name, change, monkeypatch):
         monkeypatch.setattr(torch.nn.functional, "linear", lambda *arguments: product(*arguments))
     autocast = torch.autocast("cpu", torch.bfloat16) if change == "autocast" else nullcontext()
     with autocast, torch.set_grad_enabled(change == "gradients"):
-        ours, stock, tiers = both(module, x)
+        actual, stock, tiers = both(module, x)
     assert not tiers
-    assert all(torch.equal(one, other) for one, other in zip(ours, stock, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(actual, stock, strict=True))
 
 
 @pytest.mark.parametrize("choice", [{"tiers": {"linear": "aiter"}}, {"aiter": "linear"}], ids=["tier", "switch"])

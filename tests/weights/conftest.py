@@ -53,8 +53,8 @@ def machine(monkeypatch):
     """machine(arch, aiter, threshold): simulate a GPU and a recorded release of aiter on the CPU."""
 
     def use(arch="gfx942", release=shuffling.NEWEST, threshold=shuffling.ROWS):
-        found = recorded.release(release)
-        monkeypatch.setattr(detect, "load", lambda: found)
+        fake_release = recorded.release(release)
+        monkeypatch.setattr(detect, "load", lambda: fake_release)
         pretend(monkeypatch, arch)
         changed = options.override(probe=False, preshuffle_threshold=threshold)
         changed.__enter__()
@@ -62,8 +62,8 @@ def machine(monkeypatch):
 
     entered: list = []
     yield use
-    for each in reversed(entered):
-        each.__exit__(None, None, None)
+    for entry in reversed(entered):
+        entry.__exit__(None, None, None)
     options._forget_choices()
     shuffled_copy.unwatch()
 

@@ -56,14 +56,14 @@ def settled() -> int:
     """Return the bytes in memory without the libraries' files, and reset the peak."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    mapped, ours = 0, False
+    mapped, is_weights = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         word = line.split(maxsplit=1)[0]
         if not word.endswith(":"):
-            ours = line.endswith(".safetensors")
-        elif ours and word == "Rss:":
+            is_weights = line.endswith(".safetensors")
+        elif is_weights and word == "Rss:":
             mapped += int(line.split()[1]) * 1024
-        elif ours and word == "Anonymous:":  # counted below
+        elif is_weights and word == "Anonymous:":  # counted below
             mapped -= int(line.split()[1]) * 1024
     return mapped + _status("RssAnon") + _status("VmSwap")
 

@@ -122,26 +122,26 @@ def test_layouts(name, saved, gated):
     kind, _, fused = LAYOUTS[name]
     folder, stock_class = saved(name), getattr(transformers, f"{kind}ForCausalLM")
     gated(kind)
-    ours = hf_rocm.from_pretrained(folder, force=True).eval()
+    prepared = hf_rocm.from_pretrained(folder, force=True).eval()
     stock = stock_class.from_pretrained(folder).eval()
     before = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
     eager = logits(stock)
     with ops.recording() as routes:
-        actual = logits(ours)
+        actual = logits(prepared)
     if kind in MLPS:  # no release runs mixture-of-experts models in float64
         torch.testing.assert_close(actual, eager)
     else:
         assert_as_good_as_eager(actual, eager, logits(stock_class.from_pretrained(folder).eval().double()))
-    report = ours.__dict__[preparing.REPORT]
+    report = prepared.__dict__[preparing.REPORT]
     rows = [route.shapes[1][0] for route in routes if route.operation == "linear"]
     for path, (names, together) in fused.items():
         assert report["fused"][path] == names
         assert together in rows
     assert not report["skipped"] and not report["refused"]
-    after = ours.state_dict()
+    after = prepared.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], tensor) for name, tensor in before.items())
     del after
-    restored = hf_rocm.restore(ours)
+    restored = hf_rocm.restore(prepared)
     assert_same_results(restored, stock)
 
 

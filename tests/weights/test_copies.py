@@ -57,9 +57,9 @@ def test_copies_have_separate_blocks(duplicate):
     twin = duplicate(group)
     twin.a.weight.mul_(2)
     group.b.weight.mul_(5)
-    for each in (group, twin):
-        same(each)
-        assert live(each) is not None
+    for entry in (group, twin):
+        same(entry)
+        assert live(entry) is not None
     assert live(twin) is not live(group)
     assert not torch.equal(twin.a.weight, group.a.weight)
 

@@ -61,11 +61,11 @@ def make(bias=False):
 
 def same(mixture):
     """Check that the stacked block computes what the modules compute."""
-    held = stacked(mixture)
-    assert held is not None
+    stack = stacked(mixture)
+    assert stack is not None
     with torch.no_grad():
         output = ops.experts(
-            X, held.gate_up, held.down, IDS, WEIGHTS, gate_up_bias=held.gate_up_bias, down_bias=held.down_bias
+            X, stack.gate_up, stack.down, IDS, WEIGHTS, gate_up_bias=stack.gate_up_bias, down_bias=stack.down_bias
         )
         exact = copy.deepcopy(mixture).double()
         assert_as_good_as_eager(output, mixture.one_by_one(X), exact.one_by_one(X.double()))
@@ -84,28 +84,28 @@ def test_stacking_and_unstacking_keep_values_and_objects(bias):
     before = {name: parameter.clone() for name, parameter in parameters.items()}
     for _ in range(2):
         assert Stacked.form(mixture, NAMES) is None and Stacked.why_not(mixture, NAMES) is None
-    held = stacked(mixture)
-    assert held.gate_up.shape == (E, 2 * I, H) and held.down.shape == (E, H, I)
-    assert (held.gate_up_bias is not None) is bias
+    stack = stacked(mixture)
+    assert stack.gate_up.shape == (E, 2 * I, H) and stack.down.shape == (E, H, I)
+    assert (stack.gate_up_bias is not None) is bias
     same(mixture)
     for step in ("stacked", "unstacked"):
         for name, parameter in mixture.named_parameters():
             assert parameter is parameters[name] and torch.equal(parameter, before[name]), step
         storages = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
         assert len(storages) == len(parameters)  # the parameters do not appear to share storage
-        assert all(each.untyped_storage().nbytes() == each.nbytes for each in parameters.values())
+        assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters.values())
         Stacked.restore(mixture)
     assert stacked(mixture) is None and not [name for name in mixture.__dict__ if name.startswith("_hf_rocm")]
 
 
 def test_stacking_needs_no_second_copy():
     mixture = make()
-    held = stacked(mixture)
+    stack = stacked(mixture)
     first, last = mixture.experts[0], mixture.experts[E - 1]
-    assert first.w1.weight.data_ptr() == held.gate_up.data_ptr()
-    assert first.w3.weight.data_ptr() == held.gate_up[0, I:].data_ptr()
-    assert last.w2.weight.data_ptr() == held.down[E - 1].data_ptr()
-    blocks = held.gate_up.nbytes + held.down.nbytes
+    assert first.w1.weight.data_ptr() == stack.gate_up.data_ptr()
+    assert first.w3.weight.data_ptr() == stack.gate_up[0, I:].data_ptr()
+    assert last.w2.weight.data_ptr() == stack.down[E - 1].data_ptr()
+    blocks = stack.gate_up.nbytes + stack.down.nbytes
     assert blocks == sum(parameter.nbytes for parameter in mixture.parameters())
 
 
@@ -217,7 +217,9 @@ def test_parameters_of_functional_call_run_the_modules():
     assert seen == [None] and isinstance(stacked(mixture), Stacked)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
+)
 def test_a_copy_has_separate_blocks(how):
     mixture = make()
     twin = how(mixture)
@@ -231,9 +233,9 @@ def test_the_experts_of_a_moved_model_are_stacked_again():
     bind.replaces(Mixture, experts=NAMES)(lambda self, stock, x: stock(self, x))
     try:
         mixture = make().to(torch.bfloat16)
-        held = stacked(mixture)
-        assert held is not None and held.gate_up.dtype == torch.bfloat16
-        assert held.gate_up.data_ptr() == mixture.experts[0].w1.weight.data_ptr()
+        stack = stacked(mixture)
+        assert stack is not None and stack.gate_up.dtype == torch.bfloat16
+        assert stack.gate_up.data_ptr() == mixture.experts[0].w1.weight.data_ptr()
     finally:
         bind.unbind(Mixture)
     assert "_apply" not in Mixture.__dict__

@@ -58,8 +58,8 @@ def test_fusing_and_unfusing_keep_values_and_objects(sizes, bias, dtype, rows):
     for _ in range(2):
         with torch.no_grad():
             assert fuse.fuse(group, group.names) is None
-            held = live(group)
-            assert held is not None and held.weight.shape == (2 * sum(sizes), 16)
+            block = live(group)
+            assert block is not None and block.weight.shape == (2 * sum(sizes), 16)
             same(group, torch.randn(rows, 16).to(dtype))
     for _ in range(2):
         fuse.unfuse(group)
@@ -73,23 +73,23 @@ def test_fusing_and_unfusing_keep_values_and_objects(sizes, bias, dtype, rows):
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_parameter_has_its_own_storage_over_its_part_of_the_block(bias):
     group = make(bias=bias)
-    held = live(group)
+    block = live(group)
     row = 0
     for linear in group.children():
         weight = linear.weight
         assert weight.untyped_storage().nbytes() == weight.nbytes and weight.storage_offset() == 0
-        assert weight.data_ptr() == held.weight[row:].data_ptr()
+        assert weight.data_ptr() == block.weight[row:].data_ptr()
         row += len(weight)
     storages = {parameter.untyped_storage().data_ptr() for parameter in group.parameters()}
     assert len(storages) == len(list(group.parameters()))
-    assert (held.bias is not None) is bias
+    assert (block.bias is not None) is bias
     assert not list(group.buffers()) and list(group.state_dict()) == list(Group(16, 8, 4, bias=bias).state_dict())
 
 
 def test_fusing_again_keeps_the_block_and_another_order_makes_a_new_one():
     group = make()
-    held = live(group)
-    assert fuse.fuse(group, ["a", "b", "c"]) is None and live(group) is held
+    block = live(group)
+    assert fuse.fuse(group, ["a", "b", "c"]) is None and live(group) is block
     assert fuse.fuse(group, ["b", "a"]) is None
     assert live(group).names == ("b", "a")
     assert group.c.weight.untyped_storage().resizable()
@@ -263,11 +263,11 @@ def test_a_removed_bias_is_not_added():
 
 def test_a_stale_block_is_freed_and_can_be_rebuilt():
     group = make()
-    held = live(group)
+    block = live(group)
     _assign_load(group)
     group(X)
     assert "replaced or moved" in fuse.why_not(group, group.names)
-    del held
+    del block
     assert not block_of([group.a.weight, group.b.weight, group.c.weight], [])
     assert fuse.fuse(group, group.names) is None and live(group) is not None
     same(group)
@@ -300,9 +300,9 @@ def test_with_gradients_the_layers_run_and_equal_stock(bias):
     twin.load_state_dict(group.state_dict())
     with torch.enable_grad():
         assert live(group) is None and "gradients are enabled" in fuse.why_not(group, group.names)
-        for each in (group, twin):
-            sum(part.square().sum() for part in each(X)).backward()
-            torch.optim.AdamW(each.parameters(), lr=0.1).step()
+        for entry in (group, twin):
+            sum(part.square().sum() for part in entry(X)).backward()
+            torch.optim.AdamW(entry.parameters(), lr=0.1).step()
     for one, other in zip(group.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad) and torch.equal(one, other)
     assert live(group) is not None  # the optimizer step was in place

@@ -45,8 +45,8 @@ def values(module):
 def fuses(module, before):
     """Check that the layers are fused, and that every weight is unchanged and has its own memory."""
     assert fuse(module, ("q", "k", "v")) is None
-    held = fused(module)
-    assert held is not None and torch.equal(held.weight, torch.cat([before[f"{name}.weight"] for name in "qkv"]))
+    block = fused(module)
+    assert block is not None and torch.equal(block.weight, torch.cat([before[f"{name}.weight"] for name in "qkv"]))
     after = module.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert len({tensor.untyped_storage().data_ptr() for tensor in after.values()}) == len(ROWS)
@@ -70,7 +70,7 @@ def test_a_referenced_weight_is_not_moved(attention, aside):
 
 
 def test_contiguous_layers_move_nothing(attention, aside):
-    old = {name: each.data_ptr() for name, each in attention.named_parameters()}
+    old = {name: parameter.data_ptr() for name, parameter in attention.named_parameters()}
     before = values(attention)
     assert fuse(attention, ("q", "v")) is None
     assert aside == [[]] and all(

@@ -40,33 +40,33 @@ def net():
 def switch(monkeypatch):
     """PyTorch's setting on a machine that has every library: (the requested one, the current one)."""
     names = {"default": "Default", "cublas": "Cublas", "hipblas": "Cublas", "cublaslt": "Cublaslt", "ck": "Ck"}
-    asked, now = [], ["Default"]
+    requests, now = [], ["Default"]
 
     def preferred(backend=None):
         if backend is not None:
-            asked.append(backend)
+            requests.append(backend)
             now[0] = names.get(backend, backend)
         return now[0]
 
     monkeypatch.setattr(torch.backends.cuda, "_BlasBackends", names)
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
     monkeypatch.setattr(blas_backend, "is_rocm", lambda: True)
-    return asked, now
+    return requests, now
 
 
 @pytest.mark.parametrize(("backend", "name"), [("hipblaslt", "cublaslt"), ("rocblas", "hipblas"), ("ck", "ck")])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_library_is_preferred_while_a_routed_layer_runs(net, switch, backend, name, compiled):
-    asked, now = switch
+    requested, now = switch
     x = torch.randn(3, 16)
     expected = net(x)
     hf_rocm.route_linear(net, linear_backend=backend, force=True)
-    del asked[:]
+    del requested[:]
     torch._dynamo.reset()
     model = torch.compile(net, backend="eager") if compiled else net
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
-    assert asked == [name, "Default"] * 3 and now == ["Default"]
+    assert requested == [name, "Default"] * 3 and now == ["Default"]
     torch._dynamo.reset()
 
 
@@ -102,4 +102,4 @@ def test_an_unavailable_library_is_an_error(net, switch, monkeypatch):
 
 def test_the_installed_pytorch_has_every_library_name():
     """Every library of hf_rocm has a name in the setting of the installed PyTorch."""
-    assert all(blas_backend._name(each) for each in blas_backend.LIBRARIES)
+    assert all(blas_backend._name(entry) for entry in blas_backend.LIBRARIES)

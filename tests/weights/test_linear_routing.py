@@ -70,8 +70,8 @@ def net():
 
 @pytest.fixture
 def aiter(monkeypatch):
-    found = recorded.release(recorded.RELEASES[-1])
-    monkeypatch.setattr(detect, "load", lambda: found)
+    release = recorded.release(recorded.RELEASES[-1])
+    monkeypatch.setattr(detect, "load", lambda: release)
     pretend(monkeypatch, "gfx942")
     with options.override(probe=False):
         yield
@@ -79,9 +79,9 @@ def aiter(monkeypatch):
 
 
 def routes(model, x):
-    with torch.no_grad(), ops.recording() as found:
+    with torch.no_grad(), ops.recording() as recorded:
         output = model(x)
-    return output, [(each.tier, each.shapes[1]) for each in found if each.operation == "linear"]
+    return output, [(route.tier, route.shapes[1]) for route in recorded if route.operation == "linear"]
 
 
 ALL = [(32, 16), (16, 32), (8, 16)]
@@ -94,8 +94,8 @@ def test_only_plain_linear_layers_are_routed(net):
     done = hf_rocm.route_linear(net, force=True)
     assert repr(done) == "<Routed: 3 linear layers through 'auto', 1 left alone>"
     assert done.layers == ["up", "head.dense", "lm_head"] and "Quantised" in done.skipped["special"]
-    output, found = routes(net, x)
-    assert torch.equal(output, expected) and found == [("torch", shape) for shape in ALL]
+    output, recorded = routes(net, x)
+    assert torch.equal(output, expected) and recorded == [("torch", shape) for shape in ALL]
     for _ in range(2):
         done.undo()
         assert {name: dict(module.__dict__) for name, module in net.named_modules()} == dictionaries
@@ -162,22 +162,22 @@ def test_a_route_without_a_backward_is_not_used_with_gradients(aiter, part):
     x = torch.randn(3, 16, dtype=BF16)
     for backend in ("auto", "aiter"):
         hf_rocm.route_linear(linear, linear_backend=backend, force=True)
-        with ops.recording() as found:
+        with ops.recording() as routes:
             linear(x)
-        assert [each.tier for each in found] == ["aiter"]
-        asked = {"x": x, "weight": linear.weight, "bias": linear.bias}[part].requires_grad_()
-        with ops.recording() as found:
+        assert [route.tier for route in routes] == ["aiter"]
+        requested = {"x": x, "weight": linear.weight, "bias": linear.bias}[part].requires_grad_()
+        with ops.recording() as routes:
             linear(x).sum().backward()
-        assert [each.tier for each in found] == ["torch"] and asked.grad is not None
-        asked.requires_grad_(False)
-        asked.grad = None
+        assert [route.tier for route in routes] == ["torch"] and requested.grad is not None
+        requested.requires_grad_(False)
+        requested.grad = None
 
 
 def test_autocast_and_function_transforms_use_pytorch(net, aiter):
     net = net.to(BF16)
     hf_rocm.route_linear(net, force=True)
     x = torch.randn(3, 16, dtype=BF16)
-    with torch.no_grad(), ops.recording() as found:
+    with torch.no_grad(), ops.recording() as routes:
         with torch.autocast("cpu", torch.float16):
             assert net.up(x).dtype == torch.float16
         torch.testing.assert_close(torch.func.vmap(net.up)(x), F.linear(x, net.up.weight))
@@ -185,7 +185,7 @@ def test_autocast_and_function_transforms_use_pytorch(net, aiter):
             warnings.simplefilter("ignore", DeprecationWarning)  # raised by PyTorch at its first use
             _, moved = torch.func.jvp(net.up, (x,), (x,))
     torch.testing.assert_close(moved, F.linear(x, net.up.weight))
-    assert not found
+    assert not routes
 
 
 def test_hooks_wrappers_and_replaced_parameters_take_effect(net):
@@ -210,11 +210,11 @@ def test_replaced_pytorch_functions_are_called(net):
     assert len(routes(net, x)[1]) == 3
     for holder, name in ((nn.Linear, "forward"), (F, "linear")):
         with replaced(holder, name, scaled):
-            output, found = routes(net.up, x)
-            assert not found
+            output, recorded = routes(net.up, x)
+            assert not recorded
             torch.testing.assert_close(output, F.linear(x, net.up.weight) * (1 if holder is F else 1.25))
-    output, found = routes(net, x)
-    assert len(found) == 3
+    output, recorded = routes(net, x)
+    assert len(recorded) == 3
     torch.testing.assert_close(output, expected)
 
 
@@ -279,8 +279,8 @@ def test_layers_with_accelerates_hook(net):
     hooks.add_hook_to_module(net.up, hooks.AlignDevicesHook(execution_device="cpu"))
     stock = net.up.__dict__["_old_forward"]
     with hf_rocm.route_linear(net, force=True):
-        output, found = routes(net, x)
-        assert torch.equal(output, expected) and len(found) == 3
+        output, recorded = routes(net, x)
+        assert torch.equal(output, expected) and len(recorded) == 3
     assert routes(net, x)[1] == [] and net.up.__dict__["_old_forward"] == stock
     hf_rocm.route_linear(net.head, force=True)
     hooks.add_hook_to_module(net.head.dense, hooks.AlignDevicesHook(execution_device="cpu"))
@@ -304,8 +304,8 @@ def test_undoing_a_restored_route_does_nothing(net):
     before = {name: dict(module.__dict__) for name, module in net.named_modules()}
     done = [hf_rocm.route_linear(net, force=True) for _ in range(2)]
     hf_rocm.restore(net)
-    for each in (*done, *reversed(done)):
-        each.undo()
+    for entry in (*done, *reversed(done)):
+        entry.undo()
     assert {name: dict(module.__dict__) for name, module in net.named_modules()} == before
 
 
@@ -325,8 +325,8 @@ def test_the_global_patch_nests_and_restores_the_previous_function(net):
     expected, stock = net(x), nn.Linear.__dict__["forward"]
     with hf_rocm.routed_linear(force=True):
         outer = nn.Linear.__dict__["forward"]
-        output, found = routes(net, x)
-        assert torch.equal(output, expected) and [shape for _, shape in found] == ALL
+        output, recorded = routes(net, x)
+        assert torch.equal(output, expected) and [shape for _, shape in recorded] == ALL
         with hf_rocm.routed_linear(force=True):
             assert len(routes(net, x)[1]) == 3
         assert nn.Linear.__dict__["forward"] is outer
@@ -351,11 +351,11 @@ def test_another_librarys_patch_stays_and_is_reported(net, caplog):
     stock = nn.Linear.__dict__["forward"]
     try:
         with caplog.at_level(logging.WARNING, "hf_rocm"), hf_rocm.routed_linear(force=True):
-            ours = nn.Linear.forward
-            nn.Linear.forward = lambda self, input: ours(self, input) + 1
+            patched = nn.Linear.forward
+            nn.Linear.forward = lambda self, input: patched(self, input) + 1
         assert "replaced by other code" in caplog.text
-        _, found = routes(net, x)
-        assert not found
+        _, recorded = routes(net, x)
+        assert not recorded
         assert torch.equal(net.up(x), F.linear(x, net.up.weight) + 1)
     finally:
         nn.Linear.forward = stock

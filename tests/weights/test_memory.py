@@ -104,9 +104,9 @@ def test_restoring_adds_nothing_and_peaks_at_one_layer(tmp_path):
 
 def test_saving_peaks_no_higher_than_stock_by_more_than_one_layer(tmp_path):
     model, plain = count(lambda model: model.save_pretrained(tmp_path / "stock"), tmp_path, prepared=False)
-    _, ours = count(lambda model: model.save_pretrained(tmp_path / "ours"), tmp_path, prepared=True)
-    assert ours.peak <= plain.peak + one_layer(model)
-    assert abs(ours.change - plain.change) <= size(model) * 0.01
+    _, prepared = count(lambda model: model.save_pretrained(tmp_path / "ours"), tmp_path, prepared=True)
+    assert prepared.peak <= plain.peak + one_layer(model)
+    assert abs(prepared.change - plain.change) <= size(model) * 0.01
 
 
 def test_converting_frees_the_old_blocks(tmp_path):

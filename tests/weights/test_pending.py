@@ -73,8 +73,8 @@ def test_writes_to_a_kept_state_dict_reach_the_model(fresh):
 
 
 def test_calls_with_gradients_keep_them_pending(fresh, stock):
-    for each in (fresh, stock):
-        each(IDS, labels=IDS, use_cache=False).loss.backward()
+    for entry in (fresh, stock):
+        entry(IDS, labels=IDS, use_cache=False).loss.backward()
     assert pending(fresh) == GROUPS
     assert "gradients are enabled" in why_not(fresh.model.layers[0].mlp, GATE)
     for (name, one), other in zip(fresh.named_parameters(), stock.parameters(), strict=True):

@@ -53,10 +53,10 @@ def test_prepare_fuses_every_group_and_its_report_has_builtin_types(stock):
 
 
 def test_preparing_twice_equals_preparing_once(model):
-    held = {id(module): module.__dict__.get(SLOT) for module in model.modules()}
+    slots = {id(module): module.__dict__.get(SLOT) for module in model.modules()}
     before = report(model)
     hf_rocm.prepare(model, force=True)
-    assert {id(module): module.__dict__.get(SLOT) for module in model.modules()} == held
+    assert {id(module): module.__dict__.get(SLOT) for module in model.modules()} == slots
     assert report(model) == before
 
 

@@ -29,10 +29,13 @@ def test_every_gemm_reads_shuffled_weights(either):
 def test_copies_stay_within_the_budget_and_serve_many_rows_only(machine):
     machine()
     model = prepared()
-    asked = account(model)
-    assert asked == json.loads(json.dumps(asked))
-    assert asked["bytes"] == sum(p.nbytes for p in model.parameters() if p.ndim == 2) - model.lm_head.weight.nbytes
-    assert set(asked["shuffled"].values()) == {"a copy"}
+    account_of_model = account(model)
+    assert account_of_model == json.loads(json.dumps(account_of_model))
+    assert (
+        account_of_model["bytes"]
+        == sum(p.nbytes for p in model.parameters() if p.ndim == 2) - model.lm_head.weight.nbytes
+    )
+    assert set(account_of_model["shuffled"].values()) == {"a copy"}
     serves(model, shuffled=PRODUCTS)
     serves(model, shuffled=0, plain=2 * LAYERS, ids=IDS[:, :3])  # unfused layers run in PyTorch, as without copies
 
@@ -75,10 +78,10 @@ def only_fused(model):
 
 def test_preparing_twice_equals_preparing_once(either):
     before = copy.deepcopy(account(either))
-    held = {id(m): m.__dict__.get(SLOT) for m in either.modules()}
+    slots = {id(m): m.__dict__.get(SLOT) for m in either.modules()}
     hf_rocm.prepare(either, force=True, preshuffle="all", budget=1.0)
     assert account(either) == before
-    assert {id(m): m.__dict__.get(SLOT) for m in either.modules()} == held
+    assert {id(m): m.__dict__.get(SLOT) for m in either.modules()} == slots
     serves(either, shuffled=PRODUCTS)
 
 
@@ -99,10 +102,10 @@ def test_other_settings_replace_the_earlier_ones(either):
 
 def test_explain_lists_shuffled_unshuffled_and_stale_weights(either):
     in_place = account(either)["threshold"] == 0
-    said = hf_rocm.explain(either).details()
-    assert (f"shuffled in place: {PRODUCTS}" if in_place else f"shuffled: {PRODUCTS} as copies") in said
-    assert "shuffled_linear (q_proj + k_proj + v_proj, 128 × 64): aiter, gemm_a16w16, shuffled" in said
-    assert "shuffled_linear (96 × 64): aiter" in said
+    text = hf_rocm.explain(either).details()
+    assert (f"shuffled in place: {PRODUCTS}" if in_place else f"shuffled: {PRODUCTS} as copies") in text
+    assert "shuffled_linear (q_proj + k_proj + v_proj, 128 × 64): aiter, gemm_a16w16, shuffled" in text
+    assert "shuffled_linear (96 × 64): aiter" in text
     either.lm_head.weight = nn.Parameter(torch.zeros_like(either.lm_head.weight.data))
     logits(either)
     assert "no longer shuffled × 1" in hf_rocm.explain(either).details()
@@ -129,8 +132,8 @@ def test_the_budget_is_kept_and_the_omitted_weights_are_listed(machine):
 def test_weights_without_a_kernel_are_not_shuffled(machine, arch, release, threshold, arguments, reason):
     machine(arch, release, threshold)
     model = prepared(**arguments)
-    assert any(reason in each for each in account(model)["skipped"].values())
-    assert not [each for each in account(model)["shuffled"] if reason != "N and K multiples of 64"]
+    assert any(reason in entry for entry in account(model)["skipped"].values())
+    assert not [entry for entry in account(model)["shuffled"] if reason != "N and K multiples of 64"]
 
 
 def test_auto_uses_the_table_of_known_gains(machine):

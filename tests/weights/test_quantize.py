@@ -73,7 +73,7 @@ def test_every_block_runs_in_8_bits_with_one_gemm_per_group(kind, prepare):
     assert_as_good_as_eager(actual, eager, logits(models.build().double()))
     assert not torch.equal(actual, logits(models.build()))
     layers = dict(quantizing.layers(model))
-    assert len(layers) == LINEARS and {each.quantized.data.dtype for each in layers.values()} == {FORMATS[kind]}
+    assert len(layers) == LINEARS and {layer.quantized.data.dtype for layer in layers.values()} == {FORMATS[kind]}
 
 
 @each_kind
@@ -95,8 +95,8 @@ def test_the_report_has_builtin_types_and_the_loss(caplog):
         "model."
     )
     before, after = report["bytes"]
-    assert before == sum(each.nbytes for each in models.build().parameters()) + _buffers(model)
-    rest = sum(each.nbytes for each in model.parameters()) + _buffers(model)
+    assert before == sum(parameter.nbytes for parameter in models.build().parameters()) + _buffers(model)
+    rest = sum(parameter.nbytes for parameter in model.parameters()) + _buffers(model)
     packed = sum(
         layer.in_features * layer.out_features + 4 * layer.out_features for _, layer in quantizing.layers(model)
     )
@@ -105,15 +105,17 @@ def test_the_report_has_builtin_types_and_the_loss(caplog):
     with torch.no_grad():
         explanation = hf_rocm.explain(model)
     assert explanation.quantized in explanation.details() and explanation.quantized.startswith("14 layers in fp8")
-    kernels = {each.situation: each.kernel for each in explanation.kernels if each.operation == "quantized_linear"}
+    kernels = {
+        kernel.situation: kernel.kernel for kernel in explanation.kernels if kernel.operation == "quantized_linear"
+    }
     assert kernels["q_proj + k_proj + v_proj, 128 × 64"] == eight_bit.served_by(FORMATS["fp8"], torch.float32)
     assert len(kernels) == 4
-    assert {"attention", "act_and_mul"} <= {each.operation for each in explanation.kernels}
+    assert {"attention", "act_and_mul"} <= {kernel.operation for kernel in explanation.kernels}
     assert all(part.fused == part.active for part in explanation.parts if part.group)
 
 
 def _buffers(model):
-    return sum(each.nbytes for name, each in model.named_buffers() if "quantized" not in name)
+    return sum(named_buffer.nbytes for name, named_buffer in model.named_buffers() if "quantized" not in name)
 
 
 def _spoil_hook(model):
@@ -264,7 +266,7 @@ class TestRefusals:
     def test_gradients(self):
         model = quantized()
         output = model(IDS, use_cache=False).logits  # outside no_grad: no remaining parameter requires gradients
-        assert not output.requires_grad and not any(each.requires_grad for each in model.parameters())
+        assert not output.requires_grad and not any(parameter.requires_grad for parameter in model.parameters())
         embedded = model.get_input_embeddings()(IDS).requires_grad_()
         with pytest.raises(OptionError, match="quantised layers have no gradient"):
             model(inputs_embeds=embedded, use_cache=False)
@@ -300,7 +302,7 @@ class TestBack:
         model = quantized("fp8")
         weights = {path: layer.weight for path, layer in quantizing.layers(model)}
         hf_rocm.dequantize(model)
-        assert quantizing.layers(model) == [] and all(each.requires_grad for each in model.parameters())
+        assert quantizing.layers(model) == [] and all(parameter.requires_grad for parameter in model.parameters())
         for path, weight in weights.items():
             layer = model.get_submodule(path)
             assert type(layer) is nn.Linear and torch.equal(layer.weight, weight)
@@ -352,7 +354,7 @@ class TestFourBits:
             assert data.nbytes == data.shape[0] * layer.in_features // 2
             assert layer.quantized.scale.nbytes == data.shape[0] * layer.in_features // group * 2
         assert f"4 bits in groups of {group}" in quantizing.summary(model)
-        kernels = {each.situation: each.kernel for each in hf_rocm.explain(model).kernels}
+        kernels = {kernel.situation: kernel.kernel for kernel in hf_rocm.explain(model).kernels}
         assert kernels["q_proj + k_proj + v_proj, 128 × 64"] == "dequantize, F.linear"
 
     def test_restore_dequantize_and_copies(self, stock, tmp_path):

@@ -24,12 +24,12 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def test_the_state_dict_equals_stocks(model, stock):
-    ours, theirs = model.state_dict(), stock.state_dict()
-    assert list(ours) == list(theirs)
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]) and tensor.is_contiguous()
+    prepared, expected = model.state_dict(), stock.state_dict()
+    assert list(prepared) == list(expected)
+    for name, tensor in prepared.items():
+        assert torch.equal(tensor, expected[name]) and tensor.is_contiguous()
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
-    missing, unexpected = models.build().load_state_dict(ours)
+    missing, unexpected = models.build().load_state_dict(prepared)
     assert not missing and not unexpected
 
 

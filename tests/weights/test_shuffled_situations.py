@@ -112,9 +112,9 @@ def test_gradients_reach_the_stock_parameters(either):
     twin = build()
     for model in (either, twin):
         model(IDS, labels=IDS, use_cache=False).loss.backward()
-    for (name, mine), (_, its) in zip(either.named_parameters(), twin.named_parameters(), strict=True):
-        assert mine.grad is not None, name
-        torch.testing.assert_close(mine.grad, its.grad, rtol=0.1, atol=0.02)
+    for (name, actual), (_, its) in zip(either.named_parameters(), twin.named_parameters(), strict=True):
+        assert actual.grad is not None, name
+        torch.testing.assert_close(actual.grad, its.grad, rtol=0.1, atol=0.02)
 
 
 def test_an_optimizer_made_earlier_updates_the_weights(either):
@@ -165,22 +165,22 @@ def test_lora_of_peft(either, safe):
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
         return peft.get_peft_model(model, config).eval()
 
-    mine, its = lora(either), lora(stock)
+    actual, its = lora(either), lora(stock)
 
     def equal():
-        torch.testing.assert_close(logits(mine), logits(its), rtol=0.05, atol=0.3)
+        torch.testing.assert_close(logits(actual), logits(its), rtol=0.05, atol=0.3)
         state = its.state_dict()
-        assert all(torch.equal(tensor, state[name]) for name, tensor in copy.deepcopy(mine).state_dict().items())
+        assert all(torch.equal(tensor, state[name]) for name, tensor in copy.deepcopy(actual).state_dict().items())
 
     equal()
-    for each in (mine, its):
-        each.merge_adapter(safe_merge=safe)
+    for it in (actual, its):
+        it.merge_adapter(safe_merge=safe)
     equal()
-    assert not torch.allclose(logits(mine), logits(build()), atol=1.0)
-    for each in (mine, its):
-        each.unmerge_adapter()
+    assert not torch.allclose(logits(actual), logits(build()), atol=1.0)
+    for it in (actual, its):
+        it.unmerge_adapter()
     equal()
-    mine, its = (each.merge_and_unload(safe_merge=safe) for each in (mine, its))
+    actual, its = (it.merge_and_unload(safe_merge=safe) for it in (actual, its))
     equal()
     straight = lora(prepared()).merge_and_unload(safe_merge=safe)  # no call in between
     torch.testing.assert_close(
@@ -230,13 +230,13 @@ def test_hooks_and_functional_calls_get_stock_weights(either):
 def test_a_copy_is_renewed_in_place(machine):
     machine()
     linear = nn.Linear(64, 32, bias=False).bfloat16()
-    held = shuffled_copy.ShuffledCopy(linear.weight, [linear.weight], ROWS)
+    kept = shuffled_copy.ShuffledCopy(linear.weight, [linear.weight], ROWS)
     x = torch.randn(ROWS, 64).bfloat16()
-    address = held.shuffled.data.data_ptr()
+    address = kept.shuffled.data.data_ptr()
     with torch.no_grad():
         linear.weight.mul_(2)
-        assert torch.equal(held.serves(x, [linear.weight]).data, shuffle(linear.weight).data)
-        assert held.shuffled.data.data_ptr() == address
+        assert torch.equal(kept.serves(x, [linear.weight]).data, shuffle(linear.weight).data)
+        assert kept.shuffled.data.data_ptr() == address
         linear.weight.data = linear.weight.data.clone()
-        assert held.serves(x, [linear.weight]) is None and held.extra_bytes(linear) == 0
+        assert kept.serves(x, [linear.weight]) is None and kept.extra_bytes(linear) == 0
     shuffled_copy.unwatch()

@@ -204,11 +204,11 @@ def test_two_training_steps_equal_those_of_an_unfused_model(model, fused_optimiz
     # a copy, since the last bit of a GEMM may depend on the address of a mapped weight, and AdamW's first step depends
     # on a gradient's sign
     model, twin = copy.deepcopy(model), models.unfused()
-    for each in (model, twin):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01, fused=fused_optimizer)
+    for variant in (model, twin):
+        optimizer = torch.optim.AdamW(variant.parameters(), lr=0.01, fused=fused_optimizer)
         for _ in range(2):
             optimizer.zero_grad()
-            each(IDS, labels=IDS, use_cache=False).loss.backward()
+            variant(IDS, labels=IDS, use_cache=False).loss.backward()
             optimizer.step()
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other), name
@@ -217,8 +217,8 @@ def test_two_training_steps_equal_those_of_an_unfused_model(model, fused_optimiz
 
 
 def test_gradients_equal_stock(model, stock):
-    for each in (model, stock):
-        each(IDS, labels=IDS, use_cache=False).loss.backward()
+    for variant in (model, stock):
+        variant(IDS, labels=IDS, use_cache=False).loss.backward()
     for (name, one), other in zip(model.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
         assert one.grad.abs().max() > 0
@@ -247,11 +247,11 @@ def test_lora_add_merge_unmerge_unload(model):
 
     assert not torch.allclose(logits(twin), logits(models.build()), atol=1e-2)
     equal(0)
-    for each in (adapted, twin):
-        each.merge_adapter()
+    for variant in (adapted, twin):
+        variant.merge_adapter()
     equal(0)
-    for each in (adapted, twin):
-        each.unmerge_adapter()
+    for variant in (adapted, twin):
+        variant.unmerge_adapter()
     equal(0)
     assert adapted.unload() is model
     follows(model, GROUPS)
@@ -275,9 +275,9 @@ def test_lora_merge_and_unload(model, safe):
 @ignores_peft
 def test_lora_training_equals_stock(model):
     stock = models.build()
-    for each in (model, stock):
+    for variant in (model, stock):
         torch.manual_seed(3)
-        adapted = lora(each).train()
+        adapted = lora(variant).train()
         optimizer = torch.optim.SGD(adapted.parameters(), lr=0.1)
         adapted(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
         optimizer.step()

@@ -119,10 +119,10 @@ def test_gradients_equal_those_of_the_layers():
     fuse.fuse(group, group.names)
     run, counter = compiled(group, "aot_eager")
     with torch.enable_grad():
-        for call, each in ((run, group), (twin, twin)):
+        for call, entry in ((run, group), (twin, twin)):
             x = X.clone().requires_grad_()
             sum(part.square().sum() for part in call(x)).backward()
-            each.x_grad = x.grad
+            entry.x_grad = x.grad
         torch.testing.assert_close(group.x_grad, twin.x_grad)
         for one, other in zip(group.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad)

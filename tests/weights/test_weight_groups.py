@@ -92,7 +92,9 @@ def _listed(module: Any, x: Tensor) -> Tensor:
 def _copied(module: Any) -> Tensor | None:
     pair = shuffled_experts(module, X)
     return (
-        None if pair is None else torch.cat([ops.Shuffled(each.data.flatten(0, 1)).plain().flatten() for each in pair])
+        None
+        if pair is None
+        else torch.cat([ops.Shuffled(tensor.data.flatten(0, 1)).plain().flatten() for tensor in pair])
     )
 
 
@@ -173,10 +175,10 @@ def follows(example: Example, module: Any, stock: Any) -> None:
 def state_of(module: nn.Module) -> dict[str, Any]:
     """The contents of the modules' dictionaries, and the identities of the parameters."""
     entries: dict[str, Any] = {}
-    for path, each in module.named_modules():
-        entries[f"{path} attributes"] = sorted(each.__dict__)
-        entries[f"{path} class"] = type(each)
-        entries |= {f"{path} {name}": id(parameter) for name, parameter in each._parameters.items()}
+    for path, named_module in module.named_modules():
+        entries[f"{path} attributes"] = sorted(named_module.__dict__)
+        entries[f"{path} class"] = type(named_module)
+        entries |= {f"{path} {name}": id(parameter) for name, parameter in named_module._parameters.items()}
     return entries
 
 
@@ -230,7 +232,9 @@ def test_the_bytes_reported_are_those_of_the_tensors(kind):
     assert group.extra_bytes(module) == example.extra(stock)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
+)
 def test_a_copy_has_a_separate_group_or_none(kind, how):
     example, module = formed(kind)
     twin = how(module)

@@ -149,7 +149,7 @@ def twin(model: Any) -> Any:
 
     assert REPORT not in model.__dict__, "twins are made before the model is prepared"
     shared = [*model.parameters(), *model.buffers()]
-    return restore(copy.deepcopy(model, {id(each): each for each in shared}))
+    return restore(copy.deepcopy(model, {id(tensor): tensor for tensor in shared}))
 
 
 def _missing(name: str, *, encoder: bool) -> str | None:

@@ -29,10 +29,10 @@ def greedy_tokens(subject: Subject, ids: Tensor, *, new: int) -> Check:
     if not is_causal_lm(subject):
         return Check(*TOKENS, NOT_RUN, note="the model generates no text")
     prompt, new = _prompt(subject, ids, new)
-    ours = generate(subject, prompt, new)
+    actual = generate(subject, prompt, new)
     with subject.stock():
-        theirs = generate(subject, prompt, new)
-    return _judged(subject, TOKENS, ours, theirs, prompt.shape[1], "stock's")
+        expected = generate(subject, prompt, new)
+    return _judged(subject, TOKENS, actual, expected, prompt.shape[1], "stock's")
 
 
 def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
@@ -72,17 +72,17 @@ def generate(subject: Subject, prompt: Tensor, new: int, *, recorded: bool = Tru
     return tokens
 
 
-def _judged(subject: Subject, name: tuple[str, str], ours: Tensor, theirs: Tensor, start: int, whose: str) -> Check:
+def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: Tensor, start: int, whose: str) -> Check:
     """ours, theirs: [1, S] tokens that agree up to `start`."""
     with subject.stock():
-        eager = _logits(subject, ours, start)
+        eager = _logits(subject, actual, start)
     with subject.reference():
-        exact = _logits(subject, ours, start)
-    text = ours[0, start:].cpu()
+        exact = _logits(subject, actual, start)
+    text = actual[0, start:].cpu()
     behind = exact.amax(-1) - exact.gather(-1, text[:, None])[:, 0]
     eager_error = (eager - exact).abs().max().item()
     bound = 2 * allowed_error(eager_error, subject.dtype, exact.abs().max().item())
-    differs = (ours[0] != theirs[0])[start:].cpu().nonzero()
+    differs = (actual[0] != expected[0])[start:].cpu().nonzero()
     numbers = {"steps": float(len(text)), "same": float(len(text))}
     note = f"all {len(text)} are {whose}"
     if len(differs):

@@ -12,9 +12,9 @@ from .strict import CALLS, need
 
 
 def check_rows(*tensors: Tensor) -> None:
-    for each in tensors:
-        need(each.dim() == 2 and each.is_contiguous(), "a contiguous matrix")
-        need(each.numel() > 0, "not empty")
+    for tensor in tensors:
+        need(tensor.dim() == 2 and tensor.is_contiguous(), "a contiguous matrix")
+        need(tensor.numel() > 0, "not empty")
 
 
 def _and_mul(out: Tensor, input: Tensor, activation: Any) -> None:
@@ -118,7 +118,7 @@ def hipb_mm(
     scaleOut: Tensor | None = None,
     bpreshuffle: bool | None = None,
 ) -> Tensor:
-    need(any(each.kernel == "hipb_create_extension" for each in CALLS), "hipBLASLt without its handle")
+    need(any(call.kernel == "hipb_create_extension" for call in CALLS), "hipBLASLt without its handle")
     return torch.nn.functional.linear(mat1, mat2.t(), bias)
 
 

@@ -47,11 +47,11 @@ def moe_sorting_fwd(
 def _pairs(sorted_ids: Tensor, expert_ids: Tensor, valid: Tensor, tokens: int, block_m: int) -> list[tuple[int, ...]]:
     rows = sorted_ids[: int(valid[0])].tolist()
     experts = [int(expert_ids[row // block_m]) for row in range(len(rows))]
-    found = [
-        (row, each & (1 << SLOT) - 1, each >> SLOT, expert)
-        for row, (each, expert) in enumerate(zip(rows, experts, strict=True))
+    result = [
+        (row, entry & (1 << SLOT) - 1, entry >> SLOT, expert)
+        for row, (entry, expert) in enumerate(zip(rows, experts, strict=True))
     ]
-    return [pair for pair in found if pair[1] < tokens]
+    return [pair for pair in result if pair[1] < tokens]
 
 
 def _plain(weight: Tensor) -> Tensor:

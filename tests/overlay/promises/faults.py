@@ -76,7 +76,7 @@ class Driver:
         (status,) = self._run(None, 0, [(0, site)], ["-y", "-o", str(self.trace), "-e", "trace=%file,%desc"])
         assert status == 0, status
         counts: dict[str, int] = {}
-        found, child = [], ""
+        results, child = [], ""
         for line in self.trace.read_text(errors="replace").splitlines():
             matched = _LINE.match(line)
             if matched is None:
@@ -87,10 +87,10 @@ class Driver:
             elif process == child:
                 counts[name] = counts.get(name, 0) + 1
                 if str(site) in line:
-                    found.append(Call(name, counts[name]))
-        unknown = {call.name for call in found} - IDLE.keys() - NO_FILES
+                    results.append(Call(name, counts[name]))
+        unknown = {call.name for call in results} - IDLE.keys() - NO_FILES
         assert not unknown, f"injected.IDLE lacks {unknown}"
-        return [call for call in found if call.name in IDLE]
+        return [call for call in results if call.name in IDLE]
 
     def strike(self, fault: str, name: str, places: Sequence[tuple[int, Path]]) -> list[int]:
         """Run the command once on each site, with the fault at call number `place` of this name.
@@ -157,5 +157,5 @@ def _overlays(models: Sequence[str], root: Path) -> Path:
 
 def _path() -> str:
     """The import path of the driver."""
-    found = (importlib.util.find_spec(name) for name in ("hf_rocm", "packaging", "tomli"))
-    return os.pathsep.join(dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin))
+    result = (importlib.util.find_spec(name) for name in ("hf_rocm", "packaging", "tomli"))
+    return os.pathsep.join(dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in result if spec and spec.origin))

@@ -203,13 +203,13 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def status_tells_the_truth(self) -> None:
         found = status(transformers_path=self.site.path, catalog=CATALOG).states
-        for each in found:
-            if each.model in self.edited:
-                assert each.installed.value == "edited" or each.match.value == "changed", each.model
+        for state in found:
+            if state.model in self.edited:
+                assert state.installed.value == "edited" or state.match.value == "changed", state.model
             else:
-                stock, current = self.stock[each.model], self._installed(each.model)
-                truth = {stock: "no", current: "yes"}.get(self.expected[each.model], "old")
-                assert each.installed.value == truth, each.model
+                stock, current = self.stock[state.model], self._installed(state.model)
+                truth = {stock: "no", current: "yes"}.get(self.expected[state.model], "old")
+                assert state.installed.value == truth, state.model
         recorded = record(transformers_path=self.site.path)
         differing = {entry.path for entry in recorded.foreign}
         old = {model for model in MODELS if self.expected[model] not in (self.stock[model], self._installed(model))}

@@ -170,8 +170,8 @@ def test_22_without_locks_a_pid_file_is_used_with_a_notice(farm: Farm, catalog: 
             pass
         assert f"process {os.getpid()}" in refused.value.facts["found"]
     assert hashes(site.path) == before, "the PID file remains, or was inside the package"
-    _, told = install(["llama"], transformers_path=site.path, catalog=catalog)
-    assert told == notices
+    _, info = install(["llama"], transformers_path=site.path, catalog=catalog)
+    assert info == notices
 
 
 @pytest.mark.usefixtures("without_locks")

@@ -54,9 +54,9 @@ class Trial:
 
     def check(self, site: Site, where: object) -> None:
         """Check the state after a fault: valid files, a working next command, no leftovers, no other files changed."""
-        found = self.contents(site)
+        result = self.contents(site)
         for model in self.models:
-            assert found[model] in (self.before[model], self.after[model]), (where, model)
+            assert result[model] in (self.before[model], self.after[model]), (where, model)
         plan, _ = uninstall(transformers_path=site.path, catalog=self.catalog)
         assert not plan.refusals, where
         assert not leftovers(site), where

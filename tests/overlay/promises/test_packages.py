@@ -120,8 +120,8 @@ def test_08_status_record_finds_overwritten_files_and_names_the_fix(environments
         file.write(b"# patched\n")
     (one.site.root / "models" / "llama" / "check.py").touch()
     one.site.model("gemma").unlink()
-    found = record(transformers_path=one.site.path)
-    by_name = {entry.path.name: (entry.finding, entry.shared) for entry in found.entries}
+    table = record(transformers_path=one.site.path)
+    by_name = {entry.path.name: (entry.finding, entry.shared) for entry in table.entries}
     assert by_name == {
         "modeling_bert.py": (Finding.OVERLAY, False),
         "modeling_llama.py": (Finding.CHANGED, True),
@@ -138,7 +138,7 @@ def test_08_status_record_finds_overwritten_files_and_names_the_fix(environments
     for environment in (one, two):
         environment.install(VERSION, "--reinstall")
     assert two.hf_rocm("status", "--record").returncode == 0
-    assert record(transformers_path=one.site.path).foreign == (found.foreign[-1],), (
+    assert record(transformers_path=one.site.path).foreign == (table.foreign[-1],), (
         "a file that belongs to no package was removed"
     )
 
@@ -171,7 +171,7 @@ def test_15_only_the_running_environment_is_written_to(environments: Make, tmp_p
     one, two = environments("one", "uv"), environments("two", "pip")
     shown = one.hf_rocm("install-overlays", "--dry-run")
     assert shown.returncode == 0 and str(one.site.root) in shown.stdout
-    before = {each.path: fingerprint(each.site.root) for each in (one, two)}
+    before = {variant.path: fingerprint(variant.site.root) for variant in (one, two)}
     # a second transformers on the path: ambiguous, so refused
     shadowed = one.hf_rocm("install-overlays", PYTHONPATH=str(two.site.path))
     assert shadowed.returncode == 1 and "more than one transformers" in shadowed.stderr
@@ -230,8 +230,8 @@ PLACES: dict[str, Callable[[Site], Path]] = {
 @pytest.mark.parametrize("what", PLACES)
 def test_16_symbolic_links_are_never_followed(farm: Callable[[str], Site], tmp_path: Path, what: str) -> None:
     site, other = farm("one"), farm("two")
-    for each in (site, other):
-        compiled = PLACES["compiled files"](each)
+    for variant in (site, other):
+        compiled = PLACES["compiled files"](variant)
         compiled.mkdir()
         (compiled / "modeling_llama.cpython-311.pyc").write_bytes(b"compiled")
     (other.model("llama").parent / f".modeling_llama.py.0{LEFTOVER}").write_bytes(b"somebody else's")

@@ -20,12 +20,12 @@ _TEST = re.compile(r"^def (test_(\d\d)(?:_and_(\d\d))?_\w+)", re.MULTILINE)
 
 
 def _promised() -> dict[int, set[str]]:
-    found: dict[int, set[str]] = {}
+    result: dict[int, set[str]] = {}
     for file in HERE.glob("test_*.py"):
         for name, first, second in _TEST.findall(file.read_text(encoding="utf-8")):
             for number in filter(None, (first, second)):
-                found.setdefault(int(number), set()).add(f"{file.name}::{name}")
-    return found
+                result.setdefault(int(number), set()).add(f"{file.name}::{name}")
+    return result
 
 
 def test_every_promise_has_a_test_named_after_it_and_the_page_links_to_it() -> None:

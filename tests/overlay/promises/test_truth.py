@@ -55,7 +55,7 @@ def runs(file: Path, *options: str, prefix: Path | None = None) -> str:
         env=variables, capture_output=True, text=True, check=True,
     )  # fmt: skip
     constants = json.loads(done.stdout)
-    return next((each for each in constants if each in ("0.0.1", "0.0.2", hf_rocm.__version__)), "")
+    return next((constant for constant in constants if constant in ("0.0.1", "0.0.2", hf_rocm.__version__)), "")
 
 
 FORGED = {  # a block with a correct hash: (its version, its code, the reported states of `installed` and of --record)
@@ -81,7 +81,7 @@ def test_08_a_block_with_other_code_is_reported(farm: Farm, how: str, capsys: py
     place = ["--transformers-path", str(site.path)]
     (state,) = status(["bert"], transformers_path=site.path).states
     assert (state.installed.value, state.good) == (expected, False)
-    (entry,) = [each for each in record(transformers_path=site.path).foreign if each.path == file]
+    (entry,) = [path for path in record(transformers_path=site.path).foreign if path.path == file]
     assert entry.finding is finding
     assert (
         main(["status", "bert", *place]) == main(["status", "--record", *place]) == check_version(["bert", *place]) == 1
@@ -89,7 +89,7 @@ def test_08_a_block_with_other_code_is_reported(farm: Farm, how: str, capsys: py
     assert "hf-rocm install-overlays" in capsys.readouterr().err
     install(["bert"], transformers_path=site.path)
     assert status(["bert"], transformers_path=site.path).states[0].good
-    assert [each.path for each in record(transformers_path=site.path).foreign if each.path == file] == []
+    assert [path.path for path in record(transformers_path=site.path).foreign if path.path == file] == []
     file.write_bytes(block.render(stock, overlay=identity, version=version, text=text.format(text=overlay.text)))
     uninstall(["bert"], transformers_path=site.path)
     assert file.read_bytes() == stock
@@ -172,8 +172,8 @@ def test_08_status_reports_every_state(farm: Farm, monkeypatch: pytest.MonkeyPat
     install(["gemma", "llama"], transformers_path=site.path)
     file = site.model("llama")
     file.write_text(file.read_text().replace("# <<< hf-rocm", "mine = 1\n# <<< hf-rocm"))
-    found = {each.model: each.installed.value for each in status(transformers_path=site.path)[1]}
-    assert found == {"bert": "old", "gemma": "yes", "llama": "edited", "qwen3": "no"}
+    result = {state.model: state.installed.value for state in status(transformers_path=site.path)[1]}
+    assert result == {"bert": "old", "gemma": "yes", "llama": "edited", "qwen3": "no"}
 
 
 class Ranks(types.ModuleType):
@@ -191,9 +191,9 @@ class Ranks(types.ModuleType):
     def get_world_size(self) -> int:
         return len(self.others) + 1
 
-    def all_gather_object(self, everyone: list[Any], mine: Any) -> None:
-        self.sent.append(mine)
-        everyone[:] = [mine, *self.others]
+    def all_gather_object(self, everyone: list[Any], actual: Any) -> None:
+        self.sent.append(actual)
+        everyone[:] = [actual, *self.others]
 
 
 def test_23_check_passes_only_for_installed_overlays(farm: Farm) -> None:
@@ -202,8 +202,8 @@ def test_23_check_passes_only_for_installed_overlays(farm: Farm) -> None:
         hf_rocm.check("llama", transformers_path=site.path)
     assert "hf-rocm install-overlays" in (refused.value.hint or "")
     install(["llama"], transformers_path=site.path)
-    found = hf_rocm.check("llama", strict=True, transformers_path=site.path)
-    assert found == hf_rocm.check("llama", expected=found, transformers_path=site.path)
+    result = hf_rocm.check("llama", strict=True, transformers_path=site.path)
+    assert result == hf_rocm.check("llama", expected=result, transformers_path=site.path)
     with pytest.raises(OverlayError, match="overlay of bert is not installed"):
         hf_rocm.check(transformers_path=site.path)
     with pytest.raises(OverlayError, match="do not run the same files"):
@@ -218,10 +218,10 @@ def test_23_check_passes_only_for_installed_overlays(farm: Farm) -> None:
 def test_23_a_node_with_different_files_stops_every_rank(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
     site = farm("one")
     install(transformers_path=site.path)
-    mine = hf_rocm.check(transformers_path=site.path, across_ranks=False)
-    monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", mine, None)))
-    assert hf_rocm.check(transformers_path=site.path) == mine
-    monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", mine, None), ("node-2", "f" * 16, None)))
+    actual = hf_rocm.check(transformers_path=site.path, across_ranks=False)
+    monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", actual, None)))
+    assert hf_rocm.check(transformers_path=site.path) == actual
+    monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", actual, None), ("node-2", "f" * 16, None)))
     with pytest.raises(OverlayError, match="do not run the same files") as refused:
         hf_rocm.check(transformers_path=site.path)
     assert "rank 2 on node-2" in refused.value.facts["found"] and refused.value.hint
@@ -231,7 +231,7 @@ def test_23_a_node_with_different_files_stops_every_rank(farm: Farm, monkeypatch
         hf_rocm.check(transformers_path=site.path)
     assert refused.value.hint == "the fix"
     uninstall(transformers_path=site.path)
-    ranks = Ranks(("node-1", mine, None))
+    ranks = Ranks(("node-1", actual, None))
     monkeypatch.setitem(sys.modules, "torch.distributed", ranks)
     with pytest.raises(OverlayError, match="is not installed"):
         hf_rocm.check(transformers_path=site.path)
@@ -297,12 +297,12 @@ def test_13_a_newer_release_is_reported_file_by_file(farm: Farm, capsys: pytest.
     known = site.installation.version
     release = next_release("5.99.0")
     newer(site, release, changed="llama")
-    ours = known.startswith("5.23")
+    supported = known.startswith("5.23")
     assert check_version(["--transformers-path", str(site.path), "--json"]) == 1
     ahead = json.loads(capsys.readouterr().out)["newer_release"]
-    go_on = {each["model"]: each["go_on"] for each in ahead["files"]}
+    go_on = {file["model"]: file["go_on"] for file in ahead["files"]}
     assert go_on.keys() == set(MODELS) and not go_on["llama"]
-    if ours:
+    if supported:
         assert go_on == {"bert": True, "gemma": True, "llama": False, "qwen3": True}
         assert ahead["verdict"].startswith("go on with bert, gemma, qwen3; llama would stay stock")
     check_version(["--transformers-path", str(site.path)])

@@ -135,10 +135,10 @@ def uv() -> str:
 
         return str(find_uv_bin())
     except (ImportError, FileNotFoundError):
-        found = shutil.which("uv")
-    if found is None:
+        result = shutil.which("uv")
+    if result is None:
         pytest.fail("these tests use the real uv, which is not installed: pip install uv")
-    return found
+    return result
 
 
 def run(command: Sequence[str], variables: dict[str, str]) -> str:
@@ -160,10 +160,10 @@ def _bridge(folder: Path) -> None:
     (folder / "hf_rocm").symlink_to(Path(hf_rocm.origin).parent)
     for entry in sys.path:
         if Path(entry).name in ("site-packages", "dist-packages"):
-            for found in sorted(Path(entry).iterdir()):
-                link = folder / found.name
-                if found.suffix != ".pth" and not found.name.startswith("transformers") and not link.is_symlink():
-                    link.symlink_to(found)
+            for result in sorted(Path(entry).iterdir()):
+                link = folder / result.name
+                if result.suffix != ".pth" and not result.name.startswith("transformers") and not link.is_symlink():
+                    link.symlink_to(result)
 
 
 def encoded(data: bytes) -> str:

@@ -48,7 +48,9 @@ def timing(side: str, milliseconds: float, **rest) -> Timing:
 
 
 def result(case: Case, floor: float = 4.0, **sides: float) -> Result:
-    timings = tuple(timing(name.replace("_", "-") if name != "hf_rocm" else name, each) for name, each in sides.items())
+    timings = tuple(
+        timing(name.replace("_", "-") if name != "hf_rocm" else name, value) for name, value in sides.items()
+    )
     return Result(case, Floor(floor, 15e9, 1e10, "memory"), timings, {"liger": "liger-kernel is not installed"})
 
 

@@ -15,10 +15,10 @@ CASE = Case("decode", 1, 8, 3)
 @pytest.mark.slow
 def test_only_the_first_start_has_cold_caches():
     done = starts(Subject(None, "small", CPU, layers=1), CASE, ["hf_rocm"], segment="x", progress=lambda text: None)
-    assert [(each["side"], each["caches"]) for each in done.starts] == [("hf_rocm", "cold"), ("hf_rocm", "cached")]
-    for each in done.starts:
-        assert each["first_call"] > 0 and each["warmup"] >= 0 and each["prepared"] > 0
-        assert each["static_cache"] == 11 * 2 * 2 * 64 * 4 and each["weights"] > each["static_cache"]
+    assert [(run["side"], run["caches"]) for run in done.starts] == [("hf_rocm", "cold"), ("hf_rocm", "cached")]
+    for run in done.starts:
+        assert run["first_call"] > 0 and run["warmup"] >= 0 and run["prepared"] > 0
+        assert run["static_cache"] == 11 * 2 * 2 * 64 * 4 and run["weights"] > run["static_cache"]
     assert done.model["name"] == "small, 1 layer"
 
 

@@ -32,8 +32,8 @@ def test_the_filled_model_is_like_one_built_from_the_config(name, smaller, tmp_p
     dummy_checkpoint.fill(loaded, tmp_path, rank=0)
     built = shapes.build(name, device=torch.device("cpu"), dtype=torch.float32, layers=2)
     expected = dict(built.named_parameters())
-    assert {path: each.shape for path, each in loaded.named_parameters()} == {
-        path: each.shape for path, each in expected.items()
+    assert {path: parameter.shape for path, parameter in loaded.named_parameters()} == {
+        path: value.shape for path, value in expected.items()
     }
     for path, parameter in loaded.named_parameters():
         if parameter.ndim < 2:
@@ -47,8 +47,8 @@ def test_the_filled_model_is_like_one_built_from_the_config(name, smaller, tmp_p
 
 def test_it_takes_no_disk_space(tmp_path):
     dummy_checkpoint.write(tmp_path, "small", dtype=torch.bfloat16)
-    found = (tmp_path / dummy_checkpoint.MATRICES).stat()
-    assert found.st_size > 7_000_000 and found.st_blocks * 512 < 200_000
+    result = (tmp_path / dummy_checkpoint.MATRICES).stat()
+    assert result.st_size > 7_000_000 and result.st_blocks * 512 < 200_000
 
 
 def test_shards_differ_between_ranks_and_replicated_parameters_do_not(tmp_path):

@@ -22,49 +22,51 @@ def lines(*names):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_is_compared_on_all_its_implementations(name):
-    found = lines(name)
-    candidates = {f"{each.tier}: {each.name}" for each in operations()[name].implementations}
-    assert candidates <= {each.implementation for each in found}
-    timed = {each.implementation.split(":")[0] for each in found if each.microseconds is not None}
+    result = lines(name)
+    candidates = {f"{route.tier}: {route.name}" for route in operations()[name].implementations}
+    assert candidates <= {entry.implementation for entry in result}
+    timed = {entry.implementation.split(":")[0] for entry in result if entry.microseconds is not None}
     assert timed == {"torch", "eager"}
-    for each in found:
-        assert (each.microseconds is None) == (each.reason is not None) and each.floor > 0
+    for part in result:
+        assert (part.microseconds is None) == (part.reason is not None) and part.floor > 0
     assert not operations()[name].choices  # the settings don't affect the next call
 
 
 def test_every_line_ran_its_own_implementation(monkeypatch):
     ran = []
-    for each in operations()["rms_norm"].implementations:
-        call = each.call
+    for implementation in operations()["rms_norm"].implementations:
+        call = implementation.call
         monkeypatch.setitem(
-            each.__dict__, "call", lambda *args, name=each.name, call=call: ran.append(name) or call(*args)
+            implementation.__dict__,
+            "call",
+            lambda *args, name=implementation.name, call=call: ran.append(name) or call(*args),
         )
     lines("rms_norm")
     assert {"F.rms_norm", "formula"} <= set(ran)
     monkeypatch.setitem(operations()["rms_norm"].implementations[-2].__dict__, "call", lambda x, *rest: x * 1.001)
     spoilt = operations()["rms_norm"].implementations[-2].name
-    (line,) = [each for each in lines("rms_norm") if each.implementation.endswith(spoilt)]
+    (line,) = [entry for entry in lines("rms_norm") if entry.implementation.endswith(spoilt)]
     assert line.microseconds is None and "its numbers are wrong" in line.reason
 
 
 def test_attention_is_measured_with_every_backend_of_pytorch():
-    found = {each.implementation: each for each in lines("attention")}
-    assert found["torch: SDPA, math"].microseconds is not None
-    assert found["torch: SDPA, cudnn_attention"].reason is not None
+    result = {line.implementation: line for line in lines("attention")}
+    assert result["torch: SDPA, math"].microseconds is not None
+    assert result["torch: SDPA, cudnn_attention"].reason is not None
 
 
 def test_the_floor_of_a_gemm():
-    (line, *_) = [each for each in lines("linear") if each.case.startswith("o,")]
+    (line, *_) = [outcome for outcome in lines("linear") if outcome.case.startswith("o,")]
     assert line.floor == pytest.approx(1e6 * max(4 * (256 * 256 + 2 * 512) / 1e10, 2 * 2 * 256 * 256 / 1e11))
 
 
 def test_router_overhead_is_measured_with_empty_kernels(monkeypatch):
     monkeypatch.setattr(routing, "CALLS", 50)
     monkeypatch.setattr(routing, "ROUNDS", 3)
-    found = list(routing.routing())
-    assert [each.case for each in found] == ["attention", "linear", "act_and_mul", "rms_norm"]
-    assert all(0 < each.microseconds < 1000 for each in found)
-    assert not any(operations()[each.case].choices for each in found)
+    result = list(routing.routing())
+    assert [outcome.case for outcome in result] == ["attention", "linear", "act_and_mul", "rms_norm"]
+    assert all(0 < entry.microseconds < 1000 for entry in result)
+    assert not any(operations()[outcome.case].choices for outcome in result)
 
 
 def test_a_run_is_a_segment_and_an_encoder_is_refused():

@@ -17,24 +17,24 @@ DECODE, PREFILL = Case("decode", 2, 12, 4), Case("prefill", 2, 12)
 def run(model, names, case, **changes):
     reference = parity.Reference(model)
     made, _ = variants.sides(model, names, encoder=False)
-    found = measure.Measurement(model, made, reference, RATES, 2, lambda text: None)
-    return measure.measure(found._replace(**changes), case)
+    result = measure.Measurement(model, made, reference, RATES, 2, lambda text: None)
+    return measure.measure(result._replace(**changes), case)
 
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_correct_results_pass_and_are_recorded(case, model):
     done = run(model, ["stock", "hf_rocm"], case)
-    assert [each.side for each in done.timings] == ["stock", "hf_rocm"] and not done.left_out
-    for each in done.timings:
-        assert each.parity is not None and 0 < each.parity.error <= each.parity.allowed
-        assert each.parity.allowed >= 2 * each.parity.eager
+    assert [timing.side for timing in done.timings] == ["stock", "hf_rocm"] and not done.left_out
+    for timing in done.timings:
+        assert timing.parity is not None and 0 < timing.parity.error <= timing.parity.allowed
+        assert timing.parity.allowed >= 2 * timing.parity.eager
 
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_wrong_results_of_hf_rocm_end_the_run(case, model, monkeypatch):
     with ops.recording() as routes:
         run(model, ["hf_rocm"], case)
-    assert {each.operation for each in routes} >= {"rms_norm"}  # the route of the fault below
+    assert {entry.operation for entry in routes} >= {"rms_norm"}  # the route of the fault below
     hf_rocm.restore(model)
     spoil(monkeypatch, 1e-3)
     with pytest.raises(measure.Mismatch, match="hf_rocm returns wrong numbers") as error:
@@ -53,8 +53,8 @@ def spoil(monkeypatch, by):
 
     right = pointwise.torch_rms_norm
     operation = registry.operations()["rms_norm"]
-    for each in operation.implementations:
-        monkeypatch.setitem(each.__dict__, "call", lambda *args: right(*args) * (1 + by))
+    for implementation in operation.implementations:
+        monkeypatch.setitem(implementation.__dict__, "call", lambda *args: right(*args) * (1 + by))
     monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # earlier lookups remain correct
 
 
@@ -63,9 +63,9 @@ def test_another_side_with_wrong_results_is_skipped(model):
     made, _ = variants.sides(model, ["stock", "hf_rocm"], encoder=False)
     stock = made[0].model
     stock.model.norm.weight = torch.nn.Parameter(stock.model.norm.weight * 1.01)
-    found = measure.Measurement(model, made, reference, RATES, 1, lambda text: None)
-    done = measure.measure(found, PREFILL)
-    assert [each.side for each in done.timings] == ["hf_rocm"]
+    result = measure.Measurement(model, made, reference, RATES, 1, lambda text: None)
+    done = measure.measure(result, PREFILL)
+    assert [timing.side for timing in done.timings] == ["hf_rocm"]
     assert "its numbers are wrong by" in done.left_out["stock"]
 
 
@@ -93,7 +93,7 @@ def test_the_reference_has_higher_precision_and_keeps_the_model_unchanged(model)
     assert wide == exact.dtype == torch.float64 and narrow.dtype == torch.float32
     assert 0 < (exact - narrow).abs().max() < 1e-4
     after = dict(model.named_parameters())
-    assert before.keys() == after.keys() and all(after[name] is each for name, each in before.items())
+    assert before.keys() == after.keys() and all(after[name] is value for name, value in before.items())
     assert not model.model.norm._forward_hooks and not model.model.norm._forward_pre_hooks
 
 

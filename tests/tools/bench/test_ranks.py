@@ -102,7 +102,7 @@ def test_a_failed_rank_ends_all_ranks_and_the_cause_is_named(ranks_are, program,
     with pytest.raises(RankError) as error:
         run()
     assert error.value.message == message and error.value.facts == facts
-    assert len(started) == 2 and all(each.poll() is not None for each in started)
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
     assert time.monotonic() - began < 300  # the other one sleeps for 600 s
 
 
@@ -116,26 +116,28 @@ def test_a_failed_rank_ends_the_command_with_its_cause_and_writes_nothing(ranks_
     ranks_are(KILLED)
     file = tmp_path / "runs.json"
     assert main(["bench", *TINY, "--tp", "2", "--save", str(file), "--json"]) == 1
-    told = capsys.readouterr()
-    assert json.loads(told.out)["message"] == "rank 1 was killed by signal 9 (SIGKILL)" and "SIGKILL" in told.err
+    captured = capsys.readouterr()
+    assert (
+        json.loads(captured.out)["message"] == "rank 1 was killed by signal 9 (SIGKILL)" and "SIGKILL" in captured.err
+    )
     assert not file.exists() and not list(tmp_path.iterdir())
 
 
 def test_the_result_is_that_of_rank_0(ranks_are):
     expected = segment(parallel={"tp": 2, "world": 2, "backend": "gloo", "wire": 1e9, "exchanges": []})
     ranks_are(WELL.replace("ANSWER", f"json.loads({json.dumps(expected.to_dict())!r})"))
-    told = []
+    calls = []
     done = ranks.bench_ranks(
-        SMALL, [Case("decode", 1, 8, 4)], ["stock"], ranks=2, rounds=1, segment="x", progress=told.append
+        SMALL, [Case("decode", 1, 8, 4)], ["stock"], ranks=2, rounds=1, segment="x", progress=calls.append
     )
-    assert done == expected and "working" in told
+    assert done == expected and "working" in calls
 
 
 def test_a_segment_of_several_ranks_is_read_as_written(tmp_path):
     expected = segment(parallel={"tp": 2})
     record.write(tmp_path / "runs.json", [expected, segment("other")])
-    found = record.load(tmp_path / "runs.json")
-    assert found[0] == expected and found[1].parallel is None
+    table = record.load(tmp_path / "runs.json")
+    assert table[0] == expected and table[1].parallel is None
 
 
 @pytest.fixture
@@ -157,8 +159,8 @@ def nothing_starts(monkeypatch):
 )
 def test_a_model_that_can_not_be_sharded_is_refused_before_the_start(nothing_starts, arguments, code, words, capsys):
     assert main(["bench", *arguments]) == code
-    told = capsys.readouterr()
-    assert words in " ".join((told.out + told.err).replace("│", " ").split())
+    captured = capsys.readouterr()
+    assert words in " ".join((captured.out + captured.err).replace("│", " ").split())
 
 
 def test_fewer_gpus_than_ranks_are_refused(nothing_starts, monkeypatch):
@@ -174,8 +176,8 @@ def test_fewer_gpus_than_ranks_are_refused(nothing_starts, monkeypatch):
 
 def test_ranks_that_choose_different_tokens_are_detected(monkeypatch):
     def gather(everyone, tokens):
-        for number, each in enumerate(everyone):
-            each.copy_(tokens + (number == 2))
+        for number, entry in enumerate(everyone):
+            entry.copy_(tokens + (number == 2))
 
     monkeypatch.setattr(peers.dist, "all_gather", gather)
     one = object.__new__(rank._Rank)

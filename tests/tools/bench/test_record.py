@@ -59,9 +59,9 @@ def test_the_time_of_a_recorded_step_is_kept_and_reported(tmp_path):
     done = result(Case("decode", 1, 1024, 128))._replace(timings=timings)
     record.save(tmp_path / "runs.json", segment("alone", done))
     (again,) = record.load(tmp_path / "runs.json")
-    assert [each.replay for each in again.results[0].timings] == [None, 4.6]
+    assert [timing.replay for timing in again.results[0].timings] == [None, 4.6]
     assert report.notes(done) == ["hf_rocm: a recorded step alone takes 4.60 ms, 1.15 × the floor"]
     data = again.to_dict()
-    for each in data["results"][0]["timings"]:
-        del each["replay"]  # as in older files without this measurement
+    for side in data["results"][0]["timings"]:
+        del side["replay"]  # as in older files without this measurement
     assert record.Segment.from_dict(data).results[0].timings[1].replay is None

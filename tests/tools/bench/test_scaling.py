@@ -23,16 +23,16 @@ def test_a_decoder_has_the_matrices_of_the_model(name):
     weights = roofline.Weights.of(model)
     assert decoder.matrices == weights.dense and decoder.item == weights.item
     assert decoder.keys * decoder.item == 2 * roofline._key_bytes(model)
-    assert decoder.weights == 4 * sum(each.numel() for each in model.parameters() if each.ndim > 1)
+    assert decoder.weights == 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
 
 
 def test_every_layer_has_two_all_reduces_and_a_ring_sends_almost_every_message_twice():
-    told = scaling.exchange(LLAMA_70B, 8)
-    assert (told.sums, told.message, told.gathered) == (160, 8192 * 2, 0)
-    assert told.sent == pytest.approx(160 * 2 * 7 / 8 * 16384)
-    told = scaling.exchange(LLAMA_70B, 2, tokens=1024, embedding=True, head=True)
-    assert (told.sums, told.message, told.gathered) == (161, 1024 * 16384, 128256 * 2)
-    assert told.sent == pytest.approx(161 * told.message + told.gathered / 2)
+    exchange = scaling.exchange(LLAMA_70B, 8)
+    assert (exchange.sums, exchange.message, exchange.gathered) == (160, 8192 * 2, 0)
+    assert exchange.sent == pytest.approx(160 * 2 * 7 / 8 * 16384)
+    exchange = scaling.exchange(LLAMA_70B, 2, tokens=1024, embedding=True, head=True)
+    assert (exchange.sums, exchange.message, exchange.gathered) == (161, 1024 * 16384, 128256 * 2)
+    assert exchange.sent == pytest.approx(161 * exchange.message + exchange.gathered / 2)
     assert scaling.exchange(LLAMA_70B, 1).sent == 0
 
 

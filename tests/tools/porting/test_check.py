@@ -27,8 +27,8 @@ def found(folder, name, text):
 @pytest.mark.parametrize(("rule", "name", "text"), PLANTED)
 def test_a_planted_pattern_is_found_once(tmp_path, rule, name, text):
     report = found(tmp_path, name, text)
-    only_import = [each for each in report.findings if each.rule != rule]
-    assert [each.rule for each in report.findings if each.rule == rule] == [rule]
+    only_import = [finding for finding in report.findings if finding.rule != rule]
+    assert [finding.rule for finding in report.findings if finding.rule == rule] == [rule]
     assert not only_import
     finding = report.findings[0]
     assert finding.path == name and 1 <= finding.line <= text.count("\n")
@@ -182,17 +182,20 @@ def test_shell_text_as_commands(text, expected):
     ],
 )
 def test_guards_of_a_command(text, guarded):
-    assert "".join(each.program for each in commands(text) if each.guarded and each.program.isalpha()) == guarded
+    assert (
+        "".join(command.program for command in commands(text) if command.guarded and command.program.isalpha())
+        == guarded
+    )
 
 
 def test_the_line_is_that_of_the_finding(tmp_path):
     report = found(tmp_path, "a.py", "\n\nimport os\n\nimport pynvml\n")
-    assert [(each.line, each.severity) for each in report.findings] == [(5, Severity.PROBLEM)]
+    assert [(finding.line, finding.severity) for finding in report.findings] == [(5, Severity.PROBLEM)]
 
 
 def test_a_comment_silences_its_line_and_its_rule_only(tmp_path):
     silent = found(tmp_path, "a.py", "import pynvml  # hf-rocm: ignore\nimport tensorrt  # hf-rocm: ignore[cuda-pin]\n")
-    assert [each.line for each in silent.findings] == [2] and silent.silenced == 1
+    assert [finding.line for finding in silent.findings] == [2] and silent.silenced == 1
 
 
 def test_environments_and_links_in_a_tree_are_skipped(tmp_path):
@@ -202,8 +205,8 @@ def test_environments_and_links_in_a_tree_are_skipped(tmp_path):
     (tmp_path / "env" / "pyvenv.cfg").write_text("")
     (tmp_path / "own" / "again").symlink_to(tmp_path)
     done = []
-    report = check(tmp_path, progress=lambda *each: done.append(each))
-    assert [each.path for each in report.findings] == ["own/a.py"] and done == [(1, 1)]
+    report = check(tmp_path, progress=lambda *value: done.append(value))
+    assert [finding.path for finding in report.findings] == ["own/a.py"] and done == [(1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +225,7 @@ def test_an_unreadable_file_is_named_and_the_check_continues(tmp_path, name, con
     (tmp_path / "b.py").write_text("import pynvml\n")
     report = check(tmp_path)
     assert reason in report.unread[name]
-    assert [each.path for each in report.findings] == ["b.py"] and report.files == 1
+    assert [finding.path for finding in report.findings] == ["b.py"] and report.files == 1
 
 
 def test_a_dangling_link_is_named(tmp_path):
@@ -255,7 +258,7 @@ explicit = true
 """
     assert found(tmp_path, "pyproject.toml", text.replace("SCOPE", 'extra = "gpu"')).findings == ()
     report = found(tmp_path, "pyproject.toml", text.replace("SCOPE", "marker = \"sys_platform == 'linux'\""))
-    assert [(each.rule, each.line) for each in report.findings] == [("cuda-pin", 6)]
+    assert [(finding.rule, finding.line) for finding in report.findings] == [("cuda-pin", 6)]
 
 
 def test_the_table_of_libraries_has_every_pair():
@@ -272,9 +275,9 @@ def test_the_table_of_libraries_has_every_pair():
 
 
 def test_the_counts_of_a_report_are_correct(tmp_path):
-    told = found(tmp_path, "a.py", "import pynvml\nimport torch\ntorch.backends.cudnn.benchmark = True\n").to_dict()
-    assert told["counts"] == {"problem": 1, "warning": 1, "note": 0}
-    assert [each["severity"] for each in told["findings"]] == ["problem", "warning"]
+    data = found(tmp_path, "a.py", "import pynvml\nimport torch\ntorch.backends.cudnn.benchmark = True\n").to_dict()
+    assert data["counts"] == {"problem": 1, "warning": 1, "note": 0}
+    assert [finding["severity"] for finding in data["findings"]] == ["problem", "warning"]
 
 
 INDEX = "[[tool.uv.index]]\nname = 'i{0}'\nurl = 'https://pypi.nvidia.com/{0}'\nexplicit = true\n"
@@ -319,7 +322,7 @@ HOSTILE = {
     "try.py": lambda n: "import os\ntry:\n" + "    os.system('nvidia-smi')\n" * n + "except ValueError:\n    pass\n",
     "setup.cfg": lambda n: "[options]\ninstall_requires =\n" + "    pynvml\n" * n,
     "requirements.txt": lambda n: "pynvml\n" * n,
-    "pyproject.toml": lambda n: "[project]\ndependencies = [" + "".join(f"'p{each}',\n" for each in range(n)) + "]\n",
+    "pyproject.toml": lambda n: "[project]\ndependencies = [" + "".join(f"'p{index}',\n" for index in range(n)) + "]\n",
     "indexes/pyproject.toml": lambda n: "".join(INDEX.format(number) for number in range(n)),
 }  # fmt: skip
 CHEAP = {
@@ -355,8 +358,8 @@ def test_the_time_is_linear_in_the_size_of_the_file(tmp_path, name):
 
 def test_a_context_keeps_the_words_that_rules_match():
     module = Module(HOSTILE["guards.py"](2000) + "    if flash_attn and is_hip: return\n    x\n")
-    kept = {id(each): each for each in module.contexts.values()}
-    assert len(kept) < 10 and max(len(each.words) for each in kept.values()) <= 4
+    kept = {id(context): context for context in module.contexts.values()}
+    assert len(kept) < 10 and max(len(entry.words) for entry in kept.values()) <= 4
 
 
 def test_a_link_to_a_file_outside_the_tree_is_not_read(tmp_path):
@@ -367,5 +370,5 @@ def test_a_link_to_a_file_outside_the_tree_is_not_read(tmp_path):
     (tmp_path / "tree" / "outer.py").symlink_to("../secret.py")
     report = check(tmp_path / "tree")
     assert report.unread == {"outer.py": "a link to a file outside"}
-    assert [each.path for each in report.findings] == ["inner.py", "own.py"]
+    assert [finding.path for finding in report.findings] == ["inner.py", "own.py"]
     assert check(tmp_path / "tree" / "outer.py").findings, "a link that the user names is read"

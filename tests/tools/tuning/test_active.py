@@ -19,9 +19,9 @@ LAYOUT = layout_of("0.1.20")
 
 
 def rows_of(path, release="0.1.20"):
-    found = table.read(path, layout_of(release), release)
-    assert found.problems == []
-    return [(each.key.m, each.values["kernelName"]) for each in found.rows]
+    loaded = table.read(path, layout_of(release), release)
+    assert loaded.problems == []
+    return [(row.key.m, row.values["kernelName"]) for row in loaded.rows]
 
 
 def given():
@@ -87,12 +87,12 @@ def test_a_child_process_uses_its_parents_merged_table(fake_aiter, monkeypatch):
 
 def test_a_damaged_file_of_the_user_is_an_error_that_names_the_line(fake_aiter, tmp_path, monkeypatch):
     fake_aiter("0.1.20")
-    mine = write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT), row(LAYOUT, N="x")))
-    monkeypatch.setenv(VARIABLE, str(mine))
+    actual = write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT), row(LAYOUT, N="x")))
+    monkeypatch.setenv(VARIABLE, str(actual))
     with pytest.raises(TableError) as refused:
         active.before_import()
     assert refused.value.facts["line 3"].startswith("N is 'x'")
-    assert os.environ[VARIABLE] == str(mine)
+    assert os.environ[VARIABLE] == str(actual)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "gone.csv"))
     with pytest.raises(TableError, match=r"gone\.csv can't be read"):
         active.before_import()
@@ -119,12 +119,12 @@ def test_a_missing_gfx_column_of_the_user_is_filled_in(fake_aiter, tmp_path, mon
 
 def test_a_cache_that_can_not_be_written_is_a_warning(fake_aiter, tmp_path, monkeypatch):
     fake_aiter("0.1.20")
-    mine = write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT)))
-    monkeypatch.setenv(VARIABLE, str(mine))
+    actual = write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT)))
+    monkeypatch.setenv(VARIABLE, str(actual))
     monkeypatch.setenv("HF_ROCM_CACHE", str(write(tmp_path / "a file", "")))
     with pytest.warns(RuntimeWarning, match="can't be written"):
         active.before_import()
-    assert os.environ[VARIABLE] == str(mine)
+    assert os.environ[VARIABLE] == str(actual)
 
 
 @pytest.mark.parametrize("release", ["0.1.6", "0.1.20"])
@@ -142,8 +142,8 @@ def test_nothing_is_done_if_aiter_is_imported_or_ignores_the_variable(release, f
 def test_every_generation_gets_its_own_columns(release, fake_aiter, tmp_path, monkeypatch):
     layout = layout_of(release)
     fake_aiter(release, row(layout, M=1, kernelName="shipped"))
-    mine = write(tmp_path / "mine.csv", table_text(layout, row(layout, kernelName="mine")))
-    monkeypatch.setenv(VARIABLE, str(mine))
+    actual = write(tmp_path / "mine.csv", table_text(layout, row(layout, kernelName="mine")))
+    monkeypatch.setenv(VARIABLE, str(actual))
     active.before_import()
     assert rows_of(given(), release) == [(8, "mine"), (1, "shipped")]
 

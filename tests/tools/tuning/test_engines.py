@@ -29,16 +29,16 @@ def test_every_generations_tuner_is_run_on_its_own_files(version, fake_aiter, mo
     monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", "/somewhere/mine.csv")
     outcome = engines.tune(SHAPES, MI300X, fake.release)
     assert (outcome.tuned, outcome.missing, outcome.code) == (4, [], 0)
-    found = kept(fake.release)
-    assert found.problems == [] and [row.key._replace(gfx="gfx942") for row in found.rows] == [
-        each.key(*MI300X) for each in SHAPES
+    table = kept(fake.release)
+    assert table.problems == [] and [row.key._replace(gfx="gfx942") for row in table.rows] == [
+        row.key(*MI300X) for row in SHAPES
     ]
     run = outcome.log.parent
     assert shapes.read(run / "untuned.csv") == SHAPES
     assert (run / "untuned.csv").read_text().splitlines()[0] == ",".join(fake.release.layout.untuned)
-    said = outcome.log.read_text()
-    assert said.startswith("tuning ['--input_file'") and said.splitlines()[0].endswith(" None"), "a table is active"
-    assert engines.known(MI300X, fake.release) == {each.key(*MI300X) for each in SHAPES}
+    text = outcome.log.read_text()
+    assert text.startswith("tuning ['--input_file'") and text.splitlines()[0].endswith(" None"), "a table is active"
+    assert engines.known(MI300X, fake.release) == {row.key(*MI300X) for row in SHAPES}
 
 
 def test_the_command_of_an_installed_and_of_a_named_release(fake_aiter):
@@ -56,7 +56,7 @@ def test_later_results_replace_earlier_ones_and_the_rest_is_kept(fake_aiter):
     old = table_text(layout, row(layout, M=1, us=900, kernelName="old"), row(layout, M=77, kernelName="old"))
     write(store.tuned(MI300X, fake.release), old)
     engines.tune(SHAPES[:1], MI300X, fake.release)
-    assert [(each.key.m, each.values["kernelName"]) for each in kept(fake.release).rows] == [(1, ""), (77, "old")]
+    assert [(row.key.m, row.values["kernelName"]) for row in kept(fake.release).rows] == [(1, ""), (77, "old")]
 
 
 def test_shapes_without_a_result_are_reported(fake_aiter):
@@ -98,9 +98,9 @@ def test_an_interrupt_keeps_the_results_and_leaves_no_process(fake_aiter):
     with pytest.raises(KeyboardInterrupt):
         engines.tune(SHAPES, MI300X, fake.release, progress=stop)
     assert seen[-1] == (1, 4)
-    assert [each.key.m for each in kept(fake.release).rows] == [1]
+    assert [row.key.m for row in kept(fake.release).rows] == [1]
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
-    assert not any(str(fake.how.parent).encode() in each for each in commands)
+    assert not any(str(fake.how.parent).encode() in command for command in commands)
 
 
 def test_a_release_without_its_tuner(fake_aiter):

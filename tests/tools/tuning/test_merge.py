@@ -24,17 +24,17 @@ def read(tmp_path):
 
 
 def kernels(merged):
-    return [each.values["kernelName"] for each in merged.rows.values()]
+    return [row.values["kernelName"] for row in merged.rows.values()]
 
 
 def test_the_users_rows_have_precedence_then_the_fastest_shipped_row(read):
-    mine = read(row(LAYOUT, kernelName="mine", us=99))
+    actual = read(row(LAYOUT, kernelName="mine", us=99))
     here = read(row(LAYOUT, kernelName="here", us=50), row(LAYOUT, M=16, kernelName="here16"))
     general = read(row(LAYOUT, us=1), row(LAYOUT, M=32, us=9, kernelName="slow"), row(LAYOUT, M=16))
     model = read(row(LAYOUT, M=32, us=3, kernelName="fast"))
-    merged = merge([(YOURS, mine), (TUNED, here), (SHIPPED, general), (SHIPPED, model)], LAYOUT, MI300X)
+    merged = merge([(YOURS, actual), (TUNED, here), (SHIPPED, general), (SHIPPED, model)], LAYOUT, MI300X)
     assert kernels(merged) == ["mine", "here16", "fast"]
-    assert [(each.role, each.taken, each.repeated) for each in merged.shares] == [
+    assert [(share.role, share.taken, share.repeated) for share in merged.shares] == [
         (YOURS, 1, 0),
         (TUNED, 1, 1),
         (SHIPPED, 0, 3),
@@ -95,6 +95,6 @@ def test_the_number_of_gemms_that_aiter_finds(read):
         Gemm(16, 4096, 512, "torch.float16", False),
         Gemm(16, 4096, 512, "torch.bfloat16", False, shuffled=True),
     ]
-    found = [tuned_of(merged, [each.key(*MI300X)]) for each in shapes]
-    assert found == [1, 1, 1, 0, 0, 0]
-    assert module.tuned_of(merged, [each.key("gfx950", 256) for each in shapes]) == 0
+    gemms = [tuned_of(merged, [shape.key(*MI300X)]) for shape in shapes]
+    assert gemms == [1, 1, 1, 0, 0, 0]
+    assert module.tuned_of(merged, [shape.key("gfx950", 256) for shape in shapes]) == 0

@@ -43,11 +43,11 @@ def test_a_model_without_weights_records_the_gemms_of_the_real_model(name, check
 
 
 def test_prefill_and_decode_are_fused_and_compute_the_last_logits_only(checkpoints):
-    found, _ = seen_without(checkpoints["llama"], [2], [5])
+    gemms, _ = seen_without(checkpoints["llama"], [2], [5])
     layers = [(128, 64), (64, 64), (192, 64), (64, 96)]  # q + k + v, o, gate + up, down
     expected = {(m, n, k) for n, k in layers for m in (2, 10)} | {(2, 131, 64)}
-    assert {each[:3] for each in found} == expected
-    assert {(each.dtype, each.bias) for each in found} == {(BF16, False)}
+    assert {shape[:3] for shape in gemms} == expected
+    assert {(tensor.dtype, tensor.bias) for tensor in gemms} == {(BF16, False)}
 
 
 def test_a_config_suffices_and_no_memory_is_needed(checkpoints, tmp_path):
@@ -56,10 +56,10 @@ def test_a_config_suffices_and_no_memory_is_needed(checkpoints, tmp_path):
         num_key_value_heads=8, vocab_size=128256, torch_dtype="float16", architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    found, _ = seen_without(str(tmp_path), [64], [4096])
-    assert (262144, 57344, 8192) in {each[:3] for each in found}  # 28 GiB of output
-    assert {each.dtype for each in found} == {"torch.float16"}
-    assert {each.dtype for each in seen_without(str(tmp_path), [1], [4], dtype="bfloat16")[0]} == {BF16}
+    gemms, _ = seen_without(str(tmp_path), [64], [4096])
+    assert (262144, 57344, 8192) in {shape[:3] for shape in gemms}  # 28 GiB of output
+    assert {tensor.dtype for tensor in gemms} == {"torch.float16"}
+    assert {tensor.dtype for tensor in seen_without(str(tmp_path), [1], [4], dtype="bfloat16")[0]} == {BF16}
 
 
 def test_experts_that_depend_on_the_routing_need_the_weights(tmp_path):
@@ -67,8 +67,8 @@ def test_experts_that_depend_on_the_routing_need_the_weights(tmp_path):
     config.architectures = ["MixtralForCausalLM"]
     config.save_pretrained(tmp_path)
     if Version(transformers.__version__) >= Version("5.0"):
-        found, _ = seen_without(str(tmp_path), [1], [4], dtype="bfloat16")
-        assert (4, 4, 64) in {each[:3] for each in found}, "the router"
+        gemms, _ = seen_without(str(tmp_path), [1], [4], dtype="bfloat16")
+        assert (4, 4, 64) in {shape[:3] for shape in gemms}, "the router"
         return
     with pytest.raises(TuningError, match="cannot be traced without its weights") as refused:
         seen_without(str(tmp_path), [1], [4])
@@ -93,8 +93,8 @@ def test_an_encoder_decoder(tmp_path):
     )
     config.architectures = ["T5ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
-    found, _ = seen_without(str(tmp_path), [2], [7], dtype="bfloat16")
-    assert {each.m for each in found} == {2, 14}
+    gemms, _ = seen_without(str(tmp_path), [2], [7], dtype="bfloat16")
+    assert {shape.m for shape in gemms} == {2, 14}
 
 
 def test_models_that_can_not_be_recorded_are_an_error(checkpoints, tmp_path):

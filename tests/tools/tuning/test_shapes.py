@@ -47,7 +47,7 @@ def test_fused_layers_count_as_one():
     assert seen.shapes([(q, k, v)]) == [Gemm(1, 24, 8, FLOAT, False), Gemm(6, 24, 8, FLOAT, False)]
     with seen, torch.no_grad():
         k(torch.randn(3, 8))  # such as cross-attention
-    assert {each.n for each in seen.shapes([(q, k, v)])} == {16, 4}
+    assert {shape.n for shape in seen.shapes([(q, k, v)])} == {16, 4}
 
 
 def test_layers_that_prepare_would_not_fuse():
@@ -112,7 +112,7 @@ def test_random_bytes_result_in_shapes_or_an_error(tmp_path_factory, noise, wher
     path = tmp_path_factory.getbasetemp() / "noise.csv"
     path.write_bytes(whole[:where] + noise + whole[where + cut :])
     try:
-        found = shapes.read(path)
+        gemms = shapes.read(path)
     except HfRocmError:
         return
-    assert found and all(each.m > 0 for each in found)
+    assert gemms and all(shape.m > 0 for shape in gemms)

@@ -30,22 +30,22 @@ def problems(path, release=RELEASE):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.since)
 def test_a_table_of_every_release_is_read_as_written(layout, tmp_path):
     rows = [row(layout, M=m, bias=bias, libtype=name) for m in (1, 64) for bias in (0, 1) for name in ["torch"]]
-    rows = [each.replace(",0,torch.", ",False,torch.").replace(",1,torch.", ",True,torch.") for each in rows]
+    rows = [row.replace(",0,torch.", ",False,torch.").replace(",1,torch.", ",True,torch.") for row in rows]
     text = table_text(layout, *rows)
-    found = read(write(tmp_path / "t.csv", text), layout.since)
-    assert found.problems == [] and found.columns == layout.tuned
-    assert [each.line for each in found.rows] == [2, 3, 4, 5]
-    assert [(each.key.m, each.key.bias) for each in found.rows] == [(1, False), (1, True), (64, False), (64, True)]
-    assert all(each.us == 7.5 for each in found.rows)
-    merged = merge([(YOURS, found)], layout, MI300X)
+    table = read(write(tmp_path / "t.csv", text), layout.since)
+    assert table.problems == [] and table.columns == layout.tuned
+    assert [row.line for row in table.rows] == [2, 3, 4, 5]
+    assert [(row.key.m, row.key.bias) for row in table.rows] == [(1, False), (1, True), (64, False), (64, True)]
+    assert all(row.us == 7.5 for row in table.rows)
+    merged = merge([(YOURS, table)], layout, MI300X)
     assert merged.text == text
 
 
 def test_byte_order_marks_and_blank_lines_are_accepted(tmp_path):
     text = table_text(LAYOUT, row(LAYOUT, err_ratio="Null", tflops="", kernelName="Null"), "", ",,,")
     text = "\ufeff" + text.replace("tflops,bw", "tflops, bw").replace("\n", "\r\n")
-    found = read(write(tmp_path / "t.csv", text))
-    assert found.problems == [] and len(found.rows) == 1 and found.columns == LAYOUT.tuned
+    table = read(write(tmp_path / "t.csv", text))
+    assert table.problems == [] and len(table.rows) == 1 and table.columns == LAYOUT.tuned
 
 
 DAMAGES = [
@@ -72,17 +72,17 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), DAMAGES, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(("changes", "words"), DAMAGES, ids=lambda value: str(value)[:30])
 def test_a_damaged_row_is_refused_with_its_line(changes, words, tmp_path):
     text = table_text(
         LAYOUT, row(LAYOUT), row(LAYOUT, M=16, **changes) if "M" not in changes else row(LAYOUT, **changes)
     )
-    found = read(write(tmp_path / "t.csv", text))
-    assert [problem.line for problem in found.problems] == [3]
-    assert found.problems[0].text.startswith(words)
-    assert [each.line for each in found.rows] == [2]
+    table = read(write(tmp_path / "t.csv", text))
+    assert [problem.line for problem in table.problems] == [3]
+    assert table.problems[0].text.startswith(words)
+    assert [row.line for row in table.rows] == [2]
     with pytest.raises(TableError) as refused:
-        found.refuse(RELEASE)
+        table.refuse(RELEASE)
     assert refused.value.facts["line 3"].startswith(words)
 
 
@@ -113,8 +113,8 @@ def test_a_table_without_gfx(tmp_path):
         1: "there is no column gfx (`hf-rocm tune merge` fills it in)",
         3: "there is no gfx, and 110 compute units don't determine it",
     }
-    found = read(tmp_path / "t.csv")
-    assert [(each.key.gfx, each.key.units) for each in found.rows] == [("gfx942", 304), ("gfx950", 256)]
+    table = read(tmp_path / "t.csv")
+    assert [(row.key.gfx, row.key.units) for row in table.rows] == [("gfx942", 304), ("gfx950", 256)]
     assert problems(tmp_path / "t.csv", "0.1.15") == {}
 
 
@@ -138,8 +138,8 @@ def test_a_table_of_another_generation_is_refused_and_named(of, on, line, tmp_pa
 
 def test_a_newer_table_serves_an_older_release_that_ignores_gfx(tmp_path):
     path = write(tmp_path / "t.csv", table_text(LAYOUT, row(LAYOUT)))
-    found = read(path, "0.1.10")
-    assert found.problems == [] and found.rows[0].key.gfx == "gfx942" and "gfx" not in found.rows[0].values
+    table = read(path, "0.1.10")
+    assert table.problems == [] and table.rows[0].key.gfx == "gfx942" and "gfx" not in table.rows[0].values
 
 
 def test_an_invalid_header(tmp_path):
@@ -152,7 +152,7 @@ def test_an_invalid_header(tmp_path):
 
 def test_a_tuner_that_found_nothing_leaves_a_row_without_a_time(tmp_path):
     text = table_text(LAYOUT, row(LAYOUT, us=-1), row(LAYOUT, M=9, us="inf"), row(LAYOUT, M=10, us=0))
-    assert [each.us for each in read(write(tmp_path / "t.csv", text)).rows] == [None, None, 0.0]
+    assert [row.us for row in read(write(tmp_path / "t.csv", text)).rows] == [None, None, 0.0]
 
 
 def hostile(tmp_path):
@@ -222,10 +222,10 @@ def test_the_number_of_empty_lines_above_the_header_is_limited(tmp_path, monkeyp
 
 
 def test_a_file_with_many_errors_is_summarised(tmp_path):
-    found = read(write(tmp_path / "t.csv", table_text(LAYOUT, *["x"] * 500)))
-    assert len(found.problems) == table.MAX_PROBLEMS and found.more_problems == 500 - table.MAX_PROBLEMS
+    loaded = read(write(tmp_path / "t.csv", table_text(LAYOUT, *["x"] * 500)))
+    assert len(loaded.problems) == table.MAX_PROBLEMS and loaded.more_problems == 500 - table.MAX_PROBLEMS
     with pytest.raises(TableError) as refused:
-        found.refuse(RELEASE)
+        loaded.refuse(RELEASE)
     assert refused.value.facts["and"] == "480 more"
 
 
@@ -236,7 +236,7 @@ def test_random_bytes_result_in_a_table_or_an_error(tmp_path_factory, noise, whe
     path = tmp_path_factory.getbasetemp() / "noise.csv"
     path.write_bytes(whole[:where] + noise + whole[where + cut :])
     try:
-        found = read(path)
+        table = read(path)
     except HfRocmError:
         return
-    assert all(each.line >= 2 and each.key.m > 0 for each in found.rows)
+    assert all(row.line >= 2 and row.key.m > 0 for row in table.rows)

@@ -20,7 +20,7 @@ def those_here(*rows: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 @pytest.fixture
 def build():
     def make(name: str, dtype: torch.dtype = torch.float32):
-        case = next(each for each in CASES if each.id == name)
+        case = next(row for row in CASES if row.id == name)
         return case.build(dtype)
 
     return make

@@ -61,20 +61,20 @@ def wrong_block(model: Any, path: str) -> None:
     """A fused block whose bytes differ from those of its layers."""
     module = model.get_submodule(path)
     with torch.no_grad():
-        held = grouped_linear.live(module)
-        held.weight = held.weight.clone()
-        held.weight[-1] += 0.5
+        block = grouped_linear.live(module)
+        block.weight = block.weight.clone()
+        block.weight[-1] += 0.5
 
 
 def stale_block(model: Any, path: str, monkeypatch: Any) -> None:
     """A layer's weight is replaced, but the old block is still used."""
     module = model.get_submodule(path)
     with torch.no_grad():
-        held = grouped_linear.live(module)
-        first = module._modules[held.names[0]]
+        block = grouped_linear.live(module)
+        first = module._modules[block.names[0]]
         first.weight = torch.nn.Parameter(first.weight + 0.25 * torch.randn_like(first.weight))
     honest = grouped_linear.live
-    monkeypatch.setattr(grouped_linear, "live", lambda each: held if each is module else honest(each))
+    monkeypatch.setattr(grouped_linear, "live", lambda value: block if value is module else honest(value))
 
 
 def prepared(model: Any) -> Any:

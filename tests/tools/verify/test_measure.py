@@ -15,9 +15,9 @@ from hf_rocm.tools.verify.measure import Difference, allowed, difference, predic
 def test_the_error_is_relative_to_the_norm_of_its_position():
     expected = torch.tensor([[1000.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
     actual = expected + torch.tensor([[10.0, 0.0], [0.0, 0.0], [0.0, 0.5]])
-    found = difference(actual, expected)
-    assert (found.finite, found.largest, found.worst) == (True, 10.0, 0.5)
-    assert found.typical == pytest.approx(0.51 / 3) and found.median == pytest.approx(0.01)
+    result = difference(actual, expected)
+    assert (result.finite, result.largest, result.worst) == (True, 10.0, 0.5)
+    assert result.typical == pytest.approx(0.51 / 3) and result.median == pytest.approx(0.01)
 
 
 def test_the_error_at_a_zero_position_is_relative_to_the_median():
@@ -39,10 +39,10 @@ def test_the_bound_is_twice_the_largest_error_plus_a_rounding_step():
 
 def test_predictions_compared_with_a_reference():
     exact = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    found = predictions(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), exact, exact)
+    result = predictions(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), exact, exact)
     p = math.exp(1) / (1 + math.exp(1))
-    assert found.same == 0.5 and found.within_guides == 0.5
-    assert found.kl == pytest.approx(((2 * p - 1) * 1.0) / 2)
+    assert result.same == 0.5 and result.within_guides == 0.5
+    assert result.kl == pytest.approx(((2 * p - 1) * 1.0) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])

@@ -24,7 +24,7 @@ def test_observing_does_not_change_the_route(build):
     with torch.no_grad(), ops.recording() as routes:
         expected = model(input_ids=tokens(1, 9)).logits
     watched = run(subject, case, subject.dtype, inside=set(subject.blocks))
-    assert watched.routes == routes and {"attention", "linear", "rope"} <= {each.operation for each in routes}
+    assert watched.routes == routes and {"attention", "linear", "rope"} <= {route.operation for route in routes}
     assert torch.equal(watched.finals[0], expected[0])
     points = watched.points[0][LAYER]
     assert points.keys() >= FUSED | ROTATED | {"self_attn.attention", OUTPUT}
@@ -34,12 +34,12 @@ def test_stock_has_the_same_points_and_runs_no_hf_rocm_kernel(build):
     model = faults.prepared(build("llama"))
     subject = Subject(model)
     with ops.recording() as routes:
-        found = reference_of(subject, Case("prompt", (Step(tokens(1, 9)),)), {LAYER})
+        result = reference_of(subject, Case("prompt", (Step(tokens(1, 9)),)), {LAYER})
     assert routes == []
-    names = list(found.eager.points[0][LAYER])
+    names = list(result.eager.points[0][LAYER])
     assert set(names) >= FUSED | ROTATED | {"in self_attn.o_proj", "in mlp.down_proj", OUTPUT}
     assert "in self_attn.q_proj" not in names  # the norm's output, which already has a name
     order = ["self_attn.q_proj", "self_attn.rotated key", "in self_attn.o_proj", "mlp.up_proj", "in mlp.down_proj"]
     assert [name for name in names if name in order] == order and names[-1] == OUTPUT
-    assert list(found.eager.points[0]["model.layers.1"]) == [OUTPUT]
-    assert found.local.points[0][LAYER][OUTPUT].dtype == torch.float64
+    assert list(result.eager.points[0]["model.layers.1"]) == [OUTPUT]
+    assert result.local.points[0][LAYER][OUTPUT].dtype == torch.float64

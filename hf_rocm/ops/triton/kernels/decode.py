@@ -324,7 +324,7 @@ def _attend(
             num_stages=how.stages,
             divisible=numbers,
             matrix=dtype != "fp32" or architectures[0] == "gfx90a",  # RDNA multiplies fp32 without
-            architectures=tuple(each for each in architectures if each not in besides),
+            architectures=tuple(architecture for architecture in architectures if architecture not in besides),
         )
 
 

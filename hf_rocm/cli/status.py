@@ -1,4 +1,4 @@
-"""`hf-rocm status`: what is installed, and whether it matches."""
+"""`hf-rocm status`: the installed overlays, and whether they match."""
 
 from __future__ import annotations
 

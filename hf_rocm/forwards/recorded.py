@@ -23,7 +23,7 @@ Run = Callable[[Sequence[Tensor]], Any]
 
 
 class Observed(NamedTuple):
-    """An uncaptured forward: its output, what it read on the host, and why it can't be recorded, or None."""
+    """An uncaptured forward: its output, its reads on the host, and the reason why it can't be recorded, or None."""
 
     output: Any
     reads: list[Read]

@@ -244,7 +244,7 @@ def _decode(stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Atte
 
 
 def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:
-    """What `_sample` returned, without the last steps."""
+    """The result of `_sample` without the last steps."""
     cache.crop(-steps)
     if isinstance(result, Tensor):
         return result[:, :-steps]

@@ -1,7 +1,7 @@
 """choose_experts: from a router's logits to the experts of every token and their weights.
 
 A router is a small product followed by some ten small operations: softmax or sigmoid, a bias, a limit to groups of
-experts, top-k, a division by the sum. In a decode step each of them is a launch of its own.
+experts, top-k, a division by the sum. In a decode step each of them is a separate launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ SCORES = (SOFTMAX, SIGMOID, CHOSEN)
 
 
 class RoutingSpec(NamedTuple):
-    """What the choice of an implementation depends on. experts: E; top: k; weight_dtype: of the result."""
+    """The specification of a call, from which an implementation is selected.
+    experts: E; top: k; weight_dtype: of the result.
+    """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype

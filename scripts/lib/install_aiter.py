@@ -47,8 +47,8 @@ KEEP = ("torch", "triton", "pytorch-triton-rocm", "torchvision", "torchaudio", "
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts on which the choice depends. hip: the ROCm that torch was built for; aiter: the installed version of
-    AMD's package.
+    """The facts on which the choice depends.
+    hip: the ROCm that torch was built for; aiter: the installed version of AMD's package.
     """
 
     torch: str | None

@@ -204,8 +204,9 @@ def _call(case: Case, model: Any, ids: Any, size: Size) -> Callable[[], Any]:
 
 
 def unlike(expected: Any, actual: Any, reference: Any, dtype: Any) -> str | None:
-    """The error of hf_rocm's result, in a sentence, or None. reference: the float64 result; None for tokens. In 16
-    bits, two tokens may be equal within rounding, so only their number is compared.
+    """The error of hf_rocm's result, in a sentence, or None.
+    reference: the float64 result; None for tokens. In 16 bits, two tokens may be equal within rounding, so only their
+    number is compared.
     """
     import torch
 

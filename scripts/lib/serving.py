@@ -1,7 +1,7 @@
-"""Continuous batching of a prepared model compared with stock: `generate_batch` of requests of mixed lengths. Both
-sides use the same weights and calls: a warm-up batch, which also records graphs, then the measured one with the same
-manager. Tokens are checked by stock's forward: the distance of a generated token's logit from the largest one at its
-position, which is due to rounding on both sides.
+"""Continuous batching of a prepared model compared with stock: `generate_batch` of requests of mixed lengths.
+Both sides use the same weights and calls: a warm-up batch, which also records graphs, then the measured one with the
+same manager. Tokens are checked by stock's forward: the distance of a generated token's logit from the largest one at
+its position, which is due to rounding on both sides.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def seen(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     two, three = save(folder / "two", heads=4, groups=2), save(folder / "three", heads=6, groups=3)
     if request.param == "plain":
-        lines = [run_rank.out for run_rank in succeeded(run_ranks(SCRIPT, two, three, timeout=240))]
+        lines = [rank.out for rank in succeeded(run_ranks(SCRIPT, two, three, timeout=240))]
     else:
         result = torchrun(SCRIPT, two, three, timeout=240)
         assert result.code == 0 and not result.left, result.log

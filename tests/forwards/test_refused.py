@@ -57,7 +57,7 @@ def test_hooks_and_replaced_forwards_run_in_every_call(change, reason, pair):
         change(model)
     for _ in range(4):
         assert equal(call(prepared, inputs("bert")), call(stock, inputs("bert")))
-    assert counted(prepared)[1] == replayed and any(reason in our for our in reasons(prepared))
+    assert counted(prepared)[1] == replayed and any(reason in noted for noted in reasons(prepared))
 
 
 def test_a_hook_on_the_model_runs_in_every_call(pair):

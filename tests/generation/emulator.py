@@ -96,4 +96,4 @@ def _is_view(operator, inputs, outputs):
 
 
 def _tensors(values):
-    return [tree_leave for tree_leave in tree_leaves(values) if isinstance(tree_leave, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -60,7 +60,7 @@ def test_hooks_and_replaced_forwards_run_in_every_step(change, reason, pair):
         change(model)
     assert torch.equal(generate(prepared), generate(stock))
     assert counted(prepared)[1] == replayed
-    assert any(reason in our for our in known(prepared).turned_away)
+    assert any(reason in noted for noted in known(prepared).turned_away)
 
 
 def liger(model):

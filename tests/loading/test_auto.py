@@ -210,7 +210,7 @@ def test_another_librarys_wrapper_stays_and_is_reported(llama, caplog):
 
 
 @pytest.mark.parametrize(("wanted", "prepared"), [("1", True), ("yes", False)])
-def test_the_environment_switches_it_on_from_an_installed_block(llama, wanted, wrapper):
+def test_the_environment_switches_it_on_from_an_installed_block(llama, wanted, prepared):
     """In a child process whose modeling file ends with an installed block."""
     program = textwrap.dedent(
         f"""
@@ -228,4 +228,4 @@ def test_the_environment_switches_it_on_from_an_installed_block(llama, wanted, w
     )
     environment = {**os.environ, "HF_ROCM_AUTO": wanted, "HF_ROCM_FORCE": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == str(wrapper)
+    assert done.stdout.split()[-1] == str(prepared)

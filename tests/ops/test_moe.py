@@ -145,7 +145,7 @@ def test_the_loop_serves_calls_that_grouped_mm_refuses(shape, dtype, reason):
     assert routes[0].name == "sorted tokens, loop"
     if moe_torch._grouped_mm is not None:
         choice = registry.operations()["experts"].choose(moe.specification(arguments_of(tensors, {})))
-        assert any(reason in part.reason for part in choice.refusals)
+        assert any(reason in refusal.reason for refusal in choice.refusals)
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
 

@@ -145,7 +145,7 @@ def test_flags_that_a_build_lacks_and_flags_of_nvidia(good: Facts) -> None:
     facts = {**good.torch_answer.facts, "flags": {"backends.cuda.matmul.allow_tf32": "AttributeError: no"}}
     findings = list(torch_settings(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
     assert findings[0].level.value == "warning" and "setup_environment" in findings[0].fix
-    changed = [torch_setting.what for torch_setting in torch_settings(with_environment(good, NVIDIA_TF32_OVERRIDE="1"))]
+    changed = [row.what for row in torch_settings(with_environment(good, NVIDIA_TF32_OVERRIDE="1"))]
     assert any("NVIDIA_TF32_OVERRIDE=1: without effect" in line for line in changed)
     tuned = with_environment(good, PYTORCH_TUNABLEOP_ENABLED="1", PYTORCH_TUNABLEOP_TUNING="0")
     assert set(levels(torch_settings(tuned))) == {"ok"}
@@ -187,7 +187,7 @@ def test_aiter_on_unsupported_cards(good: Facts) -> None:
 )
 def test_every_failed_import_of_aiter_has_its_own_fix(good: Facts, error: str, fix: str) -> None:
     failed = replace(good, aiter=replace(good.aiter, answer=Answer({}, error, "import")))
-    (match,) = (finding for finding in aiter(failed) if finding.check == "aiter-import")
+    (match,) = (row for row in aiter(failed) if row.check == "aiter-import")
     assert match.level.value == "problem" and match.fix.startswith(fix)
 
 
@@ -237,20 +237,14 @@ def test_packages_of_another_release(good: Facts) -> None:
 @pytest.mark.parametrize(("installed", "count"), [("no", "none"), ("yes", "3")])
 def test_a_changed_file_without_a_block_is_a_warning(good: Facts, installed: str, count: str) -> None:
     facts_here = replace(good.transformers, overlays={f"{installed}/verified": 3, "no/changed": 1})
-    finding = next(
-        transformer
-        for transformer in transformers(replace(good, transformers=facts_here))
-        if transformer.check == "overlays"
-    )
+    finding = next(row for row in transformers(replace(good, transformers=facts_here)) if row.check == "overlays")
     assert finding.level.value == "warning" and finding.fix.startswith("hf-rocm status")
     assert finding.what == f"1 model file differs from its release; 3 overlays match, {count} installed"
 
 
 def test_overlays_of_another_release_and_a_kernels_package_in_range(good: Facts) -> None:
     older = replace(good, transformers=replace(good.transformers, overlays={"old/verified": 3, "no/verified": 72}))
-    result = {
-        kernel.check: kernel for kernel in transformers(with_packages(older, kernels="0.18.5", unsloth="2026.10.9"))
-    }
+    result = {row.check: row for row in transformers(with_packages(older, kernels="0.18.5", unsloth="2026.10.9"))}
     assert result["overlays"].fix == "hf-rocm install-overlays" and result["overlays"].level.value == "warning"
     assert result["kernels"].level.value == "ok" and "Unsloth" in result["patches"].what
 
@@ -398,10 +392,6 @@ def test_missing_files_and_commands_raise_no_error(tmp_path: Path) -> None:
 
 def test_a_block_with_foreign_code_in_a_known_file_is_a_problem(good: Facts) -> None:
     changed = replace(good.transformers, overlays={"yes/verified": 70, "foreign/verified": 2, "old/verified": 1})
-    finding = next(
-        transformer
-        for transformer in transformers(replace(good, transformers=changed))
-        if transformer.check == "overlays"
-    )
+    finding = next(row for row in transformers(replace(good, transformers=changed)) if row.check == "overlays")
     assert finding.level.value == "problem" and finding.what.startswith("2 blocks with code that is not from")
     assert finding.fix.startswith("hf-rocm install-overlays")

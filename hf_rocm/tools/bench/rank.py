@@ -237,7 +237,7 @@ class _Rank:
         return torch.cuda.memory_allocated(self.device)
 
     def _peak(self, before: int, model: Any) -> int | None:
-        """On the rank with the most memory in use: what a side added, plus the rank's part of the weights."""
+        """On the rank with the most memory in use: a side's own allocations plus the rank's part of the weights."""
         if self.device.type != "cuda":
             return None
         weights = sum(

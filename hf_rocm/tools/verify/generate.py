@@ -44,7 +44,7 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
     first, again = generate(subject, prompt, new), generate(subject, prompt, new)
     steps = _replayed(subject) - before
     reason = _wrong_replay(subject)
-    if reason is not None:  # the tokens are right, because the call was taken back and ran uncaptured
+    if reason is not None:  # the tokens are correct, because the call was repeated uncaptured
         return Check(*GRAPHS, FAILED, numbers={"replayed": float(steps)}, note=reason)
     if not steps:
         return Check(*GRAPHS, NOT_RUN, note=_why_not(subject))
@@ -73,7 +73,7 @@ def generate(subject: Subject, prompt: Tensor, new: int, *, recorded: bool = Tru
 
 
 def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: Tensor, start: int, whose: str) -> Check:
-    """ours, theirs: [1, S] tokens that agree up to `start`."""
+    """actual, expected: [1, S] tokens that agree up to `start`."""
     with subject.stock():
         eager = _logits(subject, actual, start)
     with subject.reference():
@@ -93,7 +93,8 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
             f"the first {first} of {len(text)} are {whose}; there the reference's two best logits are "
             f"{numbers['margin']:.2e} apart, and ours is {numbers['behind']:.2e} behind the best"
         )
-    # in a mixture, a nearly equal choice of experts may change a token's logits by any amount: compare the median
+    # with routed experts, a nearly equal choice of experts may change a token's logits by any amount: compare the
+    # median
     worst = (behind.median() if is_mixture(subject) else behind.max()).item()
     fault = None
     if not worst <= bound:

@@ -70,7 +70,7 @@ def bounds_of(subject: Subject, reference: Reference) -> Bounds:
 def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) -> dict[str, Fault]:
     """By layer, in order: the first point, in stock's order, whose error exceeds its bound.
 
-    ours: a run in which every layer had the same input as stock's.
+    run: a run in which every layer had the same input as stock's.
     """
     order = {layer: place for place, layer in enumerate(dict.fromkeys(key for key, _ in bounds))}
     faults: dict[str, Fault] = {}
@@ -90,7 +90,7 @@ def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) 
 
 
 def _rerouted(subject: Subject, actual: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor | None:
-    """[N] bool: the rows of a mixture that were routed to other experts, because two scores are nearly equal."""
+    """[N] bool: the rows that were routed to other experts, because two scores are nearly equal."""
     config = subject.text_config
     experts = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
     top = int(getattr(config, "num_experts_per_tok", 0) or 0)
@@ -131,7 +131,8 @@ def finals(*runs: Run) -> list[Tensor]:
 def end_to_end(subject: Subject, off: Difference, stock: Difference) -> tuple[Difference, Allowed]:
     """The difference of an end result that is compared with its bound, and the bound.
 
-    In a mixture, a token that is routed to another expert has a large error, and so have tokens that attend to it. So
+    With routed experts, a token that is routed to another expert has a large error, and so have tokens that attend to
+    it. So
     the median over the positions is compared there.
     """
     if not is_mixture(subject):

@@ -64,7 +64,7 @@ def _check_lines(check: Check, width: int, *, everything: bool) -> Iterator[str]
 
 
 def _final_lines(result: Verification, width: int) -> Iterator[str]:
-    """What the end results look like beside the reference, and beside the guides' fixed tolerance."""
+    """The end results compared with the reference, and with the fixed tolerance of porting guides."""
     rows = [check for check in result.checks if "kl" in check.numbers]
     if not rows:
         return

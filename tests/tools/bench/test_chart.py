@@ -37,7 +37,7 @@ def test_the_svg_is_well_formed_and_complete(tmp_path):
 
 def test_segments_of_several_commits_are_named_with_all_rates():
     segments = [segment(), segment(commit="fedcba987654", rates=Rates(4.3e12, 0.8e12)), segment(commit=None)]
-    text = " ".join(segment.text for segment in words_of(chart.draw("x", segments)))
+    text = " ".join(word.text for word in words_of(chart.draw("x", segments)))
     assert "commit 0123456789ab, fedcba987654, hf_rocm forced" in text
     assert "4.25–4.30 TB/s (copy) and 800 G–790 TFLOP/s" in text
 
@@ -52,7 +52,7 @@ def test_no_word_is_cut_at_the_right():
 
 def test_a_panel_names_its_own_unit():
     cases = [result(Case("decode", 1, 8, 8), stock=16.0), result(Case("prefill", 1, 8), stock=16.0)]
-    texts = [case.text for case in words_of(chart.draw("x", [segment("both", *cases)]))]
+    texts = [word.text for word in words_of(chart.draw("x", [segment("both", *cases)]))]
     assert [text for text in texts if text.startswith("ms")] == ["ms a token, end to end through generate", "ms"]
     assert not any("token," in text for text in texts[:2]), "the subtitle does not apply to every panel"
 

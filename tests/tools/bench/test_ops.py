@@ -23,7 +23,9 @@ def lines(*names):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_is_compared_on_all_its_implementations(name):
     result = lines(name)
-    candidates = {f"{route.tier}: {route.name}" for route in operations()[name].implementations}
+    candidates = {
+        f"{implementation.tier}: {implementation.name}" for implementation in operations()[name].implementations
+    }
     assert candidates <= {entry.implementation for entry in result}
     timed = {entry.implementation.split(":")[0] for entry in result if entry.microseconds is not None}
     assert timed == {"torch", "eager"}

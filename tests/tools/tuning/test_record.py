@@ -59,7 +59,7 @@ def test_a_config_suffices_and_no_memory_is_needed(checkpoints, tmp_path):
     gemms, _ = seen_without(str(tmp_path), [64], [4096])
     assert (262144, 57344, 8192) in {shape[:3] for shape in gemms}  # 28 GiB of output
     assert {tensor.dtype for tensor in gemms} == {"torch.float16"}
-    assert {tensor.dtype for tensor in seen_without(str(tmp_path), [1], [4], dtype="bfloat16")[0]} == {BF16}
+    assert {gemm.dtype for gemm in seen_without(str(tmp_path), [1], [4], dtype="bfloat16")[0]} == {BF16}
 
 
 def test_experts_that_depend_on_the_routing_need_the_weights(tmp_path):

@@ -127,7 +127,7 @@ def chosen_down(
 
 @triton.jit
 def _added_up(
-    sums,  # [..., N, K], of which the last is what one piece has
+    sums,  # [..., N, K]; the last dim is that of one block
     x,  # addresses [..., 1, K]
     weight,  # addresses, as sums
     k,

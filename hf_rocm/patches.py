@@ -5,8 +5,7 @@ replacement. Everything else in hf_rocm declares changes and names their user. A
 and undone with its last. Users are referenced weakly, so that the changes of a model end with the model.
 
 If other code wrapped or replaced our replacement in the meantime, its change stays: the change is no longer `live`, and
-a
-replacement that is not live only calls the original. If it becomes the current value again, the next operation undoes
+a replacement that is not live only calls the original. If it becomes the current value again, the next operation undoes
 it.
 
 Garbage collection can run while PyTorch compiles or iterates over a table of hooks. It therefore only records that a

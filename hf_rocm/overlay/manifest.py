@@ -14,9 +14,8 @@
     reason = "why this model excludes releases of the directory's range"
 
 The names are the imports from transformers in the overlay's source: its import list is its dependency list. `A|B` is
-the
-first name that a release has, of those passed to `overlay.binds_first`. A span refers to the list of releases at the
-top. Ranges and reasons are written manually, everything else by scripts/refresh-digests.
+the first name that a release has, of those passed to `overlay.binds_first`. A span refers to the list of releases at
+the top. Ranges and reasons are written manually, everything else by scripts/refresh-digests.
 """
 
 from __future__ import annotations

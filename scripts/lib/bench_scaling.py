@@ -24,8 +24,8 @@ def tables() -> str:
         [
             "What one token exchanges at batch 1, in bf16 (*computed*):",
             exchanged(),
-            f"What one sum may cost beyond one over half the ranks, before twice the GPUs are slower ({GPU.name}, "
-            "batch 1, *computed*):",
+            "How much longer a sum may take than one over half the ranks before twice the GPUs are slower "
+            f"({GPU.name}, batch 1, *computed*):",
             allowed(),
             f"A decode step at batch 1 on {GPU.name}s, if a sum takes {_micro(ASSUMED[0])} or {_micro(ASSUMED[1])} "
             "(assumed, *computed*):",

@@ -1,4 +1,4 @@
-"""Decoder layers: what is fused into the GEMMs for few rows and for many rows, and modules that a user changed."""
+"""Decoder layers: fusion into the GEMMs for few rows and for many rows, and modules that a user changed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def few(monkeypatch):
 
 @torch.no_grad()
 def run(model: Any, **arguments: Any) -> tuple[Any, list[str]]:
-    """The model's output, with what each layer returned as `layers`, and the operations that ran."""
+    """The model's output, with the results of all layers as `layers`, and the operations that ran."""
     returned: list[torch.Tensor] = []
     hooks = [
         layer.register_forward_hook(lambda module, args, output: returned.append(_hidden(output)))

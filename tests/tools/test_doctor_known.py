@@ -191,7 +191,7 @@ def test_rows_of_padding_in_fp16(good: Facts) -> None:
     assert not applied(replace(good, model=ModelFacts("org/model", dtype="bfloat16")))
 
 
-def test_a_kernels_package_out_of_range_and_what_that_disables(good: Facts) -> None:
+def test_a_kernels_package_out_of_range_and_the_disabled_features(good: Facts) -> None:
     facts = replace(good, packages={**good.packages, "kernels": "0.17.2"})
     (finding,) = (finding for finding in transformers(facts) if finding.check == "kernels")
     assert finding.level.value == "warning"

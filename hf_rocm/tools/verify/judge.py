@@ -132,8 +132,7 @@ def end_to_end(subject: Subject, off: Difference, stock: Difference) -> tuple[Di
     """The difference of an end result that is compared with its bound, and the bound.
 
     With routed experts, a token that is routed to another expert has a large error, and so have tokens that attend to
-    it. So
-    the median over the positions is compared there.
+    it. So the median over the positions is compared there.
     """
     if not is_mixture(subject):
         return off, allowed([stock], subject.dtype)

@@ -103,7 +103,7 @@ def test_sides_share_weights_and_only_hf_rocms_is_prepared(model):
         assert not routes
         made[3](input_ids=torch.arange(10, 20)[None])
     assert {route.operation for route in routes} >= {"attention", "rms_norm"}
-    with pytest.raises(AssertionError, match="after the model was prepared"):
+    with pytest.raises(AssertionError, match="before the model is prepared"):
         variants.twin(model)
     assert made[2].arguments == {"disable_compile": True}
     assert (

@@ -87,7 +87,7 @@ def test_copies_and_pickles_keep_the_mode_and_the_state_dict_does_not_contain_it
 
 def test_signature_and_docstring_equal_stock(binding):
     assert list(inspect.signature(Layer.forward).parameters) == ["self", "x", "extra"]
-    assert Layer.forward.__doc__ == "The stock words." and Layer.forward.__name__ == "forward"
+    assert Layer.forward.__doc__ == "The stock docstring." and Layer.forward.__name__ == "forward"
 
 
 def test_unbinding_and_binding_again_keeps_one_dispatcher(binding):

@@ -15,7 +15,7 @@ RADEON = ("gfx1100", "gfx1151", "gfx1201")
 NEWEST_AITER = "0.1.21.dev46"
 # the driver's description of the machine: one folder per CPU and GPU
 KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
-# the version of the driver in AMD's packages; the driver in Linux has no version of its own
+# the version of the driver in AMD's packages; the driver in Linux has no separate version
 DRIVER = "/sys/module/amdgpu/version"
 # the memory of a graphics card in bytes; of a GPU that shares the host's memory, the part that the firmware reserved
 CARVED_OUT = "sys/class/drm/card*/device/mem_info_vram_total"

@@ -19,7 +19,7 @@ def setup_environment(
 ) -> list[str]:
     """Make the settings that programs written for NVIDIA make at startup, in a form that is also correct on AMD.
 
-    Call it at the start of a program, instead of setting `PYTORCH_CUDA_ALLOC_CONF` and `torch.backends.…` by hand. The
+    Call it at the start of a program, instead of setting `PYTORCH_CUDA_ALLOC_CONF` and `torch.backends.…` manually. The
     same call works on every machine and applies what that machine supports.
 
     allocator: settings of PyTorch's allocator, such as `expandable_segments:True`; None keeps the current settings.

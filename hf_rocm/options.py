@@ -229,7 +229,7 @@ def current() -> Options:
 
 
 def refresh() -> None:
-    """Read the environment again if a variable changed, and choose kernels anew. Warns of names that are no options."""
+    """Read the environment again if a variable changed, and select kernels again. Warns of unknown option names."""
     global _read
     check_names()
     if _read is not None and _read[0] != _values():
@@ -238,7 +238,7 @@ def refresh() -> None:
 
 
 def check_names() -> None:
-    """Log one warning for every variable of the environment that looks like an option and is none."""
+    """Log one warning for every variable of the environment that looks like an option but is not one."""
     from hf_rocm.variables import warn_of_unknown  # an inert overlay block does without it
 
     warn_of_unknown(os.environ, (variable.name for variable in VARIABLES))

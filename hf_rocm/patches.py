@@ -4,8 +4,8 @@ A `Change` is a record: an owner (a class, a module, a registry), a name, the or
 replacement. Everything else in hf_rocm declares changes and names their user. A change is applied for its first user
 and undone with its last. Users are referenced weakly, so that the changes of a model end with the model.
 
-If other code wrapped or replaced our replacement in the meantime, theirs stays: the change is no longer `live`, and a
-replacement that is not live only calls the original. If it becomes the current value again, the next operation undoes
+If other code wrapped or replaced our replacement in the meantime, its change stays: the change is no longer `live`, and
+a replacement that is not live only calls the original. If it becomes the current value again, the next operation undoes
 it.
 
 Garbage collection can run while PyTorch compiles or iterates over a table of hooks. It therefore only records that a
@@ -59,7 +59,7 @@ class Change:
         return id(self.owner), self.name
 
     def current(self) -> Any:
-        """What the owner itself has under the name, or ABSENT."""
+        """The owner's own attribute with this name, or ABSENT."""
         return vars(self.owner).get(self.name, ABSENT)
 
     def write(self, value: Any) -> None:
@@ -306,8 +306,8 @@ def _same(change: Change) -> Change | None:
 
 def _beneath(value: Any, place: tuple[int, Hashable]) -> Any:
     """Return the value below our replacements, whether their changes are live or undone."""
-    ours = [*_live.get(place, ()), *(change for change in _undone if change.place == place)]
-    while (change := next((change for change in ours if change.replacement is value), None)) is not None:
+    changes = [*_live.get(place, ()), *(change for change in _undone if change.place == place)]
+    while (change := next((change for change in changes if change.replacement is value), None)) is not None:
         value = change.original
     return value
 

@@ -1,4 +1,4 @@
-"""Variables of the environment that look like an option and are none, such as HF_ROCM_FROCE."""
+"""Environment variables that look like an option but are not one, such as HF_ROCM_FROCE."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _log = logging.getLogger("hf_rocm")
 
 
 def unknown(names: Iterable[str], known: Iterable[str]) -> dict[str, str | None]:
-    """The names that begin with HF_ROCM_ and are not known, with the known one that comes nearest, if one is near."""
-    ours = [name.removeprefix(_PREFIX) for name in known if name.startswith(_PREFIX)]
+    """The unknown names that begin with HF_ROCM_, with the most similar known one, if any."""
+    own = [name.removeprefix(_PREFIX) for name in known if name.startswith(_PREFIX)]
     given = {name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)}
-    strange = sorted(given - set(ours))
+    strange = sorted(given - set(own))
     if not strange:
         return {}
     from difflib import get_close_matches  # here: check_version stays cheap
 
-    near = {name: get_close_matches(name, ours, 1) for name in strange}
+    near = {name: get_close_matches(name, own, 1) for name in strange}
     return {_PREFIX + name: _PREFIX + names[0] if names else None for name, names in near.items()}
 
 

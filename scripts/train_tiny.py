@@ -1,7 +1,6 @@
-"""Train a small Llama-type model from nothing, on text that every Python installation has.
-
-The demo and the tests need a checkpoint whose logits mean something without downloading one: the text is the Python
-language reference that `help()` shows, and the tokenizer is a BPE learned on it.
+"""Train a small Llama-like model from scratch, on text that every Python installation has.
+The demo and the tests need a trained checkpoint without downloading one: the text is the Python language reference that
+`help()` shows, and the tokenizer is a BPE learned on it.
 
     python scripts/train_tiny.py OUT [--steps 800]
 """
@@ -87,7 +86,7 @@ def pages() -> list[str]:
 
 
 def learn_tokenizer() -> Any:
-    """A byte-level BPE learned on the pages, wrapped as transformers wants it."""
+    """A byte-level BPE learned on the pages, wrapped for transformers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -103,7 +102,7 @@ def learn_tokenizer() -> Any:
 
 
 def progress_bar(width: int = 28) -> Progress:
-    """A bar that redraws itself on a terminal; one plain line per tenth of the way elsewhere."""
+    """A bar that is redrawn on a terminal; otherwise one line per tenth of the steps."""
     began, live = time.monotonic(), sys.stdout.isatty()
 
     def show(step: int, steps: int, loss: float) -> None:

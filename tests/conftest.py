@@ -1,4 +1,4 @@
-"""What every test relies on: one thread, no network, hardware suites that say when they did not run, a checkpoint."""
+"""Fixtures of all tests: one thread, no network, hardware tests that are reported if they did not run, a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# a shell ignores interrupts for what it starts in the background, and so would every process that a test interrupts
+# a shell starts background processes with interrupts ignored, which child processes of tests would inherit
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-interface",
         action="store_true",
-        help="write what the package offers now to tests/public_interface.json instead of comparing the two",
+        help="write the current interface to tests/public_interface.json instead of comparing it",
     )
     from tests.amdgcn import suite
 
@@ -46,16 +46,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header() -> str:
-    """Say which hf_rocm is being tested: the installed one or the checkout."""
-    found = importlib.util.find_spec("hf_rocm")
-    return f"hf_rocm: {Path(found.origin).parent if found and found.origin else 'not found'}"
+    """Print which hf_rocm is tested: the installed one or the checkout."""
+    spec = importlib.util.find_spec("hf_rocm")
+    return f"hf_rocm: {Path(spec.origin).parent if spec and spec.origin else 'not found'}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs hardware that is not here, in words that scripts/test lists as not run.
+    """Skip tests without their hardware, with reasons that scripts/test lists as not run.
 
-    What compares all that is loaded runs first, before models of other tests are prepared in the process, and so does
-    what measures the allocator's memory, before recordings of other tests keep some of it.
+    Tests that compare all loaded objects run first, before other tests prepare models in the process, and so do tests
+    that measure the allocator's memory, before recordings of other tests keep some of it.
     """
     items.sort(key=lambda item: item.path.name != "test_reversal.py" and item.get_closest_marker("first") is None)
     for marker, present, reason in (
@@ -75,9 +75,9 @@ def scratch_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def keep_the_ledger(request: pytest.FixtureRequest, scratch_cache: Path) -> Iterator[None]:
-    """Faults that tests plant in replays stay out of the user's ledger, which `hf-rocm doctor` reports.
+    """Keep injected faults of replays out of the user's ledger, which `hf-rocm doctor` reports.
 
-    Of a whole module: a fixture of its own may start processes before the first test.
+    Module scope: a module's fixture may start processes before its first test.
     """
     folders = request.path.relative_to(ROOT).parts[1:] if request.path.is_relative_to(ROOT) else ()
     with pytest.MonkeyPatch.context() as patch:
@@ -88,12 +88,12 @@ def keep_the_ledger(request: pytest.FixtureRequest, scratch_cache: Path) -> Iter
 
 @pytest.fixture(autouse=True, scope="session")
 def no_network() -> Iterator[None]:
-    """Connections of the test process go to this machine or nowhere; subprocesses have HF_HUB_OFFLINE."""
+    """Allow only connections to this machine in the test process; subprocesses have HF_HUB_OFFLINE."""
     connect = socket.socket.connect
 
     def local_only(self: socket.socket, address: Any) -> None:
         if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
-            raise OSError(f"a test tried to reach {address[0]}; tests run without a network")
+            raise OSError(f"a test tried to connect to {address[0]}; tests run without a network")
         connect(self, address)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -103,9 +103,9 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """scripts/test runs us isolated, to test the wheel: then child processes must not start in the checkout either."""
+    """scripts/test tests the wheel in isolation, so child processes must not start in the checkout."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # what a command prints is that of a pipe
+        for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # commands print as into a pipe
             patch.delenv(name, raising=False)
         if sys.flags.isolated:
             patch.chdir(tmp_path_factory.mktemp("elsewhere"))
@@ -114,7 +114,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def manifests_parsed_once() -> Iterator[None]:
-    """Every catalog that a test loads reads the manifests of all overlays; equal texts are parsed once in a process."""
+    """Parse equal manifests once per process: every catalog that a test loads reads those of all overlays."""
     from hf_rocm.overlay import manifest
 
     parsed: dict[str, manifest.Manifest] = {}
@@ -132,14 +132,14 @@ def manifests_parsed_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a Llama-type GQA model, trained for a few seconds on real text, and its tokenizer."""
+    """A folder with a Llama-like GQA model, trained for a few seconds on real text, and its tokenizer."""
     out = tmp_path_factory.mktemp("tiny-checkpoint")
     train_tiny().train(out, steps=12, batch=4, length=64)
     return out
 
 
 def train_tiny() -> ModuleType:
-    """scripts/train_tiny.py, which the demo runs too."""
+    """Run scripts/train_tiny.py, which the demo uses too."""
     spec = importlib.util.spec_from_file_location("train_tiny", ROOT / "scripts" / "train_tiny.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,6 +1,6 @@
 """The 8-bit GEMMs of this PyTorch on this CPU: private functions, which differ by release and CPU.
 
-The calls themselves are tried here, without the package: the route that a test expects is not what the package chose.
+The functions are called directly, without the package: expected routes must not depend on the package's choice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The public interface as data: what `tests/public_interface.json` records and `test_public_interface.py` compares.
+"""The public interface as data: `tests/public_interface.json` records it, and `test_public_interface.py` compares it.
 
-A key that disappears, or a value that changes, breaks somebody's program. A key that is new breaks none, but has to be
-recorded, so that it is compared from then on.
+A removed key or a changed value breaks programs. A new key breaks none, but must be recorded, so that it is compared
+from then on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def save(section: str, value: Record) -> None:
 
 
 def differences(recorded: Record, now: Record) -> list[str]:
-    """One line for each entry that is gone, has changed, or is not recorded yet."""
+    """One line per entry that was removed, has changed, or is not recorded yet."""
     gone = [f"gone: {name}: {recorded[name]!r}" for name in recorded.keys() - now.keys()]
     new = [f"not recorded: {name}: {now[name]!r}" for name in now.keys() - recorded.keys()]
     changed = [
@@ -56,11 +56,11 @@ def names(module_name: str) -> Record:
     listed = getattr(module, "__all__", None) or [
         name for name, value in vars(module).items() if getattr(value, "__module__", None) == module_name
     ]
-    found: Record = {}
+    result: Record = {}
     for name in sorted(listed):
         if not name.startswith("_") or name == "__version__":
-            found.update(_described(f"{module_name}.{name}", getattr(module, name)))
-    return found
+            result.update(_described(f"{module_name}.{name}", getattr(module, name)))
+    return result
 
 
 def _described(path: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -91,26 +91,26 @@ def _signature(function: Any) -> str:
 
 
 def commands() -> Record:
-    """Every command with its arguments and options: spelling, type, default, required or not, how often."""
+    """Every command with its arguments and options: name, type, default, whether it is required, and its count."""
     from hf_rocm import check_version
     from hf_rocm.cli.app import build
 
-    found: Record = {}
-    _add_commands("hf-rocm", typer.main.get_command(build()), found)
+    result: Record = {}
+    _add_commands("hf-rocm", typer.main.get_command(build()), result)
     for action in check_version._parser()._actions:
         if not isinstance(action, argparse._HelpAction):
             key = f"python -m hf_rocm.check_version {' '.join(action.option_strings) or action.metavar}"
-            found[key] = {"default": action.default, "nargs": action.nargs, "required": action.required}
-    return found
+            result[key] = {"default": action.default, "nargs": action.nargs, "required": action.required}
+    return result
 
 
-def _add_commands(path: str, command: Any, found: Record) -> None:
-    found[path] = "command"
+def _add_commands(path: str, command: Any, result: Record) -> None:
+    result[path] = "command"
     hints = get_type_hints(inspect.unwrap(command.callback)) if command.callback else {}
     for parameter in command.params:
-        if parameter.name in hints:  # typer's own type objects differ between its releases
+        if parameter.name in hints:  # typer's type objects differ between releases
             spelling = " ".join([*parameter.opts, *parameter.secondary_opts])
-            found[f"{path} {spelling}"] = {
+            result[f"{path} {spelling}"] = {
                 "argument": parameter.param_type_name == "argument",
                 "type": inspect.formatannotation(hints[parameter.name]),
                 "default": parameter.default,
@@ -118,7 +118,7 @@ def _add_commands(path: str, command: Any, found: Record) -> None:
                 "multiple": bool(getattr(parameter, "multiple", False) or parameter.nargs == -1),
             }
     for name, child in getattr(command, "commands", {}).items():
-        _add_commands(f"{path} {name}", child, found)
+        _add_commands(f"{path} {name}", child, result)
 
 
 def variables() -> Record:
@@ -129,7 +129,7 @@ def variables() -> Record:
 
 
 def promises() -> Record:
-    """The numbered promises of docs/promises.md, with the tests that show them."""
+    """The numbered promises of docs/promises.md, with their tests."""
     text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
     tests = "\n".join(
         file.read_text(encoding="utf-8") for file in sorted((ROOT / "tests/overlay/promises").glob("test_*.py"))
@@ -142,7 +142,7 @@ def promises() -> Record:
 
 
 def codes() -> Record:
-    """The words of JSON outputs that programs compare with, by where they stand."""
+    """The constants of JSON outputs that programs compare with, by location."""
     from hf_rocm import errors
     from hf_rocm.overlay import audit, plan, state
     from hf_rocm.tools.doctor.report import Level
@@ -181,7 +181,7 @@ def _rules() -> Iterator[str]:
 
 
 def _doctor_findings() -> set[str]:
-    """The names of doctor's checks, with the level of each that a recorded machine brings out."""
+    """The names of doctor's checks, with the levels that occur on recorded machines."""
     from hf_rocm.tools.doctor.examine import doctor
     from tests.tools.recorded import NAMES, Recorded
 
@@ -190,8 +190,8 @@ def _doctor_findings() -> set[str]:
 
 
 def shape(value: Any, path: str = "") -> dict[str, set[str]]:
-    """Every path of a JSON value with the types that stand there; `[]` is any item of an array."""
-    found = {path: {_type(value)}}
+    """Every path of a JSON value with its types; `[]` is any item of an array."""
+    result = {path: {_type(value)}}
     if isinstance(value, Mapping):
         data = path.rpartition(".")[2] in DATA_KEYS
         children = [(f"{path}.{{}}" if data else f"{path}.{key}", item) for key, item in value.items()]
@@ -199,8 +199,8 @@ def shape(value: Any, path: str = "") -> dict[str, set[str]]:
         children = [(f"{path}[]", item) for item in value] if isinstance(value, list) else []
     for child, item in children:
         for inner, types in shape(item, child).items():
-            found.setdefault(inner, set()).update(types)
-    return found
+            result.setdefault(inner, set()).update(types)
+    return result
 
 
 def _type(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What users put in the place of functions of transformers and torch."""
+"""Replacements of functions of transformers and torch, as users make them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @contextmanager
 def replaced(holder, name, change):
-    """Within the block, a place has change(what it had). holder: a class, a module, a mapping or a registry."""
+    """Replace an entry by change(entry) within the block. holder: a class, a module, a mapping or a registry."""
     before = holder[name] if hasattr(holder, "keys") else getattr(holder, name)
     own = name in getattr(holder, "_local_mapping", holder if hasattr(holder, "keys") else vars(holder))
     put(holder, name, change(before))
@@ -37,7 +37,7 @@ def take_away(holder, name):
 
 
 def scaled(function):
-    """A function of the user's: the tensor, or the first of several, times 1.25."""
+    """A user's wrapper: multiply the tensor, or the first of several, by 1.25."""
 
     def theirs(*args, **kwargs):
         result = function(*args, **kwargs)
@@ -47,7 +47,7 @@ def scaled(function):
 
 
 def masked(function):
-    """No query sees the second key, in prompts and in steps."""
+    """Hide the second key from all queries, in prompts and in steps."""
 
     def theirs(*args, **kwargs):
         kwargs = {**kwargs, "allow_is_causal_skip": False}

@@ -1,7 +1,7 @@
 """A snapshot of all entries of every module of transformers, torch and accelerate, compared by identity.
 
-Nothing here reads hf_rocm's own list of changes. Namespaces are modules, their classes, the objects that modules hold
-(registries, function tables), and the dictionaries and lists within any of these.
+It does not use hf_rocm's own list of changes. Namespaces are modules, their classes, objects in modules (registries,
+function tables), and nested dictionaries and lists.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def take() -> Snapshot:
 
 
 def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[str, tuple[Any, Any]]:
-    """The entries that are another object than before, or are new and lead to hf_rocm: "path.name" → (before, now).
+    """The entries that were replaced by another object, or are new and refer to hf_rocm: "path.name" → (before, now).
 
-    New entries count if they lead to hf_rocm: transformers and torch import, register and cache as they run.
-    ignored: prefixes of modules whose caches PyTorch replaces; entries that lead to hf_rocm count there too.
+    New entries count only if they refer to hf_rocm, because transformers and torch import, register and cache at run
+    time. ignored: prefixes of modules whose caches PyTorch replaces; entries that refer to hf_rocm count there too.
     """
     wrong = {}
     for path, (owner, entries) in before.items():
@@ -61,7 +61,7 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
             if old is new:
                 continue
             if _is(new, types.ModuleType) and str(name).startswith("__import_"):
-                continue  # the compiler's names of modules in the globals of compiled code
+                continue  # the compiler's names for modules in the globals of compiled code
             if ((cache or old is ABSENT) and not is_ours(new)) or (_is_plain(old) and _is_plain(new)):
                 continue
             wrong[".".join((*path, str(name)))] = old, new
@@ -69,7 +69,7 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
 
 
 def ours() -> Iterator[str]:
-    """All entries that lead to hf_rocm's code now."""
+    """All entries that refer to hf_rocm's code."""
     for path, (_, entries) in take().items():
         for name, value in entries.items():
             if is_ours(value):
@@ -77,7 +77,7 @@ def ours() -> Iterator[str]:
 
 
 def is_ours(value: Any, depth: int = 4) -> bool:
-    """Whether a function was written in hf_rocm or an overlay, or calls one that was: wrapped, bound, in a closure."""
+    """Whether a function is defined in hf_rocm or an overlay, or contains one that is: wrapped, bound, in a closure."""
     if depth == 0:
         return False
     if _is(value, types.FunctionType):
@@ -97,7 +97,7 @@ def is_ours(value: Any, depth: int = 4) -> bool:
 
 
 def _is(value: Any, *kinds: type) -> bool:
-    """By the type itself: `isinstance` reads `__class__`, where torch has warnings."""
+    """Compare the type itself: `isinstance` reads `__class__`, which warns in torch."""
     return issubclass(type(value), kinds)
 
 
@@ -117,7 +117,7 @@ def _entries(owner: Any) -> dict[Any, Any]:
         own = object.__getattribute__(owner, "__dict__") if _has_attributes(owner) else {}
     entries = {name: value for name, value in list(own.items()) if name not in _WRITTEN_BY_PYTHON}
     if _is(owner, dict):
-        # not through the methods of lazy mappings, which import modules
+        # without the methods of lazy mappings, which import modules
         entries.update((f"[{key!r}]", value) for key, value in list(dict.items(owner)))
     return entries
 

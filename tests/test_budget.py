@@ -1,4 +1,4 @@
-"""Budgets: bytes, shares of the weights, and what is neither."""
+"""Budgets: bytes, shares of the weights, and invalid values."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hf_rocm.errors import OptionError
         ("100 %", 1000),
     ],
 )
-def test_in_bytes(budget, expected):
+def test_budgets_in_bytes(budget, expected):
     assert in_bytes(budget, 1000) == expected
 
 
 @pytest.mark.parametrize(
     "budget", [-1, 1.01, float("nan"), True, None, "", "1.5", "110%", "4 parsecs", "-1", "nan%", "9" * 400, [1]]
 )
-def test_what_is_no_budget_is_refused_with_what_is(budget):
+def test_an_invalid_budget_is_refused_with_the_valid_forms(budget):
     with pytest.raises(OptionError, match="is not valid") as caught:
         in_bytes(budget, 1000, source="HF_ROCM_PRESHUFFLE_BUDGET=")
     assert "HF_ROCM_PRESHUFFLE_BUDGET=" in str(caught.value) and "25%" in str(caught.value)
@@ -39,11 +39,11 @@ def test_what_is_no_budget_is_refused_with_what_is(budget):
 @pytest.mark.parametrize(
     ("gpu", "host", "carved_out", "expected"),
     [
-        (94, 120, 0.5, 94),  # the pages that the driver may map
-        (94, 40, 0.5, 40.5),  # which the host uses
+        (94, 120, 0.5, 94),  # pages that the driver may map
+        (94, 40, 0.5, 40.5),  # used by the host
         (48, 48, 48, 48),  # the carve-out
-        (135, 32, 96, 128),  # both, and the pages are more than the host has
+        (135, 32, 96, 128),  # both, and more pages than the host has
     ],
 )
-def test_a_pool_that_host_and_gpu_share(gpu, host, carved_out, expected):
+def test_memory_shared_by_host_and_gpu(gpu, host, carved_out, expected):
     assert of_one_pool(gpu, host, carved_out) == expected

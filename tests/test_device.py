@@ -1,4 +1,4 @@
-"""What the helpers say of a machine: on this one, and on a ROCm build that is pretended."""
+"""The helpers on this machine, and on a simulated ROCm build."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hf_rocm.architectures import least_of_cards
 
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A ROCm torch with an MI300X and a Radeon; returns which devices were asked about."""
-    asked: list[object] = []
+    """A ROCm torch with an MI300X and a Radeon. Returns the list of queried devices."""
+    requested: list[object] = []
     names = {0: "gfx942:sramecc+:xnack-", 1: "gfx1100"}
 
     def properties(which: torch.device) -> SimpleNamespace:
-        asked.append(which.index)
+        requested.append(which.index)
         return SimpleNamespace(gcnArchName=names[which.index])
 
     monkeypatch.setattr(torch.version, "hip", "7.2")
@@ -31,18 +31,18 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     device.describe.cache_clear()
-    yield asked  # type: ignore[misc]
+    yield requested  # type: ignore[misc]
     device.describe.cache_clear()
 
 
-def test_here_they_say_what_torch_says() -> None:
+def test_on_this_machine_they_agree_with_torch() -> None:
     assert hf_rocm.is_rocm() is (torch.version.hip is not None)
     assert hf_rocm.gpu_available() is torch.cuda.is_available()
     if not hf_rocm.is_rocm():
         assert hf_rocm.gpu_arch() is hf_rocm.gpu_arch("cpu") is hf_rocm.gpu_arch(0) is None
 
 
-def test_the_architecture_comes_without_flags_and_follows_the_current_device(rocm: list[object]) -> None:
+def test_the_architecture_has_no_flags_and_is_that_of_the_current_device(rocm: list[object]) -> None:
     assert hf_rocm.is_rocm() and hf_rocm.gpu_available()
     assert (hf_rocm.gpu_arch(0), hf_rocm.gpu_arch("cuda:0"), hf_rocm.gpu_arch(torch.device("cuda", 0))) == (
         "gfx942",
@@ -52,12 +52,12 @@ def test_the_architecture_comes_without_flags_and_follows_the_current_device(roc
     assert rocm == [0, 1]  # each device is opened once
 
 
-def test_a_rocm_build_that_sees_no_gpu_has_no_architecture(rocm: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rocm_build_without_a_gpu_has_no_architecture(rocm: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert not hf_rocm.gpu_available() and hf_rocm.gpu_arch() is None and rocm == []
 
 
-def test_asking_whether_it_is_rocm_opens_nothing_and_needs_no_pynvml() -> None:
+def test_is_rocm_opens_no_device_and_needs_no_pynvml() -> None:
     program = (
         "import sys, hf_rocm; assert 'torch' not in sys.modules; hf_rocm.is_rocm(); hf_rocm.gpu_available();"
         "import torch; print(torch.cuda.is_initialized(), 'pynvml' in sys.modules, 'transformers' in sys.modules)"
@@ -71,13 +71,13 @@ GIB = 2**30
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A GPU with these bytes (GiB), beside a host with those."""
+    """A GPU and a host with these amounts of memory (GiB)."""
 
     def pretend(
         arch: str, flag: int | None, *, total: float, free: float, host: float, available: float, carved: float
     ) -> None:
-        said = {} if flag is None else {"is_integrated": flag}
-        properties = SimpleNamespace(gcnArchName=arch, total_memory=int(total * GIB), **said)
+        messages = {} if flag is None else {"is_integrated": flag}
+        properties = SimpleNamespace(gcnArchName=arch, total_memory=int(total * GIB), **messages)
         monkeypatch.setattr(torch.version, "hip", "7.13")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda which: properties)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda which: (int(free * GIB), int(total * GIB)))
@@ -112,7 +112,7 @@ def test_a_gpu_that_shares_the_hosts_memory(
     assert device.free_memory(gpu) == pytest.approx(free * GIB, abs=2)
 
 
-def test_a_card_with_memory_of_its_own_is_not_bounded_by_the_host(shared: Callable[..., None]) -> None:
+def test_a_card_with_dedicated_memory_is_not_limited_by_the_host(shared: Callable[..., None]) -> None:
     shared("gfx1200", 0, total=16, free=15, host=8, available=4, carved=0)
     gpu = torch.device("cuda", 0)
     assert (device.total_memory(gpu), device.free_memory(gpu)) == (16 * GIB, 15 * GIB)
@@ -122,6 +122,6 @@ def test_the_hosts_memory_is_read_from_linux() -> None:
     assert 0 < device.available() <= device.total_memory(torch.device("cpu"))
 
 
-def test_the_gpu_in_the_processor_has_the_least_memory_of_its_own() -> None:
+def test_the_integrated_gpu_has_the_least_dedicated_memory() -> None:
     assert least_of_cards(["25753026560\n", "536870912\n", None, "junk"]) == 536870912
     assert least_of_cards([]) == least_of_cards([None]) == 0

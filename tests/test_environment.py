@@ -1,4 +1,4 @@
-"""`setup_environment`: the allocator's settings and the flags, right on every build."""
+"""`setup_environment`: the allocator's settings and the flags, correct on every build."""
 
 from __future__ import annotations
 
@@ -18,62 +18,62 @@ BOTH = "max_split_size_mb:128,expandable_segments:True"
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch):
-    """Set, as if this torch were built for ROCm (or, with hip=None, not); returns what is in force afterwards."""
+    """Simulate a torch for ROCm (with hip=None: without). Returns the result and the effective settings."""
     for name in environment.ALLOCATOR:
-        monkeypatch.setenv(name, "")  # so that what is set below is put back
+        monkeypatch.setenv(name, "")  # so that the settings below are restored
         monkeypatch.delenv(name)
 
-    def call(*, hip: str | None = "7.2", users: dict[str, str] | None = None, **asked: object):
+    def call(*, hip: str | None = "7.2", users: dict[str, str] | None = None, **actual: object):
         for name, value in (users or {}).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(environment, "torch_facts", lambda: TorchFacts("", "2.11.0", hip, None))
-        said = hf_rocm.setup_environment(**asked)
-        found = hf_rocm.options.environment()
-        return said, {name: found[name] for name in environment.ALLOCATOR if found.get(name)}
+        text = hf_rocm.setup_environment(**actual)
+        result = hf_rocm.options.environment()
+        return text, {name: result[name] for name in environment.ALLOCATOR if result.get(name)}
 
     return call
 
 
 @pytest.mark.parametrize("allocator", [3, True, ["expandable_segments:True"]])
-def test_settings_that_are_no_text_are_refused(settings, allocator) -> None:
+def test_settings_that_are_not_strings_are_refused(settings, allocator) -> None:
     with pytest.raises(OptionError, match=r"allocator=.* is not valid") as caught:
         settings(allocator=allocator)
     assert "expandable_segments:True" in caught.value.facts["allowed"]
 
 
-def test_the_allocators_setting_goes_where_every_release_reads_it(settings) -> None:
-    said, found = settings(allocator="expandable_segments:True")
-    assert found == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert said == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+def test_the_allocators_setting_is_written_to_the_variables_of_all_releases(settings) -> None:
+    text, result = settings(allocator="expandable_segments:True")
+    assert result == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert text == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
 
 
-def test_nothing_asked_is_nothing_changed(settings) -> None:
+def test_without_arguments_nothing_changes(settings) -> None:
     assert settings() == ([], {})
 
 
 @pytest.mark.parametrize("users", [None, {"PYTORCH_HIP_ALLOC_CONF": BOTH}])
-def test_on_rocm_the_two_that_do_not_go_together_are_parted(settings, users: dict[str, str] | None) -> None:
-    said, found = settings(allocator=None if users else BOTH, users=users)
-    assert list(found.values()) == ["expandable_segments:True"]
-    assert "expandable_segments:True" in said[0]
+def test_on_rocm_incompatible_settings_are_separated(settings, users: dict[str, str] | None) -> None:
+    text, result = settings(allocator=None if users else BOTH, users=users)
+    assert list(result.values()) == ["expandable_segments:True"]
+    assert "expandable_segments:True" in text[0]
 
 
-def test_elsewhere_they_stay_as_they_are(settings) -> None:
+def test_on_other_builds_they_are_unchanged(settings) -> None:
     assert settings(hip=None, allocator=BOTH)[1] == {"PYTORCH_CUDA_ALLOC_CONF": BOTH}
 
 
 @pytest.mark.parametrize("fine", ["max_split_size_mb:128", "expandable_segments:False,max_split_size_mb:128"])
-def test_one_of_them_alone_is_left_alone(settings, fine: str) -> None:
+def test_one_of_them_alone_is_unchanged(settings, fine: str) -> None:
     assert settings(allocator=fine)[1] == {"PYTORCH_CUDA_ALLOC_CONF": fine}
 
 
-def test_the_users_setting_wins_and_it_says_so(settings) -> None:
-    said, found = settings(allocator="expandable_segments:True", users={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
-    assert found == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
-    assert said == ["PYTORCH_ALLOC_CONF=max_split_size_mb:64 in the environment overrides expandable_segments:True"]
+def test_the_users_setting_has_precedence_and_is_reported(settings) -> None:
+    text, result = settings(allocator="expandable_segments:True", users={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
+    assert result == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert text == ["PYTORCH_ALLOC_CONF=max_split_size_mb:64 in the environment overrides expandable_segments:True"]
 
 
-def test_too_late_is_an_error_and_the_same_again_is_not(settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_change_is_an_error_unless_it_is_the_same(settings, monkeypatch: pytest.MonkeyPatch) -> None:
     settings(allocator="expandable_segments:True")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert settings(allocator="expandable_segments:True")[0] == []
@@ -82,7 +82,7 @@ def test_too_late_is_an_error_and_the_same_again_is_not(settings, monkeypatch: p
         settings(allocator="expandable_segments:True")
 
 
-def test_flags_are_set_where_the_build_has_them_and_left_out_where_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_that_the_build_lacks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.backends.cudnn.benchmark
     try:
         assert hf_rocm.setup_environment(cudnn_benchmark=True) == ["torch.backends.cudnn.benchmark=True"]
@@ -91,11 +91,11 @@ def test_flags_are_set_where_the_build_has_them_and_left_out_where_not(monkeypat
         torch.backends.cudnn.benchmark = before
 
     class Bare:
-        """A build whose products have no such flag."""
+        """A build whose GEMMs have no such flag."""
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Bare())
-    said = hf_rocm.setup_environment(tf32=torch.backends.cudnn.allow_tf32)
-    assert said[0].startswith("skipped torch.backends.cuda.matmul.allow_tf32: ")
+    text = hf_rocm.setup_environment(tf32=torch.backends.cudnn.allow_tf32)
+    assert text[0].startswith("skipped torch.backends.cuda.matmul.allow_tf32: ")
     assert not hasattr(torch.backends.cuda.matmul, "allow_tf32")
 
 

@@ -1,4 +1,4 @@
-"""Files are replaced whole, and a lock is waited for as long as its limit says."""
+"""Files are replaced as a whole, and waiting for a lock has a time limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.parametrize("content", ["text ∑\n", b"\x00\xff"])
-def test_a_file_is_written_whole_with_the_permissions_of_the_umask(tmp_path, content):
+def test_a_file_is_written_as_a_whole_with_the_permissions_of_the_umask(tmp_path, content):
     before = os.umask(0o027)
     try:
         files.write(tmp_path / "file", content)
@@ -68,7 +68,7 @@ def test_an_output_keeps_its_owner(tmp_path):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_an_output_goes_to_the_target_of_a_link(tmp_path, there):
+def test_an_output_is_written_to_the_target_of_a_link(tmp_path, there):
     (tmp_path / "folder").mkdir()
     target, link = tmp_path / "folder" / "target", tmp_path / "link"
     if there:
@@ -78,7 +78,7 @@ def test_an_output_goes_to_the_target_of_a_link(tmp_path, there):
     assert link.is_symlink() and target.read_text() == "new" and list(target.parent.iterdir()) == [target]
 
 
-def test_an_output_is_written_into_a_fifo_whole(tmp_path):
+def test_an_output_is_written_into_a_fifo(tmp_path):
     fifo, content = tmp_path / "fifo", os.urandom(1 << 20)
     os.mkfifo(fifo)
     received = []
@@ -89,7 +89,7 @@ def test_an_output_is_written_into_a_fifo_whole(tmp_path):
     assert received == [content] and stat.S_ISFIFO(fifo.stat().st_mode)
 
 
-def test_an_output_leaves_a_device_a_device(tmp_path):
+def test_an_output_does_not_replace_a_device(tmp_path):
     device = tmp_path / "null"
     try:
         os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
@@ -103,7 +103,7 @@ def test_an_output_leaves_a_device_a_device(tmp_path):
         files.write_output(Path("/dev/full"), "text")
 
 
-def test_an_output_to_stdout_goes_on_behind_what_is_there(tmp_path):
+def test_an_output_to_stdout_is_appended(tmp_path):
     code = "import sys; from pathlib import Path; from hf_rocm import files; print('before', flush=True)\n"
     code += "files.write_output(Path('/dev/stdout'), 'result\\n'); print('after')"
     with (tmp_path / "out").open("ab") as out:
@@ -112,7 +112,7 @@ def test_an_output_to_stdout_goes_on_behind_what_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["", "folder", "missing/file", "file/below", "loop"])
-def test_what_can_not_be_an_output_is_refused_before_the_work(tmp_path, path):
+def test_an_unwritable_output_is_refused_before_the_work(tmp_path, path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
@@ -127,7 +127,7 @@ def test_what_can_not_be_an_output_is_refused_before_the_work(tmp_path, path):
             files.check_output(tmp_path / "file" / "a" / "b", parents=True)
 
 
-def test_a_block_device_is_no_output(tmp_path, monkeypatch):
+def test_a_block_device_is_refused_as_output(tmp_path, monkeypatch):
     status = os.stat_result((stat.S_IFBLK | 0o660, *(0,) * 9))
     monkeypatch.setattr(files, "_status", lambda path: status)
     with pytest.raises(OSError, match="a disk or a socket"):
@@ -147,14 +147,14 @@ def test_a_failure_leaves_the_old_content_and_no_temporary_file(tmp_path, monkey
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
 
 
-def test_the_content_reaches_the_disk_before_the_file_is_replaced(tmp_path, monkeypatch):
+def test_the_content_is_synced_before_the_file_is_replaced(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(os.pread(descriptor, 9, 0)))
     files.write(tmp_path / "file", "content")
     assert calls == [b"content"]
 
 
-def test_a_lock_that_another_process_has_is_refused_and_ends_with_that_process(tmp_path):
+def test_a_lock_is_refused_until_its_process_ends(tmp_path):
     (tmp_path / "lock").touch()
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock")]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -178,7 +178,7 @@ def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
         files.lock(0)
 
 
-def test_polling_tries_at_least_once_and_tells_how_long_it_has_waited(monkeypatch):
+def test_polling_tries_at_least_once_and_yields_the_waiting_time(monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(files.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(files.time, "sleep", lambda seconds: None)

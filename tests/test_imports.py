@@ -1,4 +1,4 @@
-"""Who may import what, read from the sources: the rules that keep `import hf_rocm` cheap and the layers apart."""
+"""Import rules, checked in the sources: `import hf_rocm` is cheap, and packages are layered."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_rocm"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "transformers", "accelerate", "aiter", "triton"}
-KERNELS = "hf_rocm.ops.triton.kernels"  # the one package whose modules import triton at the top
-# classes of transformers' own kind, which their bases have to be there for
+KERNELS = "hf_rocm.ops.triton.kernels"  # the only package whose modules import triton at the top
+# subclasses of transformers' classes, which need their bases at import time
 CACHES = ("hf_rocm.generation.cache", "hf_rocm.generation.encoder_decoder", "hf_rocm.loading.stored_quantizer")
 CEILING = 400  # lines
 
-# what runs without anyone having asked for a model: the import, the command line, an installed block
+# code that runs without a model: the import, the command line, an installed block
 CHEAP = ("hf_rocm", "hf_rocm.__main__", "hf_rocm.check_version", "hf_rocm.cli", "hf_rocm.options", "hf_rocm.overlay")
 MAY_PRINT = ("hf_rocm.cli", "hf_rocm.check_version", "hf_rocm.__main__")
 
@@ -45,7 +45,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module: by whom, on which line, and whether importing the importer imports it."""
+    """One import: the importing module, the line, and whether it runs when that module is imported."""
 
     importer: str
     imported: str
@@ -60,12 +60,12 @@ class Import:
         return f"{self.importer}:{self.line} imports {self.imported}"
 
 
-def test_the_sources_are_found() -> None:
+def test_the_sources_exist() -> None:
     assert len(SOURCES) > 10, PACKAGE
 
 
 def test_overlay_imports_neither_torch_nor_transformers() -> None:
-    wrong = [each for each in _all_imports() if each.importer.startswith("hf_rocm.overlay") and each.top in HEAVY]
+    wrong = [edge for edge in _all_imports() if edge.importer.startswith("hf_rocm.overlay") and edge.top in HEAVY]
     assert not wrong, _listed(wrong)
 
 
@@ -77,7 +77,7 @@ def test_packages_import_downwards_only() -> None:
     upward = {
         (_short(importer), _short(imported))
         for importer, targets in graph.items()
-        if importer != "hf_rocm"  # gives every public name, on demand
+        if importer != "hf_rocm"  # provides every public name lazily
         for imported in targets
         if rows[_package(imported)] < rows[_package(importer)]
     }
@@ -92,14 +92,14 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_only_tools_and_the_command_line_import_tools() -> None:
     above = {*ORDER[0], *ORDER[1]}
     wrong = [
-        each
-        for each in _all_imports()
-        if each.imported.startswith("hf_rocm.tools") and _package(each.importer) not in above
+        edge
+        for edge in _all_imports()
+        if edge.imported.startswith("hf_rocm.tools") and _package(edge.importer) not in above
     ]
     assert not wrong, _listed(wrong)
 
 
-def test_circles_are_found() -> None:
+def test_import_cycles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"f"}, "f": {"e"}}
     assert sorted(map(sorted, _circles(graph))) == [["a", "b", "c"], ["e", "f"]]
 
@@ -107,54 +107,54 @@ def test_circles_are_found() -> None:
 def test_ops_never_import_weights_nor_what_builds_on_them() -> None:
     above = ("hf_rocm.weights", "hf_rocm.layers", "hf_rocm.loading.pretrained", "hf_rocm.cli")
     wrong = [
-        each for each in _all_imports() if each.importer.startswith("hf_rocm.ops") and _inside(each.imported, above)
+        edge for edge in _all_imports() if edge.importer.startswith("hf_rocm.ops") and _inside(edge.imported, above)
     ]
     assert not wrong, _listed(wrong)
 
 
 def test_library_code_never_imports_the_command_line() -> None:
     wrong = [
-        each
-        for each in _all_imports()
-        if _inside(each.imported, ("hf_rocm.cli",)) and not _inside(each.importer, MAY_PRINT)
+        edge
+        for edge in _all_imports()
+        if _inside(edge.imported, ("hf_rocm.cli",)) and not _inside(edge.importer, MAY_PRINT)
     ]
     assert not wrong, _listed(wrong)
 
 
 def test_transformers_aiter_and_triton_are_imported_inside_functions() -> None:
     wrong = [
-        each
-        for each in _all_imports()
-        if each.at_import
-        and each.top in HEAVY - {"torch"}
-        and not (each.top == "triton" and _inside(each.importer, (KERNELS,)))
-        and not (each.top == "transformers" and each.importer in CACHES)
+        edge
+        for edge in _all_imports()
+        if edge.at_import
+        and edge.top in HEAVY - {"torch"}
+        and not (edge.top == "triton" and _inside(edge.importer, (KERNELS,)))
+        and not (edge.top == "transformers" and edge.importer in CACHES)
     ]
     assert not wrong, _listed(wrong)
 
 
-def test_what_imports_triton_is_itself_imported_inside_functions() -> None:
-    found = [each for each in _all_imports() if each.imported.startswith(f"{KERNELS}.")]
-    assert found, "nobody uses the kernels"
-    wrong = [each for each in found if each.at_import and not _inside(each.importer, (KERNELS,))]
+def test_modules_that_import_triton_are_imported_inside_functions() -> None:
+    result = [edge for edge in _all_imports() if edge.imported.startswith(f"{KERNELS}.")]
+    assert result, "the kernels are never imported"
+    wrong = [edge for edge in result if edge.at_import and not _inside(edge.importer, (KERNELS,))]
     assert not wrong, _listed(wrong)
 
 
 @pytest.mark.parametrize("start", CHEAP)
-def test_what_is_cheap_to_import_reaches_nothing_heavy(start: str) -> None:
+def test_cheap_modules_import_no_heavy_ones(start: str) -> None:
     at_import: dict[str, list[Import]] = {}
-    for each in _all_imports():
-        if each.at_import:
-            at_import.setdefault(each.importer, []).append(each)
+    for edge in _all_imports():
+        if edge.at_import:
+            at_import.setdefault(edge.importer, []).append(edge)
     reached, waiting = set[str](), [start]
     while waiting:
         module = waiting.pop()
         if module in reached:
             continue
         reached.add(module)
-        for each in at_import.get(module, []):
-            assert each.top not in HEAVY, f"{each}; reached from {start} through {sorted(reached)}"
-            waiting.append(each.imported)
+        for edge in at_import.get(module, []):
+            assert edge.top not in HEAVY, f"{edge}; reached from {start} through {sorted(reached)}"
+            waiting.append(edge.imported)
     assert start in reached
 
 
@@ -186,7 +186,7 @@ def test_only_the_command_line_prints_or_exits() -> None:
         }
         for node in ast.walk(tree):
             if id(node) in caught:
-                continue  # aiter's failed builds exit, and must not end the user's program
+                continue  # failed builds of aiter exit, which must not end the user's program
             if isinstance(node, ast.Name) and node.id in ("print", "exit", "quit", "SystemExit"):
                 wrong.append(f"{name}:{node.lineno} {node.id}")
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.exit", "os._exit", "sys.stdout"):
@@ -195,13 +195,13 @@ def test_only_the_command_line_prints_or_exits() -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_stays_readable_and_says_what_it_is(path: Path) -> None:
+def test_files_are_short_and_have_a_docstring(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= CEILING, f"{path.name} is too long: split it"
     assert ast.get_docstring(ast.parse(text)), f"{path.name} has no docstring"
 
 
-def test_the_reader_of_imports_tells_import_time_from_call_time() -> None:
+def test_imports_at_import_time_and_at_call_time_are_distinguished() -> None:
     source = """
 from __future__ import annotations
 import torch.nn
@@ -217,8 +217,8 @@ def late():
 class Body:
     import transformers
 """
-    found = {(each.imported, each.at_import) for each in _imports("hf_rocm.x", ast.parse(source)) if each.top in HEAVY}
-    assert found == {
+    result = {(edge.imported, edge.at_import) for edge in _imports("hf_rocm.x", ast.parse(source)) if edge.top in HEAVY}
+    assert result == {
         ("torch.nn", True),
         ("triton", True),
         ("aiter", False),
@@ -240,18 +240,18 @@ def _trees() -> list[tuple[str, ast.Module]]:
 @cache
 def _all_imports() -> list[Import]:
     modules = {name for name, _ in _trees()}
-    found = [each for name, tree in _trees() for each in _imports(name, tree)]
+    result = [entry for name, tree in _trees() for entry in _imports(name, tree)]
     # `from hf_rocm import options` names a module, `from hf_rocm.options import current` does not
-    return [each for each in found if each.top != "hf_rocm" or each.imported in modules]
+    return [edge for edge in result if edge.top != "hf_rocm" or edge.imported in modules]
 
 
 def _graph() -> dict[str, set[str]]:
-    """Who imports whom. `from hf_rocm.ops import probe` names the module only, and a module may import its package."""
+    """The graph of imports. `from hf_rocm.ops import probe` counts as the module; packages may be imported."""
     graph: dict[str, set[str]] = {name: set() for name, _ in _trees()}
     statements: dict[tuple[str, int], set[str]] = {}
-    for each in _all_imports():
-        if each.imported in graph and not f"{each.importer}.".startswith(f"{each.imported}."):
-            statements.setdefault((each.importer, each.line), set()).add(each.imported)
+    for edge in _all_imports():
+        if edge.imported in graph and not f"{edge.importer}.".startswith(f"{edge.imported}."):
+            statements.setdefault((edge.importer, edge.line), set()).add(edge.imported)
     for (importer, _), targets in statements.items():
         packages = {target for target in targets for other in targets if other.startswith(f"{target}.")}
         graph[importer] |= targets - packages
@@ -259,7 +259,7 @@ def _graph() -> dict[str, set[str]]:
 
 
 def _circles(graph: dict[str, set[str]]) -> Iterator[set[str]]:
-    """The groups of modules that reach each other."""
+    """The groups of modules that import each other."""
     reached = {start: _reachable(graph, start) for start in graph}
     waiting = {module for module in graph if module in reached[module]}
     while waiting:
@@ -310,4 +310,4 @@ def _inside(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def _listed(wrong: list[Import]) -> str:
-    return "\n".join(str(each) for each in wrong)
+    return "\n".join(str(entry) for entry in wrong)

@@ -1,4 +1,4 @@
-"""Every module of hf_rocm has a test file: one of its name, one that imports it, or one that tests/index.toml lists."""
+"""Every module of hf_rocm has a test file: one of its name, one that imports it, or one listed in tests/index.toml."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_module_has_a_test_file() -> None:
     assert not uncovered, f"add a test file of that name, or a line to tests/index.toml: {sorted(uncovered)}"
 
 
-def test_the_index_is_sorted_and_lists_what_exists() -> None:
+def test_the_index_is_sorted_and_its_files_exist() -> None:
     for group in index():
         assert group["reason"] and group["modules"] and group["tests"], group
         for names in (group["modules"], group["tests"]):
@@ -41,7 +41,7 @@ def test_the_index_is_sorted_and_lists_what_exists() -> None:
     assert len(listed) == len(set(listed))
 
 
-def test_the_index_lists_only_modules_without_a_test_file_of_their_name() -> None:
+def test_the_index_lists_only_modules_without_their_own_test_file() -> None:
     named = {
         module
         for group in index()

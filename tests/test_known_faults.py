@@ -1,4 +1,4 @@
-"""Which GPUs and ROCm releases are known to replay graphs wrongly, from what a build of torch has on its ROCm."""
+"""The GPUs and ROCm releases that are known to replay graphs wrongly, and the ROCm release of a build of torch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_the_faults_of_a_gpu_and_a_release(gfx: str | None, rocm: str | None, na
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
-        ({"torch": "2.9.0", "hip": "7.2.26015-4179531dcd"}, "7.2"),  # the third number is HIP's build
+        ({"torch": "2.9.0", "hip": "7.2.26015-4179531dcd"}, "7.2"),  # the third number is the build number of HIP
         ({"rocm": "7.2.3", "torch": "2.10.0+rocm7.2", "hip": "7.2.26015"}, "7.2.3"),
         ({"torch": "2.10.0+rocm7.2.4.git1a2b3c4d", "hip": "7.2.53211-e1a6bc5663"}, "7.2.4"),
         ({"torch": "2.11.0+rocm7.2", "hip": "7.2.26015-4179531dcd"}, "7.2"),
-        ({"rocm": "10.1.0", "torch": "2.14.0+rocm10.1", "hip": "7.16.0"}, "10.1.0"),  # HIP's numbers are its own
+        ({"rocm": "10.1.0", "torch": "2.14.0+rocm10.1", "hip": "7.16.0"}, "10.1.0"),  # HIP has its own version numbers
         ({"rocm": "10.1", "torch": "2.14.0", "hip": "7.16.2"}, "10.1"),
         ({"torch": "2.9.0a0+git1a2b3c4"}, None),
         ({"torch": "2.9.0+cu128"}, None),
@@ -62,7 +62,7 @@ def test_every_fault_has_a_source_and_known_architectures() -> None:
         assert not fault.what.endswith("."), fault
 
 
-def test_releases_in_words() -> None:
+def test_the_text_of_affected_releases() -> None:
     words = {fault.name: fault.releases for fault in GRAPH_FAULTS}
     assert words == {
         "garbage-in-some-processes": "ROCm 7.2.0 to 7.2.3",

@@ -1,4 +1,4 @@
-"""Options: what the environment may say, and what it may not."""
+"""Options: valid and invalid environment variables."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hf_rocm.errors import OptionError
 from hf_rocm.options import Switch, parse
 
 
-def test_nothing_set_is_auto_everywhere():
+def test_the_default_is_auto_for_all_operations():
     parsed = parse({})
     assert parsed.tiers == {} and parsed.probe
     assert set(parsed.aiter.values()) == {Switch.AUTO}
 
 
-def test_one_tier_for_all_or_one_each():
+def test_one_tier_for_all_operations_or_one_per_operation():
     assert parse({"HF_ROCM_TIER": "torch"}).tiers == dict.fromkeys(options.OPERATIONS, "torch")
     assert parse({"HF_ROCM_TIER": "attention=torch, linear=eager"}).tiers == {"attention": "torch", "linear": "eager"}
 
 
 @pytest.mark.parametrize("text", ["cuda", "attention", "attention=cuda", "attention=torch,,", "softmax=torch"])
-def test_a_tier_that_is_not_understood_names_itself_and_what_is_known(text):
+def test_an_unknown_tier_is_named_with_the_known_ones(text):
     with pytest.raises(OptionError, match="HF_ROCM_TIER=") as caught:
         parse({"HF_ROCM_TIER": text})
     assert "attention" in str(caught.value) and "eager" in str(caught.value)
@@ -42,7 +42,7 @@ def test_aiter_switches():
 
 
 @pytest.mark.parametrize("name", ["USE_AITER_ATTENTION", "HF_ROCM_PROBE", "FORCE_EAGER_ATTENTION"])
-def test_a_value_that_is_not_understood_is_an_error(name):
+def test_an_invalid_value_is_an_error(name):
     with pytest.raises(OptionError, match=f"{name}=maybe"):
         parse({name: "maybe"})
 
@@ -53,7 +53,7 @@ def test_force_eager_attention():
         parse({"FORCE_EAGER_ATTENTION": "1", "HF_ROCM_TIER": "torch"})
 
 
-def test_an_override_ends_with_its_block():
+def test_an_override_is_limited_to_its_block():
     before = options.current()
     with options.override(tier="eager") as inside:
         assert options.current() is inside and inside.tier("linear") == "eager"
@@ -69,7 +69,7 @@ def test_every_variable_that_is_read_is_listed():
     assert read == {variable.name for variable in options.VARIABLES}
 
 
-def test_tuned_tables_are_told_apart_by_when_they_were_written(monkeypatch, tmp_path):
+def test_tuned_tables_are_distinguished_by_modification_time(monkeypatch, tmp_path):
     table = tmp_path / "tuned.csv"
     monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", f"{table}:{tmp_path / 'gone.csv'}")
     assert options.tuned_tables() == [(str(table), 0), (str(tmp_path / "gone.csv"), 0)]
@@ -82,20 +82,20 @@ def test_tuned_tables_are_told_apart_by_when_they_were_written(monkeypatch, tmp_
 def test_preshuffling():
     parsed = parse({})
     assert (parsed.preshuffle, parsed.preshuffle_budget, parsed.preshuffle_threshold) == ("auto", "0", 128)
-    asked = {"HF_ROCM_PRESHUFFLE": "all", "HF_ROCM_PRESHUFFLE_BUDGET": "25%", "PRESHUFFLE_M_THRESH": "-1"}
-    parsed = parse(asked)
+    requested = {"HF_ROCM_PRESHUFFLE": "all", "HF_ROCM_PRESHUFFLE_BUDGET": "25%", "PRESHUFFLE_M_THRESH": "-1"}
+    parsed = parse(requested)
     assert (parsed.preshuffle, parsed.preshuffle_budget, parsed.preshuffle_threshold) == ("all", "25%", -1)
 
 
 @pytest.mark.parametrize(("name", "text"), [("PRESHUFFLE_M_THRESH", "-2"), ("PRESHUFFLE_M_THRESH", "many")])
-def test_a_threshold_is_rows_zero_or_minus_one(name, text):
+def test_a_threshold_is_a_number_of_rows_zero_or_minus_one(name, text):
     with pytest.raises(OptionError, match=f"{name}={text}"):
         parse({name: text})
     with pytest.raises(OptionError, match="HF_ROCM_PRESHUFFLE=some"):
         parse({"HF_ROCM_PRESHUFFLE": "some"})
 
 
-def test_what_is_changed_after_the_first_use_counts_from_the_next_call_that_refreshes(monkeypatch):
+def test_changes_after_the_first_use_take_effect_with_the_next_refresh(monkeypatch):
     monkeypatch.delenv("HF_ROCM_TIER", raising=False)
     options.refresh()
     assert options.current().tier("linear") is None
@@ -126,7 +126,7 @@ def test_an_unknown_tier_or_operation_is_named(text, unknown):
     assert caught.value.message == f"HF_ROCM_TIER={text}: unknown {unknown}"
 
 
-def test_a_misspelt_variable_is_named_once_with_the_one_that_was_meant(monkeypatch, caplog):
+def test_a_misspelt_variable_is_named_once_with_the_most_similar_one(monkeypatch, caplog):
     monkeypatch.setenv("HF_ROCM_FROCE", "1")
     monkeypatch.setenv("HF_ROCM_WEATHER", "1")
     monkeypatch.setattr(variables, "_warned", set())

@@ -1,4 +1,4 @@
-"""The executor of changes in memory: applied once, undone with the last user, in any order, under others' wrappers."""
+"""The executor of changes in memory: applied once, undone with the last user, in any order, under other wrappers."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def labelled(label):
     return make
 
 
-def test_a_change_lives_as_long_as_its_last_user(owner):
+def test_a_change_is_undone_with_its_last_user(owner):
     stock, first, second = vars(owner)["own"], User(), User()
     change = Change(owner, "own", labelled("a"), key="k")
     patches.apply(change, user=first)
-    patches.apply(change, user=first)  # twice equals once
+    patches.apply(change, user=first)  # applying twice has no further effect
     patches.apply(Change(owner, "own", labelled("b"), key="k"), user=second)
     assert owner().own() == ["a", "stock"] and patches.of(second) == [change] and patches.on(owner) == [change]
     assert patches.release(first) == [] and owner().own() == ["a", "stock"]
@@ -68,7 +68,7 @@ def test_a_change_lives_as_long_as_its_last_user(owner):
     assert vars(owner)["own"] is stock and not change.live and patches.of(second) == patches.on(owner) == []
 
 
-def test_users_are_referenced_weakly_and_told_apart_by_identity(owner):
+def test_users_are_referenced_weakly_and_compared_by_identity(owner):
     class Equal:
         def __eq__(self, other):
             return True
@@ -84,11 +84,11 @@ def test_users_are_referenced_weakly_and_told_apart_by_identity(owner):
     assert vars(owner)["own"] is stock
 
 
-def test_collection_in_the_middle_of_something_changes_nothing_before_the_next_operation(owner):
+def test_garbage_collection_takes_effect_at_the_next_operation(owner):
     stock, user = vars(owner)["own"], User()
     user.cycle = user
     patches.apply(Change(owner, "own", labelled("a")), user=user)
-    ours = vars(owner)["own"]
+    changed = vars(owner)["own"]
     del user
 
     class Collecting(dict):
@@ -98,11 +98,11 @@ def test_collection_in_the_middle_of_something_changes_nothing_before_the_next_o
 
     table = Collecting()
     with patches.applied(Entry(table, "x", lambda _: 1)):
-        assert vars(owner)["own"] is ours and table == {"x": 1}
+        assert vars(owner)["own"] is changed and table == {"x": 1}
     assert vars(owner)["own"] is stock and table == {}
 
 
-def test_what_was_inherited_is_inherited_again(owner):
+def test_inherited_attributes_are_inherited_again(owner):
     with patches.applied(
         Change(owner, "method", labelled("a")),
         Change(owner, "of_class", lambda change: classmethod(lambda cls: ["a", *change.call_of(cls)()])),
@@ -114,7 +114,7 @@ def test_what_was_inherited_is_inherited_again(owner):
 def test_static_methods_modules_and_entries(owner):
     module, table = types.ModuleType("somewhere"), {"first": 1, "second": 2}
     module.function = stock = len
-    found = vars(owner)["free"]
+    result = vars(owner)["free"]
     with patches.applied(
         Change(owner, "free", lambda change: staticmethod(lambda: ["a", *change.call_of(owner)()])),
         Change(module, "function", lambda change: lambda x: change.original(x) + 1),
@@ -124,7 +124,7 @@ def test_static_methods_modules_and_entries(owner):
     ):
         assert owner.free() == ["a", "free"] and module.function("ab") == 3 and module.added == 3
         assert table == {"first": 10, "second": 2, "third": 30}
-    assert vars(owner)["free"] is found and module.function is stock and not hasattr(module, "added")
+    assert vars(owner)["free"] is result and module.function is stock and not hasattr(module, "added")
     assert list(table.items()) == [("first", 1), ("second", 2)]
 
 
@@ -151,40 +151,40 @@ def test_a_key_releases_its_own_changes_only(owner):
     assert owner().own() == ["stock"]
 
 
-def test_a_wrapper_over_ours_stays_and_ours_comes_back_to_nothing(owner, caplog):
+def test_another_wrapper_around_a_change_stays_and_the_change_becomes_inert(owner, caplog):
     stock, user = vars(owner)["own"], User()
     change = Change(owner, "own", labelled("a"))
     patches.apply(change, user=user)
-    ours = owner.own
-    owner.own = theirs = lambda self: ["theirs", *ours(self)]
+    changed = owner.own
+    owner.own = wrapper = lambda self: ["theirs", *changed(self)]
     with caplog.at_level(logging.WARNING, "hf_rocm"):
         assert patches.release(user) == [change]
     assert "Owner.own was replaced by other code" in caplog.text
-    assert owner.own is theirs and owner().own() == ["theirs", "stock"]
-    assert patches.original(owner, "own") is theirs
-    owner.own = ours
+    assert owner.own is wrapper and owner().own() == ["theirs", "stock"]
+    assert patches.original(owner, "own") is wrapper
+    owner.own = changed
     assert owner().own() == ["stock"]
     assert patches.original(owner, "own") is stock
     patches.sweep()
     assert vars(owner)["own"] is stock
 
 
-def test_the_same_change_under_a_wrapper_is_revived_where_it_is(owner):
-    """Put above the wrapper, which calls it, it would call itself for ever."""
+def test_the_same_change_under_a_wrapper_is_reactivated_in_place(owner):
+    """If it were applied above the wrapper, which calls it, the recursion would be infinite."""
     change, first, second = Change(owner, "own", labelled("a")), User(), User()
     stock = vars(owner)["own"]
     patches.apply(change, user=first)
-    ours = owner.own
-    owner.own = lambda self: ["theirs", *ours(self)]
+    changed = owner.own
+    owner.own = lambda self: ["theirs", *changed(self)]
     patches.release(first)
     patches.apply(change, user=second)
     assert owner().own() == ["theirs", "a", "stock"]
-    owner.own = ours
+    owner.own = changed
     patches.release(second)
     assert vars(owner)["own"] is stock
     patches.apply(change, user=first)
     assert owner().own() == ["a", "stock"]
-    owner.own = stock  # somebody who puts stock's own back
+    owner.own = stock  # another library restores stock's function
     patches.apply(change, user=second)
     assert owner().own() == ["a", "stock"]
     patches.release(first)
@@ -192,12 +192,12 @@ def test_the_same_change_under_a_wrapper_is_revived_where_it_is(owner):
     assert vars(owner)["own"] is stock
 
 
-def test_the_original_is_what_there_would_be_without_us(owner):
+def test_the_original_is_the_attribute_without_hf_rocm(owner):
     stock = vars(owner)["own"]
     with patches.applied(Change(owner, "own", labelled("a")), Change(owner, "method", labelled("b"))):
         assert patches.original(owner, "own") is stock and patches.original(owner, "method") is ABSENT
-        owner.method = theirs = lambda self: []
-        assert patches.original(owner, "method") is theirs
+        owner.method = wrapper = lambda self: []
+        assert patches.original(owner, "method") is wrapper
         del owner.method
 
 
@@ -214,7 +214,7 @@ def test_exchange_is_its_own_inverse(owner):
     assert patches.exchange(cell, "cell_contents", one, module)
 
 
-def test_threads_share_one_place(owner):
+def test_concurrent_changes_of_one_attribute(owner):
     stock, wrong = vars(owner)["own"], []
 
     def work(number):
@@ -238,7 +238,7 @@ def test_threads_share_one_place(owner):
     assert not wrong and vars(owner)["own"] is stock and patches.on(owner) == []
 
 
-def test_the_end_of_the_process_is_silent():
+def test_nothing_is_printed_at_exit():
     program = (
         "from hf_rocm import patches\n"
         "class Owner: pass\n"
@@ -253,7 +253,7 @@ def test_the_end_of_the_process_is_silent():
 
 
 class Stack(RuleBasedStateMachine):
-    """One method, changed by us and wrapped by others in all orders."""
+    """A method that is changed by hf_rocm and wrapped by others in all orders."""
 
     @initialize(inherited=st.booleans())
     def make(self, inherited):
@@ -265,7 +265,7 @@ class Stack(RuleBasedStateMachine):
         self.owner, self.stock = Owner, vars(Owner).get("method", ABSENT)
         self.users = [User() for _ in range(3)]
         self.needs = [set() for _ in self.users]
-        self.theirs = []  # (label, their wrapper, what was there) in the order in which they were put there
+        self.theirs = []  # (label, wrapper, previous attribute) in the order of their installation
         self.orderly, self.count = True, 0
 
     @rule(user=st.integers(0, 2), keys=st.sets(st.sampled_from("abc"), min_size=1))
@@ -297,7 +297,7 @@ class Stack(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 5))
     def unwrap(self, index):
-        """As monkeypatch does it: what was there before comes back, whatever is there now."""
+        """Restore the previous attribute unconditionally, as monkeypatch does."""
         if self.theirs:
             _, wrapper, before = self.theirs.pop(index % len(self.theirs))
             self.orderly = self.orderly and vars(self.owner).get("method") is wrapper
@@ -313,12 +313,14 @@ class Stack(RuleBasedStateMachine):
             return
         labels = self.owner().method()
         needed = set().union(*self.needs)
-        ours = [label for label in labels if label in ("a", "b", "c")]
-        assert set(ours) <= needed and len(ours) == len(set(ours))
+        changed = [label for label in labels if label in ("a", "b", "c")]
+        assert set(changed) <= needed and len(changed) == len(set(changed))
         assert {change.key for change in patches.on(self.owner)} == needed
         if self.orderly:
-            assert set(ours) == needed
-            assert [label for label in labels if label.startswith("theirs")] == [each[0] for each in self.theirs[::-1]]
+            assert set(changed) == needed
+            assert [label for label in labels if label.startswith("theirs")] == [
+                their[0] for their in self.theirs[::-1]
+            ]
 
     def teardown(self):
         if not hasattr(self, "owner"):

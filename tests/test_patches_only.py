@@ -1,4 +1,4 @@
-"""Only `hf_rocm.patches` sets attributes of what is not hf_rocm's: classes, modules, objects. Read from the sources."""
+"""Only `hf_rocm.patches` sets attributes of classes, modules and objects of other packages; checked in the sources."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ EXECUTOR = ROOT / "hf_rocm" / "patches.py"
 
 THREAD_LOCALS = ("_thread", "_loading", "_watched")
 
-# Names that an hf_rocm class declares may be set on its objects. Any other attribute is somebody else's: file → names.
-# `()` as a name stands for setattr, delattr or a call that registers a hook.
+# Attributes that an hf_rocm class declares may be set on its objects. Exceptions for other attributes: file → names.
+# The name `()` means setattr, delattr or a call that registers a hook.
 ALLOWED = {
-    # what the user calls for: PyTorch's own flags, as code for NVIDIA sets them
+    # requested by the user: PyTorch's flags, as code for NVIDIA sets them
     "hf_rocm/environment.py": {"()"},
-    # a process of its own sets each flag to the value that it has, to learn whether the build has it
+    # a child process sets each flag to its current value, to check whether the build has it
     "hf_rocm/tools/doctor/child.py": {"()"},
-    # tensors are data: their memory, and marks that aiter or we keep on them
+    # tensors are data: their memory, and marks of aiter or hf_rocm
     "hf_rocm/generation/static_buffers.py": {"()"},
     "hf_rocm/layers/attention.py": {"()"},
     "hf_rocm/ops/mask_patterns.py": {"()"},
     "hf_rocm/ops/aiter/linear.py": {"is_shuffled"},
     "hf_rocm/ops/aiter/moe.py": {"is_shuffled"},
     "hf_rocm/weights/sharded.py": {"_local_tensor"},
-    # an object that was made for one call: a log record, a foreign function of ctypes, a config, a stand-in module
+    # an object for one call: a log record, a foreign function of ctypes, a config, a stand-in module
     "hf_rocm/distributed/rank_logging.py": {"msg", "args"},
     "hf_rocm/generation/continuous_batching.py": {"use_cuda_graph"},
-    # the output object of a call of generate, before the user gets it
+    # the output of generate, before it is returned
     "hf_rocm/generation/hooks.py": {"()", "past_key_values", "sequences"},
     "hf_rocm/weights/mmap_pages.py": {"argtypes"},
     "hf_rocm/weights/experts.py": {"_modules"},
     "hf_rocm/overlay/activate.py": {"__file__"},
-    # what torch.compile reads on a function of ours
+    # an attribute of hf_rocm's function that torch.compile reads
     "hf_rocm/ops/registry.py": {"_dynamo_marked_constant"},
     "hf_rocm/overlay/replacements.py": {"_dynamo_marked_constant"},
     "hf_rocm/overlay/bind.py": {"__hf_rocm_binding__"},
-    # a cache belongs to one call, and stock sets this on it where it hasn't
+    # a cache belongs to one call, and stock sets this attribute if it is missing
     "overlays/transformers-4.53/models/gemma3n/modeling_gemma3n.py": {"shared_layers"},
-    # the tools' own copies of a model, and settings of the model under test, put back where it is the user's
+    # copies of a model made by tools, and settings of the model under test, which are restored if it is the user's
     "hf_rocm/tools/bench/parity.py": {"()"},
     "hf_rocm/tools/bench/variants.py": {
         "_compile_all_devices",
@@ -58,7 +58,7 @@ ALLOWED = {
 }
 
 
-def test_only_the_executor_changes_what_is_not_ours() -> None:
+def test_only_the_executor_changes_other_packages() -> None:
     own = _declared()
     seen: dict[str, set[str]] = {}
     wrong = []
@@ -76,7 +76,7 @@ def test_only_the_executor_changes_what_is_not_ours() -> None:
     } == {}
 
 
-def test_the_reader_sees_what_it_is_made_for() -> None:
+def test_all_kinds_of_assignments_are_found() -> None:
     source = """
 nn.Linear.forward = ours
 cls.forward, other.generate = a, b
@@ -101,7 +101,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _sets(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every attribute that is set on, or deleted from, anything but `self`."""
+    """Every attribute that is set on, or deleted from, an object other than `self`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", *THREAD_LOCALS)):
@@ -118,7 +118,7 @@ def _changes(called: ast.expr) -> bool:
 
 
 def _declared() -> set[str]:
-    """Names that classes of hf_rocm give their objects: annotated or assigned in the class, or set on `self`."""
+    """Attributes of hf_rocm's classes: annotated or assigned in the class, or set on `self`."""
     names: set[str] = set()
     for path in SOURCES:
         for node in ast.walk(_tree(path)):

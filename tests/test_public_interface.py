@@ -1,4 +1,4 @@
-"""What users call, type and parse is as recorded in `public_interface.json`; docs/testing.md says how to record it."""
+"""The public interface equals `public_interface.json`; docs/testing.md explains how to record it."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def recording(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.parametrize("section", STATIC)
-def test_the_interface_is_the_recorded_one(section: str, recording: bool) -> None:
+def test_the_interface_equals_the_record(section: str, recording: bool) -> None:
     now = json.loads(json.dumps(STATIC[section]()))
     assert now
     if recording:
         public_interface.save(section, now)
-    found = public_interface.differences(public_interface.load()[section], now)
-    assert not found, "\n".join(found)
+    differences = public_interface.differences(public_interface.load()[section], now)
+    assert not differences, "\n".join(differences)
 
 
-def test_a_difference_is_a_name_that_is_gone_has_changed_or_is_new() -> None:
+def test_removed_changed_and_new_names_are_differences() -> None:
     recorded = {"same": 1, "gone": 1, "changed": "(x: int)"}
-    found = public_interface.differences(recorded, {"same": 1, "changed": "(x: str)", "new": 2})
-    assert [line.partition(":")[0] for line in found] == ["changed", "gone", "not recorded"]
+    differences = public_interface.differences(recorded, {"same": 1, "changed": "(x: str)", "new": 2})
+    assert [line.partition(":")[0] for line in differences] == ["changed", "gone", "not recorded"]
 
 
-def test_the_shape_of_an_output_has_the_types_of_all_items_and_one_path_for_keys_that_are_data() -> None:
+def test_the_schema_of_an_output_has_all_types_of_items_and_one_path_for_data_keys() -> None:
     value = {"files": [{"a": None}, {"a": "x", "b": 1.5}], "facts": {"one": 1, "two": True}}
     assert public_interface.shape(value) == {
         "": {"object"},
@@ -71,7 +71,7 @@ def test_the_shape_of_an_output_has_the_types_of_all_items_and_one_path_for_keys
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command with `--json`; returns the exit code and what it printed, parsed."""
+    """Run a command with `--json`. Returns the exit code and the parsed output."""
 
     def run(*arguments: object, main: Callable[[list[str]], int] = main) -> tuple[int, Any]:
         capsys.readouterr()
@@ -94,8 +94,8 @@ def compare(recording: bool) -> Callable[..., None]:
         section = f"output of {command} --json"
         if recording:
             public_interface.save(section, now)
-        found = public_interface.differences(public_interface.load()[section], now)
-        assert not found, "\n".join(found)
+        differences = public_interface.differences(public_interface.load()[section], now)
+        assert not differences, "\n".join(differences)
 
     return compare
 
@@ -105,7 +105,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.save_checkpoint("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16)
 
 
-def test_installing(site: Site, run: Run, compare: Callable[..., None]) -> None:
+def test_installing_overlays(site: Site, run: Run, compare: Callable[..., None]) -> None:
     where = ("--transformers-path", site.path)
     changed = site.model("bert")
     before = changed.read_bytes()
@@ -189,7 +189,7 @@ def test_bench(run: Run, compare: Callable[..., None]) -> None:
     for _, data in (models, kernels):
         assert isinstance(data["commit"], (str, type(None)))
         data["commit"] = None  # a string where hf_rocm is imported from a git checkout
-        data["machine"].pop("triton", None)  # its release, where there is one
+        data["machine"].pop("triton", None)  # its release, if there is one
     compare("bench", models)
     compare("bench ops", kernels)
 
@@ -203,8 +203,8 @@ def test_tune(
     compare("tune", run("tune", checkpoint, "--prompt", "5", "--release", "0.1.20"))
     fake_aiter("0.1.20", row(layout))
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    found = [shapes.Gemm(m, 4096, 512, "torch.bfloat16", False) for m in (1, 8)]
-    done = run("tune", "--shapes", write(tmp_path / "shapes.csv", shapes.write(found)))
+    gemms = [shapes.Gemm(m, 4096, 512, "torch.bfloat16", False) for m in (1, 8)]
+    done = run("tune", "--shapes", write(tmp_path / "shapes.csv", shapes.write(gemms)))
     compare("tune with aiter", done)
     good = write(tmp_path / "good.csv", table_text(layout, row(layout)))
     bad = write(tmp_path / "bad.csv", table_text(layout, row(layout), row(layout, N="x")))
@@ -214,7 +214,7 @@ def test_tune(
 
 
 def test_exit_codes(site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """0 done, 1 refused, 2 usage, 3 a bug, 128 + n signal n."""
+    """0: done, 1: refused, 2: usage, 3: a bug, 128 + n: signal n."""
     from hf_rocm.overlay.install import Interrupted
 
     where = ["--transformers-path", str(site.path)]

@@ -1,4 +1,4 @@
-"""What the README claims is what the sources say."""
+"""The README agrees with the sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_options_table_is_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_tested_releases_are_those_that_the_tests_run_in() -> None:
+def test_the_tested_releases_are_those_of_the_test_environments() -> None:
     (row,) = re.findall(r"^\| transformers \|(.*)\|$", README, re.MULTILINE)
     tested = row.split("tested in")[1].split(";")[0]
     source = (ROOT / "scripts" / "lib" / "environments.py").read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ def test_the_tested_releases_are_those_that_the_tests_run_in() -> None:
     assert re.findall(r"\d+\.\d+\.\d+", tested) == list(ast.literal_eval(releases))
 
 
-def test_every_script_that_it_names_is_there_and_can_be_started() -> None:
+def test_every_named_script_exists_and_is_executable() -> None:
     named = set(re.findall(r"scripts/[\w-]+", README))
     assert {"scripts/demo", "scripts/test", "scripts/check"} <= named
     for script in named:

@@ -1,4 +1,4 @@
-"""Whatever is done, in whatever order: afterwards transformers, torch and accelerate have the objects that they had."""
+"""After any changes in any order are undone, transformers, torch and accelerate have their original objects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = ("llama", "mixtral", "gemma2")
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 NEW = 4
 
-# Places that others may patch too: the owner's name in transformers or torch, and the attribute.
+# Attributes that others may patch, too: the owner's name in transformers or torch, and the attribute.
 WRAPPED = (
     ("LlamaForCausalLM", "generate"),
     ("LlamaForCausalLM", "get_compiled_call"),
@@ -52,7 +52,7 @@ def tokens_of(model):
 
 @pytest.fixture(scope="module", autouse=True)
 def world(tmp_path_factory):
-    """Models, their tokens by stock, a checkpoint; and the snapshot, taken once everything has run that is lazy."""
+    """Models, their stock tokens, a checkpoint, and the snapshot, taken after all lazy initialisation has run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(recorder.factories, "cpu", EmulatedRecorder)
         patch.setattr(cache_layer, "LEAST", 16)
@@ -97,8 +97,8 @@ def changed():
     return snapshot.differences(World.before)
 
 
-def test_the_snapshot_sees_everything_that_is_changed_while_models_are_prepared():
-    """A test that saw nothing would pass as well."""
+def test_the_snapshot_has_every_change_while_models_are_prepared():
+    """Proves that the other tests can fail."""
     assert sum(len(entries) for _, entries in World.before.values()) > 100_000
     assert not changed() and not list(snapshot.ours())
     model = hf_rocm.prepare(copy.deepcopy(World.models["llama"]), force=True)
@@ -138,7 +138,7 @@ def can_shuffle():
     return True
 
 
-def test_within_a_call_transformers_stop_check_is_ours_and_afterwards_its_own():
+def test_transformers_stop_check_is_replaced_only_within_a_call():
     if not hasattr(transformers.generation.utils, "DeferredStopCheck"):
         pytest.skip("this release has none")
     seen = []
@@ -159,7 +159,7 @@ def test_within_a_call_transformers_stop_check_is_ours_and_afterwards_its_own():
     assert not changed()
 
 
-def test_restoring_one_of_two_models_leaves_the_other_and_its_copies_working():
+def test_restoring_one_of_two_models_keeps_the_other_and_its_copies_working():
     one, other = (hf_rocm.prepare(copy.deepcopy(World.models["llama"]), force=True, graphs=True) for _ in range(2))
     hf_rocm.restore(one)
     twin, shallow, unpickled = copy.deepcopy(other), copy.copy(other), pickle.loads(pickle.dumps(other))
@@ -176,7 +176,7 @@ def test_restoring_one_of_two_models_leaves_the_other_and_its_copies_working():
 
 
 class Reversal(RuleBasedStateMachine):
-    """Users who prepare, run, copy, route, compile, quantise, patch and restore in some order."""
+    """Prepare, run, copy, route, compile, quantise, patch and restore models in random order."""
 
     @initialize()
     def start(self):
@@ -202,7 +202,7 @@ class Reversal(RuleBasedStateMachine):
     @rule(index=st.integers(0, 5))
     def generate(self, index):
         kind, model, exact = self.some(index)
-        if not getattr(model, "_compiled_call_impl", None):  # compiling takes seconds, and has a test of its own
+        if not getattr(model, "_compiled_call_impl", None):  # compiling takes seconds and has a separate test
             made = tokens_of(model)
             assert not exact or torch.equal(made, World.expected[kind])
 
@@ -288,16 +288,16 @@ class Reversal(RuleBasedStateMachine):
             self.calls += 1
             return function(*args, **kwargs)
 
-        theirs = classmethod(wrapper) if is_class_method else wrapper
-        setattr(owner, name, theirs)
-        self.wrappers.append((owner, name, before, theirs))
+        other = classmethod(wrapper) if is_class_method else wrapper
+        setattr(owner, name, other)
+        self.wrappers.append((owner, name, before, other))
 
     @precondition(lambda self: self.wrappers)
     @rule()
     def unwrap(self):
-        """Their last patch, if it is still the outermost one."""
-        owner, name, before, theirs = self.wrappers[-1]
-        if vars(owner).get(name) is theirs:
+        """Undo the last patch of another library, if it is still the outermost one."""
+        owner, name, before, wrapper = self.wrappers[-1]
+        if vars(owner).get(name) is wrapper:
             self.wrappers.pop()
             if before is snapshot.ABSENT:
                 delattr(owner, name)
@@ -306,8 +306,8 @@ class Reversal(RuleBasedStateMachine):
 
     @invariant()
     def their_wrappers_work(self):
-        for owner, name, _, theirs in getattr(self, "wrappers", ()):
-            if owner is nn.Linear and vars(owner)[name] is theirs:
+        for owner, name, _, wrapper in getattr(self, "wrappers", ()):
+            if owner is nn.Linear and vars(owner)[name] is wrapper:
                 before = self.calls
                 nn.Linear(2, 2)(torch.ones(1, 2))
                 assert self.calls > before
@@ -325,8 +325,8 @@ class Reversal(RuleBasedStateMachine):
         while self.wrappers:
             remaining = len(self.wrappers)
             self.unwrap()
-            hf_rocm.deactivate()  # any operation: what lay below a wrapper of theirs is undone by the next one
-            assert len(self.wrappers) < remaining, "something of ours is still above a wrapper of theirs"
+            hf_rocm.deactivate()  # the next operation undoes a change that was below another wrapper
+            assert len(self.wrappers) < remaining, "a change of hf_rocm is still above another wrapper"
         for kind, model, _ in self.models:
             assert torch.equal(tokens_of(model), World.expected[kind])
         hf_rocm.deactivate()
@@ -361,7 +361,7 @@ class TestMoreReversals(Reversal.TestCase):
     settings = settings(max_examples=40, stateful_step_count=20)
 
 
-def test_a_compiled_forward_leaves_nothing():
+def test_a_compiled_forward_leaves_no_changes():
     torch._dynamo.reset()
     stock = torch.compile(copy.deepcopy(World.models["llama"]).forward, backend="eager")
     with torch.no_grad():
@@ -369,7 +369,7 @@ def test_a_compiled_forward_leaves_nothing():
     del stock
     torch._dynamo.reset()
     gc.collect()
-    before = snapshot.take()  # the compiler changes nn.Module itself, once, for whatever it compiles first
+    before = snapshot.take()  # the compiler changes nn.Module once, at its first compilation
     model = hf_rocm.prepare(copy.deepcopy(World.models["llama"]), force=True)
     hf_rocm.compile(model, force=True, backend="eager")
     with torch.no_grad():

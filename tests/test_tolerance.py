@@ -1,4 +1,4 @@
-"""The numbers of the one tolerance: a change of them weakens every numerical test and every check on a machine."""
+"""The constants of the tolerance: changing them would weaken every numerical test and every check on a machine."""
 
 from __future__ import annotations
 

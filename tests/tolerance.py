@@ -1,8 +1,8 @@
-"""The one tolerance of every numerical test: derived from what the same dtype can do, never chosen.
+"""The tolerance of every numerical test: derived from the accuracy of the same dtype, never chosen.
 
-An implementation may be at most twice as wrong as the eager run in its own dtype, plus one rounding step of the
-largest value: a result rounded once cannot be closer than that. Where sums cancel, as a mean of values of both signs
-does, the largest value is one of those that were summed.
+The error of an implementation may be at most twice that of the eager run in the same dtype, plus one rounding step of
+the largest value, because a result that is rounded once cannot be closer. If sums cancel, as in a mean of values of
+both signs, the largest value is the largest summand.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hf_rocm import tolerance
 
 
 def allowed_error(eager: torch.Tensor, expected: torch.Tensor, summed: torch.Tensor | None = None) -> float:
-    """The largest absolute error that is allowed, from the error of the same-dtype eager run.
+    """The largest allowed absolute error, from the error of the eager run in the same dtype.
 
-    expected: the float64 reference. The rounding step is eps of eager's dtype at the largest expected magnitude, or
-    that of what was summed.
+    expected: the float64 reference. The rounding step is eps of eager's dtype times the largest expected magnitude, or
+    times that of the summands.
     """
     eager_error = (eager.double() - expected).abs().max().item()
     largest = (expected if summed is None else summed).abs().max().item()
@@ -29,7 +29,7 @@ def allowed_error(eager: torch.Tensor, expected: torch.Tensor, summed: torch.Ten
 def assert_as_good_as_eager(
     actual: torch.Tensor, eager: torch.Tensor, expected: torch.Tensor, *, summed: torch.Tensor | None = None
 ) -> None:
-    """Finite first, then the derived tolerance."""
+    """Check for non-finite values first, then apply the derived tolerance."""
     assert actual.shape == expected.shape and actual.dtype == eager.dtype
     assert torch.isfinite(actual).all(), "not finite"
     error = (actual.double() - expected).abs().max().item()
@@ -45,12 +45,12 @@ def assert_run_as_good_as_eager(
     least: float = 0.0,
     rounded: Iterable[dict[str, torch.Tensor]] = (),
 ) -> None:
-    """The same for all that one run gives, judged as a whole: each part is held to the worst part of the eager run.
+    """The same for all results of one run: every part is compared with the largest error of any part of the eager run.
 
-    Among hundreds of parts some are right by luck in the eager run, on one machine or another, and no other order of
-    the same sums would be. Errors are relative to each part's largest value; least: the smallest that one may be, as a
-    share of the run's largest. rounded: float64 runs whose weights were rounded once in eager's dtype. They show how
-    much a rounding changes, whatever the order, and are made only where the eager run alone would not do.
+    Among hundreds of parts some are accurate by chance in the eager run, on one machine or another, and would not be
+    with another order of the same sums. Errors are relative to each part's largest value; least: its minimum, as a
+    share of the run's largest value. rounded: float64 runs whose weights were rounded once in eager's dtype. They show
+    the effect of a rounding in any order of the sums, and are run only if the eager run is not enough.
     """
     assert actual and actual.keys() == eager.keys() == expected.keys()
     floor = least * max(value.abs().max().item() for value in expected.values())

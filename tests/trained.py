@@ -1,4 +1,4 @@
-"""What the trained model must do wherever it runs: stock's greedy tokens, and logits as good as eager's."""
+"""Checks of the trained model on any device: stock's greedy tokens, and logits as accurate as eager's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KERNELS = {"rms_norm", "act_and_mul", "rope"}
 
 
 class Trained:
-    """One checkpoint, as stock in eager attention and as ours."""
+    """Models of one checkpoint: stock with eager attention, and prepared."""
 
     def __init__(self, checkpoint: Path, device: str = "cpu", *, graphs: bool) -> None:
         self.checkpoint, self.device, self.graphs = checkpoint, device, graphs
@@ -42,13 +42,13 @@ class Trained:
 
 
 def generates_stocks_tokens(trained: Trained, new: int = NEW) -> tuple[Any, set[str]]:
-    """Returns the model that did, and the operations that the Triton tier served."""
-    ours = trained.ours()
+    """Returns the prepared model, and the operations that the Triton tier served."""
+    prepared = trained.ours()
     with torch.no_grad(), ops.recording() as routes:
-        actual = trained.greedy(ours, new)
+        actual = trained.greedy(prepared, new)
     assert torch.equal(actual, trained.greedy(trained.stock(), new))
     assert actual.shape[1] == trained.prompt.shape[1] + new
-    return ours, _by_triton(routes)
+    return prepared, _by_triton(routes)
 
 
 @torch.inference_mode()
@@ -67,4 +67,4 @@ def judges_tokens_as_well_as_eager(trained: Trained, dtype: torch.dtype = torch.
 
 
 def _by_triton(routes: Any) -> set[str]:
-    return {each.operation for each in routes if each.tier == "triton"}
+    return {route.operation for route in routes if route.tier == "triton"}

@@ -179,10 +179,10 @@ def _profile(subject: Subject, case: Case, trace: Path) -> None:
     from hf_rocm.tools.bench.profile import profile
 
     with Progress(every=15) as progress:
-        found = profile(subject, case, trace, progress=progress.step)
-    print(f"\n{found.title}")
-    print_table(("kernel", "calls a step", "µs a step", "share"), found.rows())
-    for line in found.lines():
+        summary = profile(subject, case, trace, progress=progress.step)
+    print(f"\n{summary.title}")
+    print_table(("kernel", "calls a step", "µs a step", "share"), summary.rows())
+    for line in summary.lines():
         print(line)
     print_notice(f"trace: {trace} (chrome://tracing, perfetto)")
 

@@ -1,4 +1,4 @@
-"""What installing and uninstalling print and return."""
+"""The output and the exit codes of installing and uninstalling."""
 
 from __future__ import annotations
 

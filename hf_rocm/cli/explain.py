@@ -1,4 +1,4 @@
-"""`hf-rocm explain`: what hf_rocm does to a model, which kernel each operation uses, and why not a faster one."""
+"""`hf-rocm explain`: the changes of hf_rocm to a model, the kernel of each operation, and why no faster one is used."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class StartPage(Group):
 
 
 class ModelOrCommand(Group):
-    """`hf-rocm bench MODEL` beside `hf-rocm bench ops`: a word that is no command is a model or an option.
+    """`hf-rocm bench MODEL` in addition to `hf-rocm bench ops`: a word that is not a command is a model or an option.
 
     Its help page has the options of the command `model`, and the other commands below them.
     """

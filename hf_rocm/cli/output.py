@@ -47,7 +47,7 @@ def check_output(file: Path, *, parents: bool = False) -> None:
         raise OptionError(
             f"{file} can't be written",
             facts={"because": error.strerror or error},
-            hint="name a file in a folder of yours",
+            hint="name a file in a folder that you can write to",
         ) from error
 
 

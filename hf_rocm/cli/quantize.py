@@ -49,10 +49,10 @@ def quantize(
     with Progress("groups of layers") as progress:
         quantizing.quantize(loaded, kind, force=force or None, progress=progress.count)
     after = loss.logits_of(loaded, pieces)
-    found = loss.compare(after, before, pieces, predicts=loss.predicts(loaded))
+    gap = loss.compare(after, before, pieces, predicts=loss.predicts(loaded))
     report = loaded.__dict__[quantizing.REPORT]
     if json:
-        print_json({"model": type(loaded).__name__, **report, "loss": found.to_dict()})
+        print_json({"model": type(loaded).__name__, **report, "loss": gap.to_dict()})
         return
     was, now = (f"{size / 2**20:.1f} MiB" for size in report["bytes"])
     error = report["error"]
@@ -62,12 +62,12 @@ def quantize(
         "layers": f"{report['layers']} quantised, {len(report['left'])} as they were",
         "memory": f"{was} before, {now} after",
         "layer outputs": f"off by {error['mean']:.2%} on average, {error['max']:.2%} at most ({error['worst']})",
-        "logits": f"off by {found.mean:.3g} on average, {found.largest:.3g} at most; they spread by {found.size:.3g}",
-        "same choice": f"{found.same_choice:.2%} of {found.tokens} tokens",
+        "logits": f"off by {gap.mean:.3g} on average, {gap.largest:.3g} at most; they spread by {gap.size:.3g}",
+        "same choice": f"{gap.same_choice:.2%} of {gap.tokens} tokens",
     }
-    if found.perplexity is not None:
-        ours, theirs = found.perplexity
-        facts["perplexity"] = f"{theirs:.4f} before, {ours:.4f} after, a factor of {ours / theirs:.4f}"
+    if gap.perplexity is not None:
+        actual, expected = gap.perplexity
+        facts["perplexity"] = f"{expected:.4f} before, {actual:.4f} after, a factor of {actual / expected:.4f}"
     print_facts(facts)
     for reason, count in Counter(report["left"].values()).most_common():
         print(f"left {count}: {reason}")

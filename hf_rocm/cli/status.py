@@ -1,4 +1,4 @@
-"""`hf-rocm status`: what is installed, and whether it matches."""
+"""`hf-rocm status`: the installed overlays, and whether they match."""
 
 from __future__ import annotations
 
@@ -98,22 +98,22 @@ def _record(models: Models, diff: str | None, *, transformers_path: Transformers
     if models or diff:
         raise typer.BadParameter("--record looks at the whole package; leave MODEL and --diff out")
     with Progress("files compared") as progress:
-        found = record(transformers_path=transformers_path, progress=progress.count)
-    installation = found.installation
+        report = record(transformers_path=transformers_path, progress=progress.count)
+    installation = report.installation
     if as_json:
-        print_json({"transformers": transformers_dict(installation), **found.to_dict()})
+        print_json({"transformers": transformers_dict(installation), **report.to_dict()})
     else:
         print_transformers(installation)
         rows = [
             (entry.finding.value, "shared" if entry.shared else "-", shorten(entry.path, installation.root))
-            for entry in found.entries
+            for entry in report.entries
         ]
         if rows:
             print_table(("finding", "hard links", "file"), rows)
-        others = len(found.entries) - len(found.foreign)
-        ours = f", {others} with our block below them" if others else ""
-        print(f"{found.compared} files compared{ours}; {len(found.foreign)} neither stock nor ours")
-    if found.warning:
-        print_error(found.warning)
-    if found.foreign:
+        others = len(report.entries) - len(report.foreign)
+        overlaid = f", {others} with our block below them" if others else ""
+        print(f"{report.compared} files compared{overlaid}; {len(report.foreign)} neither stock nor ours")
+    if report.warning:
+        print_error(report.warning)
+    if report.foreign:
         raise typer.Exit(1)

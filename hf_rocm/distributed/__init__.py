@@ -1,1 +1,1 @@
-"""What several ranks agree on before they load one model together, and who of them speaks."""
+"""The facts that ranks compare before they load a model together, and which of them logs."""

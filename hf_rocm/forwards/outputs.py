@@ -1,4 +1,4 @@
-"""What a forward returns, split into its tensors and a form from which equal outputs are built."""
+"""Split the output of a forward into tensors and a structure from which equal outputs are built."""
 
 from __future__ import annotations
 

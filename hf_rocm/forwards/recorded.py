@@ -23,7 +23,7 @@ Run = Callable[[Sequence[Tensor]], Any]
 
 
 class Observed(NamedTuple):
-    """An uncaptured forward: its output, what it read on the host, and why it can't be recorded, or None."""
+    """An uncaptured forward: its output, its reads on the host, and the reason why it can't be recorded, or None."""
 
     output: Any
     reads: list[Read]
@@ -116,8 +116,8 @@ def recordable() -> Iterator[None]:
     """Within the block, this thread's forwards take the path of a recording, whether they are recorded or not.
 
     transformers takes another path while a stream is captured: it keeps masks that hide nothing, since it can't read
-    them. Here their values are known, and the path stays that of an uncaptured forward. Its warning about padding
-    without a mask comes from the other calls.
+    them. In this block their values are known, and the path is that of an uncaptured forward. Only other calls log its
+    warning about padding without a mask.
     """
     from transformers import PreTrainedModel
     from transformers.utils import import_utils

@@ -87,7 +87,7 @@ _STATES = 3
 
 
 def _inputs(arguments: Mapping[str, Any], device: torch.device) -> tuple[Inputs, str | None]:
-    """The arguments taken apart, and why a call with them runs uncaptured, or None."""
+    """The split arguments, and the reason why a call with them runs uncaptured, or None."""
     try:
         inputs = take_apart(arguments)
     except Unrecordable as error:

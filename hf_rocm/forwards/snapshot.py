@@ -93,7 +93,7 @@ class Snapshot:
             return False
 
     def _only_notes_changed(self, model: nn.Module) -> bool:
-        """Whether notes alone differ, which are then updated."""
+        """Whether only notes differ; they are updated."""
         differing = [
             index for index, (now, before) in enumerate(zip(self._live, self._copies, strict=True)) if now != before
         ]

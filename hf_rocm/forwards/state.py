@@ -23,17 +23,17 @@ from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.recorder import Recorder
 from hf_rocm.generation.states import States
 
-# In the model's __dict__: the settings of a prepared model, as plain builtins that copies and pickles carry.
+# In the model's __dict__: the settings of a prepared model, as builtin types, which copies and pickles keep.
 SETTINGS = "_hf_rocm_forwards"
 
 # The largest numbers of recordings, of shapes that are remembered without one, of states of the model, and of shapes in
-# a row that can't be recorded before the model is left alone.
+# a row that can't be recorded before recording is given up for the model.
 MOST = 64
 _SEEN = 512
 _SNAPSHOTS = 4
 _FAILURES = 4
 
-# The largest number of new states of the model in a row, without a replay, before the model is left alone.
+# The largest number of new states of the model in a row, without a replay, before recording is given up for it.
 _UNSETTLED = 32
 
 _log = logging.getLogger("hf_rocm")
@@ -86,7 +86,7 @@ class State:
             raise refusal(self.name, reason)
 
     def failed(self, key: Hashable, path: Path, reason: str) -> None:
-        """Note why a shape can't be recorded; after several in a row, leave the model alone."""
+        """Store why a shape can't be recorded; after several in a row, give up recording the model."""
         self._seen[key, path] = reason
         self._failures += 1
         if self._failures >= _FAILURES:
@@ -133,7 +133,7 @@ class State:
         return node, path
 
     def seen(self, key: Hashable, path: Path) -> bool:
-        """Whether this shape and path came before. Notes that it has come now."""
+        """Whether this shape and path occurred before. Stores that it has occurred."""
         known = (key, path) in self._seen
         if not known:
             self._seen[key, path] = None

@@ -34,7 +34,7 @@ class DecodeCache(Cache):
         self.limit = limit
         self.recordings: dict[Any, Any] = {}  # the recorded steps over these buffers, and their recorder; see runner.py
         self.recording = False
-        self.user: Any = None  # the `UserCache` that this cache stands for, or None
+        self.user: Any = None  # the `UserCache` that this cache represents, or None
         self._loaded = 0  # how many tokens were copied from it
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → the tensor, and a layer that reads it
         self._placed = -1  # the length for which the places were written

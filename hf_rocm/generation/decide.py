@@ -58,8 +58,8 @@ def refuses_model(model: Any) -> str | None:
         return reason
     config = model.config
     if config.is_encoder_decoder:
-        found = encoder_decoder.windows_of(config)
-        reason = found if isinstance(found, str) else features.refuses("encoder_decoder")
+        result = encoder_decoder.windows_of(config)
+        reason = result if isinstance(result, str) else features.refuses("encoder_decoder")
         if reason is not None:
             return reason
     if config.model_type == "bloom" or getattr(config, "alibi", False):

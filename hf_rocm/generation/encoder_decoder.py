@@ -207,7 +207,7 @@ def windows_of(config: Any) -> list[int | None] | str:
 
 
 def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> Tensor | str | None:
-    """The mask of the encoder's padding that every step of a call is given, or why there is none for this call.
+    """The mask of the encoder's padding for every step of a call, or the reason why there is none.
 
     From 5.0 on decoders take it in four dimensions, and leave a mask without padding out, but not while a step is
     recorded: so they are always given one. Before, they take two dimensions and wait for the device in every step,

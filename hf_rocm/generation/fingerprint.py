@@ -1,4 +1,4 @@
-"""What a recorded step assumes of its model: the addresses of its weights, the settings of its modules, what they call.
+"""The state of a model that a recorded step depends on: addresses of weights, settings of modules, called functions.
 
 A replay runs none of the model's Python code. So the model is fingerprinted before the first step of every call. A
 weight that moved, a hook, another active adapter or another implementation of attention or experts changes the
@@ -23,7 +23,7 @@ from hf_rocm.layers.weight_group import SLOT, WeightGroup
 class Fingerprint(NamedTuple):
     """Equal for as long as the recordings made under it are valid.
 
-    facts: what is compared. kept: objects that are compared by id, referenced here so that no id is used again.
+    facts: the compared values. kept: objects that are compared by id, referenced here so that no id is used again.
     """
 
     facts: tuple[Hashable, ...]

@@ -83,11 +83,11 @@ def _prepare_cache_for_generation(
             return
         given = model_kwargs.get("past_key_values")
         user = UserCache(_cache_of_forward(self) if given is None else given, brought=brought)
-        found = user.refuses() or user.windows(windows)
-        if isinstance(found, str):
-            state.turn_away(found)
+        result = user.refuses() or user.windows(windows)
+        if isinstance(result, str):
+            state.turn_away(result)
             return
-        windows = found
+        windows = result
     encoded = model_kwargs.get("encoder_outputs") if self.config.is_encoder_decoder else None
     mask = None if encoded is None else mask_of(self, model_kwargs.get("attention_mask"), encoded)
     if isinstance(mask, str):
@@ -271,7 +271,7 @@ def _searched(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], 
 
 
 def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:
-    """What `_sample` returned, without the last steps."""
+    """The result of `_sample` without the last steps."""
     cache.crop(-steps)
     if isinstance(result, Tensor):
         return result[:, :-steps]

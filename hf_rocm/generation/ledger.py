@@ -27,7 +27,7 @@ class Event:
 
     when: UTC, ISO 8601. gpu: name and architecture. rocm, driver: versions, or None. model: its class. checkpoint: its
     name or path. operators: how many the step runs, about as many as the graph has kernels; 0 if unknown. replays: the
-    number of replays up to the difference. unproven: those since the last proven one. reason: what differed.
+    number of replays up to the difference. unproven: those since the last proven one. reason: the difference.
     """
 
     when: str

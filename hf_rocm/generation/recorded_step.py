@@ -1,4 +1,4 @@
-"""What is recorded: the recording, the inputs that it reads, the outputs that it writes, and its alarm."""
+"""A recorded step: the recording, the inputs that it reads, the outputs that it writes, and its alarm."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _STATEFUL = {
 
 
 class Rewind(GraphError):
-    """Raised by a step, caught around `_sample`. reason: what differed. unproven: steps since the last proven one."""
+    """Raised by a step, caught around `_sample`. reason: the difference. unproven: steps since the last proven one."""
 
     def __init__(self, reason: str, unproven: int, ranks: Agreement) -> None:
         super().__init__("a replayed step was wrong", facts={"reason": reason, "steps since the last proven": unproven})

@@ -221,7 +221,7 @@ class Runner:
 
 
 def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
-    """At the end of a call: why it must be taken back, if a replay since the last comparison raised the alarm."""
+    """At the end of a call: why it must be repeated, if a replay since the last comparison raised the alarm."""
     steps = [step for step in cache.recordings.values() if isinstance(step, RecordedStep) and step.schedule.since]
     if not steps:
         return None

@@ -21,8 +21,8 @@ BETWEEN_CALLS = 512  # the smallest number of replays before the first replay of
 class Schedule:
     """The comparisons of one recording.
 
-    replays: how many there were. since: those after the last one that agreed. in_call: those of them in the current
-    call. comparisons: how many agreed. calls: how many calls of `generate` replayed it.
+    replays: their number. since: replays after the last comparison that agreed. in_call: those of them in the current
+    call. comparisons: the number that agreed. calls: the number of calls of `generate` that replayed it.
     """
 
     def __init__(self) -> None:

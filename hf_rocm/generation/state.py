@@ -16,7 +16,7 @@ from hf_rocm.generation.fingerprint import Fingerprint
 from hf_rocm.generation.pool import Pool
 from hf_rocm.generation.states import States
 
-# In the model's __dict__: the settings of a prepared model, as plain builtins that copies and pickles carry.
+# In the model's __dict__: the settings of a prepared model, as builtin types, which copies and pickles keep.
 SETTINGS = "_hf_rocm_graphs"
 
 # The largest number of fingerprints that are remembered, for models that switch between adapters.

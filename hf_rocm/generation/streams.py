@@ -2,7 +2,7 @@
 
 PyTorch's allocator reuses the memory of a freed tensor at once for the stream on which it was allocated, even while
 another stream still reads it, unless the other stream was recorded on the tensor. Threads pass caches to one another,
-with the tensors that belong to them, and every thread may have a current stream of its own.
+with the tensors that belong to them, and every thread may have its own current stream.
 """
 
 from __future__ import annotations

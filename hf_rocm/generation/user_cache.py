@@ -1,4 +1,4 @@
-"""The cache of transformers that a call brings or returns, while its steps run over a `DecodeCache`.
+"""The cache of transformers that a call passes or returns, while its steps run on a `DecodeCache`.
 
 Its keys and values are copied to the `DecodeCache` when the call begins, and the new ones are written back with its own
 `update` when the call ends. So the user's object has the type, the contents and the length that it has in stock.
@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_rocm import features
 from hf_rocm.generation.cache import DecodeCache
 
-# Cache implementations whose layers a `DecodeCache` can stand for. The others move or quantise what they store.
+# Cache implementations whose layers a `DecodeCache` can represent. The others move or quantise what they store.
 NAMED = ("static", "sliding_window", "hybrid", "dynamic", "dynamic_full")
 
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
@@ -52,7 +52,7 @@ class UserCache:
         return self.cache.self_attention_cache if type(self.cache) is EncoderDecoderCache else self.cache
 
     def load(self, cache: DecodeCache) -> None:
-        """Copy the keys and values to an empty `DecodeCache`, which from now on stands for this cache."""
+        """Copy the keys and values to an empty `DecodeCache`, which represents this cache from now on."""
         self._seen = [0] * len(cache.layers)
         for index in range(len(cache.layers)):
             content = _content(self._self_attention(), index)

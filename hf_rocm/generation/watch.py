@@ -1,4 +1,4 @@
-"""What the classes of a model call, at one moment: forwards, functions, methods and entries of registries, by identity.
+"""The functions that the classes of a model call: forwards, functions, methods and registry entries, by identity.
 
 A replay runs none of them. So a recorded step is valid only while all of them are the objects that they were when its
 call of `generate` began, and no step is recorded of a model that calls code of unknown packages.
@@ -38,7 +38,7 @@ KNOWN = frozenset(
 
 
 class Watches(NamedTuple):
-    """What a model's classes call, and the part of it that is compared before each step.
+    """The functions that a model's classes call, and those that are compared before each step.
 
     foreign: the first function among it that belongs to none of the `KNOWN` packages, in a sentence, or None.
     """
@@ -49,7 +49,7 @@ class Watches(NamedTuple):
 
 
 def watches_of(model: nn.Module) -> Watches:
-    """What this model's classes call now. Returns the last result again while nothing was replaced."""
+    """The functions that this model's classes call now. Returns the same object while nothing was replaced."""
     key = _classes(model), frozenset(_strings(getattr(model, "config", None), ""))
     last = _last.get(model)
     if last is None or last[0] != key or not last[1].call.holds():
@@ -82,7 +82,7 @@ def _classes(model: nn.Module) -> frozenset[type]:
 def _may_change_during_a_call(reference: Reference) -> bool:
     """Attributes of classes, entries of registries, functions of the model's file and of torch.nn.functional.
 
-    The rest is compared when a call begins: classes, torch's operators, what helpers of transformers call.
+    The rest is compared when a call begins: classes, torch's operators, functions called by helpers of transformers.
     """
     if isinstance(reference.holder, type) or reference.registry is not None:
         return True

@@ -1,4 +1,4 @@
-"""What overlays share: declared layers, and the building blocks of attention forwards.
+"""Shared code of overlays: declared layers, and the building blocks of attention forwards.
 
 An overlay contains what is specific to its model; what models have in common is here.
 """

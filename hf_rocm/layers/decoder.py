@@ -35,7 +35,7 @@ class PreNormLayer:
     """A pre-norm layer: attention (`self_attn`) and an MLP, each with a norm before it and a residual sum after it.
 
     norms: the norms before attention and MLP. post_norms: the norms of their outputs, before the sums, if the model
-    has them. mlp: the child's name; if it returns a tuple, as a mixture may, only the first item is used.
+    has them. mlp: the child's name; if it returns a tuple, as routed experts may, only the first item is used.
     """
 
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")

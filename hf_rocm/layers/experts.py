@@ -1,4 +1,4 @@
-"""The routed experts of a mixture: stacked parameters, as in transformers from 5.0 on, or lists of modules.
+"""Routed experts: stacked parameters, as in transformers from 5.0 on, or lists of modules.
 
 From 5.0 on, `grouped_mm` is transformers' default, and its generate switches to `batched_mm` while it decodes. Neither
 is distinguishable from a user's choice, and both are served where this is at least as fast. Any other implementation
@@ -64,7 +64,7 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class SoftmaxMixture:
-    """A mixture whose `experts` are a list of gated MLPs, routed by a softmax over the logits of its child `gate`.
+    """A sparse MLP whose `experts` are a list of gated MLPs, routed by a softmax over the logits of its child `gate`.
 
     experts: the names of an expert's gate, up and down layers and its activation. normalise: whether the routing
     weights are divided by their sum, or the attribute with that flag. jitter: the attribute with the noise that is
@@ -95,7 +95,7 @@ class SoftmaxMixture:
 
 @dataclass(frozen=True)
 class GatedMixture:
-    """DeepSeek's mixture: `experts` is a list of gated MLPs, the child `gate` returns ids and weights, and
+    """DeepSeek's sparse MLP: `experts` is a list of gated MLPs, the child `gate` returns ids and weights, and
     `shared_experts` is applied to every row. experts: as in `SoftmaxMixture`."""
 
     experts: tuple[str, str, str, str] = ("gate_proj", "up_proj", "down_proj", "act_fn")

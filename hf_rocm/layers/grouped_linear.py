@@ -1,6 +1,6 @@
 """The outputs of linear layers with the same input, through the weight group of their module.
 
-`live` is the only check of pointers: whatever is done to a model after its weights were grouped, the worst outcome is
+`live` is the only check of pointers: after any change of a model with grouped weights, the worst outcome is
 that the layers run one by one.
 """
 

@@ -110,6 +110,6 @@ def activation_of(function: object) -> str | None:
 
 @constant_in_traces
 def _is_stock(kind: type) -> bool:
-    """`replacements.unchanged` with one Python call less: each layer of an uncaptured step asks."""
+    """`replacements.unchanged` with one Python call less, because each layer of an uncaptured step needs it."""
     watch = watches.get(kind)
     return unchanged(kind) if watch is None else watch.unchanged() or watch.holds()

@@ -36,7 +36,7 @@ class RMSNorm:
         """x: [..., D]. Returns [..., D] as the stock forward would.
 
         Runs the stock forward where its dtype rules matter: it promotes the result if the weight's dtype differs from
-        that of x, and a weight that is not a plain tensor (a DTensor) has operations of its own.
+        that of x, and a weight that is not a plain tensor (a DTensor) has its own operations.
         """
         weight = module._parameters.get("weight")
         if weight is None:

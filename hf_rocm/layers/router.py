@@ -1,4 +1,4 @@
-"""The routers of mixtures: a small product, then one kernel that chooses the experts instead of some ten."""
+"""Routers of experts: a small GEMM, then one kernel that selects the experts instead of about ten."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class WeightGroup:
         return None
 
     def shuffled_experts(self, module: Module, x: Tensor) -> tuple[ops.Shuffled, ops.Shuffled] | None:
-        """Return shuffled copies of gate_up and down of a mixture's experts for x [T, H], or None."""
+        """Return shuffled copies of gate_up and down of routed experts for x [T, H], or None."""
         return None
 
     def nbytes(self, module: Module) -> int:

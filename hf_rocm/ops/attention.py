@@ -39,7 +39,7 @@ STACKED_QUERIES = 16
 
 
 class AttentionSpec(NamedTuple):
-    """What the choice of an attention implementation depends on."""
+    """The specification of a call, from which an attention implementation is selected."""
 
     dtype: torch.dtype
     device: torch.device

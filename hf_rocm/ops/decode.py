@@ -1,4 +1,4 @@
-"""decode_attention: attention of the last few queries over caches of different lengths, which only the device knows.
+"""decode_attention: attention of the last few queries over caches whose lengths are only known on the device.
 
 A static cache has unwritten keys after the written ones. Its length changes with every step, on the device only, so
 that a recorded graph of the step stays valid. A sliding cache rolls: once it is full, it has the last S keys.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class DecodeSpec(NamedTuple):
-    """What the choice of an implementation depends on."""
+    """The specification of a call, from which an implementation is selected."""
 
     dtype: torch.dtype
     device: torch.device

@@ -40,7 +40,9 @@ BEFORE = ("user", "aiter")  # the tiers before triton
 
 
 class LinearSpec(NamedTuple):
-    """What the choice of a linear implementation depends on. k, n: a GEMM of [M, K] by [N, K]ᵀ."""
+    """The specification of a call, from which a linear implementation is selected.
+    k, n: a GEMM of [M, K] by [N, K]ᵀ.
+    """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -62,7 +64,7 @@ class Norm(NamedTuple):
 
 
 class FusedLinearSpec(NamedTuple):
-    """What the choice of a fused implementation depends on.
+    """The specification of a call, from which a fused implementation is selected.
 
     n, k: the weight's sizes. norm_dtype: the dtype of the norm's weight, or None; one_plus: whether the norm multiplies
     by (1 + w).

@@ -1,4 +1,4 @@
-"""experts: the routed experts of a mixture, which are gated MLPs with weights stacked by expert.
+"""experts: routed experts, which are gated MLPs with weights stacked by expert.
 
 The model chooses the experts of every token. This operation applies them and sums their weighted outputs.
 """
@@ -29,7 +29,9 @@ MANY = 0  # in a specification: more pairs than the largest bound
 
 
 class ExpertsSpec(NamedTuple):
-    """What the choice of an implementation depends on. experts: E; hidden: H; intermediate: I; top: k."""
+    """The specification of a call, from which an implementation is selected.
+    experts: E; hidden: H; intermediate: I; top: k.
+    """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PagedSpec(NamedTuple):
-    """What the choice of an implementation depends on."""
+    """The specification of a call, from which an implementation is selected."""
 
     dtype: torch.dtype
     device: torch.device
@@ -130,7 +130,7 @@ def _gathered(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callabl
         own = table.clamp(min=0).long()
         keys, values = (pages[own].flatten(1, 2).transpose(1, 2) for pages in (key_pages, value_pages))
         seen = seen_keys(s_q, keys.shape[2], lengths, None, terms["window"])
-        unused = ~seen.any(2)[..., None]  # what nobody wrote may be anything
+        unused = ~seen.any(2)[..., None]  # unwritten slots may have any value
         dense = AttentionTerms(
             scale=terms["scale"], causal=False, mask=seen, window=None, softcap=terms["softcap"], sinks=terms["sinks"]
         )

@@ -30,7 +30,7 @@ CLAMPED = "clamped_swiglu"
 
 
 class NormSpec(NamedTuple):
-    """What the choice of a norm depends on."""
+    """The specification of a call, from which a norm is selected."""
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -41,7 +41,7 @@ class NormSpec(NamedTuple):
 
 
 class ActivationSpec(NamedTuple):
-    """What the choice of an activation depends on; dim is d, half of the last dim."""
+    """The specification of a call, from which an activation is selected; dim is d, half of the last dim."""
 
     dtype: torch.dtype
     device: torch.device
@@ -52,7 +52,7 @@ class ActivationSpec(NamedTuple):
 
 
 class RopeSpec(NamedTuple):
-    """What the choice of an implementation depends on."""
+    """The specification of a call, from which an implementation is selected."""
 
     dtype: torch.dtype
     angle_dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What `quantized_linear` is specified by, the arguments of its implementations, and those of PyTorch.
+"""The specification of `quantized_linear`, the arguments of its implementations, and the implementations in PyTorch.
 
 The torch tier is the BLAS library: 8-bit products of many rows, which are rounded likewise in every call, or the
 product of a dequantised weight. The eager tier multiplies the dequantised numbers.
@@ -23,7 +23,7 @@ _AT_ONCE = 2**24  # numbers that are dequantised at once: 64 MiB in fp32
 
 
 class QuantizedSpec(NamedTuple):
-    """What the choice of an implementation depends on. k, n: a GEMM of [M, K] by [N, K]ᵀ."""
+    """The specification of a call, from which an implementation is selected. k, n: a GEMM of [M, K] by [N, K]ᵀ."""
 
     dtype: torch.dtype  # of x
     format: torch.dtype  # of the weight

@@ -25,7 +25,7 @@ from hf_rocm.options import Switch
 
 
 class RopeIntoCacheSpec(NamedTuple):
-    """What the choice of an implementation depends on."""
+    """The specification of a call, from which an implementation is selected."""
 
     dtype: torch.dtype
     angle_dtype: torch.dtype

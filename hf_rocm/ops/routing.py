@@ -1,7 +1,7 @@
 """choose_experts: from a router's logits to the experts of every token and their weights.
 
 A router is a small product followed by some ten small operations: softmax or sigmoid, a bias, a limit to groups of
-experts, top-k, a division by the sum. In a decode step each of them is a launch of its own.
+experts, top-k, a division by the sum. In a decode step each of them is a separate launch.
 """
 
 from __future__ import annotations

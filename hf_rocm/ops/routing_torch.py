@@ -12,7 +12,10 @@ SCORES = (SOFTMAX, SIGMOID, CHOSEN)
 
 
 class RoutingSpec(NamedTuple):
-    """What the choice of an implementation depends on. experts: E; top: k; weight_dtype: of the result."""
+    """The specification of a call, from which an implementation is selected.
+
+    experts: E; top: k; weight_dtype: of the result.
+    """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class VarlenSpec(NamedTuple):
-    """What the choice of an implementation depends on."""
+    """The specification of a call, from which an implementation is selected."""
 
     dtype: torch.dtype
     device: torch.device

@@ -58,8 +58,8 @@ def deactivate(*models: str) -> list[str]:
 
 def is_active(model: str) -> bool:
     """Whether an overlay of this model was activated in this process and is still bound."""
-    ours = (binding for binding in bind.bindings() if binding.model == model)
-    return any("__hf_rocm_activation__" in binding.home for binding in ours)
+    bindings = (binding for binding in bind.bindings() if binding.model == model)
+    return any("__hf_rocm_activation__" in binding.home for binding in bindings)
 
 
 def _rocm() -> bool:

@@ -29,7 +29,7 @@ ON = "on"  # the overlay for inputs on any device: the mode with force
 # A plain string in the module's __dict__: it is copied and pickled, but is not part of a state dict.
 MODE = "_hf_rocm_mode"
 
-# Modules in which overlay text runs: its stock module, or a module of its own after `activate`.
+# Modules in which overlay text runs: its stock module, or a separate module after `activate`.
 _OVERLAYS = ("transformers.models.", "hf_rocm._active.")
 
 # Packages whose decorators stock forwards have.
@@ -204,8 +204,8 @@ def _stock(cls: type) -> bool:
     """
     forward = cls.__dict__.get("forward")
     written = getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0]
-    ours = getattr(forward, "__hf_rocm_binding__", None) is not None
-    return cls.__module__.startswith("transformers.") and (ours or written in _DECORATED_BY)
+    bound = getattr(forward, "__hf_rocm_binding__", None) is not None
+    return cls.__module__.startswith("transformers.") and (bound or written in _DECORATED_BY)
 
 
 def installed_mode() -> str:
@@ -306,7 +306,7 @@ def bindings() -> Iterator[Binding]:
 
 
 def binding_of(module: object) -> Binding | None:
-    """The binding that could serve this instance, whatever its mode."""
+    """The binding that could serve this instance in any mode."""
     binding = _bindings.get(type(module))
     return binding if binding is not None and binding.change.live else None
 

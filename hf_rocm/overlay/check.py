@@ -71,7 +71,7 @@ def _require(state: FileState, *, strict: bool) -> None:
         raise mismatch
     facts = {"file": state.file, "host": socket.gethostname()}
     if state.installed is not Installed.YES:
-        actual = {
+        own = {
             Installed.NO: "the stock file",
             Installed.OLD: f"a block of hf-rocm {state.written.version if state.written else '(unknown)'}",
             Installed.FOREIGN: state.detail,
@@ -80,7 +80,7 @@ def _require(state: FileState, *, strict: bool) -> None:
         edited = state.installed is Installed.EDITED
         raise OverlayError(
             f"the overlay of {state.model} is not installed as in hf-rocm {__version__}",
-            facts={**facts, "expected": "the stock file and this release's block", "found": actual},
+            facts={**facts, "expected": "the stock file and this release's block", "found": own},
             hint=state.reinstall() if edited else "run `hf-rocm install-overlays` on this node",
         )
     if strict and state.match is not Match.VERIFIED:
@@ -108,9 +108,9 @@ def _process_group(across_ranks: bool | None) -> object | None:
 
 
 def _compare(distributed: object, fingerprint: str, error: HfRocmError | None) -> None:
-    mine = (socket.gethostname(), fingerprint, error)
-    everyone: list[tuple[str, str, HfRocmError | None]] = [mine] * distributed.get_world_size()  # type: ignore[attr-defined]
-    distributed.all_gather_object(everyone, mine)  # type: ignore[attr-defined]
+    own = (socket.gethostname(), fingerprint, error)
+    everyone: list[tuple[str, str, HfRocmError | None]] = [own] * distributed.get_world_size()  # type: ignore[attr-defined]
+    distributed.all_gather_object(everyone, own)  # type: ignore[attr-defined]
     if error is not None:
         return  # this rank raises its own error
     for rank, (host, _, failed) in enumerate(everyone):
@@ -124,10 +124,10 @@ def _compare(distributed: object, fingerprint: str, error: HfRocmError | None) -
             raise _other(f"rank 0 on {first_host}", first, f"rank {rank} on {host}", other)
 
 
-def _other(one: str, expected: str, other: str, found: str) -> OverlayError:
+def _other(one: str, expected: str, other: str, actual: str) -> OverlayError:
     return OverlayError(
         "the processes of this job do not run the same files",
-        facts={"expected": f"{expected}, as in {one}", "found": f"{found}, in {other}"},
+        facts={"expected": f"{expected}, as in {one}", "found": f"{actual}, in {other}"},
         hint="install the same transformers and hf-rocm on every node, run `hf-rocm install-overlays` there, and "
         "compare `python -m hf_rocm.check_version --json`",
     )

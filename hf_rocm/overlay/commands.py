@@ -46,7 +46,7 @@ def install(
 ) -> tuple[Plan, list[str]]:
     """Append the overlays of these models (without any: all that this release has).
 
-    skip_changed: skip models whose file upstream changed, or somebody edited, instead of refusing. A file whose block
+    skip_changed: skip models whose file was changed upstream or edited, instead of refusing. A file whose block
     was edited is refused anyway.
 
     Returns the plan, and notices for the user. A dry run's plan, and a plan with refusals, are not executed.

@@ -1,4 +1,4 @@
-"""The dependencies of a function of transformers: what it calls through namespaces, classes and registries.
+"""The dependencies of a function of transformers: functions called through namespaces, classes and registries.
 
 They are derived from its bytecode. A kernel that serves a class skips what the stock forward calls: functions of the
 model's file and of torch, methods of the class, entries of a registry. Where one of them was replaced (see
@@ -160,7 +160,7 @@ def is_registry(value: Any) -> bool:
 
 
 def _is_torchs_class(value: Any) -> bool:
-    """Whether a value is a class of torch (Tensor, finfo, no_grad), which files use but nobody replaces."""
+    """Whether a value is a class of torch (Tensor, finfo, no_grad), which files use but which is never replaced."""
     return isinstance(value, type) and value.__module__.partition(".")[0] == "torch"
 
 

@@ -91,10 +91,10 @@ def _against_ours(state: FileState) -> str:
     if state.overlay is None:
         return state.detail
     try:
-        ours = render(block.stock_part(data), state.overlay)
+        written = render(block.stock_part(data), state.overlay)
     except OverlayError:  # the markers themselves are broken
         return state.detail
-    return f"{state.detail}\n" + _diff(ours, data, f"{state.file} (as hf-rocm writes it)", f"{state.file} (found)")
+    return f"{state.detail}\n" + _diff(written, data, f"{state.file} (as hf-rocm writes it)", f"{state.file} (found)")
 
 
 def _definitions(state: FileState) -> str:

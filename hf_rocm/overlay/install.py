@@ -121,7 +121,7 @@ def _stage(action: Action, disk: Disk) -> Path:
                 disk.own(descriptor, old.st_uid, old.st_gid)
             disk.mode(descriptor, stat.S_IMODE(old.st_mode))
             if (new.st_size, int(new.st_mtime)) == (old.st_size, int(old.st_mtime)):
-                # Python identifies a source by size and mtime; a pyc of the old one may be out of our sight
+                # Python identifies a source by size and mtime; a pyc of the old one may be in an unknown folder
                 disk.touch(descriptor, int(new.st_mtime) + 1)
             disk.sync(descriptor)
         finally:

@@ -55,9 +55,9 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(place) / name for name in [*linked, *sorted(names)])
 
 
-def _tampered(file: Path, expected: str, found: str) -> OverlayError:
+def _tampered(file: Path, expected: str, actual: str) -> OverlayError:
     return OverlayError(
         "hf-rocm's own overlays are not what its package delivered, so none of them is used",
-        facts={"file": file, "expected": expected, "found": found},
+        facts={"file": file, "expected": expected, "found": actual},
         hint="reinstall hf-rocm: pip install --force-reinstall --no-deps hf-rocm",
     )

@@ -13,9 +13,9 @@
     transformers = ">=5.5"
     reason = "why this model excludes releases of the directory's range"
 
-The names are what the overlay's text imports from transformers: its import list is its dependency list. `A|B` is the
-first name that a release has, of those passed to `overlay.binds_first`. A span refers to the list of releases at the
-top. Ranges and reasons are written by hand, everything else by scripts/refresh-digests.
+The names are the imports from transformers in the overlay's source: its import list is its dependency list. `A|B` is
+the first name that a release has, of those passed to `overlay.binds_first`. A span refers to the list of releases at
+the top. Ranges and reasons are written manually, everything else by scripts/refresh-digests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WORD = r"[A-Za-z_][A-Za-z0-9_]*"
 _PATH = rf"{_WORD}(\.{_WORD})*"
 _NAME = re.compile(rf"transformers(\.{_WORD})*:{_PATH}(\|{_PATH})*")
 _SPAN = " to "
-_LIMIT = {"transformers", "reason"}  # the keys of a model's table that are written by hand
+_LIMIT = {"transformers", "reason"}  # the manually written keys of a model's table
 Seen = Mapping[str, tuple[str, ...]]  # a hash or digest → the releases that have it
 
 

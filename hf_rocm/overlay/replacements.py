@@ -1,4 +1,4 @@
-"""Detect replaced dependencies of a function: compared by identity, and by the package that they come from."""
+"""Detect replaced dependencies of a function: compared by identity, and by their package."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs and why: explanations for people."""
+"""Tools that explain, verify, measure and tune."""

@@ -1,4 +1,4 @@
-"""explain: what hf_rocm changed in a model, what stays stock and why, and which kernel each operation uses.
+"""explain: the changes of hf_rocm to a model, the stock parts with reasons, and the kernel of each operation.
 
 Everything is read from the model in its current state, including changes that were made after it was prepared.
 """
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What serves one operation in one situation, and why nothing faster does."""
+    """The kernel of one operation in one situation, and why no faster one serves."""
 
     operation: str
     situation: str
@@ -238,7 +238,7 @@ def _part(cls: type, modules: list[nn.Module], covered: set[int]) -> Part:
     binding = bind.binding_of(modules[0])
     assert binding is not None
     active = [module for module in modules if bind.mode_of(module) != bind.OFF]
-    # the weights of covered modules belong to the group of their mixture
+    # the weights of covered modules belong to the group of their experts
     weighty = [module for module in active if id(module) not in covered]
     with torch.no_grad():
         reasons = _why_not_joined(binding, weighty)

@@ -16,7 +16,7 @@ _STOCK = 6  # the largest number of class names on a line of the short form
 
 
 def short(explanation: Explanation, width: int) -> str:
-    """A summary: what serves the model, and what is not served or fused and why, wrapped at `width` columns."""
+    """A summary wrapped at `width`: the kernels, and the parts that are not served or fused, with reasons."""
     lines = [*_headline(explanation)]
     if explanation.parts or explanation.stock:
         lines += ["", *_table(explanation)]

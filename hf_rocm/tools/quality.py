@@ -50,8 +50,8 @@ class QuantizationLoss:
             f"  same choice  {self.same_choice:.1%} of the positions",
         ]
         if self.perplexity is not None:
-            ours, theirs = self.perplexity
-            lines.append(f"  perplexity   {ours:.4g}, reference {theirs:.4g} (× {ours / theirs:.4f})")
+            actual, expected = self.perplexity
+            lines.append(f"  perplexity   {actual:.4g}, reference {expected:.4g} (× {actual / expected:.4f})")
         return "\n".join(lines)
 
 
@@ -90,19 +90,19 @@ def compare(
     largest, total, square, mean, same, count, positions = 0.0, 0.0, 0.0, 0.0, 0, 0, 0
     losses = [0.0, 0.0]
     predicted = 0
-    for ours, theirs, ids in zip(logits, expected, pieces, strict=True):
-        ours, theirs = ours.float(), theirs.float()
-        off = (ours - theirs).abs()
+    for actual, reference, ids in zip(logits, expected, pieces, strict=True):
+        actual, reference = actual.float(), reference.float()
+        off = (actual - reference).abs()
         largest = max(largest, off.max().item()) if not off.isnan().any() else math.nan
         total += off.double().sum().item()
-        square += theirs.double().square().sum().item()
-        mean += theirs.double().sum().item()
+        square += reference.double().square().sum().item()
+        mean += reference.double().sum().item()
         count += off.numel()
-        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        same += int((actual.argmax(-1) == reference.argmax(-1)).sum())
         positions += ids.numel()
         if predicts and ids.shape[1] > 1:
             predicted += ids.numel() - 1
-            for which, scores in enumerate((ours, theirs)):
+            for which, scores in enumerate((actual, reference)):
                 losses[which] += F.cross_entropy(scores[0, :-1], ids[0, 1:].to(scores.device), reduction="sum").item()
     return QuantizationLoss(
         tokens=positions,

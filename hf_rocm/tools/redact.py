@@ -42,7 +42,7 @@ REPORTED = (
 SECRET = re.compile(
     r"TOKEN|SECRET|PASS(WORD|WD|PHRASE)|CREDENTIAL|AUTH|COOKIE|SIGNATURE|(^|_)KEY|KEY(_|$)", re.IGNORECASE
 )
-# the formats of keys, whatever the variable is called: of hubs, clouds, forges, registries and chat services, JWTs
+# the formats of keys in any variable: of hubs, clouds, forges, registries and chat services, JWTs
 KEYS = re.compile(
     r"hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{12,}|npm_[A-Za-z0-9]{16,}"
     r"|pypi-[\w-]{16,}|AIza[\w-]{16,}|ya29\.[\w-]{10,}|A[KS]IA[A-Z0-9]{12,}|sk-[\w-]{16,}|[srp]k_(live|test)_\w{10,}"
@@ -73,7 +73,7 @@ PATH = re.compile(
     rf"(?P<path>~?/(?!/){_STEP}+(?:(?: +(?![/~-]){_STEP}+){{1,3}}?(?<=/){_STEP}+)*)"
 )
 QUOTED = re.compile(r"(?P<quote>[\"'])(?P<path>~?/(?!/)[^\"'\n]+)(?P=quote)")
-# where a path says how the system is set up, and nothing about the user
+# paths that describe the system and not the user
 PUBLIC = ("/opt/rocm", "/usr", "/lib", "/lib64", "/bin", "/dev", "/sys", "/proc", "/etc", "/boot")
 SHORT = 3
 

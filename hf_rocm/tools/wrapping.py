@@ -12,14 +12,14 @@ NARROWEST, WIDEST = 60, 200  # columns that text is wrapped at
 
 
 def width() -> int:
-    """The columns that text is wrapped at: those of the terminal within limits, 120 where there is none."""
+    """The columns that text is wrapped at: those of the terminal within limits, 120 without one."""
     return min(max(shutil.get_terminal_size((120, 24)).columns, NARROWEST), WIDEST)
 
 
 def wrapped(text: str, columns: int, *, indent: str = "", hanging: str = "  ") -> list[str]:
     """The lines of a sentence. Words, which may be paths or commands, are never broken.
 
-    indent: of the first line; hanging: what the lines after it have in addition.
+    indent: of the first line; hanging: the additional indent of later lines.
     """
     return textwrap.wrap(
         text, columns, initial_indent=indent, subsequent_indent=" " * len(indent) + hanging,

@@ -13,7 +13,7 @@ TERMS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}  # 
 
 
 class Unknown(Exception):
-    """A statement or expression of no known form; its text is the message."""
+    """An unknown statement or expression; its text is the message."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Part:
     head_dim: str | None = None  # set after the split into heads
     moved: bool = False  # [B, heads, S, D]
     bounds: tuple[str | None, str | None] | None = None  # its columns in a joined projection
-    chunk: int | None = None  # its third of each head in a joined projection
+    chunk: int | None = None  # its third of every head in a joined projection
     scale: str | None = None  # a factor of the queries, which can become attention's scale
 
 
@@ -49,7 +49,7 @@ class Attention:
 
 
 def attention_shape(cls: ast.ClassDef, forward: ast.FunctionDef) -> Attention:
-    """Parse the forward. Raises `Unknown` with the first line of no known form."""
+    """Parse the forward. Raises `Unknown` with the first unknown line."""
     return _Reader(cls, forward).read()
 
 
@@ -68,7 +68,7 @@ class _Reader:
         self.found = Attention(cls.name, kept, defaults, cache)
         self.cls, self.forward, self.x = cls, forward, names[0]
         self.values: dict[str, object] = {self.x: "x"}
-        self.texts: dict[str, str] = {}  # shapes and sizes, by the name that holds them
+        self.texts: dict[str, str] = {}  # shapes and sizes, by variable name
 
     def read(self) -> Attention:
         for statement in self.forward.body:
@@ -171,7 +171,7 @@ class _Reader:
             return "output"
         if not isinstance(value, Part) or "norm" not in name or value.flat_norm or value.head_norm:
             raise Unknown
-        if value.scale:  # a norm undoes a factor
+        if value.scale:  # a norm cancels a factor
             raise Unknown
         if self.found.rope:  # `layers.heads` applies norms before the rotation
             raise Unknown

@@ -1,4 +1,4 @@
-"""The whole matrix that docs/performance.md shows, in segments that each can be measured again by itself."""
+"""The measurements of docs/performance.md, in segments that can be measured separately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENCODERS = (STOCK, COMPILE, OVERHEAD, OURS)
 @dataclass(frozen=True)
 class Plan:
     """One segment. cases: (kind, batch, prompt, new). kind of run: cases, kernels, or starts of fresh processes.
-    layers, dtype: other than the shape's. tp: how many GPUs share the model."""
+    layers, dtype: override those of the shape. tp: the number of GPUs of a sharded model."""
 
     shape: str
     cases: tuple[tuple[str, int, int, int], ...] = ()
@@ -39,7 +39,7 @@ SEGMENTS: dict[str, Plan] = {
     "decode-32": Plan("llama-8b", _decode((32, 1024)), (STOCK, COMPILE, OVERHEAD, OURS), rounds=3),
     "context-16k": Plan("llama-8b", _decode((1, 16384), (8, 16384)), rounds=3),
     "context-64k": Plan("llama-8b", _decode((1, 65536)), rounds=2),
-    # half of the layers: beside all weights the keys, values and activations of the prompt come too close to the memory
+    # half of the layers: all weights, keys, values and activations of the prompt would almost fill the memory
     "context-64k-8": Plan("llama-8b", _decode((8, 65536)), rounds=1, layers=16),
     "context-32k": Plan("llama-8b", _decode((8, 32768)), rounds=1),
     "prefill": Plan(
@@ -66,13 +66,13 @@ SEGMENTS: dict[str, Plan] = {
         )
         for ranks in (2, 4)
     },
-    # in fp32 no two tokens are as close as rounding is: here all must be stock's
+    # in fp32 no two tokens are equal within rounding: all tokens must be stock's
     "tp-2-fp32": Plan("llama-70b", _decode((1, 1024)), rounds=1, layers=8, tp=2, dtype="float32"),
 }
 
 
 def measure(name: str, plan: Plan, progress: Callable[[str], None], *, device: str | None, rounds: int | None) -> Any:
-    """The segment, measured."""
+    """Measure the segment."""
     import torch
 
     from hf_rocm.tools.bench.cases import Case
@@ -84,7 +84,7 @@ def measure(name: str, plan: Plan, progress: Callable[[str], None], *, device: s
 
     dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
     subject = Subject(None, plan.shape, device_named(device), dtype, plan.layers)
-    cases = [Case(*each) for each in plan.cases]
+    cases = [Case(*case) for case in plan.cases]
     if plan.run == "starts":
         return starts(subject, cases[0], plan.sides, segment=name, progress=progress)
     if plan.run == "kernels":

@@ -68,9 +68,9 @@ def render(root: Path) -> list[Path]:
 def replaced(text: str, name: str, body: str) -> str:
     """The page, with the text between the two markers of that name replaced."""
     pattern = rf"(<!-- {name}: begin [^>]*-->\n).*?(<!-- {name}: end -->)"
-    found, count = re.subn(pattern, lambda match: str(match[1]) + body + "\n" + str(match[2]), text, flags=re.DOTALL)
+    result, count = re.subn(pattern, lambda match: str(match[1]) + body + "\n" + str(match[2]), text, flags=re.DOTALL)
     assert count == 1, name
-    return found
+    return result
 
 
 def machine(segments: dict[str, Any]) -> str:

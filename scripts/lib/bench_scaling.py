@@ -1,4 +1,4 @@
-"""The computed tables of docs/multi-gpu.md: the exchanges of ranks, and when another GPU no longer helps."""
+"""The computed tables of docs/multi-gpu.md: the communication of ranks, and the limits of scaling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHAPES = {"Llama-8B": "llama-8b", "Llama-70B": "llama-70b", "Llama-405B": "llama
 RANKS = (2, 4, 8, 16)
 NODE = 8
 # Bytes per second in each direction. An Infinity Fabric link of the Instinct MI300X: 16 lanes of 32 Gb/s; each GPU of a
-# node of eight has one to each other GPU. The network: one port of 400 Gb/s for each GPU
+# node of eight has one to every other GPU. The network: one port of 400 Gb/s per GPU
 LINK, NIC = 64e9, 50e9
 ASSUMED = (10e-6, 25e-6)  # assumed seconds of one sum; not measured
 GPU = data_sheets.GPUS[0]
@@ -24,8 +24,8 @@ def tables() -> str:
         [
             "What one token exchanges at batch 1, in bf16 (*computed*):",
             exchanged(),
-            f"What one sum may cost beyond one over half the ranks, before twice the GPUs are slower ({GPU.name}, "
-            "batch 1, *computed*):",
+            "How much longer a sum may take than one over half the ranks before twice the GPUs are slower "
+            f"({GPU.name}, batch 1, *computed*):",
             allowed(),
             f"A decode step at batch 1 on {GPU.name}s, if a sum takes {_micro(ASSUMED[0])} or {_micro(ASSUMED[1])} "
             "(assumed, *computed*):",

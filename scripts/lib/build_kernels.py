@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/build-kernels",
         description="Compile every Triton kernel for AMD GPUs, without one: a spilled register, too much local memory "
-        "or a product without matrix instructions is an error. Needs torch and Triton.",
+        "or a GEMM without matrix instructions is an error. Needs torch and Triton.",
     )
     parser.add_argument("kernels", nargs="*", help="modules of kernels, such as norm (default: all)")
     parser.add_argument("--arch", action="append", help="an architecture such as gfx942 (default: all)")
@@ -89,7 +89,7 @@ def _in_processes(jobs: list[tuple[str, int, str]], count: int) -> list[Built]:
 
 
 def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterator[tuple[str, int, str]]:
-    """(module, place in its BUILDS, architecture)."""
+    """(module, index in its BUILDS, architecture)."""
     if os.environ.get("TRITON_INTERPRET"):
         raise ScriptError("TRITON_INTERPRET is set, and interpreted kernels cannot be compiled\n\nhint: unset it")
     try:
@@ -181,7 +181,7 @@ def _form(build: Any) -> str:
 
 
 def _show(builts: Sequence[Built], seconds: float) -> None:
-    """Print a line for each kernel and architecture, then the problems."""
+    """Print a line per kernel and architecture, then the problems."""
     header = ("kernel", "arch", "warps", "VGPR", "SGPR", "spilled", "LDS", "matrix", "")
     rows, last = [], ""
     for kernel in builts:

@@ -46,14 +46,14 @@ def duration(seconds: float) -> str:
 
 
 def line(title: str, result: str, style: str, seconds: float | None = None) -> None:
-    """One finished step: what, how it ended, how long it took."""
+    """Print a finished step: title, result and duration."""
     took = "" if seconds is None else f"  {styled(duration(seconds), 'dim')}"
     say(f"  {title:<48} {styled(result, style)}{took}")
 
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Say what is being done, then how long it took, or that it failed."""
+    """Print a step, then its duration or that it failed."""
     began = time.monotonic()
     if live():
         print(f"  {title} {styled('…', 'dim')}", end="\r", flush=True)
@@ -83,7 +83,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str =
 
 def entry_point(main: Callable[[Sequence[str]], int]) -> None:
     """Run a script. It exits with 0 or 1 as it returns, 1 with the message of a failure, 130 or 143 if interrupted."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what it started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it ends its child processes
     try:
         sys.exit(main(sys.argv[1:]))
     except ScriptError as error:

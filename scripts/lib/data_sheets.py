@@ -8,7 +8,7 @@ from typing import NamedTuple
 class Gpu(NamedTuple):
     """bandwidth: bytes a second. capacity: bytes. bf16: dense operations a second. All at their peak.
 
-    computed: bf16 follows from the compute units, the operations of one in a clock (512 on RDNA 3 and 3.5, 1024 on RDNA
+    computed: bf16 follows from the compute units, the operations of one per clock (512 on RDNA 3 and 3.5, 1024 on RDNA
     4) and the highest clock.
     """
 
@@ -39,7 +39,7 @@ MODELS = {
 
 
 def table() -> str:
-    """Markdown: the least time of a decode step and of a prefill that these peaks allow."""
+    """Markdown: the minimum times of a decode step and of a prefill at these peaks."""
     lines = [
         "| | peak bandwidth | memory | peak bf16 | Llama-8B: a token, batch 1 | with 16k of context | prefill of 1024 "
         "| Llama-70B: a token |",

@@ -49,8 +49,8 @@ class Checks:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=NOTICE)
     parser.add_argument("--steps", type=int, default=400, help="training steps (400 take about half a minute)")
-    parser.add_argument("--without-minilm", action="store_true", help="leave out the real model, a download of 84 MB")
-    parser.add_argument("--clean", action="store_true", help="remove what the demo left in .demo, and do nothing else")
+    parser.add_argument("--without-minilm", action="store_true", help="skip the real model, a download of 84 MB")
+    parser.add_argument("--clean", action="store_true", help="only remove the files of the demo in .demo")
     options = parser.parse_args(arguments)
     if options.clean:
         with lock():
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     say(styled("hf_rocm demo", "bold"))
     say(textwrap.indent(NOTICE, "  "))
-    say("  It takes a few minutes on two cores and leaves about 1.1 GB in .demo, which --clean removes.")
+    say("  It takes a few minutes on two cores and about 1.1 GB in .demo, which --clean removes.")
     with lock():
         checks = Demo(options.steps, with_minilm=not options.without_minilm).run()
     heading("result")
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def gigabytes(size: int) -> str:
-    """`1.1 GB`, or megabytes below a tenth of that."""
+    """`1.1 GB`, or megabytes below 0.1 GB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
@@ -118,8 +118,8 @@ class Demo:
         after = tree.read(package)
         changed = after.differing(before)
         say(f"  before  {before.digest}\n  after   {after.digest}")
-        detail = f"; not so: {', '.join(changed[:5])}" if changed else ""
-        self.checks.expect(not changed, f"{len(after.files)} files, each with its content and mode of before{detail}")
+        detail = f"; different: {', '.join(changed[:5])}" if changed else ""
+        self.checks.expect(not changed, f"{len(after.files)} files, all with their original content and mode{detail}")
         self._as_released()
         return self.checks
 
@@ -132,7 +132,7 @@ class Demo:
 
     def _as_released(self) -> None:
         listed, wrong = tree.differing_from_record(self.environment.site_packages, "transformers")
-        self.checks.expect(not wrong, f"{listed} files of transformers {NEWEST} are as its own wheel lists them")
+        self.checks.expect(not wrong, f"{listed} files of transformers {NEWEST} are as listed in its wheel")
 
     def _compare_text(self) -> None:
         heading("5  the same prompt, greedy, in four processes")
@@ -212,7 +212,7 @@ class Demo:
             shapes = result["attention_shapes"]
             unexpanded = all(key[1] == value[1] == heads for _, (_, key, value) in shapes)
             tiers = "/".join(sorted({tier for tier, _ in shapes}))
-            text = f"our attention ran {calls} times ({tiers} tier), on {heads} key/value heads, unexpanded"
+            text = f"hf_rocm's attention ran {calls} times ({tiers} tier), on {heads} key/value heads, unexpanded"
             self.checks.expect(calls > 0 and unexpanded, f"{WAYS[way].title}: {text}")
 
 

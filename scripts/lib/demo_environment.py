@@ -53,7 +53,7 @@ def minilm(environment: Environment) -> Path:
 
 
 def remove() -> int:
-    """Remove .demo. Returns the bytes that it took."""
+    """Remove .demo. Returns its size in bytes."""
     if not DEMO.exists():
         return 0
     taken = size()
@@ -74,5 +74,5 @@ def _is_stock(environment: Environment) -> bool:
     """Whether its transformers is as released, after the overlays of an interrupted demo were removed."""
     command = environment.path / "bin" / "hf-rocm"
     if command.exists():
-        run([str(command), "uninstall-overlays"], failure="the overlays of an earlier demo could not be taken off")
+        run([str(command), "uninstall-overlays"], failure="the overlays of an earlier demo could not be removed")
     return not tree.differing_from_record(environment.site_packages, "transformers")[1]

@@ -40,7 +40,7 @@ class Runs:
         self.workloads = workloads
 
     def run(self, way: str) -> None:
-        """Every workload one way, each in a new process, both at once."""
+        """Run every workload in one way, in new processes, both at once."""
         title, load, forced = WAYS[way]
         environ = {"HF_ROCM_FORCE": "1"} if forced else {}
 

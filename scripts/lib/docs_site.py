@@ -15,7 +15,7 @@ def main(check: bool) -> int:
     stale = [file for file, text in pages().items() if not file.exists() or file.read_text(encoding="utf-8") != text]
     for file in stale:
         if check:
-            print(f"{file.relative_to(ROOT)} is not what the sources say: run scripts/build-docs", file=sys.stderr)
+            print(f"{file.relative_to(ROOT)} differs from the sources: run scripts/build-docs", file=sys.stderr)
         else:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(pages()[file], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Draft an overlay from a stock file: classes of known form get a forward, the others are left to the author."""
+"""Draft an overlay from a stock file: recognised classes get a forward, the others are left to the author."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _forwards(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]
 def _statements(forward: ast.FunctionDef) -> str:
     """A forward's parameters, without annotations, and its statements."""
     names = ", ".join(argument.arg for argument in forward.args.args)
-    statements = [ast.unparse(each) for each in forward.body if not _is_docstring(each)]
+    statements = [ast.unparse(statement) for statement in forward.body if not _is_docstring(statement)]
     return "\n".join([names, *map(ast.unparse, forward.args.defaults), *statements])
 
 
@@ -229,7 +229,7 @@ def _experts(cls: ast.ClassDef) -> str:
         return "StackedExperts()"
     options = next((decorator for decorator in decorators if decorator.startswith(_STACKED)), None)
     if options is not None:
-        raise Unknown(f"@{options}: give layers.StackedExperts what differs, or leave it stock")
+        raise Unknown(f"@{options}: adapt layers.StackedExperts, or leave it stock")
     raise Unknown("experts that transformers runs one by one: read them, or leave them stock")
 
 
@@ -281,8 +281,8 @@ def _attention(shape: Attention, functions: dict[str, ast.FunctionDef], fused: b
             ")",
         ]
     elif shape.rope:
-        ours, stock = f"layers.rotate({shape.rope}, query, key, ", f"{shape.rope}(query, key, *"
-        rotated = f"query, key = {ours if halves else stock}position_embeddings)"
+        prepared, stock = f"layers.rotate({shape.rope}, query, key, ", f"{shape.rope}(query, key, *"
+        rotated = f"query, key = {prepared if halves else stock}position_embeddings)"
         body += [f"if {shape.rope_if}:", f"    {rotated}"] if shape.rope_if else [rotated]
     if shape.cache and not together:
         body.append(f"key, value = layers.update_cache(self, key, value, {cache}, kwargs{positions})")
@@ -366,7 +366,7 @@ def _rotates_halves(name: str, functions: dict[str, ast.FunctionDef]) -> bool:
 def _function(cls: ast.ClassDef | str, parameters: str, body: list[str], fuses: tuple[str, ...] = ()) -> str:
     name = cls if isinstance(cls, str) else cls.name
     function = _snake(name)
-    quoted = ", ".join(f'"{each}"' for each in fuses)
+    quoted = ", ".join(f'"{fuse}"' for fuse in fuses)
     decorator = f"    @overlay.replaces({name}{f', fuses=({quoted})' if fuses else ''})\n"
     head = f"    def {function}({parameters}):\n"
     if len(head) > _WIDTH:

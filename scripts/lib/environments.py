@@ -1,4 +1,4 @@
-"""The git-ignored virtual environments: one base with torch and the tools, and one for each transformers release.
+"""The git-ignored virtual environments: one base with torch and the tools, and one per transformers release.
 
 A release's environment sees the base's packages through a .pth file, so torch is installed once. An environment is
 complete if its stamp, written last, equals the hash of its inputs; otherwise it is created again.

@@ -32,9 +32,8 @@ def text_of(source: bytes | str, name: str) -> str:
 
 
 def changes(name: str, texts: Mapping[str, str], forms: Forms, known: Forms) -> Iterator[str]:
-    """For each form of a definition that is not known yet: its text, or how it differs from the form before it.
-
-    texts: by digest. forms: as the releases have them, the oldest first. known: those that were accepted before.
+    """For each new version of a definition: its text, or the differences from the previous version.
+    texts: by digest. forms: the versions of the releases, the oldest first. known: those that were accepted before.
     """
     before: str | None = None
     for digest, releases in forms.items():

@@ -1,4 +1,4 @@
-"""Calls of `generate` beside plain greedy decoding, on stock and hf_rocm: returns, beams, encoder-decoder models."""
+"""Calls of `generate` beyond plain greedy decoding, on stock and hf_rocm: outputs, beams, encoder-decoder models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RETURNS = {"return_dict_in_generate": True, "output_scores": True}
 
 @dataclass(frozen=True)
 class Call:
-    """model: a shape below. new: how many tokens a row gets. arguments: of generate."""
+    """model: a shape below. new: the number of new tokens per row. arguments: of generate."""
 
     name: str
     model: str
@@ -118,14 +118,14 @@ def measure(
             built = None
             gc.collect()
             stock = _build(call.model, device, tiny)
-            ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-            for model in (stock, ours):
+            prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+            for model in (stock, prepared):
                 silence(model)
-            built = call.model, stock, ours
-        _, stock, ours = built
+            built = call.model, stock, prepared
+        _, stock, prepared = built
         new = 3 if tiny else call.new
         arguments = {**_inputs(stock, device, tiny), **call.arguments, "max_new_tokens": new, "min_new_tokens": new}
-        runs = [_run(model, arguments) for model in (stock, ours)]
+        runs = [_run(model, arguments) for model in (stock, prepared)]
         dtype = next(stock.parameters()).dtype
         wrong = None
         for _ in range(3):  # steps are recorded and compared by then

@@ -1,4 +1,4 @@
-"""scripts/install-aiter: which release of aiter, from where, for this ROCm, torch and GPU; then install it."""
+"""scripts/install-aiter: select the release of aiter for this ROCm, torch and GPU, and install it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ PYPI_NEEDS = ("ninja", "pandas", "einops", "psutil", "packaging", "pybind11>=3.0
 PYPI_LACKS = (
     "it ignores that a weight is shuffled (from 0.1.7.post3 on)",
     "it never finds its table of tuned GEMMs, and its untuned ones are F.linear",
-    "its attention takes no sinks (from 0.1.10 on), and drops a softcap on bf16 with head dim 128",
+    "its attention has no sinks (from 0.1.10 on), and drops a softcap on bf16 with head dim 128",
     "it has no (1 + w) norm (from 0.1.17 on)",
-    "it knows no Radeon beyond gfx1100",
+    "it supports no Radeon except gfx1100",
 )
 
 SERVED = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
@@ -47,7 +47,9 @@ KEEP = ("torch", "triton", "pytorch-triton-rocm", "torchvision", "torchaudio", "
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that decide. hip: the ROCm that torch was built for; aiter: the installed version of AMD's package."""
+    """The facts on which the choice depends.
+    hip: the ROCm that torch was built for; aiter: the installed version of AMD's package.
+    """
 
     torch: str | None
     hip: str | None
@@ -86,10 +88,13 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
     words: list[str] = []
     commands: list[tuple[str, ...]] = []
     if machine.other_aiter:
-        words.append("the unrelated package `aiter` (asyncio) is in the way and goes first")
+        words.append("the unrelated package `aiter` (asyncio) is installed and is removed first")
         commands.append(("uninstall", "--yes", "aiter"))
     if pypi:
-        words += [f"amd-aiter {PYPI} is what PyPI has; against {RELEASE}:", *(f"  {release}" for release in PYPI_LACKS)]
+        words += [
+            f"amd-aiter {PYPI} is the release on PyPI; compared with {RELEASE}:",
+            *(f"  {release}" for release in PYPI_LACKS),
+        ]
         commands.append(("install", *PYPI_NEEDS))
         commands.append(("install", "--no-deps", f"amd-aiter=={PYPI}"))
         return Plan(tuple(commands), {}, tuple(words))
@@ -103,7 +108,7 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
     if machine.arch == "gfx90a":
         words.append("AMD doesn't list gfx90a for aiter: every kernel is checked before its first use")
     words += _unchecked(release)
-    words.append("kernels are compiled at their first use, minutes each: `hf-rocm warmup MODEL` does it ahead")
+    words.append("kernels are compiled at their first use, minutes each: `hf-rocm warmup MODEL` does it in advance")
     commands.append(("install", *BUILD_NEEDS))
     commands.append(("install", "--no-build-isolation", "--no-deps", f"{SOURCE}@v{release}"))
     return Plan(tuple(commands), {"GPU_ARCHS": machine.arch}, tuple(words))
@@ -124,11 +129,11 @@ def _unchecked(release: str) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/install-aiter",
-        description="Install AMD's aiter beside the ROCm PyTorch of the Python that runs this; torch and triton stay.",
+        description="Install AMD's aiter next to the ROCm PyTorch of this Python; torch and triton are not changed.",
     )
     parser.add_argument("--dry-run", action="store_true", help="show the commands without running them")
     parser.add_argument("--release", default=RELEASE, help=f"a release of github.com/ROCm/aiter (default {RELEASE})")
-    parser.add_argument("--pypi", action="store_true", help=f"the old build on PyPI ({PYPI}); prints what it lacks")
+    parser.add_argument("--pypi", action="store_true", help=f"the old build on PyPI ({PYPI}); prints its limitations")
     parser.add_argument("--arch", help="the target GPU (default: the one in this machine)")
     options = parser.parse_args(arguments)
     machine = look(options.arch)

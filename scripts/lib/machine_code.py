@@ -1,4 +1,4 @@
-"""The suites that execute the Triton kernels as the machine code of AMD GPUs, one for each architecture."""
+"""The suites that execute the Triton kernels as the machine code of AMD GPUs, one per architecture."""
 
 from __future__ import annotations
 

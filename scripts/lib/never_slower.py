@@ -92,7 +92,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Size:
-    """Of the models and the calls: hidden size, layers, prompt, and new tokens."""
+    """The sizes of models and calls: hidden size, layers, prompt, and new tokens."""
 
     hidden: int = 256
     layers: int = 2
@@ -100,7 +100,7 @@ class Size:
     new: int = 8
 
 
-# bf16 on a GPU, where hosts and kernels both count; what a CPU can do in seconds
+# bf16 on a GPU, with the cost of host and kernels; on a CPU, sizes that take seconds
 SMALL, LARGE = Size(), Size(hidden=2048, layers=8, prompt=512, new=64)
 
 
@@ -114,14 +114,14 @@ def measure(
             yield Outcome(case.name, left_out=f"{case.needs} is not installed")
             continue
         if case.needs is not None and device.type != "cuda":
-            yield Outcome(case.name, left_out=f"{case.needs} has kernels for GPUs alone")
+            yield Outcome(case.name, left_out=f"{case.needs} only has kernels for GPUs")
             continue
         yield _measure(case, device, size, rounds)
         gc.collect()
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One line a case, milliseconds a call."""
+    """One line per case, in milliseconds per call."""
     return "\n".join([f"{'case':<34}{'stock ms':>22}{'hf_rocm ms':>22}{'times':>8}", *map(row, outcomes)])
 
 
@@ -144,17 +144,17 @@ def _measure(case: Case, device: Any, size: Size, rounds: int) -> Outcome:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     stock = _build(case.model, size).to(device=device, dtype=dtype)
     stock.train(case.run == "train")
-    ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
-    hf_rocm.prepare(ours, force=True, graphs=case.graphs)
-    for model in (stock, ours):
+    prepared, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    hf_rocm.prepare(prepared, force=True, graphs=case.graphs)
+    for model in (stock, prepared):
         silence(model)
         if case.change is not None:
             case.change(model)
     ids = torch.randint(3, stock.config.vocab_size, (case.batch, size.prompt), device=device)
-    calls = [_call(case, model, ids, size) for model in (stock, ours)]
+    calls = [_call(case, model, ids, size) for model in (stock, prepared)]
     reference = None if case.run == "generate" else _call(case, exact, ids, size)()
     wrong = None
-    for _ in range(3):  # recorded steps, if there are any, are recorded and proven by then
+    for _ in range(3):  # recorded steps, if any, have been recorded and compared by then
         expected, actual = (call() for call in calls)
         wrong = wrong or unlike(expected, actual, reference, dtype)
     seconds: list[list[float]] = [[], []]
@@ -204,9 +204,9 @@ def _call(case: Case, model: Any, ids: Any, size: Size) -> Callable[[], Any]:
 
 
 def unlike(expected: Any, actual: Any, reference: Any, dtype: Any) -> str | None:
-    """What is wrong with ours, in a sentence. reference: of float64; None for tokens.
-
-    In 16 bits two tokens may be as close as rounding is, so that only their number is compared.
+    """The error of hf_rocm's result, in a sentence, or None.
+    reference: the float64 result; None for tokens. In 16 bits, two tokens may be equal within rounding, so only their
+    number is compared.
     """
     import torch
 
@@ -216,10 +216,10 @@ def unlike(expected: Any, actual: Any, reference: Any, dtype: Any) -> str | None
     if expected.shape != actual.shape:
         return f"its output is {list(actual.shape)}, not {list(expected.shape)}"
     if reference is None:
-        return None if dtype.itemsize < 4 or torch.equal(expected, actual) else "its tokens are others than stock's"
+        return None if dtype.itemsize < 4 or torch.equal(expected, actual) else "its tokens differ from stock's"
     eager, off = (float((result.double() - reference).abs().max()) for result in (expected, actual))
     allowed = allowed_error(eager, dtype, float(reference.abs().max()))
-    return None if off <= allowed else f"its output is off by {off:.3g}, and {allowed:.3g} is allowed"
+    return None if off <= allowed else f"the error of its output is {off:.3g}, and {allowed:.3g} is allowed"
 
 
 def timed(call: Callable[[], Any], device: Any) -> float:

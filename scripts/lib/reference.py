@@ -15,7 +15,7 @@ _WRITTEN = "<!-- written by scripts/build-docs -->\n\n"
 
 
 def pages() -> dict[Path, str]:
-    """Each generated page and its text, from the hf_rocm that is imported."""
+    """Each generated page and its text, from the imported hf_rocm."""
     return {
         REFERENCE / "commands.md": _WRITTEN + "# Commands\n\n" + "\n".join(_commands()),
         REFERENCE / "python.md": _WRITTEN + "# Python\n\n" + "\n".join(_public()),
@@ -29,7 +29,7 @@ def _commands() -> Iterator[str]:
     from hf_rocm.cli.app import build
 
     yield "Results go to stdout, everything else to stderr. Exit codes: 0 done or nothing to do, 1 refused (the"
-    yield "message says what to do), 2 usage, 3 a bug in hf-rocm. `python -m hf_rocm` is the same as `hf-rocm`.\n"
+    yield "message has the next step), 2 usage, 3 a bug in hf-rocm. `python -m hf_rocm` is the same as `hf-rocm`.\n"
     yield from _command("hf-rocm", typer.main.get_command(build()))
 
 
@@ -103,8 +103,8 @@ def _environment() -> str:
     rows = "".join(f"| `{variable.name}` | {variable.values} | {variable.meaning} |\n" for variable in VARIABLES)
     return f"""# Environment variables
 
-Where the overlay is inert (no ROCm, nothing forced), all are ignored. Arguments of `from_pretrained` and `prepare` win
-over them.
+If the overlay is inert (no ROCm, nothing forced), all are ignored. Arguments of `from_pretrained` and `prepare` take
+precedence.
 
 | Variable | Values | Meaning |
 | --- | --- | --- |

@@ -1,8 +1,7 @@
-"""Continuous batching of a prepared model beside stock: `generate_batch` of requests of mixed lengths.
-
-Both sides run on the same weights and through the same calls: one batch that also warms up and records graphs, then the
-measured one through the same manager. Tokens are checked by stock's own forward: how far the logit of a generated token
-is below the largest one at its position, which is rounding on both sides.
+"""Continuous batching of a prepared model compared with stock: `generate_batch` of requests of mixed lengths.
+Both sides use the same weights and calls: a warm-up batch, which also records graphs, then the measured one with the
+same manager. Tokens are checked by stock's forward: the distance of a generated token's logit from the largest one at
+its position, which is due to rounding on both sides.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ CHECKED = 4  # requests whose tokens are checked
 
 @dataclass(frozen=True)
 class Load:
-    """requests: how many; shortest, longest: tokens of a prompt; new: tokens of each answer."""
+    """requests: their number; shortest, longest: tokens of a prompt; new: tokens of an answer."""
 
     shape: str
     requests: int
@@ -52,7 +51,7 @@ class Outcome(NamedTuple):
 
     @property
     def wrong(self) -> bool:
-        """Whether our tokens are further from the largest logits than stock's by more than rounding."""
+        """Whether hf_rocm's tokens are further from the largest logits than stock's, by more than rounding."""
         return self.ours.gap > max(2 * self.stock.gap, self.spread / 20)
 
 
@@ -131,8 +130,8 @@ def _batches(model: Any, prompts: list[list[int]], load: Load) -> tuple[float, l
     finally:
         model.destroy_cached_continuous_batching_manager()
     tokens = [list(result.generated_tokens) for result in results.values()]
-    if len(tokens) != len(prompts) or any(len(each) != load.new for each in tokens):
-        raise RuntimeError(f"{len(tokens)} of {len(prompts)} requests came back, or with too few tokens")
+    if len(tokens) != len(prompts) or any(len(token) != load.new for token in tokens):
+        raise RuntimeError(f"{len(tokens)} of {len(prompts)} requests were returned, or with too few tokens")
     return seconds, tokens
 
 

@@ -1,4 +1,4 @@
-"""mkdocs hooks: links out of the site become plain text, and wide content gets a scrolling box."""
+"""mkdocs hooks: links to files outside the site become plain text, and wide content gets a scrolling box."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace links to what the site lacks (files beside docs/, folders of data) by their text."""
+    """Replace links to files that the site lacks (outside docs/, folders of data) by their text."""
     return re.sub(r"\[([^\]]+)\]\((?:\.\./[^)]*|[\w/-]+/)\)", r"\1", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Put each table and each drawing into a box that scrolls, so that the page itself never does."""
+    """Wrap every table and every picture in a scrolling box, so that the page itself never scrolls."""
     html = re.sub(r"<table>.*?</table>", r'<div class="scroll">\g<0></div>', html, flags=re.DOTALL)
     return re.sub(r'<p>(<img [^>]*src="[^"]*\.svg"[^>]*>)</p>', r'<div class="scroll">\1</div>', html)

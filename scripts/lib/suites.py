@@ -17,7 +17,7 @@ from lib.console import duration, line, live, say, styled
 from lib.environments import ENVIRONMENTS, ROOT, Environment, clean_environ
 
 REPORTS = ENVIRONMENTS / "reports"
-HEARTBEAT = 30.0  # seconds between signs of life where no line can be redrawn
+HEARTBEAT = 30.0  # seconds between progress lines if a line can't be redrawn
 TEST_TIMEOUT = 900.0  # seconds; a test that takes longer hangs: its stacks are printed, and its suite ends
 
 # pytest's exit codes: everything passed, some failed. Any other means that the suite itself broke or was empty.
@@ -36,7 +36,7 @@ class Suite:
 
 @dataclass
 class Outcome:
-    """What one suite, or one check, came to."""
+    """The result of a suite or a check."""
 
     name: str
     passed: int = 0
@@ -48,12 +48,12 @@ class Outcome:
 
 
 def run_all(suites: Sequence[Suite]) -> list[Outcome]:
-    """Run suites side by side, one for each core; a single one writes straight to the terminal."""
+    """Run suites in parallel, one per core; a single one writes directly to the terminal."""
     REPORTS.mkdir(parents=True, exist_ok=True)
     if len(suites) == 1:
         return [_run_in_view(suites[0])]
     waiting, running, done = list(suites), list[_Running](), list[Outcome]()
-    heard = time.monotonic()
+    last_output = time.monotonic()
     try:
         while waiting or running:
             while waiting and len(running) < max(1, os.cpu_count() or 1):
@@ -62,8 +62,8 @@ def run_all(suites: Sequence[Suite]) -> list[Outcome]:
             for child in [child for child in running if child.process.poll() is not None]:
                 running.remove(child)
                 done.append(child.finish())
-            if running and (live() or time.monotonic() - heard > HEARTBEAT):
-                heard = time.monotonic()
+            if running and (live() or time.monotonic() - last_output > HEARTBEAT):
+                last_output = time.monotonic()
                 _heartbeat(running)
     finally:
         for child in running:
@@ -119,7 +119,7 @@ def _run_in_view(suite: Suite) -> Outcome:
 
 def _start(suite: Suite, output: object) -> subprocess.Popen[bytes]:
     _report_file(suite).unlink(missing_ok=True)
-    # -I and appended paths: the installed wheel is tested, never the checkout (conftest.py sees to child processes)
+    # -I and appended paths: the installed wheel is tested, never the checkout (conftest.py handles child processes)
     command = [suite.environment.python, "-I", "-m", "pytest", "--import-mode", "append"]
     command += ["--junit-xml", _report_file(suite), "-o", "junit_family=xunit2"]
     command += ["-o", f"cache_dir={suite.environment.path / 'pytest-cache'}"]
@@ -147,7 +147,7 @@ def _outcome(suite: Suite, code: int, seconds: float) -> Outcome:
     elif code == FAILED and not outcome.failed:
         outcome.failed = 1
         outcome.note = (
-            "a failure that the report lacks" if report.exists() else "ended without a report: did a test hang?"
+            "a failure that is not in the report" if report.exists() else "ended without a report: did a test hang?"
         )
     return outcome
 

@@ -28,7 +28,7 @@ from lib.injection import fault_injection
 from lib.suites import Outcome, Suite, run_all
 from lib.upstream_tree import source_distribution
 
-# What depends on the transformers release, so that --all runs it in each of them.
+# Tests that depend on the transformers release: --all runs them in every release.
 RELEASE_DEPENDENT = (
     "parity",
     "overlay",
@@ -42,10 +42,10 @@ RELEASE_DEPENDENT = (
     "tools/tuning/test_record.py",
 )
 
-# Every model that has an overlay, in every release: a suite beside the others, so that two cores share the work.
+# Every model that has an overlay, in every release: a separate suite, so that two cores share the work.
 MODELS = "tests/coverage"
 
-# Of the patcher: what reads and writes files of a release as bytes, whatever they say, or no release at all.
+# Tests of the patcher that only handle files of a release as bytes, or use no release.
 PROMISES = "tests/overlay/promises"
 BYTES = (
     PROMISES,
@@ -55,7 +55,7 @@ BYTES = (
     ),
 )
 
-# What releases before the newest do without; docs/testing.md gives the reasons.
+# Tests that only run in the newest release; docs/testing.md gives the reasons.
 BETWEEN = (*BYTES, "tests/tools/verify/test_faults.py", "tests/generation/test_trained.py")
 LEFT_OUT = {
     "4.53.3": (
@@ -67,11 +67,11 @@ LEFT_OUT = {
     "5.19.0": (*BETWEEN, "tests/weights", "tests/forwards"),
 }
 
-# Several processes: ranks, servers. In the last 4.x and the newest release, a suite of its own as well.
+# Several processes: ranks, servers. In the last 4.x and the newest release, also a separate suite.
 PROCESSES = ("tests/distributed", "tests/serving")
 WITH_PROCESSES = ("4.57.6", NEWEST)
 
-# Of those, what does not depend on transformers: how ranks start, agree and end together, and the benchmark.
+# Those that do not depend on transformers: the start, agreement and end of ranks, and the benchmark.
 WITHOUT_TRANSFORMERS = tuple(
     f"tests/distributed/test_{name}.py"
     for name in (
@@ -86,13 +86,13 @@ WITHOUT_TRANSFORMERS = tuple(
     )
 )
 
-# The newest release's tests, in suites of a similar length beside the one with all the rest.
+# The newest release's tests, in suites of similar length, in addition to the one with all other tests.
 PARTS = {
     "the patcher": ("tests/overlay",),
     "tools": ("tests/tools", "tests/cli", "tests/scripts", "tests/docs", "tests/packaging"),
 }
 
-# AMD's own package, with stand-ins for its compiled kernels, in an environment of its own.
+# AMD's package, with stand-ins for its compiled kernels, in a separate environment.
 AITER_TESTS = "tests/aiter"
 BESIDE_AITER = f"{NEWEST}, amd-aiter"
 
@@ -100,16 +100,16 @@ BESIDE_AITER = f"{NEWEST}, amd-aiter"
 UPSTREAM_TESTS = "tests/upstream"
 UPSTREAM = f"{NEWEST}, its own tests"
 
-# Our Triton kernels in Triton's interpreter, which a process has for all of them or for none: in the environment with
-# amd-aiter, since that has a Triton.
+# Triton kernels in Triton's interpreter, which a process uses for all kernels or none: in the environment with
+# amd-aiter, which has Triton.
 TRITON_TESTS = "tests/triton"
 INTERPRETED = f"{NEWEST}, Triton interpreted"
 
-# The interpreter of AMD's instructions, beside the same Triton; `machine_code` runs the kernels on it.
+# The interpreter of AMD's instructions, with the same Triton; `machine_code` runs the kernels on it.
 INSTRUCTION_TESTS = "tests/amdgcn"
 INSTRUCTIONS = f"{NEWEST}, AMD's instructions"
 
-# Suites of their own: in which environment which folder is run.
+# Separate suites: the environment for each folder.
 APART = {
     BESIDE_AITER: AITER_TESTS,
     INTERPRETED: TRITON_TESTS,
@@ -117,7 +117,7 @@ APART = {
     UPSTREAM: UPSTREAM_TESTS,
 }
 
-# Suites by their length, longest first, by the end of their names; any other comes after them.
+# Suites by their length, longest first, by the end of their names; all others follow.
 LONGEST = (
     f" {NEWEST}",
     f"{NEWEST}, every model",
@@ -138,21 +138,21 @@ LONGEST = (
     BESIDE_AITER,
 )
 
-# Suites that need hardware; conftest.py skips them with these words where it is missing.
+# Suites that need hardware; conftest.py skips them with these reasons without it.
 HARDWARE = {"needs an AMD GPU": "pytest -m rocm", "needs an NVIDIA or AMD GPU": "pytest -m gpu"}
 
-# minutes of injected faults, which no release makes different: they run in the newest alone
+# injected faults take minutes and don't depend on the release: they run only in the newest
 FAULTS = "tests/overlay/promises/test_faults.py"
 
 DESCRIPTION = f"""\
-Set up what the tests need in .envs/ and run them; nothing has to be installed before.
+Set up the environments of the tests in .envs/ and run them; nothing has to be installed before.
 
 Without options: scripts/check and the quick tests with transformers {NEWEST}.
-With --all: the slow tests too, and those that depend on transformers with {", ".join(RUNNABLE[:-1])} as well.
+With --all: also the slow tests, and those that depend on transformers with {", ".join(RUNNABLE[:-1])}.
 The Triton kernels are executed as the machine code of AMD GPUs: a sample of the cases, with --all a larger one,
 and a few cases for three more.
 With --machine-code: all of those cases, and nothing else.
-With --release X -- tests/coverage -k mistral: these tests, with transformers X alone."""
+With --release X -- tests/coverage -k mistral: these tests, only with transformers X."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str]) -> int:
         choices=(*machine_code.ARCHITECTURES, *machine_code.RELATIVES),
         help="every case of the kernels' machine code, for some architectures or all",
     )
-    parser.add_argument("pytest", nargs="*", help="after --, arguments for pytest (then the checks are left out)")
+    parser.add_argument("pytest", nargs="*", help="after --, arguments for pytest (then the checks are skipped)")
     options = parser.parse_args(arguments)
     began = time.monotonic()
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
@@ -213,12 +213,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: bool) -> list[Suite]:
-    """Everything in the newest release, what depends on the release in the others, what stands apart by itself."""
+    """All tests in the newest release, those that depend on the release in the others, and the separate suites."""
     selection = ["-m", "not slow"] if quick else []
     parts = [folder for folders in PARTS.values() for folder in folders]
     paths = [word for word in extra if (ROOT / word.split("::")[0]).exists()]
     flags = [word for word in extra if word not in paths]
-    # the import rules are a check of their own
+    # the import rules are a separate check
     apart = _ignoring((*APART.values(), MODELS, *PROCESSES, *parts))
     everything = ["tests", *apart, *([] if extra else ["--ignore", "tests/test_imports.py"])]
     dependent = [f"tests/{name}" for name in RELEASE_DEPENDENT if (ROOT / "tests" / name).exists()]
@@ -257,7 +257,7 @@ def _rank(suite: Suite) -> int:
 
 
 def fetch_upstream(builder: Environment) -> None:
-    """Fetch what the upstream tests need. Where it can't be had they say that they were not run."""
+    """Fetch the files that the upstream tests need. If that fails, the tests are reported as not run."""
     try:
         source_distribution(NEWEST, builder)
     except ScriptError as error:
@@ -269,12 +269,12 @@ def _ignoring(folders: Sequence[str]) -> list[str]:
 
 
 def _place(path: str) -> str | None:
-    """The suite apart that a path belongs to, or None."""
+    """The separate suite that a path belongs to, or None."""
     return next((name for name, folder in APART.items() if path.startswith(folder)), None)
 
 
 def summarise(outcomes: Sequence[Outcome], began: float, *, everything: bool) -> int:
-    """The table, what did not run, and the total as the last line."""
+    """Print the table, the tests that did not run, and the total as the last line."""
     heading("summary")
     rows = [
         (outcome.name, str(outcome.passed), str(outcome.failed), str(outcome.skipped), duration(outcome.seconds))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Tree:
-    """A package's files: path → (mode, sha256). Compiled modules are left out: Python writes those as it likes."""
+    """A package's files: path → (mode, sha256). Compiled modules are excluded: Python writes them at any time."""
 
     files: dict[str, tuple[int, str]]
 
@@ -37,7 +37,7 @@ def read(folder: Path) -> Tree:
 
 
 def differing_from_record(site_packages: Path, package: str) -> tuple[int, list[str]]:
-    """How many files the wheel's RECORD lists for a package, and those that are not as it says."""
+    """The number of files in the wheel's RECORD for a package, and the files that differ from it."""
     (record,) = site_packages.glob(f"{package}-*.dist-info/RECORD")
     listed, wrong = 0, []
     with record.open(newline="") as lines:

@@ -21,12 +21,15 @@ DESCRIPTION = """\
 Run transformers' own tests of each MODEL in the environment of RELEASE, stock and then with overlays installed (in a
 copy of that transformers) and forced, and print the tests that pass stock and don't with overlays.
 
-Without --source, the shared mixins of the release's source distribution are applied to thin test classes of ours
-(tests/upstream). A model's own test file stands only in transformers' public repository: name a checkout of it."""
+Without --source, the shared mixins of the release's source distribution are applied to thin test classes
+(tests/upstream). A model's own test file is only in transformers' public repository: name a checkout of it.
+"""
 
 EPILOG = """\
-Exit codes: 0 nothing passes stock and fails overlaid, but what tests/upstream/differences.toml lists with a reason;
-1 something does, a listed difference no longer occurs, an overlay never ran, or the tests could not be run; 2 usage."""
+Exit codes: 0 no test passes stock and fails overlaid, except those that tests/upstream/differences.toml lists with a
+reason; 1 a test does, a listed difference no longer occurs, an overlay never ran, or the tests could not be run; 2
+usage.
+"""
 
 OUTCOMES = ("passed", "failed", "skipped", "network", "timeout", "crashed")
 
@@ -73,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(comparison: Comparison) -> None:
-    """The counts by model, then every difference with what was said about it."""
+    """Print the counts by model, then every difference with its reason."""
     heading("summary")
     rows = []
     for model in sorted({model_of(test) for test in comparison.stock}):
@@ -92,7 +95,7 @@ def show(comparison: Comparison) -> None:
         named = f"{entry.test} ({', '.join(entry.models)})"
         say(f"  {styled('stale', 'red')}        {named} is listed, and no longer differs")
     for model in comparison.idle:
-        say(f"  {styled('idle', 'red')}         {model}: no forward of ours was called")
+        say(f"  {styled('idle', 'red')}         {model}: no forward of hf_rocm was called")
     if comparison.repaired:
         say(f"  {len(comparison.repaired)} tests fail stock and pass overlaid")
     result = "failed" if comparison.failed else "passed"
@@ -104,7 +107,7 @@ def _counts(model: str, results: Mapping[str, Result]) -> Counter[str]:
 
 
 def _environments(options: argparse.Namespace) -> tuple[Environment, Environment]:
-    """The one to run in, and one with pip."""
+    """The environment to run in, and one with pip."""
     if options.environment:
         return (Environment(options.environment),) * 2
     shared = base()
@@ -121,18 +124,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("release", metavar="RELEASE", choices=RUNNABLE, help=", ".join(RUNNABLE))
     parser.add_argument("models", metavar="MODEL", nargs="+", type=_model, help="as the folder is called: llama")
     parser.add_argument("--source", type=_folder, metavar="PATH", help="a checkout of transformers, of any commit")
-    parser.add_argument("--source-name", metavar="TEXT", help="what the JSON calls it: a commit, say")
+    parser.add_argument("--source-name", metavar="TEXT", help="its name in the JSON, such as a commit")
     parser.add_argument(
         "--release-mixins",
         action="store_true",
         help="with --source: the shared mixins as RELEASE's distribution has them",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write each test's outcome in both passes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcome of every test in both passes")
     parser.add_argument(
         "--faults",
         action="store_true",
-        help="afterwards plant faults in the overlaid forwards, one by one, and count the tests that notice: of those "
-        "that ran a forward of ours, and of hf_rocm's own parity tests",
+        help="afterwards inject faults into the overlaid forwards, one by one, and count the tests that detect them: "
+        "of those that ran a forward of hf_rocm, and of hf_rocm's parity tests",
     )
     parser.add_argument(
         "--spread",
@@ -143,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         "weights is nearly uniform)",
     )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for one test (default 120)")
-    parser.add_argument("--environment", type=_folder, metavar="PATH", help="a virtual environment of your own")
+    parser.add_argument("--environment", type=_folder, metavar="PATH", help="a virtual environment to use")
     parser.add_argument("--pytest", action="append", default=[], metavar="ARG", help="for pytest, as --pytest=-kname")
     return parser
 

@@ -1,4 +1,4 @@
-"""Count the tests that detect a planted fault: transformers' own, and hf_rocm's parity tests."""
+"""Count the tests that detect an injected fault: transformers' own, and hf_rocm's parity tests."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _PARITY_TESTS = "tests/coverage/test_forward.py"
 
 class Detected(NamedTuple):
     """One fault in some tests of a model. reached: tests in which it changed a call; noticed: those of them that fail.
-
-    Of transformers' tests only those count that pass stock and overlaid.
+    Only transformers' tests that pass stock and overlaid are counted.
     """
 
     fault: str
@@ -53,7 +52,7 @@ def count(fault: str, model: str, results: Mapping[str, Result]) -> Detected:
 
 
 def parity(interpreter: Interpreter, scratch: Path, models: Sequence[str]) -> list[Detected]:
-    """The same of hf_rocm's own tests that compare a model's forward passes with stock's."""
+    """The same for hf_rocm's tests that compare a model's forward passes with stock's."""
     rows = []
     for fault in FAULTS:
         log = scratch / "parity.jsonl"
@@ -68,7 +67,7 @@ def parity(interpreter: Interpreter, scratch: Path, models: Sequence[str]) -> li
 
 
 def count_parity(fault: str, model: str, lines: Sequence[str]) -> Detected:
-    """What a log of `upstream_faults` says about one model."""
+    """The results of one model in a log of `upstream_faults`."""
     before, changed, failed = 0, set(), set()
     for line in lines:
         entry = json.loads(line)
@@ -82,10 +81,10 @@ def count_parity(fault: str, model: str, lines: Sequence[str]) -> Detected:
 
 
 def print_detected(detected: Sequence[Detected]) -> None:
-    """A row for each fault, a column for each model and kind of tests: how many of those that it reached fail."""
+    """One row per fault, one column per model and kind of tests: the number of failures among the reached tests."""
     if not detected:
         return
-    heading("planted faults: tests that fail, of those that run into them")
+    heading("injected faults: failing tests, of those that they reach")
     columns = list(dict.fromkeys((row.tests, row.model) for row in detected))
     rows = []
     for fault in dict.fromkeys(row.fault for row in detected):

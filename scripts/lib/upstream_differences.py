@@ -72,7 +72,7 @@ class Comparison:
 def compare(
     release: str, stock: Mapping[str, Result], overlaid: Mapping[str, Result], listed: Sequence[Unavoidable]
 ) -> Comparison:
-    """Hold the passes of one release against each other and against the list."""
+    """Compare the passes of one release with each other and with the list."""
     regressions, unavoidable, repaired = [], {}, []
     for test in sorted(stock.keys() | overlaid.keys()):
         before, after = stock.get(test, ABSENT).outcome, overlaid.get(test, ABSENT).outcome
@@ -96,7 +96,7 @@ def compare(
 
 
 def listed(file: Path = LISTED) -> list[Unavoidable]:
-    """The list of the repository. Raises `ScriptError` where an entry lacks its reason."""
+    """The list of the repository. Raises `ScriptError` if an entry lacks its reason."""
     # tomllib is Python's from 3.11 on; before, tomli comes with hf-rocm
     reader = next((name for name in ("tomllib", "tomli") if importlib.util.find_spec(name)), None)
     if reader is None:
@@ -112,7 +112,7 @@ def listed(file: Path = LISTED) -> list[Unavoidable]:
 
 
 def as_json(comparison: Comparison, sources: Mapping[str, str], detected: Sequence[Detected] = ()) -> str:
-    """Everything, by test class and then test by test, one on a line. sources: where the tests were taken from."""
+    """The JSON of all results, by test class and test, one per line. sources: the origin of the tests."""
     models = sorted({model_of(test) for test in comparison.stock})
     summary: dict[str, object] = {
         "transformers": comparison.release,

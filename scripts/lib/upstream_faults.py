@@ -1,4 +1,4 @@
-"""Faults planted in hf_rocm's operations, and larger weights: a pytest plugin that shows which tests detect them.
+"""Faults injected into hf_rocm's operations, and larger weights: a pytest plugin that shows which tests detect them.
 
 Loaded with `-p upstream_faults`, in transformers' tests beside `upstream_plugin` and in hf_rocm's own. UPSTREAM_FAULT
 names the fault, UPSTREAM_SPREAD is a factor on the standard deviation of the weights that transformers initialises.
@@ -26,14 +26,14 @@ def scale(call: Call) -> Call:
 
 
 def window(call: Call) -> Call:
-    """A sliding window is ignored, given as a number or in the mask: a query also sees what older queries see."""
+    """A sliding window, given as a number or in the mask, is ignored: a query also sees older keys."""
 
     def changes(terms: dict[str, Any]) -> dict[str, Any]:
         changed: dict[str, Any] = {} if terms["window"] is None else {"window": None}
         given = terms.get("mask")
         if given is not None:
             hidden = given != 0 if given.dtype.is_floating_point else ~given.bool()
-            # by two at least: a query that is padding may see itself
+            # by at least two: a padding query may see itself
             older = (~hidden).int().cumsum(dim=-2).ge(2) & hidden
             if older.any():
                 changed["mask"] = given.masked_fill(older, 0.0 if given.dtype.is_floating_point else True)
@@ -43,7 +43,7 @@ def window(call: Call) -> Call:
 
 
 def mask(call: Call) -> Call:
-    """The mask is ignored, but for causality."""
+    """The mask is ignored, except causality."""
     import torch
 
     def changes(terms: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def epsilon(call: Call) -> Call:
 
 
 def one_plus(call: Call) -> Call:
-    """A norm multiplies by the weight where it should by one and the weight, or the other way round."""
+    """A norm multiplies by the weight instead of one plus the weight, or vice versa."""
 
     def changed(*arguments: Any) -> Any:
         _count()
@@ -119,14 +119,14 @@ def _plant(name: str) -> None:
     from hf_rocm.ops import registry
 
     operations, wrap = FAULTS[name]
-    for each in operations:
-        operation = registry.operations()[each]
+    for entry in operations:
+        operation = registry.operations()[entry]
         operation.implementations[:] = [replace(one, call=wrap(one.call)) for one in operation.implementations]
         operation.forget()
 
 
 def _spread(factor: float) -> None:
-    """Weights further apart, so that attention is not nearly uniform and a norm's input not nearly constant."""
+    """Weights with a larger spread, so that attention is not nearly uniform and a norm's input not nearly constant."""
     if factor == 1:
         return
     import transformers.initialization as init

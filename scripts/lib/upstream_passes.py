@@ -21,16 +21,16 @@ from lib.environments import clean_environ
 PLUGIN = Path(__file__).resolve().with_name("upstream_plugin.py")
 FAULTS = PLUGIN.with_name("upstream_faults.py")
 
-# beyond a test's own limit, until a process that doesn't hear its alarm is ended from outside
+# seconds beyond a test's own limit until a process that ignores its alarm is killed
 GRACE = 30.0
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one test in one pass.
+    """The result of one test in one pass.
 
-    outcome: `passed`, `failed`, `skipped`, `network` (it wanted the hub), `timeout` or `crashed`.
-    hits: calls of overlaid forwards, by class. reached: calls that a planted fault changed.
+    outcome: `passed`, `failed`, `skipped`, `network` (it needs the hub), `timeout` or `crashed`.
+    hits: calls of overlaid forwards, by class. reached: calls that an injected fault changed.
     """
 
     outcome: str
@@ -42,7 +42,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python that has transformers, hf_rocm and pytest, with folders that it finds modules in beside its own."""
+    """A Python that has transformers, hf_rocm and pytest, with additional import folders."""
 
     python: Path
     path: tuple[Path, ...] = ()
@@ -54,7 +54,7 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class Pass:
-    """How the tests of a tree are run: by which Python, over which transformers (None: the one that it finds).
+    """How the tests of a tree are run: the Python, and the transformers (None: the one on its import path).
 
     fault: one of `upstream_faults.FAULTS`. spread: a factor on the deviation of initial weights. left_out: tests.
     """
@@ -72,7 +72,7 @@ class Pass:
 
 
 def run(settings: Pass) -> dict[str, Result]:
-    """Run every test of the files, each once. Raises `ScriptError` if pytest can't get as far as running them."""
+    """Run every test of the files once. Raises `ScriptError` if pytest can't run them."""
     results: dict[str, Result] = {}
     _show_sources(settings)
     with tempfile.TemporaryDirectory(prefix="upstream-tests-") as scratch:
@@ -95,7 +95,7 @@ def overlaid_site(interpreter: Interpreter, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     package = _package(interpreter)
-    # a module that another process is just compiling comes and goes
+    # temporary files of modules that another process compiles
     shutil.copytree(package, folder / "transformers", ignore=shutil.ignore_patterns("*.pyc.*"))
     for metadata in package.parent.glob("transformers-*.dist-info"):
         shutil.copytree(metadata, folder / metadata.name)
@@ -110,7 +110,7 @@ def _package(interpreter: Interpreter) -> Path:
 
 
 def _show_sources(settings: Pass) -> None:
-    """Some tests read the sources, which they find at src/transformers of their tree."""
+    """Some tests read the sources at src/transformers of their tree."""
     link = settings.tree / "src" / "transformers"
     link.parent.mkdir(exist_ok=True)
     link.unlink(missing_ok=True)
@@ -120,7 +120,7 @@ def _show_sources(settings: Pass) -> None:
 
 def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, str]:
     (scratch / "plugin").mkdir(exist_ok=True)
-    for file in (PLUGIN, FAULTS):  # alone, since their neighbours' names are too common to be importable
+    for file in (PLUGIN, FAULTS):  # only these, since the names of other modules there are too common to be importable
         shutil.copy2(file, scratch / "plugin")
     command = [
         settings.interpreter.python,
@@ -150,7 +150,7 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
         UPSTREAM_SPREAD=str(settings.spread),
         HF_HOME=str(scratch / "hub"),
         HF_HUB_OFFLINE="1",
-        DISABLE_SAFETENSORS_CONVERSION="1",  # it asks the hub for a converted checkpoint, in a thread
+        DISABLE_SAFETENSORS_CONVERSION="1",  # it requests a converted checkpoint from the hub, in a thread
         OMP_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
         PYTHONFAULTHANDLER="1",
@@ -165,7 +165,7 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
             stdin=subprocess.DEVNULL,
             stdout=written,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # what a test leaves running is ended with it
+            start_new_session=True,  # processes that a test leaves running are ended with it
         )
         try:
             code = _watch(process, settings)
@@ -175,14 +175,14 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
 
 
 def _watch(process: subprocess.Popen[bytes], settings: Pass) -> int:
-    """Wait for the end, or end it once nothing has been heard for longer than a test may take."""
-    heard, seen = time.monotonic(), 0.0
+    """Wait for the end, or kill it if there was no output for longer than a test may take."""
+    last_output, seen = time.monotonic(), 0.0
     while process.poll() is None:
         time.sleep(0.2)
         written = settings.log.stat().st_mtime if settings.log.exists() else 0.0
         if written != seen:
-            heard, seen = time.monotonic(), written
-        elif time.monotonic() - heard > settings.timeout + GRACE:
+            last_output, seen = time.monotonic(), written
+        elif time.monotonic() - last_output > settings.timeout + GRACE:
             _end(process)
             return -signal.SIGKILL
     return process.returncode
@@ -197,7 +197,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(log: Path, results: dict[str, Result]) -> str | None:
-    """Add what the log says to the results. Returns the test that began and did not end."""
+    """Add the results in the log. Returns the test that began and did not end."""
     running = None
     for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
         entry: dict[str, Any] = json.loads(line)
@@ -212,7 +212,7 @@ def _read(log: Path, results: dict[str, Result]) -> str | None:
 
 def _output(interpreter: Interpreter, arguments: Sequence[str], failure: str) -> str:
     command = [str(interpreter.python), *arguments]
-    elsewhere = tempfile.gettempdir()  # not in a checkout, whose modules would be found first
+    elsewhere = tempfile.gettempdir()  # not in a checkout, whose modules would be imported first
     environ = interpreter.environ()
     done = subprocess.run(command, env=environ, cwd=elsewhere, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,7 +1,7 @@
 """The pytest plugin for transformers' own tests: the outcome of each test, and whether forwards of hf_rocm ran in it.
 
-Loaded with `-p upstream_plugin`. The variable UPSTREAM_TESTS (JSON) has the settings: `log`, a file with a JSON line
-at the begin and at the end of each test, so that the test of a crash is known; `done`, tests to leave out; `timeout`,
+Loaded with `-p upstream_plugin`. The variable UPSTREAM_TESTS (JSON) has the settings: `log`, a file with a JSON line at
+the start and at the end of each test, so that the test of a crash is known; `done`, tests to skip; `timeout`,
 seconds for a test; `overlaid`, whether overlays must, or must not, be active.
 """
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = json.loads(os.environ["UPSTREAM_TESTS"])
 
 PASSED, FAILED, SKIPPED, NETWORK, TIMEOUT = "passed", "failed", "skipped", "network", "timeout"
 
-# What says that a test wanted the hub, by name: the libraries that define them differ between the releases.
+# Errors that mean that a test needs the hub, by name: the libraries that define them differ between releases.
 WANTS_NETWORK = {"NetworkForbidden", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ProxyError"}
 
 _WORSE = (PASSED, SKIPPED, NETWORK, FAILED, TIMEOUT)
@@ -38,7 +38,7 @@ class NetworkForbidden(OSError):
 
 
 class TooSlow(BaseException):
-    """A test took longer than it may; not an Exception, so that the test can't swallow it."""
+    """A test exceeded its time limit; not an Exception, so that the test can't swallow it."""
 
 
 class _Progress:
@@ -56,7 +56,7 @@ class _Progress:
 
 
 def _changed_calls() -> int:
-    """How many calls a planted fault has changed so far (see `upstream_faults`)."""
+    """The number of calls that an injected fault has changed so far (see `upstream_faults`)."""
     return getattr(sys.modules.get("upstream_faults"), "reached", 0)
 
 
@@ -164,7 +164,7 @@ def _counting(replacement: Any, name: str) -> Any:
 
     @functools.wraps(replacement)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # what is traced is counted nowhere, and the trace stays as it was
+        if not torch.compiler.is_compiling():  # traced calls are not counted, and the trace is not changed
             _current.hits[name] += 1
         return replacement(*args, **kwargs)
 

@@ -33,11 +33,11 @@ CONFIGURATION = "[pytest]\naddopts =\nfilterwarnings =\n"
 def source_distribution(release: str, builder: Environment) -> Path:
     """The folder with the tests of a release's source distribution, downloaded once.
 
-    builder: an environment with pip. Raises `ScriptError` if it can't be had, or isn't the one that was recorded.
+    builder: an environment with pip. Raises `ScriptError` if it can't be downloaded, or differs from the recorded one.
     """
-    found = fetched(release)
-    if found is not None:
-        return found
+    folder = fetched(release)
+    if folder is not None:
+        return folder
     FETCHED.mkdir(parents=True, exist_ok=True)
     with step(f"source distribution of transformers {release}"), tempfile.TemporaryDirectory(dir=FETCHED) as scratch:
         archive = _download(release, builder, Path(scratch))
@@ -58,9 +58,9 @@ def source_distribution(release: str, builder: Environment) -> Path:
                 assert reading is not None
                 target.write_bytes(reading.read())
         unpacked.replace(FETCHED / f"transformers-{release}")
-    found = fetched(release)
-    assert found is not None
-    return found
+    folder = fetched(release)
+    assert folder is not None
+    return folder
 
 
 def fetched(release: str) -> Path | None:
@@ -72,7 +72,7 @@ def fetched(release: str) -> Path | None:
 def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins: Path | None = None) -> list[str]:
     """Copy a checkout's tests into `target`; mixins: shared modules of the release, which replace the checkout's.
 
-    Its conftest.py stays behind: it is about doctests and the hub's cache, and asks for plugins of pytest.
+    Its conftest.py is not copied: it is about doctests and the hub's cache, and requires pytest plugins.
     Returns the models' own test files, relative to `target`. Raises `ScriptError` if a model has none.
     """
     tests = checkout / "tests"
@@ -88,7 +88,7 @@ def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins
             shutil.copytree(checkout / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     if mixins is not None:
         shutil.copytree(mixins, target / "tests", dirs_exist_ok=True)
-        for standin in sorted((OURS / "standins").rglob("*.py")):  # for what a later release's mixins import
+        for standin in sorted((OURS / "standins").rglob("*.py")):  # for imports of a later release's mixins
             place = target / "tests" / standin.relative_to(OURS / "standins")
             if not place.exists():
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins
 
 
 def from_mixins(target: Path, mixins: Path, models: Sequence[str]) -> list[str]:
-    """Lay the release's mixins, stand-ins for what they import beside themselves, and thin classes out in `target`.
+    """Copy the release's mixins, stand-ins for other modules that they import, and thin classes to `target`.
 
     Returns the thin test files, relative to `target`. Raises `ScriptError` for a model without an overlay.
     """
@@ -148,7 +148,7 @@ def _begin(target: Path) -> None:
 
 
 def _download(release: str, builder: Environment, folder: Path) -> Path:
-    """pip, since it knows which index is meant; it prepares the metadata, and builds nothing."""
+    """Download with pip, which uses the configured index; it prepares the metadata and builds nothing."""
     command = [str(builder.python), "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-binary", "transformers", "--dest", str(folder), f"transformers=={release}"]
     done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ Wheels = Mapping[str, Path]  # release → wheel, the oldest first
 
 
 def download(catalog: Catalog, folder: Path = WHEELS) -> Wheels:
-    """Every final release that some overlay covers, fetched into a cache folder."""
+    """Fetch every final release that an overlay covers into a cache folder."""
     releases = [release for release in _published() if _covered(catalog, release)]
     fetch(releases, folder)
     return {release: wheel for release, wheel in wheels_in(folder).items() if release in releases}
@@ -47,12 +47,12 @@ def wheel_of(release: str, folder: Path = WHEELS) -> Path:
 
 def wheels_in(folder: Path) -> Wheels:
     """The transformers wheels of final releases in a folder."""
-    found = {}
+    results = {}
     for path in folder.glob("transformers-*-py3-none-any.whl"):
         version = Version(path.name.split("-")[1])
         if not version.is_prerelease:
-            found[version] = path
-    return {str(version): found[version] for version in sorted(found)}
+            results[version] = path
+    return {str(version): results[version] for version in sorted(results)}
 
 
 def _published() -> list[str]:

@@ -1,4 +1,4 @@
-"""amd-aiter as it is on PyPI, with stand-ins for its compiled kernels, seen as if it ran on an MI300X."""
+"""amd-aiter from PyPI, with stand-ins for its compiled kernels, on a simulated MI300X."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             patch.setenv(name, value)
         standins.install()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # aiter's own, from its imports
+            warnings.simplefilter("ignore")  # warnings of aiter's imports
             from hf_rocm.ops import probe_worker
             from hf_rocm.ops.aiter import detect
 
@@ -42,12 +42,12 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             assert not isinstance(loaded, str), loaded
         yield standins.load_kernels()
         probe_worker.stop()
-        sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, standins.Finder)]
+        sys.meta_path[:] = [sy for sy in sys.meta_path if not isinstance(sy, standins.Finder)]
 
 
 @pytest.fixture
 def mi300x(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """CPU tensors count as those of an MI300X, and nothing is remembered from other tests."""
+    """Treat CPU tensors as tensors of an MI300X, and clear the caches of other tests."""
     from hf_rocm.ops import probe, registry
     from tests.aiter.machine import pretend
 
@@ -61,7 +61,7 @@ def mi300x(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 @pytest.fixture
 def break_kernel(kernels: ModuleType) -> Iterator[Callable[[str], None]]:
-    """Break one kernel on purpose, here and in the children: `name:how`."""
+    """Break one kernel, in this process and in its children: `name:how`."""
     file = Path(os.environ["STANDIN_BROKEN"])
 
     def write(how: str) -> None:
@@ -73,7 +73,7 @@ def break_kernel(kernels: ModuleType) -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def recorded_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Any release of aiter by its recorded declarations, as if it ran on an MI300X. Needs no amd-aiter."""
+    """Any release of aiter, by its recorded declarations, on a simulated MI300X. amd-aiter is not needed."""
     from hf_rocm.ops.aiter import detect
     from tests.aiter import recorded
     from tests.aiter.machine import pretend

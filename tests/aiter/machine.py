@@ -1,4 +1,4 @@
-"""Seeing the CPU as an AMD GPU, for the predicates."""
+"""Simulate an AMD GPU on the CPU, for the predicates."""
 
 from __future__ import annotations
 

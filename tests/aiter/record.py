@@ -1,9 +1,9 @@
-"""Compare a checkout of aiter with the release in releases.json, or print what it declares otherwise.
+"""Compare the declarations of an aiter checkout with those in releases.json, and print the differences.
 
     python -m tests.aiter.record CHECKOUT VERSION
 
-It reads sources and imports nothing of aiter's. Names, order and defaults of arguments count; a default that is no
-literal is None.
+It reads the sources and does not import aiter. It compares the names, the order and the defaults of arguments. Defaults
+that are not literals are None.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.aiter.recorded import DATA, RELEASES, declared
 
-# Where the names of releases.json are defined; the first file that has one counts.
+# The files that define the names of releases.json; the first one with the name is used.
 FILES = {
     "mha_fwd": ("ops/mha.py",),
     "silu_and_mul": ("ops/activation.py",),
@@ -31,19 +31,19 @@ FILES = {
     "flash_attn_varlen_func": ("ops/mha.py",),
     "ops.triton.attention.mha:flash_attn_func": ("ops/triton/attention/mha.py",),
 }
-# Decorators that register an operator; what the first leaves has another signature than its operator.
+# Decorators that register an operator; the first returns a function with another signature than the operator.
 OPERATORS = ("compile_ops", "torch_compile_guard")
 
 
 def differences(checkout: Path, version: str) -> list[str]:
-    """A line for each name whose declaration is not the recorded one."""
-    found = []
+    """One line per name whose declaration differs from the recorded one."""
+    results = []
     for kind in ("operators", "functions"):
         for name in DATA[kind]:
             actual, expected = declares(checkout, kind, name), declared(kind, version, name)
             if actual != expected:
-                found.append(f"{kind} {name}\n  recorded  {expected}\n  found     {actual}")
-    return found
+                results.append(f"{kind} {name}\n  recorded  {expected}\n  found     {actual}")
+    return results
 
 
 def declares(checkout: Path, kind: str, name: str) -> str | None:
@@ -54,16 +54,19 @@ def declares(checkout: Path, kind: str, name: str) -> str | None:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name == name.rpartition(":")[2]:
-                decorators = [each.func if isinstance(each, ast.Call) else each for each in node.decorator_list]
-                names = {each.id for each in decorators if isinstance(each, ast.Name)}
+                decorators = [
+                    decorator.func if isinstance(decorator, ast.Call) else decorator
+                    for decorator in node.decorator_list
+                ]
+                names = {decorator.id for decorator in decorators if isinstance(decorator, ast.Name)}
                 here = bool(names & {*OPERATORS}) if kind == "operators" else "compile_ops" not in names
                 return _arguments(node.args) if here else None
     return None
 
 
 def _arguments(arguments: ast.arguments) -> str:
-    names = [each.arg for each in arguments.args]
-    defaults = [_literal(each) for each in arguments.defaults]
+    names = [arg.arg for arg in arguments.args]
+    defaults = [_literal(default) for default in arguments.defaults]
     required = len(names) - len(defaults)
     return ", ".join([*names[:required], *map("{}={}".format, names[required:], defaults)])
 
@@ -79,9 +82,9 @@ def main(checkout: str, version: str) -> int:
     if version not in RELEASES:
         print(f"{version} is not in releases.json: compared with {RELEASES[-1]}", file=sys.stderr)
         version = RELEASES[-1]
-    found = differences(Path(checkout), version)
-    print("\n".join(found) or f"as recorded for {version}")
-    return bool(found)
+    lines = differences(Path(checkout), version)
+    print("\n".join(lines) or f"as recorded for {version}")
+    return bool(lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every release of aiter from 0.1.5 on as its declarations: calls are checked against them and computed by references.
+"""Stand-ins for every release of aiter from 0.1.5 on: they check calls against its declarations and compute references.
 
 releases.json holds names, order and defaults of arguments, read from the public repository.
 """
@@ -18,7 +18,7 @@ from hf_rocm.ops.aiter.detect import Argument, Function, Release
 from hf_rocm.ops.shuffled import unshuffle
 from tests.aiter import standins
 
-kernels = standins.load_kernels()  # the one that the native modules come from
+kernels = standins.load_kernels()  # the release of the native modules
 
 DATA = json.loads((Path(__file__).parent / "releases.json").read_text(encoding="utf-8"))
 RELEASES: list[str] = DATA["releases"]
@@ -26,7 +26,7 @@ READS_SHUFFLED = Version("0.1.7.post3")
 
 
 def release(version: str) -> Release:
-    """The release as `detect` would hand it out; every call lands in `kernels.CALLS`."""
+    """The release as returned by `detect`. Calls are recorded in `kernels.CALLS`."""
     return Release(
         Version(version),
         lambda name: _recorded("operators", version, name),
@@ -37,11 +37,11 @@ def release(version: str) -> Release:
 def declared(kind: str, version: str, name: str) -> str | None:
     """The argument list of a name in a release, or None."""
     place = RELEASES.index(version)
-    for each in DATA[kind].get(name, ()):
-        for span in each["releases"]:
+    for entry in DATA[kind].get(name, ()):
+        for span in entry["releases"]:
             first, _, last = span.partition(" … ")
             if RELEASES.index(first) <= place <= RELEASES.index(last or first):
-                return str(each["arguments"])
+                return str(entry["arguments"])
     return None
 
 
@@ -60,7 +60,9 @@ def _recorded(kind: str, version: str, name: str) -> Function | None:
         return COMPUTE[name](Version(version), values)
 
     parameters = signature.parameters.values()
-    return Function(call, tuple(Argument(each.name, each.default is inspect.Parameter.empty) for each in parameters))
+    return Function(
+        call, tuple(Argument(parameter.name, parameter.default is inspect.Parameter.empty) for parameter in parameters)
+    )
 
 
 def _mha_fwd(version: Version, a: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -90,8 +92,8 @@ def _flash_attn_func(version: Version, a: dict[str, Any]) -> Any:
 
 def _triton_flash_attn_func(version: Version, a: dict[str, Any]) -> Tensor:
     left, right = a["window_size"]
-    assert right == -1  # refused by the real one
-    tile = a["config"]  # the real one has no table for most Radeons, and 64 KiB of LDS for Q, K and V
+    assert right == -1  # refused by the real kernel
+    tile = a["config"]  # the real kernel has no table for most Radeons, and 64 KiB of LDS for Q, K and V
     assert (tile["BLOCK_M"] + 2 * tile["BLOCK_N"] * tile["num_stages"]) * a["q"].shape[-1] * 2 <= 2**16
     how = (a["softmax_scale"], a["causal"], left, 0 if a["causal"] else -1)
     output, lse = kernels.attend(a["q"], a["k"], a["v"], *how, name="triton")

@@ -1,7 +1,8 @@
-"""The real amd-aiter package on a machine without a GPU: only its compiled leaf modules are stand-ins.
+"""The real amd-aiter package on a machine without a GPU: only its compiled modules are stand-ins.
 
-What aiter runs (`hipconfig`, `rocminfo`, `hipcc`) are scripts on PATH, and a meta-path finder gives it Python modules
-where it would import what it compiled. Its registration, schemas, fakes, dispatch and `shuffle_weight` are its own.
+The commands that aiter runs (`hipconfig`, `rocminfo`, `hipcc`) are scripts on PATH, and a meta-path finder returns
+Python modules instead of compiled ones. Registration, schemas, fake kernels, dispatch and `shuffle_weight` are aiter's
+code.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).parent
-# One leaf is called with a CUDA tensor made on the way; its Python module gets the stand-in itself.
+# One function is called with a new CUDA tensor; its Python module gets the stand-in directly.
 ON_CUDA = ("aiter.ops.gemm_op_common", "get_padded_m")
 COMPILED = re.compile(r"aiter\.jit\.((module|mha|fmha)_\w+)$")
 
@@ -27,7 +28,9 @@ TOOLS = {
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The variables under which aiter imports; writes its tools to `folder`. The children inherit them."""
+    """The environment variables that aiter needs.
+    Writes the scripts to `folder`. Child processes inherit the variables.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, script in TOOLS.items():
         tool = folder / name
@@ -45,13 +48,13 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def install() -> None:
-    """From here on this process finds the stand-ins."""
-    if not any(isinstance(each, Finder) for each in sys.meta_path):
+    """Install the stand-ins in this process."""
+    if not any(isinstance(sy, Finder) for sy in sys.meta_path):
         sys.meta_path.insert(0, Finder())
 
 
 class Finder:
-    """Gives the modules that aiter compiles on first use."""
+    """Find the modules that aiter would compile at first use."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name == ON_CUDA[0]:
@@ -83,7 +86,7 @@ class Loader:
 
 
 def load_kernels() -> ModuleType:
-    """The folder native, which imports torch: only when the first kernel is wanted, and once a process."""
+    """Import the folder `native`, which imports torch: at the first use of a kernel, once per process."""
     name = "aiter_standin_kernels"
     if name not in sys.modules:
         folder = HERE / "native"

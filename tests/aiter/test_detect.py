@@ -13,7 +13,7 @@ from hf_rocm.ops.aiter import detect
 
 
 def outcome(folder, *, before=""):
-    """What `detect.load` says in a fresh process whose path starts with `folder`."""
+    """The result of `detect.load` in a fresh process whose path starts with `folder`."""
     script = f"""
     import sys
     sys.path.insert(0, {str(folder)!r})
@@ -37,7 +37,7 @@ def outcome(folder, *, before=""):
 
 
 def package(folder, name, version, files):
-    """A package `aiter` with its metadata."""
+    """Write a package `aiter` with metadata."""
     for path, text in files.items():
         file = folder / "aiter" / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -51,14 +51,14 @@ def package(folder, name, version, files):
 AMD = {"jit/core.py": "", "ops/mha.py": ""}
 
 
-def test_the_asyncio_package_of_that_name_is_not_taken_for_amds(tmp_path):
+def test_the_asyncio_package_aiter_is_not_mistaken_for_amds(tmp_path):
     package(tmp_path, "aiter", "0.13.20191203", {"__init__.py": "raise AssertionError('imported')"})
     sentence, imported = outcome(tmp_path)
     assert sentence.startswith("the installed package is not AMD's aiter: ")
     assert "pip uninstall aiter" in sentence and not imported
 
 
-def test_an_import_that_fails_is_a_sentence_and_is_not_tried_again(tmp_path):
+def test_a_failed_import_is_a_reason_and_is_not_repeated(tmp_path):
     fails = "import sys\nsys.path.insert(0, 'polluted')\nraise RuntimeError('ROCm version file not found\\nmore')"
     package(tmp_path, "amd-aiter", "0.1.9", {**AMD, "__init__.py": fails})
     before = "import atexit; atexit.register(lambda: sys.stderr.write('' if 'polluted' == sys.path[-1] else 'first'))"
@@ -84,7 +84,7 @@ def test_importing_the_ops_imports_no_aiter():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_the_real_package_is_found_and_kept_quiet(kernels, caplog):
+def test_the_real_package_is_found_and_logs_nothing(kernels, caplog):
     release = detect.release()
     assert release.name == "amd-aiter 0.1.7.post2.dev18" and release.at_least("0.1.6.post2")
     assert not release.at_least("0.1.7.post2")
@@ -94,7 +94,7 @@ def test_the_real_package_is_found_and_kept_quiet(kernels, caplog):
     assert [record.message for record in caplog.records] == ["something is wrong"]
 
 
-def test_what_it_puts_on_the_path_comes_last(kernels):
+def test_aiters_additions_to_the_path_are_moved_to_the_end(kernels):
     import torch
 
     added = [place for place, entry in enumerate(sys.path) if "aiter_meta" in entry or entry.endswith("jit/utils/")]
@@ -102,7 +102,7 @@ def test_what_it_puts_on_the_path_comes_last(kernels):
     assert added and min(added) > own
 
 
-def test_a_version_that_is_no_version_counts_as_old():
+def test_an_invalid_version_counts_as_old():
     assert detect._version("unknown") is None and detect._version(None) is None
     assert not detect.Release(None, lambda name: None, lambda name: None).at_least("0.0.1")
 

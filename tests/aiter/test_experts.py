@@ -1,4 +1,4 @@
-"""Routed experts through the real aiter package: the right kernels, the shuffled order, the right numbers."""
+"""Routed experts with the real aiter package: the expected kernels, the shuffled order, correct results."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ def test_fused_moe(kernels, tokens, dtype):
     del kernels.CALLS[:]
     with options.override(tiers={"experts": "aiter"}, probe=False), ops.recording() as routes:
         output = ops.shuffled_experts(x, *shuffled, ids, weights)
-    assert [(each.operation, each.tier, each.name) for each in routes] == [("shuffled_experts", "aiter", "fused_moe")]
-    assert [each.kernel for each in kernels.CALLS] == ["moe_sorting_fwd", "ck_moe_stage1", "ck_moe_stage2"]
+    assert [(route.operation, route.tier, route.name) for route in routes] == [
+        ("shuffled_experts", "aiter", "fused_moe")
+    ]
+    assert [call.kernel for call in kernels.CALLS] == ["moe_sorting_fwd", "ck_moe_stage1", "ck_moe_stage2"]
     measure = eager(ExpertsCall(x, gate_up, down, ids, weights, None, None, PLAIN))
-    wide = [each.double() for each in (x, gate_up, down)]
+    wide = [tensor.double() for tensor in (x, gate_up, down)]
     expected = eager(ExpertsCall(*wide, ids, weights.double(), None, None, PLAIN))
     assert_as_good_as_eager(output, measure, expected)
 
 
-def test_the_probe_passes_and_is_remembered(kernels):
+def test_the_probe_passes_and_its_result_is_cached(kernels):
     x, gate_up, down, ids, weights = drawn(5, torch.bfloat16)
     with options.override(tiers={"experts": "aiter"}), ops.recording() as routes:
         ops.shuffled_experts(x, ops.shuffle_experts(gate_up), ops.shuffle_experts(down), ids, weights)
     assert routes[0].name == "fused_moe"
 
 
-def test_a_kernel_that_is_wrong_is_not_used(kernels, break_kernel):
+def test_a_wrong_kernel_is_not_used(kernels, break_kernel):
     break_kernel("ck_moe_stage2:nan")
     x, gate_up, down, ids, weights = drawn(5, torch.bfloat16)
     with pytest.warns(RuntimeWarning, match="fused_moe"), ops.recording() as routes:
@@ -66,7 +68,7 @@ def test_weights_in_the_plain_order_are_refused(kernels):
     assert routes[0].tier == "torch"
 
 
-def test_compiled_as_one_operator_of_ours(kernels):
+def test_compiled_as_one_custom_op(kernels):
     x, gate_up, down, ids, weights = drawn(5, torch.bfloat16)
     shuffled = ops.shuffle_experts(gate_up), ops.shuffle_experts(down)
     with options.override(tiers={"experts": "aiter"}, probe=False), torch.no_grad():
@@ -84,7 +86,7 @@ def mixtral():
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).to(torch.bfloat16).eval()
 
 
-def test_a_model_whose_experts_may_be_copied_runs_fused_moe(kernels):
+def test_a_model_with_shuffled_copies_of_its_experts_runs_fused_moe(kernels):
     model, given = mixtral(), {"input_ids": torch.arange(5)[None]}
     with torch.inference_mode():
         expected = model(**given).logits
@@ -94,16 +96,18 @@ def test_a_model_whose_experts_may_be_copied_runs_fused_moe(kernels):
         hf_rocm.prepare(model, force=True, preshuffle="all", budget=2**30)
         with ops.recording() as routes:
             actual = model(**given).logits
-        assert [(each.tier, each.name) for each in routes if "experts" in each.operation] == [("aiter", "fused_moe")]
+        assert [(route.tier, route.name) for route in routes if "experts" in route.operation] == [
+            ("aiter", "fused_moe")
+        ]
         torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
         for parameter in experts:
-            parameter.mul_(0.5)  # the copies follow
+            parameter.mul_(0.5)  # the copies are updated
         with ops.recording() as routes:
             halved = model(**given).logits
-        assert "shuffled_experts" in [each.operation for each in routes] and not torch.equal(halved, actual)
+        assert "shuffled_experts" in [route.operation for route in routes] and not torch.equal(halved, actual)
         hf_rocm.prepare(model, force=True, preshuffle="all", budget=granted - 1)
         with ops.recording() as routes:
             model(**given)
-        assert "shuffled_experts" not in [each.operation for each in routes]
+        assert "shuffled_experts" not in [route.operation for route in routes]
     hf_rocm.restore(model)
     assert not [name for module in model.modules() for name in module.__dict__ if name.startswith("_hf_rocm_group")]

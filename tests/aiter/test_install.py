@@ -1,4 +1,4 @@
-"""scripts/install-aiter: the right release for the machine, torch and Triton untouched, refusals with the next step."""
+"""scripts/install-aiter: the release for the machine, torch and Triton unchanged, refusals with the next step."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def test_from_source_for_this_gpu(installer, machine):
         assert not {"torch", "triton"} & set(command)
 
 
-def test_the_old_build_and_what_it_lacks(installer, machine):
+def test_the_old_build_and_its_limitations(installer, machine):
     plan = installer.plan(machine, pypi=True)
     assert plan.commands[-1] == ("install", "--no-deps", f"amd-aiter=={installer.PYPI}")
-    said = "\n".join(plan.words)
-    assert "ignores that a weight is shuffled" in said and "table of tuned GEMMs" in said
+    text = "\n".join(plan.words)
+    assert "ignores that a weight is shuffled" in text and "table of tuned GEMMs" in text
     replaced = installer.plan(dataclasses.replace(machine, aiter=installer.PYPI))
     assert "ignores that a weight is shuffled" in "\n".join(replaced.words)
 
 
-def test_a_release_that_was_not_checked_is_announced(installer, machine):
+def test_an_unchecked_release_is_reported(installer, machine):
     words = "0.1.22 is newer than 0.1.21.dev46, the last one checked: used only with HF_ROCM_TIER=aiter"
     assert words in installer.plan(machine, release="0.1.22").words
-    assert not any("newer" in each for each in installer.plan(machine).words)
+    assert not any("newer" in word for word in installer.plan(machine).words)
 
 
-def test_the_unrelated_package_goes_first(installer, machine):
+def test_the_unrelated_package_is_uninstalled_first(installer, machine):
     plan = installer.plan(dataclasses.replace(machine, other_aiter=True))
     assert plan.commands[0] == ("uninstall", "--yes", "aiter")
 
@@ -75,12 +75,12 @@ def test_refusals_name_the_next_step(installer, machine, changes, words):
     assert "hint: " in str(caught.value)
 
 
-def test_what_is_installed_is_pinned(installer):
-    # as the package manager names it: a build's own tag may be in torch.__version__ alone
+def test_installed_packages_are_pinned(installer):
+    # the version in the package metadata: only torch.__version__ may contain a build tag
     assert f"torch=={version('torch')}" in installer.pins()
 
 
-def test_the_command_refuses_where_torch_is_not_rocms():
+def test_the_command_refuses_a_torch_without_rocm():
     paths = f"import sys; sys.path[:] = {sys.path!r}; sys.argv = ['install-aiter', '--dry-run']; "
     script = str(SCRIPTS / "install-aiter")
     run = f"import runpy; sys.path.insert(0, {str(SCRIPTS)!r}); runpy.run_path({script!r}, run_name='__main__')"

@@ -1,4 +1,4 @@
-"""Every op of the tier through the real aiter package: the right kernel, the right arguments, the right numbers."""
+"""Every operation of the tier with the real aiter package: the expected kernel and arguments, and correct results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(kernels, operation, *arguments, family=None, **keywords):
     del kernels.CALLS[:]
     with options.override(tiers={family or operation: "aiter"}, probe=False), ops.recording() as routes:
         output = getattr(ops, operation)(*arguments, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [(operation, "aiter")]
+    assert [(route.operation, route.tier) for route in routes] == [(operation, "aiter")]
     return output, routes[0].name, list(kernels.CALLS)
 
 
@@ -70,7 +70,7 @@ def check_attention(kernels, shape, dtype, **keywords):
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 def test_mha_fwd(kernels, shape, dtype, causal, window):
     name, calls = check_attention(kernels, shape, dtype, causal=causal, window=window)
-    assert name == "mha_fwd" and [each.kernel for each in calls] == ["mha_fwd"]
+    assert name == "mha_fwd" and [call.kernel for call in calls] == ["mha_fwd"]
     arguments = calls[0].arguments
     b, h, kv_heads, s_q, s_k, d, value_dim = shape
     assert arguments["q"][1] == (b, s_q, h, d)
@@ -82,20 +82,20 @@ def test_mha_fwd(kernels, shape, dtype, causal, window):
 @each_shape
 @each_dtype
 @pytest.mark.parametrize("window", [None, 4])
-def test_sinks_go_through_the_log_sum_exp_where_the_kernel_takes_none(kernels, shape, dtype, window):
+def test_sinks_are_applied_through_the_log_sum_exp_if_the_kernel_has_no_sinks(kernels, shape, dtype, window):
     sinks = torch.linspace(-2, 2, shape[1]).to(dtype)
     name, calls = check_attention(kernels, shape, dtype, causal=True, window=window, sinks=sinks)
     assert name == "mha_fwd, sinks by lse"
-    assert [(each.kernel, each.arguments["return_softmax_lse"]) for each in calls] == [("mha_fwd", True)]
+    assert [(call.kernel, call.arguments["return_softmax_lse"]) for call in calls] == [("mha_fwd", True)]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("s_q", "s_k", "kernel"), [(7, 7, "mha_fwd"), (130, 130, "fmha_v3_fwd"), (129, 140, "fmha_v3_fwd")]
 )
-def test_flash_attn_func_reaches_the_assembly_kernel(kernels, s_q, s_k, kernel, causal):
+def test_flash_attn_func_calls_the_assembly_kernel(kernels, s_q, s_k, kernel, causal):
     name, calls = check_attention(kernels, (2, 4, 2, s_q, s_k, 128, 128), torch.bfloat16, causal=causal)
-    assert name == "flash_attn_func" and [each.kernel for each in calls] == [kernel]
+    assert name == "flash_attn_func" and [call.kernel for call in calls] == [kernel]
 
 
 @each_dtype
@@ -108,25 +108,25 @@ def test_gradients(kernels, shape, dtype, window):
     keywords = {"scale": 0.25, "causal": True, "window": window}
 
     def gradients(function, dtype):
-        inputs = [each.detach().to(dtype).requires_grad_() for each in tensors]
+        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
         output, _ = function(*inputs)
         return torch.autograd.grad(output.square().sum(), inputs)
 
     del kernels.CALLS[:]
     actual = gradients(lambda *inputs: run(kernels, "attention", *inputs, **keywords)[0], dtype)
-    assert {each.kernel for each in kernels.CALLS} <= {"mha_fwd", "fmha_v3_fwd", "mha_bwd", "fmha_v3_bwd"}
+    assert {call.kernel for call in kernels.CALLS} <= {"mha_fwd", "fmha_v3_fwd", "mha_bwd", "fmha_v3_bwd"}
     assert len(kernels.CALLS) == 2
     eager = {**keywords, "mask": None, "softcap": None, "sinks": None}
     expected = gradients(lambda *inputs: eager_attention(*inputs, **eager), torch.float64)
     measure = gradients(lambda *inputs: eager_attention(*inputs, **eager), dtype)
-    for each in zip(actual, measure, expected, strict=True):
-        assert_as_good_as_eager(*each)
+    for entry in zip(actual, measure, expected, strict=True):
+        assert_as_good_as_eager(*entry)
 
 
 def test_strides_that_kernels_cannot_read_are_copied(kernels):
-    """Sliced keys, a query with a broken last dim: the stand-ins raise on what the real kernel would misread."""
+    """Sliced keys, and a query with a strided last dim: the stand-ins raise on what the kernel would misread."""
     query, key, value = qkv(SHAPES["chunk"], torch.bfloat16)
-    odd = random(2, 2, 63, 25, dtype=torch.bfloat16)[..., 1:]  # 2 bytes off
+    odd = random(2, 2, 63, 25, dtype=torch.bfloat16)[..., 1:]  # misaligned by 2 bytes
     column = query.transpose(2, 3).contiguous().transpose(2, 3)  # the last dim has stride S
     for q, k in ((query, odd), (column, key)):
         (output, _), _, _ = run(kernels, "attention", q, k, value, scale=0.2)
@@ -134,7 +134,7 @@ def test_strides_that_kernels_cannot_read_are_copied(kernels):
         torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
 
 
-def test_nothing_to_attend_to(kernels):
+def test_attention_without_keys(kernels):
     query, key, value = (random(2, 2, length, 8, dtype=torch.bfloat16) for length in (3, 0, 0))
     (output, _), _, calls = run(kernels, "attention", query, key, value, scale=1.0)
     assert torch.equal(output, torch.zeros(2, 3, 2, 8, dtype=torch.bfloat16)) and not calls
@@ -159,18 +159,18 @@ def test_linear(kernels, dtype, bias, shape, n):
 def test_linear_copies_rows_that_are_not_dense(kernels, monkeypatch):
     import aiter.tuned_gemm
 
-    asked = []
+    requests = []
     config = aiter.tuned_gemm.get_GEMM_A16W16_config
     monkeypatch.setattr(
         aiter.tuned_gemm,
         "get_GEMM_A16W16_config",
-        lambda **shape: asked.append(shape) or {"libtype": "skinny", "solidx": 2, "kernelName": ""},
+        lambda **shape: requests.append(shape) or {"libtype": "skinny", "solidx": 2, "kernelName": ""},
     )
     x, weight = random(3, 32, dtype=torch.bfloat16)[:, ::2], random(8, 16, dtype=torch.bfloat16, seed=1)
     offset = random(8, dtype=torch.bfloat16, seed=2)
     output, _, calls = run(kernels, "linear", x, weight, offset)
-    assert config is not None and asked[0]["M"] == 3 and asked[0]["bias"] is False
-    assert [each.kernel for each in calls] == ["wv_splitk_small_fp16_bf16"]
+    assert config is not None and requests[0]["M"] == 3 and requests[0]["bias"] is False
+    assert [call.kernel for call in calls] == ["wv_splitk_small_fp16_bf16"]
     expected = eager_linear(x.double(), weight.double(), offset.double())
     assert_as_good_as_eager(output, eager_linear(x, weight, offset), expected)
 
@@ -182,7 +182,7 @@ def test_act_and_mul(kernels, dtype, activation, shape):
     x = random(*shape, dtype=dtype) * 3
     output, _, calls = run(kernels, "act_and_mul", x, activation=activation)
     assert output.shape == (*shape[:-1], shape[-1] // 2)
-    assert [each.kernel for each in calls] == [f"{activation}_and_mul"] * (x.numel() > 0)
+    assert [call.kernel for call in calls] == [f"{activation}_and_mul"] * (x.numel() > 0)
     if x.numel():
         assert_as_good_as_eager(output, eager_act_and_mul(x, activation), eager_act_and_mul(x.double(), activation))
 
@@ -192,9 +192,9 @@ def test_act_and_mul(kernels, dtype, activation, shape):
 def test_rms_norm(kernels, dtype, shape):
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     if len(shape) == 4:
-        x = x.transpose(1, 2)  # as a norm of the heads gets it
+        x = x.transpose(1, 2)  # the layout of a norm of heads
     output, _, calls = run(kernels, "rms_norm", x, weight, eps=1e-6)
-    assert [each.kernel for each in calls] == ["rmsnorm2d_fwd"] * (x.numel() > 0)
+    assert [call.kernel for call in calls] == ["rmsnorm2d_fwd"] * (x.numel() > 0)
     if x.numel():
         expected = eager_rms_norm(x.double(), weight.double(), 1e-6, False)
         assert_as_good_as_eager(output, eager_rms_norm(x, weight, 1e-6, False), expected)
@@ -205,7 +205,7 @@ def test_rms_norm(kernels, dtype, shape):
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 4, 2, 5, 9, 64, 128)], ids=str)
 def test_softcap(kernels, shape, dtype, window):
     name, calls = check_attention(kernels, shape, dtype, causal=True, window=window, softcap=2.0)
-    assert name == "flash_attn_varlen_func" and [each.kernel for each in calls] == ["mha_varlen_fwd"]
+    assert name == "flash_attn_varlen_func" and [call.kernel for call in calls] == ["mha_varlen_fwd"]
     assert calls[0].arguments["logits_soft_cap"] == 2.0
 
 
@@ -223,16 +223,16 @@ def test_varlen_attention(kernels, dtype, softcap, window, d, kernel):
     packed = random(14, 4, d, dtype=dtype), random(21, 2, d, dtype=dtype, seed=1), random(21, 2, d, dtype=dtype, seed=2)
     how = {"longest_query": 8, "longest_key": 8, "scale": 0.2, "causal": True, "window": window, "softcap": softcap}
     output, _, calls = run(kernels, "varlen_attention", *packed, QUERY_ENDS, KEY_ENDS, family="attention", **how)
-    assert [each.kernel for each in calls] == [kernel if assembly else "mha_varlen_fwd"]
-    expected = eager_varlen(*(each.double() for each in packed), QUERY_ENDS, KEY_ENDS, **how)
+    assert [call.kernel for call in calls] == [kernel if assembly else "mha_varlen_fwd"]
+    expected = eager_varlen(*(call.double() for call in packed), QUERY_ENDS, KEY_ENDS, **how)
     assert_as_good_as_eager(output, eager_varlen(*packed, QUERY_ENDS, KEY_ENDS, **how), expected)
 
 
 @each_dtype
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_decode_attention_never_sees_unwritten_keys(kernels, dtype, sinks, kv_heads):
-    """A static cache of 9 slots, filled to 1, 4 and 9 keys; the rest is huge."""
+def test_decode_attention_never_reads_unwritten_keys(kernels, dtype, sinks, kv_heads):
+    """A static cache of 9 slots with 1, 4 and 9 keys; the other slots have huge values."""
     query = random(3, 1, 4, 16, dtype=dtype).transpose(1, 2)
     key, value = (random(3, kv_heads, 9, 16, dtype=dtype, seed=seed) for seed in (1, 2))
     for row, length in enumerate((1, 4, 9)):
@@ -248,7 +248,7 @@ def test_decode_attention_never_sees_unwritten_keys(kernels, dtype, sinks, kv_he
         complete = {"causal": False, "mask": None, "window": None, "softcap": None, **how}
         eager, _ = eager_attention(*own, **complete)
         doubled = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in complete.items()}
-        expected, _ = eager_attention(*(each.double() for each in own), **doubled)
+        expected, _ = eager_attention(*(tensor.double() for tensor in own), **doubled)
         assert_as_good_as_eager(output[row : row + 1], eager, expected)
 
 
@@ -256,15 +256,15 @@ def test_decode_attention_never_sees_unwritten_keys(kernels, dtype, sinks, kv_he
 @pytest.mark.parametrize("shape", [(1, 8), (3, 64), (2, 5, 16), (0, 8)], ids=str)
 def test_add_rms_norm(kernels, dtype, shape):
     x, residual, weight = (
-        random(*each, dtype=dtype, seed=seed) for seed, each in enumerate([shape, shape, shape[-1:]])
+        random(*size, dtype=dtype, seed=seed) for seed, size in enumerate([shape, shape, shape[-1:]])
     )
     outputs, _, calls = run(kernels, "add_rms_norm", x, residual, weight, eps=1e-6, family="rms_norm")
-    assert [each.kernel for each in calls] == ["rmsnorm2d_fwd_with_add"] * (x.numel() > 0)
+    assert [call.kernel for call in calls] == ["rmsnorm2d_fwd_with_add"] * (x.numel() > 0)
     if x.numel():
         measure = eager_add_rms_norm(x, residual, weight, 1e-6, False)
         expected = eager_add_rms_norm(x.double(), residual.double(), weight.double(), 1e-6, False)
-        for each in zip(outputs, measure, expected, strict=True):
-            assert_as_good_as_eager(*each)
+        for output in zip(outputs, measure, expected, strict=True):
+            assert_as_good_as_eager(*output)
 
 
 @each_dtype
@@ -276,14 +276,14 @@ def test_rope(kernels, dtype, interleaved, rotated):
     angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
     tables = angles.cos().to(dtype), angles.sin().to(dtype)
     outputs, _, calls = run(kernels, "rope", query, key, *tables, interleaved=interleaved)
-    assert [each.kernel for each in calls] == ["rope_cached_2c_fwd_impl"]
+    assert [call.kernel for call in calls] == ["rope_cached_2c_fwd_impl"]
     assert calls[0].arguments["input_x"][1] == (5, 2, 4, 16)
-    expected = eager_rope(query.double(), key.double(), *(each.double() for each in tables), interleaved)
-    for each in zip(outputs, eager_rope(query, key, *tables, interleaved), expected, strict=True):
-        assert_as_good_as_eager(*each)
+    expected = eager_rope(query.double(), key.double(), *(table.double() for table in tables), interleaved)
+    for table in zip(outputs, eager_rope(query, key, *tables, interleaved), expected, strict=True):
+        assert_as_good_as_eager(*table)
 
 
-def test_our_shuffle_is_aiters(kernels):
+def test_the_shuffled_order_is_aiters(kernels):
     from aiter.ops.shuffle import shuffle_weight
 
     weight = random(48, 64, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Tiny models end to end through the aiter tier: as close to float64 as the eager tier, every op served by aiter."""
+"""Tiny models end to end with the aiter tier: as close to float64 as the eager tier, every operation from aiter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build(name, **changes):
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **changes})
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and sinks too: what is constant hides mistakes
+        for parameter in model.parameters():  # norms and sinks too: constants hide errors
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.to(torch.bfloat16)
 
@@ -56,18 +56,18 @@ def generate(model):
 
 
 def check(model, wide):
-    """Generates through aiter; compares with the same tokens in eager and in float64. Returns the routes."""
+    """Generate with aiter and compare with the same tokens in eager and in float64. Returns the routes."""
     with options.override(probe=False), ops.recording() as routes:
         tokens, logits = generate(model)
     assert tokens.shape == (2, 7 + NEW_TOKENS)
 
-    def teacher_forced(each):
+    def teacher_forced(value):
         with torch.no_grad(), options.override(tier="eager"):
-            return each(tokens[:, :-1], use_cache=False).logits[:, 6:]
+            return value(tokens[:, :-1], use_cache=False).logits[:, 6:]
 
     eager = teacher_forced(model)
     expected = teacher_forced(wide).double()
-    # generate hands out fp32 copies of logits that were computed in bf16
+    # generate returns fp32 copies of logits that were computed in bf16
     assert_as_good_as_eager(logits.to(torch.bfloat16), eager, expected)
     chosen = expected.gather(-1, tokens[:, 7:, None]).squeeze(-1)
     assert (expected.amax(-1) - chosen).max() <= 2 * (eager.double() - expected).abs().max() + 0.05
@@ -84,24 +84,24 @@ def test_overlaid_models(kernels, name):
     try:
         del kernels.CALLS[:]
         routes = check(model, wide)
-        # two rows have two tables of angles, which aiter's RoPE doesn't take
-        assert {each.tier for each in routes if each.operation != "rope"} == {"aiter"}
-        assert {each.tier for each in routes if each.operation == "rope"} == {"torch"}
+        # two rows have two tables of angles, which aiter's RoPE doesn't support
+        assert {route.tier for route in routes if route.operation != "rope"} == {"aiter"}
+        assert {route.tier for route in routes if route.operation == "rope"} == {"torch"}
         normed = {"rms_norm", "add_rms_norm"}
-        assert {each.operation for each in routes} == {"attention", "linear", "act_and_mul", "rope", *normed}
-        called = Counter(each.kernel for each in kernels.CALLS)
+        assert {route.operation for route in routes} == {"attention", "linear", "act_and_mul", "rope", *normed}
+        called = Counter(call.kernel for call in kernels.CALLS)
         assert called["mha_fwd"] == 2 * NEW_TOKENS and called["silu_and_mul"] == 2 * NEW_TOKENS
         assert called["rmsnorm2d_fwd"] == (7 if name == "Qwen3" else 3) * NEW_TOKENS
         assert called["rmsnorm2d_fwd_with_add"] == 2 * NEW_TOKENS
-        grouped = [each.arguments for each in kernels.CALLS if each.kernel == "mha_fwd"]
-        assert all(each["q"][1][2] == 4 and each["k"][1][2] == 2 for each in grouped)  # keys are not expanded
+        grouped = [call.arguments for call in kernels.CALLS if call.kernel == "mha_fwd"]
+        assert all(call["q"][1][2] == 4 and call["k"][1][2] == 2 for call in grouped)  # keys are not expanded
         assert "aiter, mha_fwd" in hf_rocm.explain(model).details()
     finally:
         hf_rocm.restore(model)
 
 
 def test_a_left_padded_batch_is_packed(kernels):
-    """Prefill goes through packed sequences; the steps after it keep their mask, which no kernel of aiter takes."""
+    """Prefill runs on packed sequences; later steps keep their mask, which no aiter kernel supports."""
     import hf_rocm
 
     model = build("Llama")
@@ -112,13 +112,13 @@ def test_a_left_padded_batch_is_packed(kernels):
         del kernels.CALLS[:]
         with torch.no_grad(), options.override(probe=False), ops.recording() as routes:
             actual = model(PROMPT, attention_mask=mask).logits
-        attended = [each for each in routes if "attention" in each.operation]
-        assert [(each.operation, each.tier) for each in attended] == [("varlen_attention", "aiter")] * 2
+        attended = [route for route in routes if "attention" in route.operation]
+        assert [(route.operation, route.tier) for route in attended] == [("varlen_attention", "aiter")] * 2
         real = int(mask.sum())
-        assert [shape[0] for shape in attended[0].shapes] == [real] * 3  # no padding, and keys on their own heads
+        assert [shape[0] for shape in attended[0].shapes] == [real] * 3  # no padding, and unexpanded keys
         assert [shape[1] for shape in attended[0].shapes] == [4, 2, 2]
-        packed = [each.arguments for each in kernels.CALLS if each.kernel == "mha_varlen_fwd"]
-        assert len(packed) == 2 and all(each["is_causal"] for each in packed)
+        packed = [call.arguments for call in kernels.CALLS if call.kernel == "mha_varlen_fwd"]
+        assert len(packed) == 2 and all(call["is_causal"] for call in packed)
         with torch.no_grad(), options.override(tier="eager"):
             eager = model(PROMPT, attention_mask=mask).logits
             expected = copy.deepcopy(model).double()(PROMPT, attention_mask=mask).logits
@@ -129,7 +129,7 @@ def test_a_left_padded_batch_is_packed(kernels):
 
 
 def through_ops(module, query, key, value, attention_mask, scaling, sliding_window=None, softcap=None, s_aux=None, **_):
-    """transformers' attention interface on `ops.attention`: masks are plain causal or windowed here."""
+    """transformers' attention interface with `ops.attention`. All masks are plain causal or windowed."""
     output, _ = ops.attention(
         query, key, value, scale=scaling, causal=True, window=sliding_window, softcap=softcap, sinks=s_aux
     )
@@ -156,25 +156,25 @@ def interface(monkeypatch):
     ],
 )
 def test_models_with_softcap_windows_and_sinks(kernels, interface, name, changes, kernel):
-    """No overlay serves these yet: their attention runs through `ops.attention`, the rest is stock."""
+    """These models have no overlay: their attention runs through `ops.attention`, and the rest is stock."""
     model = build(name, **changes, layer_types=["sliding_attention", "full_attention"])
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the grouped product knows no float64
+        model.set_experts_implementation("eager")  # the grouped GEMM doesn't support float64
     wide = copy.deepcopy(model).double()
     model.set_attn_implementation("through_ops")
     wide.set_attn_implementation("eager")
     del kernels.CALLS[:]
     routes = check(model, wide)
-    assert {(each.operation, each.tier) for each in routes} == {("attention", "aiter")}
-    assert [each.kernel for each in kernels.CALLS] == [kernel] * 2 * NEW_TOKENS
-    lefts = [each.arguments["window_size_left"] for each in kernels.CALLS]
+    assert {(route.operation, route.tier) for route in routes} == {("attention", "aiter")}
+    assert [call.kernel for call in kernels.CALLS] == [kernel] * 2 * NEW_TOKENS
+    lefts = [call.arguments["window_size_left"] for call in kernels.CALLS]
     assert lefts == [4, -1] * NEW_TOKENS  # a window of 5 keys is 4 to the left
     if name == "Gemma2":
-        assert {each.arguments["logits_soft_cap"] for each in kernels.CALLS} == {2.0}
+        assert {call.arguments["logits_soft_cap"] for call in kernels.CALLS} == {2.0}
 
 
-def test_warmup_builds_and_checks_ahead(kernels, tmp_path, capsys, monkeypatch):
-    """What `hf-rocm warmup` has checked, the next process uses without a check."""
+def test_warmup_builds_and_checks_kernels_in_advance(kernels, tmp_path, capsys, monkeypatch):
+    """The next process uses kernels that `hf-rocm warmup` has checked without another check."""
     from hf_rocm.cli import main
     from hf_rocm.ops import probe, probe_worker, registry
 
@@ -184,7 +184,7 @@ def test_warmup_builds_and_checks_ahead(kernels, tmp_path, capsys, monkeypatch):
     for kernel in ("mha_fwd", "gemm_a16w16", "act_and_mul", "rms_norm"):
         assert any(kernel in line and " aiter " in line for line in table.splitlines()), kernel
     passed = list((tmp_path / "cache" / "probes").iterdir())
-    assert len(passed) == 7  # prefill, decode, packed batch, two products, gate, norm
+    assert len(passed) == 7  # prefill, decode, packed batch, two GEMMs, gate, norm
 
     probe.forget()
     registry.forget_choices()

@@ -1,4 +1,4 @@
-"""First-use checks through real child processes: what is wrong is found, said once, and not used."""
+"""First-use checks in real child processes: wrong kernels are found, reported once, and not used."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def softcapped():
     return routes[0]
 
 
-BROKEN = {  # what is broken, how: (what runs into it, what takes its place, words of the reason)
+BROKEN = {  # kernel:fault: (the affected call, the kernel used instead, words of the reason)
     "mha_fwd:top_left": (lambda: attend_chunk(), "SDPA", "wrong by"),
     "mha_fwd:window": (lambda: attend(window=3), "SDPA", "wrong by"),
     "mha_fwd:no_lse": (lambda: attend(sinks=True), "softmax", "wrong by"),
@@ -84,7 +84,7 @@ def attend_chunk(head_dim=16):
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_kernel_is_found_and_the_next_one_serves(how, break_kernel):
+def test_a_broken_kernel_is_found_and_the_next_one_is_used(how, break_kernel):
     call, instead, words = BROKEN[how]
     break_kernel(how)
     with pytest.warns(RuntimeWarning, match="in this process") as caught:
@@ -97,7 +97,7 @@ def test_a_broken_kernel_is_found_and_the_next_one_serves(how, break_kernel):
 
 @pytest.fixture
 def newest(recorded_as, monkeypatch):
-    """The newest release by its declarations; checks run in this process."""
+    """The newest release, by its declarations. Checks run in this process."""
     recorded_as("0.1.20.post1")
 
     def here(question, timeout):
@@ -112,7 +112,7 @@ def test_a_dropped_sink_is_found(newest, monkeypatch):
     assert attend(sinks=True).name == "mha_fwd"
     monkeypatch.setitem(recorded.COMPUTE, "mha_fwd", lambda version, a: whole(version, {**a, "sink_ptr": None}))
     probe.forget()
-    monkeypatch.setenv("HF_ROCM_CACHE", "/dev/null")  # nothing is remembered
+    monkeypatch.setenv("HF_ROCM_CACHE", "/dev/null")  # no result is cached
     registry.forget_choices()
     with pytest.warns(RuntimeWarning, match="attention won't use aiter's mha_fwd for .* in this process: .*wrong by"):
         assert attend(sinks=True).name == "mha_fwd, sinks by lse"
@@ -125,7 +125,7 @@ def test_a_weight_read_in_the_wrong_order_is_found(newest, monkeypatch):
         return routes[0]
 
     assert shuffled().name == "gemm_a16w16, shuffled"
-    # a release that doesn't look at the mark
+    # a release that ignores the mark
     monkeypatch.setattr(recorded, "READS_SHUFFLED", Version("9"))
     probe.forget()
     monkeypatch.setenv("HF_ROCM_CACHE", "/dev/null")
@@ -134,65 +134,67 @@ def test_a_weight_read_in_the_wrong_order_is_found(newest, monkeypatch):
         assert shuffled().name == "unshuffle, F.linear"
 
 
-def test_a_build_that_never_ends_is_killed(monkeypatch, break_kernel):
-    assert attend(window=3).name == "mha_fwd"  # the child is up
+def test_a_hanging_build_is_killed(monkeypatch, break_kernel):
+    assert attend(window=3).name == "mha_fwd"  # the child is running
     break_kernel("mha_fwd:hang")
-    heard = []
+    messages = []
     monkeypatch.setattr(probe_worker, "FIRST_MESSAGE", 0.5)
     with (
         options.override(probe_timeout=3.0),
-        probe_worker.progress(heard.append),
+        probe_worker.progress(messages.append),
         pytest.warns(RuntimeWarning, match="was not built and checked within 3 s"),
     ):
         assert attend().name == "SDPA"
-    assert "building and checking aiter's mha_fwd" in heard[0]
+    assert "building and checking aiter's mha_fwd" in messages[0]
     assert probe_worker._worker is None
 
 
-def test_a_pass_is_remembered_and_a_failure_is_not(monkeypatch, tmp_path, break_kernel):
-    asked = []
+def test_a_pass_is_cached_and_a_failure_is_not(monkeypatch, tmp_path, break_kernel):
+    requests = []
     ask = probe_worker.ask
-    monkeypatch.setattr(probe_worker, "ask", lambda question, timeout: asked.append(question) or ask(question, timeout))
+    monkeypatch.setattr(
+        probe_worker, "ask", lambda question, timeout: requests.append(question) or ask(question, timeout)
+    )
 
-    assert (attend().name, len(asked)) == ("mha_fwd", 1)
+    assert (attend().name, len(requests)) == ("mha_fwd", 1)
     (file,) = (tmp_path / "cache" / "probes").iterdir()
     facts = json.loads(file.read_text())
     assert facts["arch"] == "gfx942" and facts["version"] == "0.1.7.post2.dev18" and facts["torch"] == torch.__version__
 
-    # another process: only what is on disk is known
+    # another process: it only has the cache on disk
     probe.forget()
     registry.forget_choices()
-    assert (attend().name, len(asked)) == ("mha_fwd", 1)
+    assert (attend().name, len(requests)) == ("mha_fwd", 1)
     probe.forget()
     with options.override(refresh=True):
-        assert (attend().name, len(asked)) == ("mha_fwd", 2)
+        assert (attend().name, len(requests)) == ("mha_fwd", 2)
 
-    # another kind: checked again, and broken in the meantime
+    # another kind of call: checked again, with a kernel that is now broken
     break_kernel("mha_fwd:nan")
     with pytest.warns(RuntimeWarning):
         assert attend(window=3).name == "SDPA"
-    assert len(asked) == 3
+    assert len(requests) == 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert attend().name == "SDPA"  # off in this process, without a second warning
-    assert len(asked) == 3
+        assert attend().name == "SDPA"  # disabled in this process, without a second warning
+    assert len(requests) == 3
     assert len(list((tmp_path / "cache" / "probes").iterdir())) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+def test_an_unwritable_cache_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "file"))
     assert attend().name == "mha_fwd"
 
 
-def test_a_child_that_has_ended_is_replaced():
+def test_an_ended_child_is_replaced():
     assert attend().name == "mha_fwd"
     probe_worker._worker.process.kill()
     probe_worker._worker.process.wait()
     assert attend(window=3).name == "mha_fwd"
 
 
-def test_a_check_while_the_compiler_traces():
+def test_a_check_during_tracing():
     torch._dynamo.reset()
     weight = torch.randn(8, 24, dtype=BF16)
 
@@ -223,7 +225,7 @@ def test_after_a_passed_check_an_exception_is_an_error(break_kernel):
         attend()
 
 
-def test_the_random_state_is_left_alone():
+def test_the_random_state_is_unchanged():
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -249,7 +251,7 @@ def test_the_random_state_is_left_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_specification_survives_the_way_to_the_child():
+def test_a_specification_is_transmitted_to_the_child():
     spec = (BF16, CPU, 4, None, True, 1.5, "silu")
     assert probe_worker.decode(json.loads(json.dumps(probe_worker.encode(spec)))) == spec
 

@@ -1,4 +1,4 @@
-"""8-bit products through aiter: the real package with stand-ins, every recorded release, and every refusal."""
+"""8-bit GEMMs with aiter: the real package with stand-ins, every recorded release, and every refusal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def random(*shape, dtype, seed=0):
 def tensors(shape, n, k, dtype, format, bias):
     x = random(*shape, k, dtype=dtype)
     if x.numel():
-        x.view(-1, k)[0] = 0  # a kernel that divides by the largest magnitude would make NaN of it
+        x.view(-1, k)[0] = 0  # dividing by its largest magnitude would return NaN
     weight, scale = quantize_rows(random(n, k, dtype=dtype, seed=1), format)
     return x, weight, scale.flatten(), random(n, dtype=dtype, seed=2) if bias else None
 
@@ -40,7 +40,7 @@ def run(kernels, x, weight, scale, bias, shuffled):
     given = shuffle_rows(weight) if shuffled else weight
     with options.override(tiers={"linear": "aiter"}, probe=False), ops.recording() as routes:
         output = ops.quantized_linear(x, given, scale, bias, shuffled=shuffled)
-    assert [(each.operation, each.tier) for each in routes] == [("quantized_linear", "aiter")]
+    assert [(route.operation, route.tier) for route in routes] == [("quantized_linear", "aiter")]
     return output, routes[0].name, list(kernels.CALLS)
 
 
@@ -64,7 +64,7 @@ class TestRealPackage:
         if not output.numel():
             assert calls == []
             return
-        assert [each.kernel for each in calls] == ["gemm_a8w8"]
+        assert [call.kernel for call in calls] == ["gemm_a8w8"]
         is_right(output, *given)
 
     @pytest.mark.parametrize("bias", [False, True])
@@ -73,19 +73,19 @@ class TestRealPackage:
         given = tensors((m,), *WHOLE_TILES, BF16, FP8_FNUZ, bias)
         output, name, calls = run(kernels, *given, shuffled=True)
         assert name == "gemm_a8w8_bpreshuffle" and output.shape == (m, WHOLE_TILES[0])
-        assert [each.kernel for each in calls] == ["gemm_a8w8_bpreshuffle"] * (m > 0)
+        assert [call.kernel for call in calls] == ["gemm_a8w8_bpreshuffle"] * (m > 0)
         if m:
             is_right(output, *given)
 
-    def test_the_order_is_aiters_own(self, kernels):
+    def test_the_shuffled_order_is_aiters(self, kernels):
         from aiter.ops.shuffle import shuffle_weight
 
         weight, _ = quantize_rows(random(32, 64, dtype=BF16), FP8_FNUZ)
-        ours = shuffle_rows(weight).view(torch.uint8)
-        assert torch.equal(shuffle_weight(weight, layout=(16, 16)).view(torch.uint8), ours)
+        actual = shuffle_rows(weight).view(torch.uint8)
+        assert torch.equal(shuffle_weight(weight, layout=(16, 16)).view(torch.uint8), actual)
         assert torch.equal(unshuffle_rows(shuffle_rows(weight)).view(torch.uint8), weight.view(torch.uint8))
 
-    def test_the_kernel_is_one_operator_of_a_compiled_graph(self, kernels):
+    def test_the_kernel_is_one_op_of_a_compiled_graph(self, kernels):
         x, weight, scale, bias = tensors((5,), *PLAIN, BF16, INT8, True)
         graphs = []
 
@@ -100,7 +100,7 @@ class TestRealPackage:
         (graph,) = graphs
         assert sum("aiter_quantized_linear" in str(node.target) for node in graph.graph.nodes) == 1
 
-    def test_a_broken_kernel_is_found_and_pytorch_serves(self, kernels, break_kernel):
+    def test_a_broken_kernel_is_found_and_pytorch_is_used(self, kernels, break_kernel):
         break_kernel("gemm_a8w8:nan")
         x, weight, scale, bias = tensors((5,), *PLAIN, BF16, INT8, False)
         with (
@@ -108,11 +108,11 @@ class TestRealPackage:
             ops.recording() as routes,
         ):
             output = ops.quantized_linear(x, weight, scale)
-        assert [each.name for each in routes] == [eight_bit.served_by(INT8, BF16)]
+        assert [route.name for route in routes] == [eight_bit.served_by(INT8, BF16)]
         is_right(output, x, weight, scale, bias)
 
-    def test_a_model_is_shuffled_in_place_and_runs_on_it(self, kernels):
-        """The kernel is checked in a child first: its stand-in is as right there."""
+    def test_a_model_is_shuffled_in_place_and_runs_the_kernel(self, kernels):
+        """The kernel is first checked in a child process, which has the stand-in, too."""
         import hf_rocm
         from hf_rocm.ops import registry
         from hf_rocm.weights import eight_bit as quantizing
@@ -123,12 +123,12 @@ class TestRealPackage:
             block = torch.nn.ModuleList([torch.nn.Linear(512, 256), torch.nn.Linear(48, 48)]).to(BF16)
             model = torch.nn.Module()
             model.layers = block
-            expected = [each.weight.detach().clone() for each in block]
+            expected = [layer.weight.detach().clone() for layer in block]
             hf_rocm.quantize(model.eval(), "fp8", force=True)
             x = random(3, 512, dtype=BF16)
             with ops.recording() as routes:
                 model.layers[0](x), model.layers[1](x[:, :48])
-        assert [each.name for each in routes] == ["gemm_a8w8_bpreshuffle", "gemm_a8w8"]
+        assert [route.name for route in routes] == ["gemm_a8w8_bpreshuffle", "gemm_a8w8"]
         for layer, before in zip(model.layers, expected, strict=True):
             assert (layer.weight - before).abs().max() <= before.abs().max() / 2**4
 
@@ -190,11 +190,11 @@ def test_refusals(recorded_as, refuses, spec, changes, sentence):
     recorded_as(NEWEST)
     device = Device("cuda", rocm=True, arch="gfx942")
     assert refuses(spec, device) is None or not changes
-    found = refuses(spec._replace(**changes), device)
-    assert found is not None and found.startswith(sentence)
+    result = refuses(spec._replace(**changes), device)
+    assert result is not None and result.startswith(sentence)
 
 
-def test_fp8_belongs_to_its_arch(recorded_as):
+def test_the_fp8_type_must_match_the_arch(recorded_as):
     recorded_as(NEWEST, "gfx90a")
     old, new = (Device("cuda", rocm=True, arch=arch) for arch in ("gfx90a", "gfx950"))
     assert quantized.refuses(SPEC, old) == "gfx90a multiplies no fp8, not torch.float8_e4m3fnuz"

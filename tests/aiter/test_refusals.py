@@ -1,75 +1,38 @@
-"""Every refusal of the aiter tier, by the sentence that a user reads in `explain`."""
+"""Every refusal of the aiter tier, by its sentence in `explain`."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from packaging.version import Version
 
-from hf_rocm import options
-from hf_rocm.architectures import NEWEST_AITER
 from hf_rocm.device import Device
-from hf_rocm.ops.aiter import activation, attention, contract, decode, detect, linear, norm, rope, triton, varlen
-from hf_rocm.ops.aiter.detect import Argument, Function, Release
-from hf_rocm.ops.attention import AttentionSpec
-from hf_rocm.ops.decode import DecodeSpec
-from hf_rocm.ops.linear import LinearSpec
-from hf_rocm.ops.pointwise import ActivationSpec, NormSpec, RopeSpec
-from hf_rocm.ops.varlen import VarlenSpec
-from tests.aiter import recorded
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-CPU = torch.device("cpu")
-NEWEST, WHEEL, OLD = "0.1.21.dev46", "0.1.7.post2.dev18", "0.1.6"
-
-ATTENTION = AttentionSpec(
-    dtype=BF16,
-    device=CPU,
-    heads=8,
-    kv_heads=2,
-    head_dim=64,
-    value_dim=64,
-    one_query=False,
-    square=True,
-    more_queries=False,
-    causal=True,
-    window=None,
-    softcap=False,
-    sinks=False,
-    mask=None,
-    grad=False,
-    weights=False,
+from hf_rocm.ops.aiter import activation, decode, linear, norm, rope, triton
+from tests.aiter.specifications import (
+    ACTIVATION,
+    ASSEMBLY,
+    ATTENTION,
+    BF16,
+    DECODE,
+    DECODING,
+    DENSE,
+    FLASH,
+    FP32,
+    LINEAR,
+    LSE,
+    MHA,
+    NEWEST,
+    NORM,
+    OLD,
+    PACKED,
+    ROPE,
+    VARLEN,
+    WHEEL,
 )
-HEADS = {"dtype": BF16, "device": CPU, "heads": 8, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
-VARLEN = VarlenSpec(**HEADS, causal=True, window=None, softcap=False, sinks=False, grad=False)
-DECODING = DecodeSpec(**HEADS, softcap=False, sinks=False, grad=False)
-LINEAR = LinearSpec(
-    dtype=BF16, weight_dtype=BF16, device=CPU, n=256, k=128, bias_dtype=None, contiguous=True, grad=False
-)
-ACTIVATION = ActivationSpec(dtype=BF16, device=CPU, dim=64, activation="silu", grad=False)
-NORM = NormSpec(dtype=BF16, weight_dtype=BF16, device=CPU, dim=64, one_plus=False, grad=False)
-ROPE = RopeSpec(
-    dtype=BF16,
-    angle_dtype=BF16,
-    device=CPU,
-    head_dim=64,
-    rotated=64,
-    interleaved=False,
-    shared=True,
-    grad=False,
-)
-ASSEMBLY = {"head_dim": 128, "value_dim": 128}
-DECODE = {"one_query": True, "square": False}
-
-MHA, LSE, FLASH = attention.mha_fwd_refuses, attention.mha_fwd_lse_refuses, attention.flash_attn_func_refuses
-DENSE, PACKED = varlen.dense_refuses, varlen.packed_refuses
 
 MASK = "aiter takes no mask for each batch row, only one [S_q, S_k] bias"
 
 CASES = [
-    # what every kernel of attention refuses
+    # refused by every attention kernel
     (MHA, ATTENTION, {"dtype": FP32}, "aiter's attention takes fp16 and bf16, not fp32"),
     (MHA, ATTENTION, {"weights": True}, "aiter's kernels don't return attention weights"),
     (
@@ -295,149 +258,3 @@ def test_refusals(recorded_as, case):
     version, arch = (*where, *(NEWEST, "gfx942")[len(where) :])
     recorded_as(version, arch)
     assert refuses(spec._replace(**changes), Device("cuda", rocm=True, arch=arch)) == sentence
-
-
-@pytest.mark.parametrize(
-    ("refuses", "spec"),
-    [
-        (MHA, ATTENTION),
-        (MHA, ATTENTION._replace(sinks=True)),
-        (MHA, ATTENTION._replace(**DECODE)),
-        (MHA, ATTENTION._replace(more_queries=True, square=False, causal=False)),
-        (LSE, ATTENTION._replace(sinks=True, **DECODE)),
-        (FLASH, ATTENTION._replace(**ASSEMBLY)),
-        (FLASH, ATTENTION._replace(grad=True, window=4)),
-        (DENSE, ATTENTION._replace(softcap=True, **ASSEMBLY)),
-        (PACKED, VARLEN),
-        (decode.refuses, DECODING),
-        (decode.refuses, DECODING._replace(sinks=True)),
-        (linear.refuses, LINEAR),
-        (linear.shuffled_refuses, LINEAR),
-        (activation.refuses, ACTIVATION),
-        (norm.refuses, NORM),
-        (norm.refuses, NORM._replace(one_plus=True)),
-        (norm.add_refuses, NORM._replace(one_plus=True)),
-        (rope.refuses, ROPE),
-    ],
-)
-def test_the_newest_release_serves(recorded_as, refuses, spec):
-    recorded_as(NEWEST)
-    assert refuses(spec, Device("cuda", rocm=True, arch="gfx942")) is None
-
-
-COMPILED = [MHA, LSE, FLASH, DENSE, PACKED, decode.refuses, linear.refuses, linear.shuffled_refuses]
-PORTABLE = [activation.refuses, norm.refuses, norm.add_refuses, rope.refuses, triton.refuses]
-
-
-@pytest.mark.parametrize("refuses", COMPILED + PORTABLE)
-@pytest.mark.parametrize(
-    ("device", "sentence"),
-    [
-        (Device("cpu", rocm=False), "aiter needs an AMD GPU under ROCm, and this is the CPU"),
-        (Device("cuda", rocm=False), "aiter needs an AMD GPU under ROCm, and this is a cuda device without it"),
-    ],
-)
-def test_devices_that_aiter_is_not_for(recorded_as, refuses, device, sentence):
-    recorded_as(NEWEST)
-    assert refuses(None, device) == sentence
-
-
-@pytest.mark.parametrize("arch", ["gfx1100", "gfx1030", "gfx1250"])
-@pytest.mark.parametrize("refuses", COMPILED)
-def test_compiled_kernels_are_for_instinct(recorded_as, refuses, arch):
-    recorded_as(NEWEST)
-    sentence = f"this kernel of aiter is for gfx90a, gfx942, gfx950, not for {arch}"
-    assert refuses(None, Device("cuda", rocm=True, arch=arch)) == sentence
-
-
-@pytest.mark.parametrize("refuses", PORTABLE)
-def test_portable_kernels_are_for_listed_radeons_too(recorded_as, refuses):
-    recorded_as("0.1.18")
-    sentence = "aiter supports gfx1151 from 0.1.19 on, and this is amd-aiter 0.1.18"
-    assert refuses(None, Device("cuda", rocm=True, arch="gfx1151")) == sentence
-    sentence = "this kernel of aiter is for gfx90a, gfx942, gfx950, gfx1100, gfx1151, gfx1201, not for gfx1030"
-    assert refuses(None, Device("cuda", rocm=True, arch="gfx1030")) == sentence
-
-
-@pytest.mark.parametrize(
-    ("refuses", "spec"),
-    [
-        (activation.refuses, ACTIVATION),
-        (norm.refuses, NORM),
-        (norm.add_refuses, NORM),
-        (rope.refuses, ROPE),
-        (triton.refuses, ATTENTION),
-        (triton.refuses, ATTENTION._replace(window=4, sinks=True)),
-        (triton.refuses, ATTENTION._replace(head_dim=256, value_dim=256)),
-    ],
-)
-def test_the_newest_release_serves_radeon(recorded_as, refuses, spec):
-    recorded_as(NEWEST, "gfx1201")
-    assert refuses(spec, Device("cuda", rocm=True, arch="gfx1201")) is None
-
-
-def test_gradients_of_attention_on_the_radeon_that_has_tiles_for_them(recorded_as):
-    recorded_as(NEWEST, "gfx1151")
-    assert triton.refuses(ATTENTION._replace(grad=True), Device("cuda", rocm=True, arch="gfx1151")) is None
-
-
-@pytest.mark.parametrize(
-    ("release", "newer"),
-    [
-        ("0.1.7.post2.dev18", False),
-        ("0.1.20.post1+rocm7.2", False),
-        (f"{NEWEST}+ge4048607a5", False),
-        ("0.1.21", True),
-        ("0.1.22+rocm7.2", True),
-        (None, False),
-    ],
-)
-def test_a_release_that_was_not_checked_is_used_where_aiter_is_named(recorded_as, monkeypatch, release, newer):
-    assert recorded.RELEASES[-1] == NEWEST_AITER == NEWEST
-    recorded_as(NEWEST)
-    unchecked = dataclasses.replace(recorded.release(NEWEST), version=Version(release) if release else None)
-    monkeypatch.setattr(detect, "load", lambda: unchecked)
-    device = Device("cuda", rocm=True, arch="gfx942")
-    sentence = f"amd-aiter {release} is newer than {NEWEST}, the last release that hf_rocm's calls were checked with "
-    assert (detect.unavailable(device) or "").startswith(sentence) is newer
-    with options.override(tier="aiter"):
-        assert detect.unavailable(device) is None
-    with options.override(aiter={**options.current().aiter, "gemm": options.Switch.REQUIRED}):
-        assert detect.unavailable(device) is None
-
-
-def test_steps_without_running_sums_are_our_decode_kernel_s(recorded_as, monkeypatch):
-    recorded_as(NEWEST)
-    device = Device("cuda", rocm=True, arch="gfx942")
-    monkeypatch.setattr(decode.split, "refuses", lambda spec, device: None)
-    assert "splits the keys" in decode.refuses(DECODING, device)
-    assert decode.refuses(DECODING._replace(ends=True), device) is None
-    with options.override(tier="aiter"):
-        assert decode.refuses(DECODING, device) is None
-    with options.override(aiter={**options.current().aiter, "attention": options.Switch.REQUIRED}):
-        assert decode.refuses(DECODING, device) is None
-
-
-def test_a_required_argument_that_nobody_knows(monkeypatch):
-    """A release to come inserts one: the call is refused, not made with a hole in it."""
-    arguments = (Argument("A", True), Argument("B", True), Argument("swizzle", True), Argument("bias", False))
-    arguments += (Argument("otype", False),)
-    release = Release(None, lambda name: Function(print, arguments), lambda name: None)
-    monkeypatch.setattr(detect, "load", lambda: release)
-    sentence = "gemm_a16w16 of this amd-aiter requires `swizzle`, which hf_rocm doesn't know"
-    assert linear.refuses(LINEAR, Device("cuda", rocm=True, arch="gfx942")) == sentence
-
-
-def test_neutral_values_are_given_only_where_they_are_required(monkeypatch):
-    given = []
-
-    def kernel(**keywords):
-        given.append(keywords)
-
-    arguments = (Argument("a", True), Argument("size", True), Argument("spare", False))
-    monkeypatch.setattr(
-        detect, "load", lambda: Release(None, lambda name: Function(kernel, arguments), lambda name: None)
-    )
-    call = contract.operator("any", frozenset("a"), {"size": 0, "spare": 1, "gone": 2})
-    call(a=5)
-    assert given == [{"a": 5, "size": 0}]

@@ -1,4 +1,4 @@
-"""Every recorded release of aiter: each op is called as that release declares it, or refused with a sentence."""
+"""Every recorded release of aiter: each operation is called as the release declares it, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_rocm.ops.attention_eager import attention as eager_attention
 from tests.aiter import recorded
 
 BF16 = torch.bfloat16
-FIRST_SERVED = Version("0.1.6.post2")  # the first that registers its operators under their own names
+FIRST_SERVED = Version("0.1.6.post2")  # the first release that registers operators under their own names
 
 each_release = pytest.mark.parametrize("version", recorded.RELEASES)
 
@@ -33,7 +33,7 @@ def by(operation, *arguments, family=None, **keywords):
 
 
 def refusal(operation, *arguments, family=None, **keywords):
-    """What the aiter tier says instead of serving."""
+    """The refusal of the aiter tier."""
     with options.override(tiers={family or operation: "aiter"}, probe=False), pytest.raises(TierUnavailable) as caught:
         getattr(ops, operation)(*arguments, **keywords)
     return str(caught.value)
@@ -197,7 +197,7 @@ def test_rope(recorded_as, version):
 
 
 def test_the_recorded_wheel_is_the_installed_one(kernels):
-    """The data say of the release on PyPI what its own schemas say."""
+    """The recorded declarations of the release on PyPI equal its schemas."""
     from hf_rocm.ops.aiter import detect
 
     installed = detect.release()
@@ -207,12 +207,12 @@ def test_the_recorded_wheel_is_the_installed_one(kernels):
             look = "operator" if kind == "operators" else "function"
             expected = getattr(data, look)(name)
             if expected is not None:
-                found = getattr(installed, look)(name)
-                assert found is not None and found.arguments == expected.arguments, name
+                declared = getattr(installed, look)(name)
+                assert declared is not None and declared.arguments == expected.arguments, name
 
 
-def test_the_sources_of_the_wheel_are_as_recorded():
-    """What is compared with a checkout of a newer release reads the wheel's sources as its schemas are."""
+def test_the_sources_of_the_wheel_match_the_record():
+    """Reading the sources of the wheel, as for a checkout of a newer release, returns its schemas."""
     from importlib.util import find_spec
 
     from tests.aiter import record
@@ -222,4 +222,4 @@ def test_the_sources_of_the_wheel_are_as_recorded():
         pytest.skip("not run: needs amd-aiter")
     checkout = Path(spec.origin).parents[1]
     assert record.differences(checkout, "0.1.7.post2.dev18") == []
-    assert any("mha_fwd" in each for each in record.differences(checkout, recorded.RELEASES[-1]))
+    assert any("mha_fwd" in difference for difference in record.differences(checkout, recorded.RELEASES[-1]))

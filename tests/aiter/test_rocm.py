@@ -1,4 +1,4 @@
-"""The same promises on real hardware, with the aiter that is installed there: `pytest -m rocm`."""
+"""The same checks on real hardware, with the installed aiter: `pytest -m rocm`."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ KINDS = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("operation", "spec"), KINDS, ids=str)
-def test_every_kernel_that_does_not_refuse_is_right(operation, spec, dtype):
+def test_every_kernel_that_does_not_refuse_is_correct(operation, spec, dtype):
     device = torch.device("cuda", torch.cuda.current_device())
     changes = {name: dtype for name in ("weight_dtype", "angle_dtype") if name in spec._fields}
     spec = spec._replace(dtype=dtype, device=device, **changes)
     known = registry.operations()[operation]
-    candidates = [each for each in known.implementations if each.tier == "aiter"]
-    reasons = {each.name: each.refuses(spec, describe(device)) for each in candidates}
+    candidates = [route for route in known.implementations if route.tier == "aiter"]
+    reasons = {candidate.name: candidate.refuses(spec, describe(device)) for candidate in candidates}
     served = [name for name, reason in reasons.items() if reason is None]
     for name in served:
         assert probe_cases.check(operation, "aiter", name, tuple(spec)) is None

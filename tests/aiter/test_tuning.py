@@ -1,4 +1,4 @@
-"""The real aiter finds the rows that it is given: its own lookup, on the table that hf_rocm merged for it."""
+"""The real aiter finds the user's rows with its own lookup, in the table that hf_rocm merged."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def test_aiter_finds_the_users_rows(kernels, tmp_path):
     assert release.tuner is not None and release.tuner.name == "gemm_tuner.py"
     assert release.shipped
     rows = [row(layout, kernelName="mine"), row(layout, M=8, bias=True, kernelName="biased")]
-    mine = write(tmp_path / "mine.csv", table_text(layout, *rows))
-    before = mine.read_bytes()
+    actual = write(tmp_path / "mine.csv", table_text(layout, *rows))
+    before = actual.read_bytes()
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOOKUP, str(standins.HERE)],
         env={
             **os.environ,
-            "AITER_CONFIG_GEMM_BF16": str(mine),
+            "AITER_CONFIG_GEMM_BF16": str(actual),
             "HF_ROCM_CACHE": str(tmp_path / "cache"),
         },
         capture_output=True,
         text=True,
         check=False,
     )
-    found = [line.removeprefix("found ") for line in done.stdout.splitlines() if line.startswith("found ")]
-    assert found == ["mine", "biased"], done.stdout + done.stderr
-    assert mine.read_bytes() == before
+    result = [line.removeprefix("found ") for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert result == ["mine", "biased"], done.stdout + done.stderr
+    assert actual.read_bytes() == before
     (merged,) = (tmp_path / "cache").rglob("merged-*.csv")
     assert merged.read_text().startswith(",".join(layout.tuned))

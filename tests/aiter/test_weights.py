@@ -1,4 +1,4 @@
-"""Routed layers and shuffled weights with the real package: routes and refusals."""
+"""Routed layers and shuffled weights with the real package: kernels and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("backend", ["auto", "aiter"])
-def test_every_product_of_a_routed_model_is_aiters(backend):
+def test_every_gemm_of_a_routed_model_runs_in_aiter(backend):
     import hf_rocm
 
     model = build("Llama")
@@ -35,8 +35,8 @@ def test_every_product_of_a_routed_model_is_aiters(backend):
         with options.override(probe=False), ops.recording() as routes:
             actual = logits(model)
         assert_as_good_as_eager(actual, eager, logits(wide))
-        products = [each for each in routes if each.operation == "linear"]
-        assert {(each.tier, each.name) for each in products} == {("aiter", "gemm_a16w16")}
+        products = [route for route in routes if route.operation == "linear"]
+        assert {(route.tier, route.name) for route in products} == {("aiter", "gemm_a16w16")}
         assert len(products) == 4 * LAYERS + 1  # two groups, o_proj and down_proj of each layer, and lm_head
         with options.override(probe=False):
             assert f"routed × {7 * LAYERS + 1}: {backend}" in hf_rocm.explain(model).details()
@@ -44,7 +44,7 @@ def test_every_product_of_a_routed_model_is_aiters(backend):
         hf_rocm.restore(model)
 
 
-def test_a_release_that_ignores_the_mark_gets_no_shuffled_weight():
+def test_a_release_that_ignores_shuffling_gets_no_shuffled_weight():
     """The release on PyPI would read a shuffled weight as a plain one."""
     import hf_rocm
 

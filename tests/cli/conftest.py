@@ -1,4 +1,4 @@
-"""The command line, run in this process on a copy of the installed transformers."""
+"""Run the command line in this process on a copy of the installed transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m hf_rocm.check_version`: quick, light, and true."""
+"""`python -m hf_rocm.check_version`: fast, with few imports, and correct."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_it_takes_less_than_a_second_and_imports_nothing_heavy(site: Site) -> No
     install(transformers_path=site.path)
 
     def took(*command: str) -> tuple[float, subprocess.CompletedProcess[str]]:
-        began = resource.getrusage(resource.RUSAGE_CHILDREN)  # not the clock: others share the machine
+        began = resource.getrusage(resource.RUSAGE_CHILDREN)  # processor time, because of other load
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime, done
@@ -56,7 +56,7 @@ def test_it_takes_less_than_a_second_and_imports_nothing_heavy(site: Site) -> No
     assert min(seconds for seconds, _ in runs) < max(1.0, 10 * standard)
 
 
-def test_it_is_zero_only_when_everything_that_was_asked_for_is_installed(
+def test_the_exit_code_is_zero_only_if_all_named_overlays_are_installed(
     check: Callable[..., Outcome], site: Site
 ) -> None:
     missing = check()
@@ -71,7 +71,7 @@ def test_it_is_zero_only_when_everything_that_was_asked_for_is_installed(
     assert check().code == check("--strict").code == 0
 
 
-def test_a_misspelt_variable_is_warned_of_on_stderr(
+def test_a_misspelt_variable_causes_a_warning_on_stderr(
     check: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HF_ROCM_FROCE", "1")
@@ -80,7 +80,7 @@ def test_a_misspelt_variable_is_warned_of_on_stderr(
     assert caplog.messages == ["HF_ROCM_FROCE is not an option of hf_rocm; did you mean HF_ROCM_FORCE?"]
 
 
-def test_strict_wants_verified(check: Callable[..., Outcome], site: Site) -> None:
+def test_strict_requires_verified_files(check: Callable[..., Outcome], site: Site) -> None:
     site.forget_record()
     site.release(next_release(site.installation.version))
     site.model("llama").write_bytes(site.model("llama").read_bytes() + b"# newer\n")
@@ -101,16 +101,16 @@ def test_it_shows_which_directory_serves_which_model(check: Callable[..., Outcom
         assert rows[model][1:3] == ["no", "verified"]
 
 
-def test_json_has_the_two_axes_and_the_facts(check: Callable[..., Outcome]) -> None:
-    found = json.loads(check("--json").out)
-    assert found["ok"] is False
-    assert {file["installed"] for file in found["files"]} == {"no"}
-    assert found["torch"]["version"] and set(found["torch"]) == {"path", "version", "hip", "rocm", "cuda"}
-    assert set(found["rocm"]) == {"version", "device"}
-    assert set(found["aiter"]) == {"path", "amd", "version", "sentence"}
+def test_json_has_both_axes_and_the_facts(check: Callable[..., Outcome]) -> None:
+    data = json.loads(check("--json").out)
+    assert data["ok"] is False
+    assert {file["installed"] for file in data["files"]} == {"no"}
+    assert data["torch"]["version"] and set(data["torch"]) == {"path", "version", "hip", "rocm", "cuda"}
+    assert set(data["rocm"]) == {"version", "device"}
+    assert set(data["aiter"]) == {"path", "amd", "version", "sentence"}
 
 
-def test_a_refusal_is_one_and_has_the_whole_error(check: Callable[..., Outcome], site: Site) -> None:
+def test_a_refusal_exits_with_one_and_prints_the_whole_error(check: Callable[..., Outcome], site: Site) -> None:
     refused = check("mistrall", "--json")
     assert refused.code == 1
     assert json.loads(refused.out)["hint"] and "mistrall" in refused.err
@@ -118,7 +118,7 @@ def test_a_refusal_is_one_and_has_the_whole_error(check: Callable[..., Outcome],
     assert check().code == 1
 
 
-def test_usage_errors_are_two(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["--nonsense"])
     assert stop.value.code == 2
@@ -132,7 +132,7 @@ def package(folder: Path, name: str, files: dict[str, str]) -> None:
 
 @pytest.fixture
 def bare_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A search path of which only this folder is left, for packages that must not be the real ones."""
+    """Reduce the search path to this folder, for packages that must not be the real ones."""
     for name in ("torch", "aiter"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
@@ -142,15 +142,15 @@ def bare_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 BROKEN = "raise RuntimeError('imported')\n"
 
 
-def test_torch_is_read_from_its_text(bare_path: Path) -> None:
+def test_facts_of_torch_are_read_from_its_source(bare_path: Path) -> None:
     assert facts.torch_facts().version is None
     text = "__version__ = '2.9.0+rocm7.1'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.1.25'\n"
     package(bare_path, "torch", {"__init__.py": BROKEN, "version.py": text})
-    found = facts.torch_facts()
-    assert (found.version, found.hip, found.cuda) == ("2.9.0+rocm7.1", "7.1.25", None)
+    actual = facts.torch_facts()
+    assert (actual.version, actual.hip, actual.cuda) == ("2.9.0+rocm7.1", "7.1.25", None)
 
 
-def test_amd_aiter_is_told_from_its_namesake_without_importing_either(bare_path: Path) -> None:
+def test_amd_aiter_is_distinguished_from_its_namesake_without_imports(bare_path: Path) -> None:
     assert facts.aiter_facts().sentence == "not installed"
     package(bare_path, "aiter", {"__init__.py": BROKEN})
     metadata = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
@@ -160,5 +160,5 @@ def test_amd_aiter_is_told_from_its_namesake_without_importing_either(bare_path:
     assert "unrelated" in namesake.sentence and "pip install amd-aiter" in namesake.sentence
     package(bare_path, "aiter", {"jit/core.py": BROKEN, "ops/mha.py": BROKEN})
     package(bare_path, "amd_aiter-0.1.9.dist-info", {"METADATA": metadata.format("amd-aiter", "0.1.9")})
-    ours = facts.aiter_facts()
-    assert ours.amd and ours.sentence == "amd-aiter 0.1.9"
+    amd = facts.aiter_facts()
+    assert amd.amd and amd.sentence == "amd-aiter 0.1.9"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import signal
@@ -10,15 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
-import typer
-from typer.models import OptionInfo
 
-from hf_rocm import __version__, variables
+from hf_rocm import variables
 from hf_rocm.cli import execution, main
-from hf_rocm.cli.app import build
 from hf_rocm.overlay.facts import TorchFacts
 from tests.cli.conftest import Outcome
 from tests.overlay.conftest import MODELS, Site, fingerprint, hashes, next_release
@@ -27,21 +22,21 @@ Command = Callable[..., Outcome]
 
 
 def grouped(shown: str) -> dict[str, list[str]]:
-    """The state of each model in a table of groups; a row that begins with blanks goes on with the one before."""
-    found, state = {}, []
+    """The state of every model in a table of groups. A row that begins with blanks continues the previous one."""
+    result, state = {}, []
     for line in shown.splitlines():
         first = re.match(r"(.*)transformers-\S+ (.*)", line)
         if first or line.startswith("      "):
             state = first[1].split() if first else state
-            found.update(dict.fromkeys(re.findall(r"\w+", first[2] if first else line), state))
-    return found
+            result.update(dict.fromkeys(re.findall(r"\w+", first[2] if first else line), state))
+    return result
 
 
 def test_install_status_uninstall(command: Command, site: Site) -> None:
     before = hashes(site.path)
     installed = command("install-overlays", "--all")
     assert (installed.code, installed.err) == (0, "")
-    assert str(site.root) in installed.out, "the path that is meant is shown"
+    assert str(site.root) in installed.out, "the path is not shown"
     assert grouped(installed.out) == {model: ["installed"] for model in MODELS}
     assert command("status").code == 0
     again = command("install-overlays")
@@ -53,7 +48,7 @@ def test_install_status_uninstall(command: Command, site: Site) -> None:
     assert len(again) == 2 and again[1] == "nothing to do"
 
 
-def test_what_was_written_is_named_and_the_rest_is_a_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_files_are_named_and_the_rest_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     installed = command("install-overlays", "llama", "bert").out.splitlines()
     assert installed[-3:] == [
@@ -66,7 +61,7 @@ def test_what_was_written_is_named_and_the_rest_is_a_line(command: Command, monk
     assert re.fullmatch("removed 2 overlays: (llama, bert|bert, llama)", removed[2]) and len(removed) == 3
 
 
-def test_overlays_that_are_not_inert_here_are_not_called_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlays_that_are_not_inert_are_not_called_inert(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "torch_facts", lambda: TorchFacts("", "2.11.0", "7.2", None))
     assert "inert" not in command("install-overlays", "llama").out
     monkeypatch.undo()
@@ -75,7 +70,7 @@ def test_overlays_that_are_not_inert_here_are_not_called_so(command: Command, mo
 
 
 @pytest.mark.parametrize("name", ["status", "install-overlays", "uninstall-overlays"])
-def test_a_misspelt_variable_is_warned_of(
+def test_a_misspelt_variable_causes_a_warning(
     name: str, command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HF_ROCM_FROCE", "1")
@@ -84,14 +79,7 @@ def test_a_misspelt_variable_is_warned_of(
     assert caplog.messages == ["HF_ROCM_FROCE is not an option of hf_rocm; did you mean HF_ROCM_FORCE?"]
 
 
-@pytest.mark.parametrize("name", ["status", "install-overlays", "uninstall-overlays"])
-def test_the_help_of_a_list_of_models_shows_no_python_type(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "MODEL" in out and "list[" not in out and "<" not in out
-
-
-def test_groups_come_in_the_order_of_releases(capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_are_in_the_order_of_releases(capsys: pytest.CaptureFixture[str]) -> None:
     from hf_rocm.cli.output import print_groups
 
     releases = ["transformers-5.13", "transformers-5.2", "transformers-4.57", "-"]
@@ -100,7 +88,7 @@ def test_groups_come_in_the_order_of_releases(capsys: pytest.CaptureFixture[str]
     assert rows == ["-", "transformers-4.57", "transformers-5.2", "transformers-5.13"]
 
 
-def test_a_dry_run_says_would_and_its_plan_is_the_real_one(command: Command, site: Site) -> None:
+def test_a_dry_run_prints_the_real_plan(command: Command, site: Site) -> None:
     before = fingerprint(site.path)
     assert "would install" in command("install-overlays", "--dry-run").out
     planned = json.loads(command("install-overlays", "--dry-run", "--json").out)
@@ -167,7 +155,7 @@ def test_an_editable_install_is_refused(command: Command, site: Site) -> None:
     assert fingerprint(site.path) == before
 
 
-def test_a_refusal_as_json_is_data_and_stays_an_error(command: Command, site: Site) -> None:
+def test_a_refusal_as_json_is_data_with_an_error_exit_code(command: Command, site: Site) -> None:
     file = one_byte(site)
     refused = command("install-overlays", "--json")
     (error,) = json.loads(refused.out)["refused"]
@@ -179,13 +167,13 @@ def test_a_refusal_as_json_is_data_and_stays_an_error(command: Command, site: Si
 
 
 @pytest.mark.parametrize("name", ["install-overlays", "uninstall-overlays", "status"])
-def test_a_model_that_is_not_there_is_an_error(command: Command, name: str) -> None:
+def test_a_missing_model_is_an_error(command: Command, name: str) -> None:
     refused = command(name, "llama", "mistrall")
     assert refused.code == 1
     assert "mistrall" in refused.err and " models, such as " in refused.err
 
 
-def test_status_shows_both_axes_and_calls_for_attention(command: Command, site: Site) -> None:
+def test_status_shows_both_axes_and_what_needs_attention(command: Command, site: Site) -> None:
     command("install-overlays", "llama")
     verdict = command("status").out.splitlines()[-1]
     assert verdict == f"1 of {len(MODELS)} overlays is installed; all match this transformers"
@@ -233,66 +221,11 @@ def test_status_diff_of_a_changed_definition_names_digests_and_releases(command:
 
 
 @pytest.mark.parametrize("arguments", [["install-overlays", "--nonsense"], ["nonsense"], []])
-def test_usage_errors_are_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_exit_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["help"], ["--help"]])
-def test_the_start_page_has_every_command_and_a_next_step(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    main(arguments)
-    lines = capsys.readouterr().out.splitlines()
-    listed = {line.split()[0] for line in lines if line[:2] == "  " and line[2:3].isalpha()}
-    assert listed >= set(typer.main.get_command(build()).commands)
-    assert lines[-1].startswith("next: hf-rocm doctor") and max(map(len, lines)) <= 80
-
-
-@pytest.mark.parametrize("columns", [60, 80, 200])
-def test_help_fits_the_terminal_breaks_no_words_and_has_the_options_of_a_model(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hf_rocm.tools.bench.known_shapes import SHAPES
-    from hf_rocm.tools.bench.variants import LABELS
-
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["bench", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= min(columns, 120)
-    assert {"--config", "--prompt", "--chart", *LABELS} <= set(re.findall(r"[\w-]+", shown))
-    assert all(re.search(rf"\b{name}[,.]", shown) for name in SHAPES)
-    assert "<bool>" not in shown and "\n  ops " in shown
-    assert main(["help", "tune"]) == 0 and "--shapes-only" in capsys.readouterr().out
-    assert main(["help", "nonsense"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        ("bench --config llama-7", ["llama-70b"]),
-        ("install-overlays qwen3_5", ["qwen3_5", "qwen3_5_moe"]),
-        ("uninst", ["uninstall-overlays"]),
-    ],
-)
-def test_shells_complete_commands_models_and_shapes(
-    words: str, completed: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("_HF_ROCM_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", f"hf-rocm {words}")
-    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
-    main([])
-    assert capsys.readouterr().out.split() == completed
-
-
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"hf-rocm {__version__}\n"
-    assert main(["install-overlays", "--help"]) == 0
-    assert "--dry-run" in capsys.readouterr().out
-
-
-def test_a_bug_is_three_and_says_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_exits_with_three_and_is_called_a_bug(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("ours")
 
@@ -302,7 +235,9 @@ def test_a_bug_is_three_and_says_so(command: Command, monkeypatch: pytest.Monkey
     assert "bug in hf-rocm" in outcome.err and "ZeroDivisionError: ours" in outcome.err
 
 
-def test_a_signal_is_its_number_and_undone(command: Command, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_signal_the_exit_code_is_its_number_and_the_run_is_undone(
+    command: Command, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hf_rocm.overlay.disk import Disk
 
     real = Disk.replace
@@ -331,7 +266,7 @@ def test_python_m_runs_the_command(site: Site) -> None:
     assert json.loads(done.stdout)["transformers"]["path"] == str(site.root)
 
 
-def test_ctrl_c_before_anything_is_written_is_130(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_any_write_exits_with_130(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
@@ -339,7 +274,7 @@ def test_ctrl_c_before_anything_is_written_is_130(command: Command, monkeypatch:
     assert command("install-overlays").code == 128 + signal.SIGINT
 
 
-def test_a_signal_as_json_is_data_too(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_as_json_is_data(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_rocm.overlay.install import Interrupted
 
     def interrupted(*arguments: object) -> None:
@@ -352,9 +287,7 @@ def test_a_signal_as_json_is_data_too(command: Command, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["install-overlays", "uninstall-overlays", "status"])
-def test_a_file_that_the_system_won_t_read_is_a_refusal_and_no_bug(
-    command: Command, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_an_unreadable_file_is_a_refusal(command: Command, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def unreadable(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -392,21 +325,3 @@ def test_status_record_shows_a_table_and_its_progress_on_a_terminal_only(
     refused = command("status", "--record")
     assert refused.code == 1 and "left no record of transformers' files" in refused.err
     assert command("status", "--record", "llama").code == 2
-
-
-def test_no_option_is_named_by_its_placeholder_alone():
-    """typer 0.26.8 to 0.27.2 takes a placeholder that is the parameter's name in capitals for the option's name."""
-
-    def commands(group, path=()):
-        for name, command in getattr(group, "commands", {}).items():
-            yield (*path, name), command
-            yield from commands(command, (*path, name))
-
-    found = list(commands(typer.main.get_command(build())))
-    assert len(found) > 10
-    for path, command in found:
-        callback = inspect.unwrap(command.callback) if command.callback else None
-        for name, hint in (get_type_hints(callback, include_extras=True) if callback else {}).items():
-            for option in getattr(hint, "__metadata__", ()):
-                if getattr(option, "metavar", None) == name.upper() and isinstance(option, OptionInfo):
-                    assert str(option.default).startswith("--"), f"{' '.join(path)}: --{name}"

@@ -1,4 +1,4 @@
-"""`hf-rocm doctor` from end to end on recorded machines: every problem and warning, and no other."""
+"""`hf-rocm doctor` end to end on recorded machines: exactly the expected problems and warnings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = {
 }
 
 
-def test_a_dozen_kinds_of_machines_are_recorded_and_each_names_its_source() -> None:
+def test_at_least_a_dozen_machines_are_recorded_with_their_sources() -> None:
     assert set(recorded.NAMES) >= KINDS
     for name in recorded.NAMES:
         source = recorded.read(name)["source"]
@@ -41,19 +41,19 @@ def test_a_dozen_kinds_of_machines_are_recorded_and_each_names_its_source() -> N
 
 
 @pytest.mark.parametrize("name", recorded.NAMES)
-def test_each_machine_is_judged_as_it_should_be(
+def test_every_recorded_machine_has_the_expected_findings(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = Recorded(name)
     monkeypatch.setattr(examine, "ThisMachine", lambda: machine)
     code = main(["doctor", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    found = [(each["level"], each["check"]) for each in told["findings"]]
+    data = json.loads(capsys.readouterr().out)
+    findings = [(finding["level"], finding["check"]) for finding in data["findings"]]
     for level in ("problem", "warning"):
-        assert sorted(check for kind, check in found if kind == level) == sorted(machine.expected[f"{level}s"])
-    assert code == int(bool(machine.expected["problems"])) and told["ready"] is not bool(code)
-    for each in told["findings"]:
-        assert (each["level"] == "ok") is (not each["means"]) is (not each["fix"]), each
+        assert sorted(check for kind, check in findings if kind == level) == sorted(machine.expected[f"{level}s"])
+    assert code == int(bool(machine.expected["problems"])) and data["ready"] is not bool(code)
+    for finding in data["findings"]:
+        assert (finding["level"] == "ok") is (not finding["means"]) is (not finding["fix"]), finding
 
     assert main(["doctor"]) == code
     page = re.sub(r"\s+", " ", capsys.readouterr().out)
@@ -62,7 +62,7 @@ def test_each_machine_is_judged_as_it_should_be(
     assert "this check failed by itself" not in page
 
 
-def test_the_text_gives_each_finding_its_meaning_and_a_fix_on_one_line(
+def test_the_text_has_the_meaning_of_every_finding_and_a_fix_on_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(examine, "ThisMachine", lambda: Recorded("mi300x-cuda-torch"))
@@ -86,7 +86,7 @@ def test_a_check_that_fails_is_a_warning_and_hides_nothing(monkeypatch: pytest.M
     assert report.ready and len(report.of(Level.OK)) > 10
 
 
-def test_what_a_crashed_child_wrote_is_kept_with_how_it_ended() -> None:
+def test_the_facts_of_a_crashed_child_are_kept_with_its_exit() -> None:
     text = json.dumps({"facts": {"version": "2.9"}, "stage": "devices", "error": None})
     assert read_answer(text, Ran(0)).error is None
     crashed = read_answer(text, Ran(-11))
@@ -117,8 +117,8 @@ def test_the_child_names_what_an_aiter_lacks(tmp_path: Path, monkeypatch: pytest
     assert answer.error is None and answer.facts["missing"] == ["flash_attn_func", "flash_attn_varlen_func"]
 
 
-def test_this_machine_is_examined_without_importing_what_may_crash() -> None:
-    """In a child: this process has torch already."""
+def test_this_machine_is_examined_without_imports_that_may_crash() -> None:
+    """In a child process, because this one has imported torch."""
     program = (
         "import sys; from hf_rocm.tools.doctor.examine import doctor; report = doctor();"
         "heavy = {'torch', 'transformers', 'triton', 'aiter'} & set(sys.modules);"
@@ -131,7 +131,7 @@ def test_this_machine_is_examined_without_importing_what_may_crash() -> None:
     assert done.stdout.split() == ["[]", "system", "True"], done.stderr
 
 
-def test_the_real_torch_child_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_torch_child_returns_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     answer = ThisMachine().ask("torch", timeout=240)
@@ -140,7 +140,9 @@ def test_the_real_torch_child_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.facts["flags"]["backends.cudnn.benchmark"] is False
 
 
-def test_it_takes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_accepts_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 4000)
     monkeypatch.setattr(examine, "ThisMachine", lambda: Recorded("mi300x"))

@@ -1,4 +1,4 @@
-"""`hf-rocm env`: what may be pasted in public, with planted secrets."""
+"""`hf-rocm env`: its output can be published, tested with planted secrets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRETS = {
     "HF_ROCM_AUTH": "swordfish-3",
     "SSH_AUTH_SOCK": "/tmp/ssh-swordfish-4/agent.1",
     "http_proxy": "http://mallory:swordfish-5@proxy.example:3128",
-    # told by name, with something private in the value
+    # printed variables with private parts in their values
     "HIP_LAUNCH_NOTE": "hf_ZyXwVuTsRqPoNmLkJiHgFeDcBa987654",
     "TORCH_INDEX": "https://alice:swordfish-6@wheels.example/simple",
     "HF_ROCM_CACHE": "/home/alice/projects/orion-acquisition/cache",
@@ -50,13 +50,13 @@ def block(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return run
 
 
-def test_no_planted_secret_and_no_private_path_comes_out(block) -> None:
+def test_no_planted_secret_and_no_private_path_is_printed(block) -> None:
     for text in (block(variables=SECRETS), block("--json", variables=SECRETS)):
         for private in PRIVATE:
             assert private not in text, (private, text)
 
 
-def test_what_an_issue_needs_does(block) -> None:
+def test_facts_that_an_issue_needs_are_printed(block) -> None:
     printed = block(variables={**SECRETS, "HSA_OVERRIDE_GFX_VERSION": "9.4.2", "HF_ROCM_TIER": "torch"})
     text = " ".join(printed.split())
     for words in (
@@ -76,13 +76,13 @@ def test_what_an_issue_needs_does(block) -> None:
     assert printed.startswith("```text\n") and printed.endswith("```\n")
 
 
-def test_it_has_what_doctor_objects_to(block) -> None:
+def test_it_has_the_findings_of_doctor(block) -> None:
     text = block(name="mi300x-cuda-torch")
     assert "problem: torch: 2.11.0+cu128, built for CUDA 12.8, on a machine with an AMD GPU" in text
     assert json.loads(block("--json"))["environment"].endswith("doctor: all ok")
 
 
-def test_names_of_the_user_and_the_host_go_too() -> None:
+def test_user_and_host_names_are_removed() -> None:
     text = "failed for bobby on node17.cluster: /dev/kfd, module bobbysoxer, root@localhost"
     cleaned = redact.clean(text, home="/home/bobby", user="bobby", host="node17.cluster")
     assert cleaned == "failed for <user> on <host>: /dev/kfd, module bobbysoxer, root@localhost"
@@ -134,27 +134,27 @@ FORMS = (
     "--{name}={secret}", "?a=1&{name}={secret}", "https://h.example/x?{name}={secret}", "x; {name}={secret}; y",
 )  # fmt: skip
 secrets = strategies.text(ALPHANUMERIC, min_size=12, max_size=40).filter(lambda text: not text.isdigit())
-# what a password may hold in an address, where it is not quoted
+# characters that a password in a URL may contain unquoted
 passwords = strategies.text(ALPHANUMERIC + "@/!$&*+=.~-", min_size=6, max_size=30).map(lambda text: f"Zq{text}Zq")
-# no word of ours, and nothing that stands in a report anyway
+# not a word of the report itself
 folders = strategies.text(ALPHANUMERIC + "_ .-", min_size=1, max_size=12).map(lambda text: f"Qx{text.strip()}Qx")
 
 
 @given(
     strategies.sampled_from(PREFIXES), strategies.text(string.ascii_uppercase + string.digits, min_size=20, max_size=40)
 )
-def test_a_key_goes_wherever_it_stands(prefix: str, rest: str) -> None:
+def test_a_key_is_removed_anywhere(prefix: str, rest: str) -> None:
     for text in ("{}", "x {} y", "NAME={}", '"{}"', "a,{};b", "https://h.example/{}"):
         assert rest not in redact.clean(text.format(prefix + rest))
 
 
 @given(strategies.sampled_from(FORMS), strategies.sampled_from(NAMES), secrets)
-def test_a_secret_goes_with_its_name(form: str, name: str, secret: str) -> None:
+def test_a_named_secret_is_removed(form: str, name: str, secret: str) -> None:
     assert secret not in redact.clean(form.format(name=name, secret=secret))
 
 
 @given(passwords, strategies.sampled_from(("https", "http", "socks5h", "postgresql+psycopg")))
-def test_a_password_in_an_address_goes_whole(password: str, scheme: str) -> None:
+def test_a_password_in_a_url_is_removed_completely(password: str, scheme: str) -> None:
     for text in (
         f"{scheme}://eve:{password}@h.example:80/x",
         f"P={scheme}://{password}@h.example",
@@ -168,7 +168,7 @@ def test_a_password_in_an_address_goes_whole(password: str, scheme: str) -> None
     strategies.lists(folders, min_size=2, max_size=5),
     strategies.sampled_from(("/srv/", "~/", "/home/eve/", "", "./", "../")),
 )
-def test_of_a_path_in_a_variable_only_the_last_part_is_kept(parts: list[str], start: str) -> None:
+def test_only_the_last_part_of_a_path_in_a_variable_is_kept(parts: list[str], start: str) -> None:
     path = start + "/".join(parts)
     for text in ("{}", "/opt/rocm/lib:{}", "-I{}", "-L {}", "a={},b"):
         shown = redact.variables({"HIP_X": text.format(path), "HOME": "/home/eve"})["HIP_X"]
@@ -178,7 +178,7 @@ def test_of_a_path_in_a_variable_only_the_last_part_is_kept(parts: list[str], st
 
 
 @given(strategies.lists(folders, min_size=2, max_size=5))
-def test_of_a_known_path_in_a_finding_only_the_last_part_is_kept(parts: list[str]) -> None:
+def test_only_the_last_part_of_a_known_path_in_a_finding_is_kept(parts: list[str]) -> None:
     path = "/srv/" + "/".join(parts)
     cleaned = redact.clean(f"problem: {path} is not there", paths=[path])
     assert cleaned == f"problem: …/{parts[-1]} is not there"
@@ -192,7 +192,7 @@ def test_a_finding_about_a_path_with_spaces(block) -> None:
     assert "HF_ROCM_CACHE=…/x\n" in text and "TRITON_CACHE_DIR=…/triton\n" in text
 
 
-def test_this_machines_own_block_names_neither_user_nor_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_this_machine_names_neither_user_nor_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     assert "hf-rocm" in text and "Python" in text

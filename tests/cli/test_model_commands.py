@@ -16,7 +16,7 @@ def checkpoint(tmp_path_factory):
     return str(models.save_checkpoint("llama", tmp_path_factory.mktemp("llama"), torch.bfloat16))
 
 
-def test_explain_is_short_and_names_each_reason_once(checkpoint, capsys, monkeypatch):
+def test_explain_is_short_and_names_every_reason_once(checkpoint, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["explain", checkpoint, "--force", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -36,8 +36,8 @@ def test_explain_all_lists_every_kernel(checkpoint, capsys):
 
 def test_explain_as_json(checkpoint, capsys):
     assert main(["explain", checkpoint, "--force", "--device", "cpu", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {each["operation"] for each in told["kernels"]} == {"attention", "linear", "act_and_mul", "rms_norm"}
+    data = json.loads(capsys.readouterr().out)
+    assert {kernel["operation"] for kernel in data["kernels"]} == {"attention", "linear", "act_and_mul", "rms_norm"}
 
 
 def test_explain_without_force_is_stock(checkpoint, capsys):
@@ -67,7 +67,7 @@ def test_the_reason_for_stock_is_printed_once_and_wrapped(command, checkpoint, c
 
 
 @pytest.mark.parametrize("command", ["explain", "warmup"])
-def test_what_cannot_be_loaded_is_one_error(command, tmp_path, checkpoint, capsys):
+def test_a_model_that_cannot_be_loaded_is_one_error(command, tmp_path, checkpoint, capsys):
     assert main([command, str(tmp_path / "nothing")]) == 1
     assert "no model could be loaded" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()

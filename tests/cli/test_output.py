@@ -1,4 +1,4 @@
-"""Text on narrow and wide terminals and in pipes: nothing is cut, words stay whole, colours only where they show."""
+"""Text on narrow and wide terminals and in pipes: nothing is cut, words stay whole, colours only on terminals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 
 def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Both streams are one terminal that shows colours."""
+    """Both streams are a terminal with colours."""
     stream = Terminal()
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
@@ -34,7 +34,7 @@ def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 @pytest.mark.parametrize(("columns", "used"), [(20, 60), (60, 60), (80, 80), (200, 200), (500, 200), (None, 120)])
-def test_the_width_is_the_terminals_between_limits(
+def test_the_width_is_that_of_the_terminal_within_limits(
     columns: int | None, used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "__stdout__", io.StringIO())
@@ -66,7 +66,7 @@ def test_a_table_that_cannot_fit_is_not_cut(
     assert ROW[1] in shown and ROW[2] in shown and shown.split().count("words") == 31
 
 
-def test_a_report_goes_on_below_its_last_column_or_behind_its_indent(
+def test_a_long_line_continues_below_its_last_column_or_with_its_indent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -77,7 +77,7 @@ def test_a_report_goes_on_below_its_last_column_or_behind_its_indent(
     assert lines[3].startswith("    not aiter: y") and lines[4].startswith(" " * 6 + "y")
 
 
-def test_colours_show_on_a_terminal_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_has_colours_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_of(monkeypatch)
     output.print_table(("installed",), [("yes",)])
     assert output.styled("error:", "error", terminal).startswith("\033[1;31m")
@@ -114,7 +114,7 @@ def test_progress_is_one_line_on_a_terminal_and_erased(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("every", "lines"), [(None, []), (0.0, ["one", "two"]), (60.0, ["one"])])
-def test_progress_without_a_terminal_is_a_line_now_and_then(
+def test_progress_without_a_terminal_is_an_occasional_line(
     every: float | None, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Progress(every=every) as progress:

@@ -1,4 +1,4 @@
-"""`hf-rocm port-check` from the outside."""
+"""The command `hf-rocm port-check`: output and exit codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_problem_is_explained_and_exits_with_one(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.startswith("problem: nvidia-only-import\n  NVML: the file can't be imported")
     assert "    a.py:1  import pynvml\n" in out and "and 2 more (--all)" in out
-    assert out.endswith("rules, 1 file read: Python 1\n14 problems\n"), "the verdict is last"
+    assert out.endswith("rules, 1 file read: Python 1\n14 problems\n"), "the verdict is not last"
     assert main(["port-check", str(tmp_path), "--all"]) == 1
     assert "a.py:14" in capsys.readouterr().out
 
@@ -27,7 +27,7 @@ def test_warnings_alone_exit_with_zero(tmp_path, capsys):
     assert "1 warning" in capsys.readouterr().out
 
 
-def test_what_was_not_read_is_counted_with_the_reason(tmp_path, capsys):
+def test_skipped_files_are_counted_with_the_reason(tmp_path, capsys):
     (tmp_path / ".git").mkdir()
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "picture.png").write_text("")
@@ -63,9 +63,9 @@ def test_json(tmp_path, capsys):
     (tmp_path / "a.py").write_text("import pynvml\n")
     (tmp_path / "b.py").write_text("def f(:\n")
     assert main(["port-check", str(tmp_path), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["files"] == 1 and list(told["unread"]) == ["b.py"]
-    assert told["findings"][0]["line"] == 1 and told["findings"][0]["severity"] == "problem"
+    data = json.loads(capsys.readouterr().out)
+    assert data["files"] == 1 and list(data["unread"]) == ["b.py"]
+    assert data["findings"][0]["line"] == 1 and data["findings"][0]["severity"] == "problem"
 
 
 def test_an_unreadable_file_is_named(tmp_path, capsys):
@@ -74,12 +74,12 @@ def test_an_unreadable_file_is_named(tmp_path, capsys):
     assert "not read: b.py: this Python" in capsys.readouterr().out
 
 
-def test_a_missing_path_says_what_to_do(tmp_path, capsys):
+def test_a_missing_path_has_a_hint(tmp_path, capsys):
     assert main(["port-check", str(tmp_path / "nowhere")]) == 1
     assert "hint: give a file or a folder" in capsys.readouterr().err
 
 
-def test_names_and_lines_come_out_without_control_characters(tmp_path, capsys):
+def test_names_and_lines_are_printed_without_control_characters(tmp_path, capsys):
     (tmp_path / "a\x1b]0;owned\x07.py").write_text("import pynvml\n")
     (tmp_path / "b\x1b[2J.py").write_text("def f(:\n")
     (tmp_path / "c.cu").write_text('asm volatile("bar.sync 0;"); // \x1b[31m\n asm("mov.u32 %0;") \x9b2J\n')
@@ -93,7 +93,7 @@ def test_names_and_lines_come_out_without_control_characters(tmp_path, capsys):
     assert "no\\x1b[2Jwhere" in capsys.readouterr().err
 
 
-def test_a_name_that_is_no_utf8(tmp_path, capfdbinary):
+def test_a_file_name_that_is_not_utf8(tmp_path, capfdbinary):
     name = os.fsdecode(b"caf\xe9.py")
     (tmp_path / name).write_text("import pynvml\n")
     assert main(["port-check", str(tmp_path)]) == 1

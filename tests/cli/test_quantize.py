@@ -1,4 +1,4 @@
-"""`hf-rocm quantize` on a small checkpoint: the numbers, and what is refused before anything is loaded."""
+"""`hf-rocm quantize` on a small checkpoint: the numbers, and the refusals before loading."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_the_loss_is_measured_and_printed(kind, tiny_checkpoint, tmp_path, capsy
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
     command = ["quantize", str(tiny_checkpoint), "--kind", kind, "--force", "--device", "cpu", "--text", str(text)]
     assert main([*command, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["kind"] == kind and told["layers"] == 28 and list(told["left"]) == ["lm_head"]
-    loss = told["loss"]
+    data = json.loads(capsys.readouterr().out)
+    assert data["kind"] == kind and data["layers"] == 28 and list(data["left"]) == ["lm_head"]
+    loss = data["loss"]
     assert 0 < loss["mean"] < loss["largest"] and 0.9 < loss["same_choice"] <= 1
     assert loss["ratio"] == pytest.approx(loss["perplexity"][0] / loss["perplexity"][1]) == pytest.approx(1, abs=0.05)
     assert main(command) == 0
@@ -43,14 +43,14 @@ def test_refusals_come_before_loading(arguments, words, tmp_path, capsys):
     assert words in captured.err and captured.out == ""
 
 
-def test_a_command_is_hinted_at_its_own_options(tmp_path, capsys):
-    """Nothing that only a Python program can pass, and the whole error of transformers."""
+def test_hints_name_options_of_the_command(tmp_path, capsys):
+    """No arguments that only a Python program can pass, and the whole error of transformers."""
     assert main(["quantize", str(tmp_path)]) == 1
     assert "hint: --force " in capsys.readouterr().err
     assert main(["quantize", str(tmp_path), "--force", "--json"]) == 1
     captured = capsys.readouterr()
-    told = json.loads(captured.out)
+    data = json.loads(captured.out)
     with pytest.raises((OSError, ValueError)) as caught:
         AutoTokenizer.from_pretrained(str(tmp_path))
-    assert told["facts"]["transformers error"] == " ".join(str(caught.value).split())
-    assert "save the tokenizer in the model's folder" in told["hint"] and "quantization_loss" not in captured.err
+    assert data["facts"]["transformers error"] == " ".join(str(caught.value).split())
+    assert "save the tokenizer in the model's folder" in data["hint"] and "quantization_loss" not in captured.err

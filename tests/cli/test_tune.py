@@ -1,4 +1,4 @@
-"""`hf-rocm tune` from the outside: what is printed, what is written, and the exit codes."""
+"""The command `hf-rocm tune`: output, written files, and exit codes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def rocm(monkeypatch):
 
 
 def small(tmp_path):
-    found = [shapes.Gemm(m, 4096, 512, "torch.bfloat16", False) for m in (1, 8)]
-    return write(tmp_path / "shapes.csv", shapes.write(found))
+    gemms = [shapes.Gemm(m, 4096, 512, "torch.bfloat16", False) for m in (1, 8)]
+    return write(tmp_path / "shapes.csv", shapes.write(gemms))
 
 
-def test_without_rocm_the_shapes_are_shown_and_the_commands_that_tune_them(checkpoint, tmp_path, capsys):
+def test_without_rocm_the_shapes_and_the_tuning_commands_are_printed(checkpoint, tmp_path, capsys):
     output = tmp_path / "mine.csv"
     arguments = ["tune", checkpoint, "--batch", "2", "--prompt", "5", "--release", "0.1.10", "--output", str(output)]
     assert main(arguments) == 1
@@ -46,31 +46,31 @@ def test_without_rocm_the_shapes_are_shown_and_the_commands_that_tune_them(check
     assert output.read_text().splitlines()[0] == "M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle"
     assert len(shapes.read(output)) == 9
     assert main([*arguments, "--shapes-only", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["result"] is None and len(told["shapes"]) == 9 and told["shapes"][0]["n"] == 64
+    data = json.loads(capsys.readouterr().out)
+    assert data["result"] is None and len(data["shapes"]) == 9 and data["shapes"][0]["n"] == 64
 
 
-def test_tuning_finds_keeps_and_does_not_repeat(fake_aiter, rocm, tmp_path, capsys):
+def test_tuning_saves_results_and_does_not_repeat(fake_aiter, rocm, tmp_path, capsys):
     fake = fake_aiter("0.1.20")
     arguments = ["tune", "--shapes", str(small(tmp_path))]
     assert main(arguments) == 0
-    told = capsys.readouterr()
-    assert f"tuned 2 of 2 in 0 s: {store.tuned(MI300X, fake.release)}" in told.out.replace("1 s", "0 s")
-    assert told.err.startswith("tuning 2 shapes with aiter")
+    captured = capsys.readouterr()
+    assert f"tuned 2 of 2 in 0 s: {store.tuned(MI300X, fake.release)}" in captured.out.replace("1 s", "0 s")
+    assert captured.err.startswith("tuning 2 shapes with aiter")
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "nothing to do: all of them are tuned" in out and out.count("tuned\n") >= 2
     fake.how.write_text("some")
     assert main([*arguments, "--again", "--json"]) == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out)["result"]["tuned"] == 1
-    assert "note: nothing was found for 1 shape; see " in told.err
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["result"]["tuned"] == 1
+    assert "note: nothing was found for 1 shape; see " in captured.err
     fake.how.write_text("fails")
     assert main([*arguments, "--again"]) == 1
     assert "last line  RuntimeError: no GPU" in capsys.readouterr().err
 
 
-def test_explain_tells_the_hit_rate(checkpoint, fake_aiter, rocm, capsys, monkeypatch):
+def test_explain_shows_the_hit_rate(checkpoint, fake_aiter, rocm, capsys, monkeypatch):
     fake_aiter("0.1.20")
     assert main(["tune", checkpoint, "--prompt", "5"]) == 0
     capsys.readouterr()
@@ -93,16 +93,16 @@ def test_explain_tells_the_hit_rate(checkpoint, fake_aiter, rocm, capsys, monkey
         (["nothing/here"], 1, "no config could be loaded from 'nothing/here'"),
     ],
 )
-def test_what_can_not_be_done_is_one_error(arguments, code, words, tmp_path, capsys):
-    named = [str(small(tmp_path)) if each == "S" else each for each in arguments]
+def test_invalid_arguments_are_one_error(arguments, code, words, tmp_path, capsys):
+    named = [str(small(tmp_path)) if argument == "S" else argument for argument in arguments]
     assert main(["tune", *named]) == code
-    told = capsys.readouterr()
-    assert words in told.err + told.out and "Traceback" not in told.err
+    captured = capsys.readouterr()
+    assert words in captured.err + captured.out and "Traceback" not in captured.err
 
 
-def test_a_model_in_float32_is_told_to_name_a_dtype(tmp_path, capsys):
+def test_a_float32_model_causes_a_hint_to_name_a_dtype(tmp_path, capsys):
     path = str(models.save_checkpoint("llama", tmp_path, torch.float32))
-    capsys.readouterr()  # transformers' own progress of saving
+    capsys.readouterr()  # transformers' progress bar of saving
     assert main(["tune", path, "--prompt", "5"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("note: there is no AMD GPU under ROCm here") and "--dtype bfloat16" in err
@@ -110,12 +110,12 @@ def test_a_model_in_float32_is_told_to_name_a_dtype(tmp_path, capsys):
     assert main(["tune", path, "--prompt", "5", "--engine", "tunableop", "--shapes-only"]) == 0
 
 
-def test_shuffled_weights_are_tuned_too_where_they_can_be(tmp_path, capsys):
-    found = [shapes.Gemm(8, n, 512, "torch.bfloat16", False) for n in (4096, 100)]
-    file = write(tmp_path / "shapes.csv", shapes.write(found))
+def test_shuffled_weights_are_tuned_if_supported(tmp_path, capsys):
+    gemms = [shapes.Gemm(8, n, 512, "torch.bfloat16", False) for n in (4096, 100)]
+    file = write(tmp_path / "shapes.csv", shapes.write(gemms))
     assert main(["tune", "--shapes", str(file), "--shuffled", "--shapes-only", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [(each["n"], each["shuffled"]) for each in told["shapes"]] == [(100, False), (4096, False), (4096, True)]
+    data = json.loads(capsys.readouterr().out)
+    assert [(shape["n"], shape["shuffled"]) for shape in data["shapes"]] == [(100, False), (4096, False), (4096, True)]
 
 
 def test_check_names_the_lines(tmp_path, capsys):
@@ -131,43 +131,43 @@ def test_check_names_the_lines(tmp_path, capsys):
     assert "  line 4: the same shape as line 2, with another kernel or time" in out
     assert "  1 row is right, 2 are not" in out and f"{tmp_path} is a folder" in out
     assert main(["tune", "check", str(good), "--gpu", "gfx950:256", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["files"][0]["problems"] == [{"line": 2, "text": "no row is for this GPU (gfx950, 256 compute units)"}]
+    data = json.loads(capsys.readouterr().out)
+    assert data["files"][0]["problems"] == [{"line": 2, "text": "no row is for this GPU (gfx950, 256 compute units)"}]
 
 
 def test_merge_writes_one_table_and_never_a_file_that_it_reads(fake_aiter, tmp_path, capsys, monkeypatch):
     fake_aiter("0.1.20", row(LAYOUT, M=3), row(LAYOUT, M=8))
-    mine = write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT, kernelName="mine")))
-    monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", str(mine))
+    actual = write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT, kernelName="mine")))
+    monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", str(actual))
     assert main(["tune", "merge", "--output", str(tmp_path / "all.csv")]) == 0
     out = capsys.readouterr().out
     assert "2 rows for gfx942, 304 compute units, amd-aiter 0.1.20" in out
-    found = table.read(tmp_path / "all.csv", LAYOUT, "0.1.20")
-    assert [(each.key.m, each.values["kernelName"]) for each in found.rows] == [(8, "mine"), (3, "_ZN5aiter1kE")]
-    before = mine.read_bytes()
-    for target in (mine, tmp_path / "site/aiter/configs/bf16_tuned_gemm.csv", tmp_path / "site/aiter/new.csv"):
+    loaded = table.read(tmp_path / "all.csv", LAYOUT, "0.1.20")
+    assert [(row.key.m, row.values["kernelName"]) for row in loaded.rows] == [(8, "mine"), (3, "_ZN5aiter1kE")]
+    before = actual.read_bytes()
+    for target in (actual, tmp_path / "site/aiter/configs/bf16_tuned_gemm.csv", tmp_path / "site/aiter/new.csv"):
         assert main(["tune", "merge", "--output", str(target)]) == 1
     err = capsys.readouterr().err
     assert err.count("is also an input; choose another output file") == 2
     assert err.count("is inside the aiter package, which is never modified") == 1
-    assert mine.read_bytes() == before
-    assert main(["tune", "merge", str(mine), "--no-shipped", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["rows"] == 1 and told["tables"][0]["role"] == "yours"
+    assert actual.read_bytes() == before
+    assert main(["tune", "merge", str(actual), "--no-shipped", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["rows"] == 1 and data["tables"][0]["role"] == "yours"
     bad = write(tmp_path / "bad.csv", table_text(LAYOUT, row(LAYOUT, K="x")))
     assert main(["tune", "merge", str(bad)]) == 1
     assert "line 2  K is 'x'" in capsys.readouterr().err
 
 
-def test_list_shows_what_there_is_and_what_is_damaged(fake_aiter, tmp_path, capsys, monkeypatch):
+def test_list_shows_all_tables_and_damaged_ones(fake_aiter, tmp_path, capsys, monkeypatch):
     assert main(["tune", "list"]) == 0
     assert "no tables yet: hf-rocm tune MODEL makes one" in capsys.readouterr().out
     fake = fake_aiter("0.1.20", row(LAYOUT))
     write(store.tuned(MI300X, fake.release), table_text(LAYOUT, row(LAYOUT), row(LAYOUT, M=9)))
     assert main(["tune", "list", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [(each["role"], each["rows"]) for each in told["tables"]] == [("tuned here", 2), ("shipped", 1)]
+    data = json.loads(capsys.readouterr().out)
+    assert [(table["role"], table["rows"]) for table in data["tables"]] == [("tuned here", 2), ("shipped", 1)]
     monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", str(write(tmp_path / "bad.csv", table_text(LAYOUT, "x"))))
     assert main(["tune", "list"]) == 1
-    told = capsys.readouterr()
-    assert "line 2  1 fields, and the header has 18" in told.err and "tuned here" in told.out
+    data = capsys.readouterr()
+    assert "line 2  1 fields, and the header has 18" in data.err and "tuned here" in data.out

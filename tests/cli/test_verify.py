@@ -1,4 +1,4 @@
-"""`hf-rocm verify`: exit codes, what is printed, golden files from one machine to another, and damaged ones."""
+"""`hf-rocm verify`: exit codes, output, golden files from another machine, and damaged ones."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def verify(*arguments):
 
 @pytest.fixture(scope="module")
 def golden(tiny_checkpoint, tmp_path_factory):
-    """Recorded without ROCm and without force: stock alone."""
+    """Recorded without ROCm and without force: only stock."""
     file = tmp_path_factory.mktemp("golden") / "tiny.safetensors"
     assert verify(tiny_checkpoint, "--save-golden", file) == 0
     return file
 
 
 def rewritten(golden, file, *, drop="", **changes):
-    """The golden file with a part of its header changed, or without one of its tensors."""
+    """The golden file with a changed header, or without one of its tensors."""
     with safe_open(golden, framework="pt") as opened:
         header = json.loads(opened.metadata()[FORMAT])
         tensors = {name: opened.get_tensor(name) for name in opened.keys() if name != drop}  # noqa: SIM118
@@ -46,7 +46,7 @@ def rewritten(golden, file, *, drop="", **changes):
     return file
 
 
-def test_a_shape_of_bench_is_refused_before_the_hub_is_tried(monkeypatch, capsys):
+def test_a_shape_of_bench_is_refused_before_accessing_the_hub(monkeypatch, capsys):
     tried = []
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **_: tried.append(name))
     assert verify("--config", "small", "--force") == 1
@@ -54,14 +54,14 @@ def test_a_shape_of_bench_is_refused_before_the_hub_is_tried(monkeypatch, capsys
     assert "--config small is a shape of `hf-rocm bench` alone" in err and "tiny-llama" in err and tried == []
 
 
-def test_a_checkpoint_is_verified_and_drawn(tiny_checkpoint, golden, tmp_path, capsys):
+def test_a_checkpoint_is_verified_with_a_chart(tiny_checkpoint, golden, tmp_path, capsys):
     picture = tmp_path / "picture.svg"
     capsys.readouterr()
     assert verify(tiny_checkpoint, "--force", "--golden", golden, "--picture", picture, "--json") == 0
     printed = capsys.readouterr().out
-    told = json.loads(printed)
-    checks = {check["name"]: check for check in told["checks"]}
-    assert told["passed"] and len(told["layers"]) == 4
+    data = json.loads(printed)
+    checks = {check["name"]: check for check in data["checks"]}
+    assert data["passed"] and len(data["layers"]) == 4
     # docs/amd-owners.md asks people to publish this
     private = {platform.node(), getpass.getuser(), str(Path.home()), str(tiny_checkpoint.parent), str(tmp_path)}
     assert not [word for word in private if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", printed)]
@@ -81,7 +81,7 @@ def test_an_output_that_can_not_be_written_is_refused_before_the_run(tmp_path, o
     assert "can't be written" in err and "hint: name a file" in err
 
 
-def test_a_golden_file_goes_into_a_device_and_through_a_link(golden, tiny_checkpoint, tmp_path):
+def test_a_golden_file_can_be_a_device_or_a_link(golden, tiny_checkpoint, tmp_path):
     (tmp_path / "link").symlink_to("target")
     assert verify(tiny_checkpoint, "--save-golden", tmp_path / "link") == 0
     assert (tmp_path / "link").is_symlink()
@@ -96,7 +96,7 @@ def test_a_golden_file_goes_into_a_device_and_through_a_link(golden, tiny_checkp
     assert stat.S_ISCHR(device.stat().st_mode)
 
 
-def test_the_programs_interface_refuses_a_place_for_a_golden_file_before_the_run(tmp_path, monkeypatch):
+def test_the_python_interface_refuses_an_unwritable_golden_file_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_rocm.tools.verify.run.cases", lambda *arguments, **more: pytest.fail("it ran"))
     model = random_model("tiny-llama", dtype="float32", device=torch.device("cpu"))
     with pytest.raises(GoldenError, match="can't be written"):
@@ -142,8 +142,8 @@ def test_refusals(arguments, code, words, capsys):
     assert words in captured.err and captured.out == ""
 
 
-def test_golden_files_that_do_not_fit(tiny_checkpoint, golden, tmp_path, capsys):
-    """Each is refused before anything is compared, with what is wrong with it."""
+def test_unusable_golden_files(tiny_checkpoint, golden, tmp_path, capsys):
+    """Every file is refused before anything is compared, with the reason."""
     other = LlamaForCausalLM.from_pretrained(tiny_checkpoint)
     with torch.no_grad():
         other.model.layers[2].mlp.down_proj.weight[0, 0] += 1

@@ -1,4 +1,4 @@
-"""One row of the table of served models: how to build a tiny one, and what must have served it."""
+"""One row of the table of served models: how to build a tiny model, and the forwards that must serve it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from tests.releases import RELEASE
 
-# Small, but with several heads in a group, two layers, and sizes that no two dims share by accident.
+# Small, but with several heads per group, two layers, and distinct sizes of all dims.
 SMALL: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -30,14 +30,14 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A model type in one tiny configuration, with every feature of its family on.
+    """A model type in one tiny configuration, with every feature of its family enabled.
 
     overlay: the folder of the stock file. model, config: class names in transformers. arguments: of the config; a
-    callable gets the transformers module (for nested configs). attention: the stock classes whose forward is ours,
-    each of which must be hit in every layer that has it; older: the same for releases below a version, where the
-    model had other classes. since, until: the releases that have the model with an overlay, until is the first
-    without. kind: which inputs it takes, see `inputs.py`. experts: of a mixture, the stock class whose forward runs
-    them through ours, by the release below which it is that one.
+    callable gets the transformers module (for nested configs). attention: the stock classes whose forward is replaced;
+    each must be called in every layer that has it. older: the same for releases below a version, where the model had
+    other classes. since, until: the releases that have the model with an overlay; until is the first one without. kind:
+    the kind of inputs, see `inputs.py`. experts: of a mixture-of-experts model, the stock class whose forward runs the
+    experts, by the release below which it is this class.
     """
 
     overlay: str
@@ -50,11 +50,11 @@ class Case:
     until: str = "99"
     kind: str = "text"
     experts: Mapping[str, str] = field(default_factory=dict)
-    experts_stay_stock: bool = False  # a mixture whose experts the overlay leaves to transformers
+    experts_stay_stock: bool = False  # a mixture-of-experts model whose experts stay stock
     seed: int = 0  # of the weights
-    image_tokens: int = 16  # that one image of 16 × 16 pixels becomes, in kind "image and text"
+    image_tokens: int = 16  # tokens per image of 16 × 16 pixels, for kind "image and text"
     variant: str = ""  # a second configuration of the same overlay
-    # reasons, by scenario, why it isn't run for this model: only what stock itself can't do
+    # scenarios that are skipped, with the reason: only those that stock itself can't run
     stock_can_not: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -71,23 +71,23 @@ class Case:
         return Version(self.since) <= release < Version(self.until)
 
     def classes(self) -> tuple[str, ...]:
-        """The attention classes whose forward must be hit in this release."""
+        """The attention classes whose forward must be called in this release."""
         for below in sorted(self.older, key=Version):
             if Version(below) > RELEASE:
                 return self.older[below]
         return self.attention
 
     def mixture(self) -> str | None:
-        """The class whose forward must run the experts through ours in this release."""
-        below = [each for each in sorted(self.experts, key=Version) if Version(each) > RELEASE]
+        """The class whose replaced forward must run the experts in this release."""
+        below = [expert for expert in sorted(self.experts, key=Version) if Version(expert) > RELEASE]
         return self.experts[below[0]] if below else None
 
     def routes(self) -> bool:
-        """Whether the model is a mixture in this release, whoever runs its experts."""
+        """Whether the model has routed experts in this release, served or stock."""
         return self.experts_stay_stock or self.mixture() is not None
 
     def build(self, dtype: torch.dtype = torch.float32) -> Any:
-        """A stock model with weights large enough that every part of it shows in the output."""
+        """A stock model with weights large enough that every part affects the output."""
         arguments = self.arguments(transformers) if callable(self.arguments) else dict(self.arguments)
         config = getattr(transformers, self.config)(**arguments)
         torch.manual_seed(len(self.id) + self.seed)
@@ -96,13 +96,13 @@ class Case:
             for parameter in model.parameters():
                 if not parameter.is_floating_point():
                     continue
-                if parameter.ndim == 1:  # norms and biases: keep their mean, add a spread
+                if parameter.ndim == 1:  # norms and biases: keep the mean and add noise
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 else:
                     parameter.normal_(0, 0.15)
         model.tie_weights()
         model = model.to(dtype).eval()
-        kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # as loading a checkpoint does
+        kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # as when loading a checkpoint
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if any(f".{part}." in f".{name}." for part in kept):
                 tensor.data = tensor.data.float()
@@ -110,6 +110,6 @@ class Case:
 
 
 def params(cases: list[Case], without: str | None = None) -> Any:
-    """Parametrise a test by the cases of this release; without: a scenario that some models can't do even in stock."""
+    """Parametrise a test by the cases of this release. without: a scenario that some models don't support in stock."""
     chosen = [case for case in cases if case.here and without not in case.stock_can_not]
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in chosen])

@@ -1,4 +1,4 @@
-"""Models of a case, built once for each dtype."""
+"""Models of a case, built once per dtype."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from tests.coverage.routing import route_in_float64
 @lru_cache(maxsize=2)
 def _built(case: Case, dtype: torch.dtype):
     stock = case.build(dtype)
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     exact = copy.deepcopy(stock).double()
     if case.routes() and hasattr(exact, "set_experts_implementation"):
         exact.set_experts_implementation("eager")  # grouped_mm has no float64
     if case.routes():
         route_in_float64(exact)
-    return ours, stock, exact
+    return prepared, stock, exact
 
 
 @pytest.fixture
 def trio(case):
-    """A function of a dtype: (ours, stock in the same dtype, stock in float64). Nobody may change them."""
+    """A function of a dtype: (prepared, stock in the same dtype, stock in float64). Tests must not change them."""
     return lambda dtype=torch.float32: _built(case, dtype)
 
 
 def pytest_collection_modifyitems(items):
-    ours = [item for item in items if "tests/coverage/" in item.nodeid]
-    # everything about one model in a row, so that it is built once
+    coverage_items = [item for item in items if "tests/coverage/" in item.nodeid]
+    # all tests of a model in a row, so that it is built once
     order = {id(case): place for place, case in enumerate(CASES)}
-    places = [place for place, item in enumerate(items) if item in ours]
-    ours.sort(key=lambda item: order.get(id(_case_of(item)), -1))
-    for place, item in zip(places, ours, strict=True):
+    places = [place for place, item in enumerate(items) if item in coverage_items]
+    coverage_items.sort(key=lambda item: order.get(id(_case_of(item)), -1))
+    for place, item in zip(places, coverage_items, strict=True):
         items[place] = item
 
 

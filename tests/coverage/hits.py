@@ -1,4 +1,4 @@
-"""Which forwards of ours ran: the proof of the route."""
+"""Count the calls of replaced forwards, to prove the route."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_rocm.overlay import bind
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Counts, by stock class, how often a replacement forward was called."""
+    """Count the calls of replaced forwards by stock class."""
     counts: Counter[str] = Counter()
     kept = []
 
@@ -36,28 +36,28 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def assert_served(model: Any, classes: tuple[str, ...], routes: list[Any], hits: Counter[str]) -> None:
-    """Ours ran in every attention module of these classes, stayed with none, and never expanded keys or values."""
+    """Check that every attention module of these classes was served, and that keys and values were not expanded."""
     for name in classes:
         modules = [module for module in model.modules() if type(module).__name__ == name]
         assert modules, f"the model has no {name}"
-        assert hits[name] >= len(modules), f"{name}: {hits[name]} calls of ours, {len(modules)} modules"
+        assert hits[name] >= len(modules), f"{name}: {hits[name]} served calls, {len(modules)} modules"
         for module in modules:
             assert bind.mode_of(module) == bind.ON
             assert noted(module) is None, f"{name} stayed stock: {noted(module)}"
-    attended = [each for each in routes if each.operation in ("attention", "decode_attention", "varlen_attention")]
+    attended = [route for route in routes if route.operation in ("attention", "decode_attention", "varlen_attention")]
     expected = sum(hits[name] for name in classes)
     assert len(attended) >= expected, f"{len(attended)} attention operations in {expected} calls"
 
 
 def assert_experts_served(model: Any, name: str | None, routes: list[Any], hits: Counter[str]) -> None:
-    """The experts of every mixture ran in one operation. name: of the class whose forward is ours."""
+    """Check that the experts of every layer ran in one operation. name: the class with the replaced forward."""
     modules = [module for module in model.modules() if type(module).__name__ == name]
     assert modules or name is None, f"the model has no {name}"
     for module in modules:
         assert noted(module) is None, f"{name} stayed stock: {noted(module)}"
     if modules:
         assert hits[name] >= len(modules)
-        assert len([each for each in routes if each.operation == "experts"]) == hits[name]
+        assert len([route for route in routes if route.operation == "experts"]) == hits[name]
 
 
 def served_groups(model: Any) -> dict[str, list[str]]:

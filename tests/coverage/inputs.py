@@ -1,4 +1,4 @@
-"""Inputs by kind of model, and the runs whose tensors are compared."""
+"""Inputs by kind of model, and the calls whose tensors are compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pixels(batch: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> dict[str, Any]:
-    """What the model is called with. padding: [2, 9] of the text part."""
+    """The arguments of a call. padding: [2, 9], of the text part."""
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     text = {"input_ids": tokens(2, 9)}
     if padding is not None:
@@ -46,7 +46,7 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
         there = torch.arange(16)[None] < torch.tensor([[16], [12]])
         shapes = torch.tensor([[4, 4], [3, 4]])
         return {"pixel_values": patches, "pixel_attention_mask": there.long(), "spatial_shapes": shapes}
-    if case.kind == "images in text":  # two images of different sizes, cut to patches, of which four make a token
+    if case.kind == "images in text":  # two images of different sizes, in patches, four per token
         ids = text["input_ids"]
         ids[0, 2:6], ids[1, 3:5] = IMAGE_TOKEN, IMAGE_TOKEN
         ids[0, 1], ids[1, 2] = IMAGE_START, IMAGE_START
@@ -66,7 +66,7 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
         known = inspect.signature(model.forward).parameters
         if case.overlay == "mistral3":
             given["image_sizes"] = torch.tensor([[16, 16], [16, 16]])
-        if "pixel_attention_mask" in known:  # of several images to a text, of different widths
+        if "pixel_attention_mask" in known:  # several images per text, of different widths
             given["pixel_values"] = given["pixel_values"][:, None]
             given["pixel_attention_mask"] = torch.ones(2, 1, 16, 16, dtype=torch.long)
             given["pixel_attention_mask"][1, 0, :, 12:] = 0
@@ -81,11 +81,11 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """For runs of float64 models, which stock makes narrower in four places.
+    """Patch stock for float64 models, where it uses float32 in four places.
 
-    Some masks are made in the default dtype, where float64's least value overflows; so it does in the softmax of
-    eager attention, which asks for float32, and in CodeGen's scores up to 5.1, which are float32: there masks take
-    float32's least value. Tables of positions are interpolated in float32, at points in float64.
+    Some masks are made in the default dtype, in which float64's minimum overflows. So it does in the softmax of eager
+    attention, which computes in float32, and in CodeGen's float32 scores up to 5.1: these masks use float32's minimum.
+    Position tables are interpolated in float32, at points in float64.
     """
     kept, stock, sample, finfo = torch.get_default_dtype(), functional.softmax, functional.grid_sample, torch.finfo
     least = {name: getattr(finfo(torch.float64), name) for name in ("bits", "eps", "max", "tiny", "resolution")}
@@ -112,7 +112,7 @@ def in_float64() -> Iterator[None]:
 
 
 def outputs(result: Any, keep: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Every floating tensor of a model's result by name. keep: [B, S], the positions that count."""
+    """Every floating-point tensor of a model's result by name. keep: [B, S], the positions to compare."""
     named: dict[str, torch.Tensor] = {}
     for part, value in result.items():
         if torch.is_tensor(value) and value.is_floating_point():

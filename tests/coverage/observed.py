@@ -1,9 +1,9 @@
-"""What hf_rocm was seen to do in each model: the record that the support matrix is made from.
+"""Record what hf_rocm does in every model, for the support matrix.
 
     python -m tests.coverage.observed docs/support              write <release>.json for the installed transformers
-    python -m tests.coverage.observed docs/support mistral …    only these overlays' rows; the others stay as they are
+    python -m tests.coverage.observed docs/support mistral …    only the rows of these overlays
 
-Nothing here is declared: a mark is set because an operation ran inside a forward of ours, in every module of its class.
+Nothing is declared: a mark is set if an operation ran inside a replaced forward, in every module of its class.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Row = dict[str, Any]
 
 
 def observed(case: Case) -> dict[str, Row]:
-    """Run the case once with our forwards on, and a step on a filled cache, and say what each overlay did.
+    """Run the case and a step on a filled cache with overlays enabled, and observe every overlay.
 
-    Returns, by the overlay's model: the overlay's id, the classes whose forward of ours ran with the operations that
-    ran inside it, and a mark for each feature.
+    Returns, by the overlay's model: the overlay's id, the classes whose replaced forward ran, with the operations
+    inside it, and a mark for each feature.
     """
     model = hf_rocm.prepare(case.build(), force=True)
     with torch.inference_mode(), ops.recording() as routes, _watched(routes) as seen:
@@ -60,7 +60,7 @@ def observed(case: Case) -> dict[str, Row]:
 
 
 def merged(rows: Iterable[Row]) -> Row:
-    """Of several configurations of one model: what one of them showed, it can do."""
+    """Merge the rows of several configurations of a model: a feature is served if one of them shows it."""
     first, *rest = rows
     for row in rest:
         first["classes"] = {
@@ -81,7 +81,7 @@ def _rank(mark: str) -> int:
 
 @contextmanager
 def _watched(routes: list[Any]) -> Iterator[dict[type, list[Any]]]:
-    """By stock class: the operations that ran inside our forward of it."""
+    """By stock class: the operations that ran inside its replaced forward."""
     seen: dict[type, list[Any]] = {}
     kept = [(binding, binding.replacement) for binding in bind.bindings()]
 
@@ -107,7 +107,7 @@ def _row(name: str, model: nn.Module, classes: dict[type, list[Any]]) -> Row:
     overlay = catalog.load().find(name, transformers.__version__)
     assert overlay is not None
     module = sys.modules[overlay.module]
-    modules = [each for each in model.modules() if type(each).__module__ == overlay.module]
+    modules = [module for module in model.modules() if type(module).__module__ == overlay.module]
     ran = {cls: {route.operation for route in routes} for cls, routes in classes.items()}
     return {
         "overlay": overlay.id,
@@ -122,48 +122,48 @@ def _support(
     attending = [cls for cls, operations in ran.items() if operations & ATTENTION]
     others = [cls for cls in ran if cls not in attending and "Attention" not in cls.__name__]
     every = set().union(*ran.values()) if ran else set()
-    names = {type(each).__name__ for each in modules}
+    names = {type(module).__name__ for module in modules}
     text = Path(str(module.__file__)).read_text(encoding="utf-8").split("# >>> hf-rocm")[0]
     norms, mixture = (
-        any("RMSNorm" in each for each in names),
-        any(re.search("Experts|SparseMoe|Moe?E$|MoE", each) for each in names),
+        any("RMSNorm" in name for name in names),
+        any(re.search("Experts|SparseMoe|Moe?E$|MoE", name) for name in names),
     )
-    gated = any(GATES.fullmatch(child) for each in modules for child, _ in each.named_children())
-    here = [each for each in modules if type(each) in attending]
+    gated = any(GATES.fullmatch(child) for module in modules for child, _ in module.named_children())
+    here = [module for module in modules if type(module) in attending]
     marks = {
         "attention": _attention(modules, here, attending),
         "fused QKV": _fused(here, classes),
-        "fused gate/up": _fused([each for each in modules if type(each) in others], classes),
-        "activation": _ran({"act_and_mul"}, every, gated, "a form that no operation of ours has"),
-        "norm": _ran({"rms_norm"}, every, norms, "its norm is of a kind of its own"),
+        "fused gate/up": _fused([module for module in modules if type(module) in others], classes),
+        "activation": _ran({"act_and_mul"}, every, gated, "no operation of hf_rocm computes it"),
+        "norm": _ran({"rms_norm"}, every, norms, "it has a different kind of norm"),
         "add+norm": _ran(
             {"add_rms_norm"},
             every,
             norms or "rms_norm" in every,
             "the layer is not replaced, so the sum and the norm are two calls",
         ),
-        "rope": _ran({"rope"}, every, "rotary" in text, "its rotation has a form of its own"),
-        "MoE": _ran({"experts", "shuffled_experts"}, every, mixture, "its experts have a form of their own"),
+        "rope": _ran({"rope"}, every, "rotary" in text, "it has a different rotary embedding"),
+        "MoE": _ran({"experts", "shuffled_experts"}, every, mixture, "it has different experts"),
         "graph decode": "stock: hf_rocm records no graphs yet",
     }
     if marks["fused gate/up"] == NONE and gated:
-        marks["fused gate/up"] = "stock: its gate is of a form of its own"
+        marks["fused gate/up"] = "stock: it has a different gated MLP"
     if not attending:
         marks["fused QKV"] = NONE if marks["attention"] == NONE else "stock: its attention is"
     return {feature: marks[feature] for feature in FEATURES}
 
 
 def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[type]) -> str:
-    kinds = {type(each) for each in modules if "Attention" in type(each).__name__}
-    asked = [*here, *(each for each in modules if type(each) in kinds)]
-    stayed = sorted({reason for each in asked if (reason := noted(each)) is not None})
+    kinds = {type(module) for module in modules if "Attention" in type(module).__name__}
+    requested = [*here, *(module for module in modules if type(module) in kinds)]
+    stayed = sorted({reason for options in requested if (reason := noted(options)) is not None})
     if stayed:
         return f"stock: {stayed[0]}"
-    # what holds another attention, or makes no product of its own, is no attention that stayed behind
+    # a module that contains another attention, or has no linear layers, is not an unserved attention
     leaves = {
-        type(each) for each in modules
-        if type(each) in kinds and any(isinstance(child, nn.Linear) for _, child in each.named_children())
-        and not any(type(inner) in kinds for inner in list(each.modules())[1:])
+        type(module) for module in modules
+        if type(module) in kinds and any(isinstance(child, nn.Linear) for _, child in module.named_children())
+        and not any(type(inner) in kinds for inner in list(module.modules())[1:])
     }  # fmt: skip
     left = sorted(cls.__name__ for cls in leaves - set(attending))
     if not attending:
@@ -172,23 +172,23 @@ def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[
 
 
 def _fused(modules: list[nn.Module], classes: dict[type, list[Any]]) -> str:
-    """Whether one product gave the outputs of all the layers that the overlay fuses, in each of these modules."""
+    """Whether one GEMM computed the outputs of all layers that the overlay fuses, in each of these modules."""
     groups, reasons = [], []
-    for each in modules:
-        binding = bind.binding_of(each)
+    for module in modules:
+        binding = bind.binding_of(module)
         names = binding.fuses if binding is not None else ()
-        if len(names) > 1 and all(each._modules.get(name) is not None for name in names):
-            rows = sum(each._modules[name].weight.shape[0] for name in names)  # type: ignore[union-attr,misc]
-            shapes = {route.shapes[1][0] for route in classes[type(each)] if route.operation == "linear"}
+        if len(names) > 1 and all(module._modules.get(name) is not None for name in names):
+            rows = sum(module._modules[name].weight.shape[0] for name in names)  # type: ignore[union-attr,misc]
+            shapes = {route.shapes[1][0] for route in classes[type(module)] if route.operation == "linear"}
             groups.append(rows in shapes)
             with torch.no_grad():
-                why = fuse.why_not(each, names) or "the layers ran one by one"
+                why = fuse.why_not(module, names) or "the layers ran one by one"
             reasons += [why] if rows not in shapes else []
     if groups and all(groups):
         return YES
     if groups:
         return f"stock: {reasons[0]}" if len(reasons) == len(groups) else f"{YES}, but in some layers: {reasons[0]}"
-    return JOINED if any(joined_already(each) for each in modules) else NONE
+    return JOINED if any(joined_already(module) for module in modules) else NONE
 
 
 def _ran(operations: set[str], every: set[str], has: bool, why_stock: str) -> str:
@@ -198,9 +198,9 @@ def _ran(operations: set[str], every: set[str], has: bool, why_stock: str) -> st
 
 
 def record(models: Iterable[str] = (), known: dict[str, Row] | None = None) -> dict[str, Row]:
-    """Every overlay of the installed release, from every case that reaches it.
+    """Every overlay of the installed release, from every case that uses it.
 
-    models: the overlays whose rows are made anew, if not all. known: the rows that the others keep.
+    models: the overlays to observe, by default all. known: the recorded rows of the others.
     """
     from tests.coverage.cases import CASES
 
@@ -212,7 +212,7 @@ def record(models: Iterable[str] = (), known: dict[str, Row] | None = None) -> d
             for name, row in observed(case).items():
                 if not models or name in models:
                     rows.setdefault(name, []).append({**row, "cases": [case.id]})
-    made = {name: _joined(found) for name, found in rows.items()}
+    made = {name: _joined(result) for name, result in rows.items()}
     return dict(sorted({**{name: row for name, row in known.items() if models and name not in models}, **made}.items()))
 
 

@@ -1,4 +1,4 @@
-"""Which cases run in which of the tested releases: what would prove the same in two runs in the newer one."""
+"""The cases that run in each tested release: a case that would test the same in two releases runs in the newer one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hf_rocm.overlay import catalog
 from tests.coverage.case import Case
 from tests.releases import RELEASE, TESTED
 
-# one case of each kind of input, mask and cache
+# one case per kind of input, mask and cache
 EVERYWHERE = {
     "llama",
     "gemma2",
@@ -28,7 +28,7 @@ overlays = cache(catalog.load)
 
 
 def is_the_last(case: Case) -> bool:
-    """Whether no newer release that is tested runs the case with the same overlay."""
+    """Whether no newer tested release runs the case with the same overlay."""
     find = overlays().find
     here = find(case.overlay, str(RELEASE))
     newer = [find(case.overlay, str(version)) for version in TESTED if version > RELEASE and case.runs_in(version)]
@@ -36,5 +36,5 @@ def is_the_last(case: Case) -> bool:
 
 
 def is_the_first() -> bool:
-    """Whether no older release is tested: its caches and its generation are those of transformers 4."""
+    """Whether this is the oldest tested release, with the caches and generation of transformers 4."""
     return min(TESTED) >= RELEASE

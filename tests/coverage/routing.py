@@ -1,7 +1,7 @@
-"""Routing of mixtures, recorded from stock and replayed elsewhere.
+"""Expert routing, recorded from stock and replayed in other models.
 
-A rounding may turn a tie and send a token to another expert, with another output altogether. So the scores that are
-chosen from are compared on their own, and everything after them is computed for the choice that stock made.
+Rounding may break a tie differently and select another expert, with an entirely different output. So the scores are
+compared separately, and everything after them is computed for stock's selection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGEST = (torch.max, torch.Tensor.max)
 
 
 class Choices(TorchFunctionMode):
-    """Records every choice of largest entries, or makes the ones that were recorded. scores: what it was made from."""
+    """Record every selection of experts, or replay recorded ones. scores: the scores of each selection."""
 
     def __init__(self, made: list[torch.Tensor] | None = None) -> None:
         super().__init__()
@@ -31,14 +31,15 @@ class Choices(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         scores = args[0] if args else None
-        largest = function in _LARGEST and isinstance(result, tuple) and scores.ndim < 4  # else it is attention's
+        # otherwise it belongs to attention
+        largest = function in _LARGEST and isinstance(result, tuple) and scores.ndim < 4
         if function not in _TOP and not largest:
             return result
-        self.scores.append(scores.detach().nan_to_num(neginf=0.0))  # what is out of the question says nothing
+        self.scores.append(scores.detach().nan_to_num(neginf=0.0))  # scores of excluded experts are ignored
         ids = result[1]
         if self.told is not None:
             ids = self.told.pop(0)
-            assert ids.shape == result[1].shape, "another choice than stock makes at this point"
+            assert ids.shape == result[1].shape, "the shape of the selection differs from stock's"
         self.made.append(ids)
         dim = (kwargs or {}).get("dim", -1)
         if ids.ndim == scores.ndim:
@@ -48,20 +49,20 @@ class Choices(TorchFunctionMode):
 
 @contextmanager
 def choosing(case: Case, like: Choices | None = None) -> Iterator[Choices]:
-    """Record the choices of a mixture; like: the ones to make, all of which must be asked for."""
+    """Record the selections of a model. like: recorded selections to replay, all of which must be used."""
     choices = Choices(None if like is None else like.made)
     if not case.routes():
         yield choices
         return
     with choices:
         yield choices
-    assert not choices.told, "stock makes choices that weren't asked for here"
+    assert not choices.told, "some of stock's selections were not used"
 
 
 def route_in_float64(model: Any) -> None:
-    """Have the routers of a mixture take and give float64: some ask for float32, which meets float64 nowhere.
+    """Make the routers of a model use float64: some convert to float32, which can't be combined with float64.
 
-    The logits that come first of three are only reported, and one model keeps them in a float32 tensor of its own.
+    The first of three results, the logits, is only reported; one model keeps it in a separate float32 tensor.
     """
 
     def widen(tensors: Any) -> Any:

@@ -1,7 +1,7 @@
 """With torch.compile a model is one graph with hf_rocm's operations, if stock is one graph.
 
-Tracing a model takes seconds: each overlay is traced once, in the newest tested release that has it, with one layer of
-each kind; and one model of each kind of input, mask and cache in every release, with all its layers.
+Tracing a model takes seconds. So every overlay is traced once, in the newest tested release that has it, with one layer
+of each kind. One model of each kind of input, mask and cache is traced in every release, with all layers.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ ALL_LAYERS = {"llama", "gemma2", "gpt2", "bert", "t5", "siglip", "qwen2_vl", "mi
 @pytest.mark.slow
 @params([case for case in CASES if case.id in ALL_LAYERS or is_the_last(case)], without="compile")
 def test_one_graph(case, trio):
-    ours, stock, _ = trio()
+    prepared, stock, _ = trio()
     if case.id not in ALL_LAYERS:
         stock = shortened(copy.deepcopy(stock), case)
-        ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-    given = inputs.arguments(case, ours)
+        prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    given = inputs.arguments(case, prepared)
     with torch.inference_mode():
         try:
-            actual, origins = in_one_graph(ours, given)
+            actual, origins = in_one_graph(prepared, given)
         except Exception:
             skip_unless_it_compiles(stock, given)
             raise
         expected = stock(**given)
-    assert_ours(case, ours, origins)
+    assert_ours(case, prepared, origins)
     for part, value in inputs.outputs(actual).items():
         torch.testing.assert_close(value, inputs.outputs(expected)[part], rtol=1e-4, atol=1e-4)
 
 
 def shortened(model, case):
-    """The model without trailing layers that equal an earlier one, since tracing them runs the same lines again."""
+    """Remove trailing layers that equal an earlier one, since tracing them runs the same lines again."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and all(attends(layer, case) for layer in module):
             kinds = [kind_of(layer) for layer in module]
@@ -84,12 +84,12 @@ def in_one_graph(model, given):
 
 def assert_ours(case, model, origins):
     """Check that the graph has an operation from the replacement of every attention class of the case."""
-    lines = {(file, int(line)) for each in origins for file, line in re.findall(r'File "(.+?)", line (\d+)', each)}
+    lines = {(file, int(line)) for origin in origins for file, line in re.findall(r'File "(.+?)", line (\d+)', origin)}
     for module in model.modules():
         if type(module).__name__ in case.classes():
             code = bind.binding_of(module).replacement.__code__
             own = {(code.co_filename, line) for _, _, line in code.co_lines()}
-            assert own & lines, f"no operation comes from our forward of {type(module).__name__}"
+            assert own & lines, f"no operation comes from the replaced forward of {type(module).__name__}"
 
 
 def skip_unless_it_compiles(stock, given):

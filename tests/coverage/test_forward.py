@@ -1,4 +1,4 @@
-"""Every served model gives what stock gives, within the derived tolerance, and our forwards ran."""
+"""Every served model returns stock's results within the derived tolerance, and the replaced forwards ran."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 
 
 def compare(case, models, run):
-    """Run `run(model)`, giving named tensors, on all three; hold ours against stock's own error."""
-    ours, stock, exact = models
+    """Run `run(model)`, which returns named tensors, on all three models, and compare our error with stock's."""
+    prepared, stock, exact = models
     with torch.inference_mode():
         with recording() as routes:
             with choosing(case) as chosen:
                 same_dtype = run(stock)
             with inputs.in_float64(), choosing(case, chosen) as exactly:
                 expected = run(exact)
-        assert routes == []  # the stock models beside ours stayed stock
+        assert routes == []  # the other two models stayed stock
         with recording() as routes, counted() as hits, choosing(case, chosen) as alike:
-            actual = run(ours)
-        assert_served(ours, case.classes(), routes, hits)
-        assert_experts_served(ours, case.mixture(), routes, hits)
-    dtype = next(stock.parameters()).dtype  # scores are fp32, but made of products that were rounded to it
+            actual = run(prepared)
+        assert_served(prepared, case.classes(), routes, hits)
+        assert_experts_served(prepared, case.mixture(), routes, hits)
+    dtype = next(stock.parameters()).dtype  # scores are fp32, but computed from GEMMs that were rounded to the dtype
     assert len(alike.scores) == len(chosen.scores) == len(exactly.scores)
     if alike.scores:
-        mine, theirs = (numbered(each.to(dtype) for each in seen.scores) for seen in (alike, chosen))
-        assert_run_as_good_as_eager(mine, theirs, numbered(exactly.scores))
+        left, reference = (numbered(score.to(dtype) for score in seen.scores) for seen in (alike, chosen))
+        assert_run_as_good_as_eager(left, reference, numbered(exactly.scores))
     assert_run_as_good_as_eager(actual, same_dtype, expected)
 
 
 def numbered(tensors):
-    return {f"scores {call}": each for call, each in enumerate(tensors)}
+    return {f"scores {call}": tensor for call, tensor in enumerate(tensors)}
 
 
 @each_dtype
@@ -60,7 +60,7 @@ def test_padded(case, padding, trio):
 
     def run(model):
         result = model(**inputs.arguments(case, model, mask))
-        # what a padding token computes is nobody's business: stock itself differs there between implementations
+        # outputs at padding tokens are not compared: stock's implementations differ there too
         return inputs.outputs(result, None if case.kind == "seq2seq" else mask.bool())
 
     compare(case, trio(), run)

@@ -1,7 +1,7 @@
-"""generate() gives stock's tokens: caches of every kind, padding, beams, an assistant, windows that have passed.
+"""generate() returns stock's tokens with caches of every kind, padding, beams, an assistant, and moving windows.
 
-In releases between the oldest and the newest, a model whose overlay a newer one has too is left to that, but for one
-of each kind: its forward, over a cache that it fills as well, is compared with stock's in every release.
+In releases between the oldest and the newest, only one model of each kind is tested if a newer release has the same
+overlay. Their forwards, including those on a filled cache, are compared with stock's in every release.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HERE = [case for case in CASES if is_the_first() or case.id in EVERYWHERE or is_
 GENERATING = [case for case in HERE if case.kind in ("text", "seq2seq", "audio", "images in text", "image and text")]
 TEXT = [case for case in HERE if case.kind == "text"]
 
-# Cohere2's own config of 4.53 reads the attribute that it deprecates
+# the config of Cohere2 in 4.53 reads an attribute that it deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:The `sliding_window_pattern` attribute is deprecated:FutureWarning")
 
 WAYS = {
@@ -33,7 +33,8 @@ WAYS = {
 def generated(case, model, padding=None, **how):
     given = inputs.arguments(case, model, padding)
     given.pop("decoder_input_ids", None)
-    if case.kind in ("images in text", "image and text"):  # none of these may come out: what comes out goes in again
+    # these tokens must not be generated, since tokens are fed back
+    if case.kind in ("images in text", "image and text"):
         how["suppress_tokens"] = [inputs.IMAGE_START, inputs.IMAGE_END, inputs.VIDEO_TOKEN, inputs.IMAGE_TOKEN]
     with torch.inference_mode():
         return model.generate(**given, max_new_tokens=14, do_sample=False, **how)
@@ -44,36 +45,36 @@ def generated(case, model, padding=None, **how):
 def test_tokens(case, way, trio):
     if way in case.stock_can_not:
         pytest.skip(f"stock can't: {case.stock_can_not[way]}")
-    ours, stock, _ = trio()
+    prepared, stock, _ = trio()
     try:
         expected = generated(case, stock, **WAYS[way])
     except Exception as error:
         if way != "static" or not (case.experts or "does not support" in str(error)):
             raise
-        # what stock can't do in this release says nothing of ours
+        # a scenario that fails in stock is skipped
         pytest.skip(f"stock can't in this release: {str(error).splitlines()[0]}")
     with recording() as routes, counted() as hits:
-        actual = generated(case, ours, **WAYS[way])
-    assert_served(ours, case.classes(), routes, hits)
+        actual = generated(case, prepared, **WAYS[way])
+    assert_served(prepared, case.classes(), routes, hits)
     assert torch.equal(actual, expected)
 
 
 @params(TEXT, without="padding")
 def test_tokens_of_a_left_padded_batch(case, trio):
-    ours, stock, _ = trio()
-    assert torch.equal(generated(case, ours, inputs.LEFT), generated(case, stock, inputs.LEFT))
+    prepared, stock, _ = trio()
+    assert torch.equal(generated(case, prepared, inputs.LEFT), generated(case, stock, inputs.LEFT))
 
 
 @params(TEXT, without="assisted")
 def test_tokens_with_an_assistant(case, trio):
-    """Several candidate tokens at once on a filled cache, some of which are taken back."""
-    ours, stock, _ = trio()
+    """Several candidate tokens at once on a filled cache, some of which are rejected."""
+    prepared, stock, _ = trio()
     prompt = {"input_ids": inputs.tokens(1, 9), "max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
     with torch.inference_mode():
         try:
             expected = stock.generate(**prompt)
-        except ValueError as error:  # 5.0 to 5.14: a sliding cache that is full takes nothing back
+        except ValueError as error:  # 5.0 to 5.14: a full sliding cache can't be cropped
             if "Cannot `crop`" not in str(error):
                 raise
             pytest.skip(f"stock can't: {error}")
-        assert torch.equal(ours.generate(**prompt), expected)
+        assert torch.equal(prepared.generate(**prompt), expected)

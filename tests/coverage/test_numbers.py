@@ -1,4 +1,4 @@
-"""Numbers that a module carries (its scale, its epsilon, a limit) are read from the module, as stock reads them."""
+"""Numbers of a module (its scale, its epsilon, a limit) are read from the module, as in stock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tolerance import assert_run_as_good_as_eager
 
 
 def change(model, served):
-    """Make every number of the served modules another one. Returns the names of what was changed."""
+    """Change every number of the served modules. Returns their names."""
     changed = set()
     for place, module in model.named_modules():
         if place not in served:
@@ -34,16 +34,16 @@ def served_in(model):
 
 
 @params([case for case in CASES if not case.routes()])
-def test_a_number_that_the_user_changed_counts(case):
+def test_a_changed_number_takes_effect(case):
     stock = case.build(torch.float32)
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-    served = served_in(ours)
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    served = served_in(prepared)
     arguments = inputs.arguments(case, stock)
     with torch.inference_mode():
         before = inputs.outputs(stock(**arguments))
     if not change(stock, served):
-        pytest.skip("its modules carry no number")
-    assert change(ours, served)
+        pytest.skip("its modules have no numbers")
+    assert change(prepared, served)
     exact = copy.deepcopy(stock).double()
 
     def run(model):
@@ -53,7 +53,7 @@ def test_a_number_that_the_user_changed_counts(case):
         expected = run(stock)
         with inputs.in_float64():
             reference = run(exact)
-        actual = run(ours)
+        actual = run(prepared)
     assert_run_as_good_as_eager(actual, expected, reference)
     if all(torch.equal(before[name], expected[name]) for name in expected):
         pytest.skip("stock reads none of the numbers of its modules")

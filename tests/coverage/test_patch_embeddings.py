@@ -1,4 +1,4 @@
-"""The patch embeddings of vision models are products, of images and of video; test_forward compares the results."""
+"""The patch embeddings of vision models run as GEMMs, for images and video; test_forward compares the results."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ VIDEO = [case for case in CASES if case.overlay in ("qwen2_vl", "qwen2_5_vl", "q
 
 
 @params(SEEING)
-def test_patches_are_embedded_by_a_product(case, trio):
-    """Where there is a convolution: siglip2, llama4 and others flatten the patches themselves."""
-    ours, stock, _ = trio()
+def test_patches_are_embedded_by_a_gemm(case, trio):
+    """For models with a convolution: siglip2, llama4 and others flatten the patches themselves."""
+    prepared, stock, _ = trio()
     convolutions = {
         name: (module.out_channels, module.weight[0].numel())
         for name, module in stock.named_modules()
         if isinstance(module, (nn.Conv2d, nn.Conv3d)) and module.stride == module.kernel_size
     }
-    assert patch_embeddings.in_force(stock) == [] and patch_embeddings.in_force(ours) == [*convolutions]
+    assert patch_embeddings.in_force(stock) == [] and patch_embeddings.in_force(prepared) == [*convolutions]
     with torch.inference_mode(), ops.recording() as routes:
-        ours(**inputs.arguments(case, ours))
+        prepared(**inputs.arguments(case, prepared))
     assert set(convolutions.values()) <= {route.shapes[1] for route in routes if route.operation == "linear"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @params(VIDEO)
 def test_video(case, dtype, trio):
-    """Two clips: one of two pairs of frames, one of one."""
+    """Two clips: one with two pairs of frames, one with one pair."""
     torch.manual_seed(0)
     pixels = torch.randn(2 * 16 + 8, 96).to(dtype)
     grid = torch.tensor([[2, 4, 4], [1, 2, 4]])
@@ -50,5 +50,5 @@ def test_video(case, dtype, trio):
         assert len([route for route in routes if size in route.shapes]) == (2 if not results else 0)
         output = output if torch.is_tensor(output) else output[0]
         results.append((patches, output))
-    for ours, stock, exact in zip(*results, strict=True):
-        assert_as_good_as_eager(ours, stock, exact)
+    for prepared, stock, exact in zip(*results, strict=True):
+        assert_as_good_as_eager(prepared, stock, exact)

@@ -1,4 +1,4 @@
-"""A rotary function that a user replaced runs in every served model, and ours is back when it is restored."""
+"""A replaced rotary function is called in every served model, and hf_rocm's kernel runs again once it is restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODELS = Path(transformers.__file__).parent / "models"
 
 
 def rotary_functions(case):
-    """The names of the functions of a model's file that rotate queries and keys, and that it calls."""
+    """The names of the rotary functions that a model's file defines and calls."""
     if not case.here:
         return []
     text = (MODELS / case.overlay / f"modeling_{case.overlay}.py").read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ def rotary_functions(case):
 ROTARY = [case for case in CASES if rotary_functions(case)]
 
 
-def test_models_whose_overlays_import_their_rotary_function_are_among_them():
+def test_models_whose_overlays_import_their_rotary_function_are_included():
     named = [
         "cohere",
         "cohere2",
@@ -53,8 +53,8 @@ def test_models_whose_overlays_import_their_rotary_function_are_among_them():
 
 
 @params(ROTARY)
-def test_a_replaced_rotary_function_runs(case, trio):
-    ours, stock, _ = trio()
+def test_a_replaced_rotary_function_is_called(case, trio):
+    prepared, stock, _ = trio()
     home = vars(sys.modules[f"transformers.models.{case.overlay}.modeling_{case.overlay}"])
 
     def run(model):
@@ -68,15 +68,17 @@ def test_a_replaced_rotary_function_runs(case, trio):
             places.enter_context(replaced(home, name, scaled))
         with choosing(case) as alike:
             expected = run(stock)
-        assert any(not torch.equal(before[name], expected[name]) for name in before), "the replacement is seen"
+        assert any(not torch.equal(before[name], expected[name]) for name in before), (
+            "the replacement did not change the result"
+        )
         with choosing(case, alike), counted() as hits:
-            actual = run(ours)
-        parts = {part.cls for part in hf_rocm.explain(ours).parts if part.stock_because is not None}
+            actual = run(prepared)
+        parts = {part.cls for part in hf_rocm.explain(prepared).parts if part.stock_because is not None}
         assert parts and parts <= set(case.classes())
-        for module in ours.modules():
+        for module in prepared.modules():
             name = type(module).__name__
             assert name not in parts or not hits[name] or noted(module) is not None, "stock ran"
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     with choosing(case, chosen), counted() as hits:
-        run(ours)
+        run(prepared)
     assert all(hits[name] for name in parts), "served again"

@@ -1,4 +1,4 @@
-"""The committed record of what each model got is what is observed now."""
+"""The committed record of served features equals the current observations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECORDS = Path(__file__).resolve().parents[2] / "docs" / "support"
 FILE = RECORDS / f"{transformers.__version__}.json"
 HERE = sorted({case.overlay for case in CASES if case.here})
 
-# a release without a record is one that nobody claims anything about
+# there are no claims about a release without a record
 pytestmark = pytest.mark.skipif(not FILE.is_file(), reason="nothing is recorded of this release")
 
 
@@ -28,12 +28,12 @@ def recorded():
 
 @pytest.fixture(scope="module")
 def seen():
-    """Rows by overlay and case, as they come in."""
+    """The observed rows by overlay and case."""
     return {}
 
 
 @pytest.mark.parametrize("overlay", HERE)
-def test_what_is_recorded_is_what_is_observed(overlay, recorded, seen):
+def test_the_record_equals_the_observation(overlay, recorded, seen):
     for case in CASES:
         if case.overlay == overlay and case.here:
             for name, row in observed(case).items():
@@ -46,13 +46,13 @@ def test_what_is_recorded_is_what_is_observed(overlay, recorded, seen):
 
 
 def test_every_entry_was_observed(recorded, seen):
-    """Runs after the others: all that they saw, put together, is the record."""
+    """Runs after the other tests: their merged observations equal the record."""
     if {case for rows in seen.values() for row in rows for case in row["cases"]} != {c.id for c in CASES if c.here}:
         pytest.skip("not every case ran")
     assert {name: _joined(rows) for name, rows in sorted(seen.items())} == recorded
 
 
-def test_a_mark_needs_an_operation_of_ours(recorded):
+def test_a_mark_requires_an_operation_of_hf_rocm(recorded):
     needed = {
         "attention": {"attention", "decode_attention", "varlen_attention"},
         "norm": {"rms_norm"},
@@ -72,7 +72,7 @@ def test_a_mark_needs_an_operation_of_ours(recorded):
 
 
 class Eager(Case):
-    """The case as someone builds it who asks for eager attention."""
+    """The case built with eager attention."""
 
     def build(self, dtype=torch.float32):
         model = super().build(dtype)
@@ -80,7 +80,7 @@ class Eager(Case):
         return model
 
 
-def test_what_stays_stock_is_not_marked():
+def test_stock_features_are_not_marked():
     case = next(case for case in CASES if case.id == "llama")
     row = observed(Eager(case.overlay, case.model, case.config, case.arguments, case.attention))["llama"]
     assert row["support"]["attention"].startswith("stock: the attention implementation 'eager' is selected")
@@ -88,22 +88,22 @@ def test_what_stays_stock_is_not_marked():
     assert row["support"]["fused gate/up"] == row["support"]["norm"] == YES
 
 
-def test_a_model_that_is_not_prepared_gets_no_row(monkeypatch):
+def test_a_stock_model_has_no_row(monkeypatch):
     monkeypatch.setattr("hf_rocm.prepare", lambda model, **_: model)
     assert observed(next(case for case in CASES if case.id == "llama")) == {}
 
 
-def test_of_two_configurations_the_one_that_shows_more_counts():
+def test_rows_of_two_configurations_are_merged():
     def row(mark, operations):
         return {"overlay": "a/b", "classes": {"C": operations}, "support": {"rope": mark}}
 
-    found = merged([row(NONE, ["linear"]), row("stock: why", []), row(YES, ["rope"])])
-    assert found["support"]["rope"] == YES and found["classes"]["C"] == ["linear", "rope"]
+    result = merged([row(NONE, ["linear"]), row("stock: why", []), row(YES, ["rope"])])
+    assert result["support"]["rope"] == YES and result["classes"]["C"] == ["linear", "rope"]
     assert merged([row(NONE, []), row("stock: why", [])])["support"]["rope"] == "stock: why"
 
 
 @pytest.mark.skipif(not str(RELEASE).startswith("5.23"), reason="the numbers are those of the newest release")
-def test_the_pages_are_what_is_recorded():
+def test_the_pages_equal_the_record():
     import subprocess
     import sys
 

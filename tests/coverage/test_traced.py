@@ -1,4 +1,4 @@
-"""torch.jit.trace of a prepared model: the modules are stock's while it traces, and so is the traced graph."""
+"""torch.jit.trace of a prepared model: the modules are stock while it is traced, and so is the traced graph."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def traced(model, case, ids):
 
 
 @params([case for case in CASES if case.id in SOME])
-def test_the_traced_model_is_stocks(case):
+def test_the_traced_model_equals_stock(case):
     stock = case.build(torch.float32)
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     ids, other = inputs.tokens(2, 9), inputs.tokens(2, 9, seed=3)
     try:
         expected = traced(stock, case, ids)
     except (RuntimeError, IndexError) as error:
         pytest.skip(f"stock can't be traced: {str(error).splitlines()[0]}")
     with ops.recording() as routes:
-        graph = traced(ours, case, ids)
+        graph = traced(prepared, case, ids)
     assert routes == []
     assert torch.equal(graph(other), expected(other))
     with torch.no_grad(), ops.recording() as routes:
-        ours(ids)
-    assert routes  # outside of the trace it is served
+        prepared(ids)
+    assert routes  # outside of tracing it is served

@@ -1,4 +1,4 @@
-"""Loss and gradients in training mode are stock's: our forwards are differentiable, or step aside."""
+"""Loss and gradients in training mode equal stock's: replaced forwards are differentiable or stay stock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tolerance import assert_run_as_good_as_eager
 
 
 def objective(case, model):
-    """A scalar that every output takes part in."""
+    """A scalar that depends on every output."""
     result = model(**inputs.arguments(case, model))
     return sum(value.double().square().mean() for value in inputs.outputs(result).values())
 
@@ -26,7 +26,7 @@ def gradients(case, model):
     with torch.enable_grad():
         loss = objective(case, model)
         loss.backward()
-    named = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {"loss": loss.detach().to(next(model.parameters()).dtype), **named}
 
 
@@ -45,19 +45,19 @@ def rounded_once(case, exact, *, times=4):
 
 @params(CASES, without="training")
 def test_loss_and_gradients(case, trio):
-    ours, stock, exact = trio()
-    embedding = patch_embeddings.in_force(ours)
-    patch_embeddings.detach(ours)  # tests/weights compares its gradients: here sums in another order would decide
+    prepared, stock, exact = trio()
+    embedding = patch_embeddings.in_force(prepared)
+    patch_embeddings.detach(prepared)  # tests/weights compares its gradients: here sums in another order would decide
     try:
         with counted() as hits:
-            actual = gradients(case, ours)
+            actual = gradients(case, prepared)
     finally:
-        patch_embeddings.attach(ours, bind.ON)
-    assert patch_embeddings.in_force(ours) == embedding
+        patch_embeddings.attach(prepared, bind.ON)
+    assert patch_embeddings.in_force(prepared) == embedding
     assert all(hits[name] for name in case.classes()), f"ours did not run while training: {dict(hits)}"
     same_dtype = gradients(case, stock)
     with inputs.in_float64():
         expected = gradients(case, exact)
-    # gradients span decades; what is zero but for rounding (a key's bias) is no decade of its own
+    # gradients have different magnitudes; those that are zero up to rounding (a key's bias) are not scaled
     rounded = rounded_once(case, exact)
     assert_run_as_good_as_eager(actual, same_dtype, expected, least=1e-3, rounded=rounded)

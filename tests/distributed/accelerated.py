@@ -1,7 +1,7 @@
-"""Run by `accelerate launch` in each of two processes: prompts shared out, and a prepared model in an Accelerator.
+"""Run by `accelerate launch` in each of two processes: split prompts, and a prepared model in an Accelerator.
 
-Arguments: the checkpoint, and a folder to save to. `cpu=True` is for these tests: a GPU would be taken where there is
-one.
+Arguments: the checkpoint, and a folder to save to. `cpu=True` is for these tests: otherwise a GPU would be used if
+there is one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(checkpoint: str, folder: str) -> None:
 
 
 def ours(checkpoint: str):
-    """Each process prepares a copy of its own."""
+    """Each process prepares a separate copy."""
     model = hf_rocm.from_pretrained(checkpoint, force=True).eval()
     assert live(model) == GROUPS
     return model
@@ -68,7 +68,7 @@ def wrapped_and_unwrapped(checkpoint: str, folder: Path) -> None:
     accelerator.backward(loss)
     optimizer.step()
     assert not torch.allclose(logits(model), before)
-    follows(model, GROUPS)  # with the weights of after the step
+    follows(model, GROUPS)  # with the updated weights
     accelerator.save_model(wrapped, folder / "model")
     if accelerator.is_main_process:
         model.config.save_pretrained(folder / "model")
@@ -82,11 +82,11 @@ def wrapped_and_unwrapped(checkpoint: str, folder: Path) -> None:
 
 
 def mixed_precision(checkpoint: str, folder: Path) -> None:
-    """The Accelerator puts a forward of its own on the model, and takes it away again."""
+    """The Accelerator replaces the forward of the model, and restores it."""
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model, stock = ours(checkpoint), LlamaForCausalLM.from_pretrained(checkpoint).eval()
-    wrapped = [accelerator.prepare_model(each, evaluation_mode=True) for each in (model, stock)]
+    wrapped = [accelerator.prepare_model(variant, evaluation_mode=True) for variant in (model, stock)]
     assert "forward" in model.__dict__
     actual, eager = map(logits, wrapped)
     assert_as_good_as_eager(actual, eager, logits(models.build().double()))

@@ -1,7 +1,7 @@
-"""Run by test_failures.py in each of two ranks: the second one is not as the first, or does not live to see the load.
+"""Run by test_failures.py in each of two ranks: the second one differs from the first, or ends before the load.
 
-Arguments: what is wrong, a checkpoint, and a folder where a package may lie that only one rank finds. Prints when the
-ranks begin to load, and `loaded`.
+Arguments: the fault, a checkpoint, and a folder for a package that only one rank can import. Prints the time at which
+the ranks begin to load, and `loaded`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Start N ranks over gloo on the CPU, as plain processes or under torchrun, and read their output.
 
-Every process is started with a mark in its environment, so that a process that was left behind is found
-whoever its parent became, and ended whatever the test's outcome was.
+Every process has a mark in its environment, so that remaining processes are found under any parent, and killed after a
+failed test, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "HF_ROCM_TEST_RUN"
 
-# gloo is for the CPU; with a GPU, transformers would shard over it
+# gloo runs on the CPU; with a GPU, transformers would shard over it
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 _TORCHRUNS = ("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
 _RANKS = {"RANK", "WORLD_SIZE"}
@@ -61,7 +61,9 @@ def run_ranks(
     timeout: float = 300,
     ranks: Sequence[int] | None = None,
 ) -> list[Result]:
-    """Start `script` once for each rank, with RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*; returns one result a rank.
+    """Start `script` once per rank, with RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*.
+
+    Returns one result per rank.
 
     script: a path, or the text of a program. environ: additional variables, or a function from the rank to
     them. ranks: which ranks are started, by default all. timeout: seconds for all of them together.
@@ -106,7 +108,7 @@ def succeeded(results: Sequence[Result]) -> list[Result]:
 
 
 def free_port() -> int:
-    """An unused port below the ephemeral range, from which other tests get theirs."""
+    """An unused port below the ephemeral range, from which other tests allocate ports."""
     for port in random.SystemRandom().sample(range(15_000, 30_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -134,7 +136,7 @@ class _Started:
 
 
 def _start(command: Sequence[object], environ: Mapping[str, str], mark: str) -> _Started:
-    # files, not pipes: a rank with much output must not block while another one is read
+    # files instead of pipes: a rank with much output must not block while another one is read
     out, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],

@@ -1,6 +1,6 @@
-"""Run by test_ranks.py in each of two ranks: what they agree on when they load, and what they say.
+"""Run by test_ranks.py in each of two ranks: the agreement when they load, and the log messages.
 
-Arguments: a checkpoint, and one whose heads can't be divided. Prints a line of JSON: check → what it saw.
+Arguments: a checkpoint, and one whose heads can't be divided. Prints a line of JSON: check → observation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
 
 class Heard(logging.Handler):
-    """What the hf_rocm logger let through."""
+    """Collect the messages of the hf_rocm logger."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Heard(logging.Handler):
 
 
 def main(checkpoint: str, undivided: str) -> None:
-    heard, seen = Heard(), {}
+    messages, seen = Heard(), {}
 
     def load(folder=checkpoint, **arguments):
         return hf_rocm.from_pretrained(folder, **{"tp_plan": "auto", "force": True, **arguments}).eval()
@@ -58,38 +58,38 @@ def main(checkpoint: str, undivided: str) -> None:
         return "loaded"
 
     assert not dist.is_initialized()
-    # before there is a process group: a store of our own, on the port that transformers' is made on next
+    # without a process group: a separate store on the port that transformers uses next
     seen["heads"] = refusal(folder=undivided)
     rank = environment.place().rank
     seen["dtype"] = refusal(dtype=[torch.float32, torch.float64][rank])
     assert not dist.is_initialized(), "nothing was begun"
     model = load()
     assert dist.is_initialized()
-    ours = model.generate(IDS, max_new_tokens=6, do_sample=False).tolist()
+    tokens = model.generate(IDS, max_new_tokens=6, do_sample=False).tolist()
     seen["calls"] = next(agree._calls[rank, "0,1"])
-    # with the process group: its store
+    # with a process group: its store
     with options.override(tier=["torch", "eager"][rank]):
         seen["option"] = refusal()
     began = time.perf_counter()
     again = load()
     seen["seconds"] = time.perf_counter() - began
-    assert again.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == ours
-    # stock, by transformers and by us: nothing is asked of the others
+    assert again.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == tokens
+    # stock, loaded by transformers and by hf_rocm: no communication with the other ranks
     before = next(agree._calls[rank, "0,1"])
-    heard.since()
+    messages.since()
     stock = load(force=None)
-    seen["stock said"] = heard.since()
+    seen["stock said"] = messages.since()
     assert next(agree._calls[rank, "0,1"]) == before + 1
-    assert stock.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == ours
-    # a load of one's own waits for nobody
+    assert stock.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == tokens
+    # a single-process load waits for no other rank
     if rank == 1:
         load(tp_plan=None)
     dist.barrier()
-    # one voice
-    heard.since()
+    # only one rank logs
+    messages.since()
     load(tp_plan=None, quantize="int8")
-    seen["own said"] = heard.since()
-    # what stock does with heads that can't be divided
+    seen["own said"] = messages.since()
+    # the behaviour of stock with heads that can't be divided
     try:
         with torch.no_grad():
             LlamaForCausalLM.from_pretrained(undivided, tp_plan="auto")(IDS)
@@ -97,7 +97,7 @@ def main(checkpoint: str, undivided: str) -> None:
     except RuntimeError as error:
         seen["stock heads"] = str(error)
     seen["rank"] = dist.get_rank()
-    os.write(1, f"{json.dumps(seen)}\n".encode())  # in one write: print makes two, and the ranks share a pipe
+    os.write(1, f"{json.dumps(seen)}\n".encode())  # a single write: print makes two, and the ranks share a pipe
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """Run by test_recorded_steps.py in each of two ranks: decode steps of a sharded model, recorded on a CPU.
 
-Argument: a checkpoint. Prints a line of JSON: check → what went wrong, or "".
+Argument: a checkpoint. Prints a line of JSON: check → error, or "".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RANK = 0
 
 
 class EmulatedRecorder(emulator.EmulatedRecorder):
-    """With the collectives that PyTorch doesn't show to a dispatch mode."""
+    """Also record the collectives that PyTorch doesn't pass to a dispatch mode."""
 
     def record(self, run):
         reduce = dist.all_reduce
@@ -65,10 +65,10 @@ def generate(model, new=12):
 
 def gives_stocks_tokens(checkpoint):
     stock = transformers.LlamaForCausalLM.from_pretrained(checkpoint, tp_plan="auto").eval()
-    ours = load(checkpoint, graphs=True)
-    assert generate(ours) == generate(stock)
-    assert generate(ours, new=8) == generate(stock, new=8)
-    state = known(ours)
+    prepared = load(checkpoint, graphs=True)
+    assert generate(prepared) == generate(stock)
+    assert generate(prepared, new=8) == generate(stock, new=8)
+    state = known(prepared)
     assert (state.recorded, state.replayed) == (1, 11 - 3 + 7), (state.recorded, state.replayed)
 
 
@@ -125,7 +125,9 @@ def stops_together_where_one_rank_replays_something_else(checkpoint):
 
         def and_spoil():
             replay()
-            *_, (place,) = next(each for each in reversed(recording.kept) if "aten.copy_" in str(each[0]))  # the logits
+            *_, (place,) = next(
+                entry for entry in reversed(recording.kept) if "aten.copy_" in str(entry[0])
+            )  # the logits
             place.add_(1)
 
         recording.replay = and_spoil
@@ -149,16 +151,16 @@ def stops_together_where_one_rank_has_another_model(checkpoint):
     assert "in different states" in refused(model)
     state = known(model)
     before = state.replayed
-    generate(model)  # both count from there
+    generate(model)  # both ranks count from there
     assert state.replayed > before
 
 
 def other_groups_end_without_them(checkpoint):
-    graph_teardown.release()  # of earlier checks
+    graph_teardown.release()  # caches of earlier checks
     before = places()
     model = load(checkpoint)
     generate(model)
-    assert all(now is not each for now, each in zip(places(), before, strict=True))
+    assert all(now is not place for now, place in zip(places(), before, strict=True))
     replayed = known(model).replayed
     group = dist.new_group([0])
     if RANK == 0:
@@ -166,24 +168,24 @@ def other_groups_end_without_them(checkpoint):
     generate(model)
     assert (known(model).recorded, known(model).replayed) == (1, replayed + 11)
     hf_rocm.restore(model)
-    assert all(now is each for now, each in zip(places(), before, strict=True))
+    assert all(now is place for now, place in zip(places(), before, strict=True))
     group = dist.new_group()
-    dist.barrier()  # on a busy machine the other rank may still be connecting to this one
-    dist.destroy_process_group(group)  # as before all this
+    dist.barrier()  # under load, the other rank may still be connecting to this one
+    dist.destroy_process_group(group)  # as at the start
 
 
 def recordings_go_before_their_group_does(checkpoint):
-    """By the name that was imported before, while something (an exception's traceback, say) still holds them."""
+    """Also free the objects that a traceback or another reference keeps alive."""
     before = places()
     model = load(checkpoint)
     generate(model)
     cache = known(model).pool._idle[0].cache
-    held = [each for each in cache.recordings.values() if isinstance(each, RecordedStep)]
-    assert held and all(each._recording.kept for each in held)
+    kept = [recording for recording in cache.recordings.values() if isinstance(recording, RecordedStep)]
+    assert kept and all(cache_recording._recording.kept for cache_recording in kept)
     destroy_process_group()
-    assert not cache.recordings and not any(each._recording.kept for each in held)
+    assert not cache.recordings and not any(cache_recording._recording.kept for cache_recording in kept)
     assert not dist.is_initialized()
-    assert all(now is each for now, each in zip(places(), before, strict=True))
+    assert all(now is place for now, place in zip(places(), before, strict=True))
 
 
 def places():
@@ -213,16 +215,16 @@ def main(checkpoint: str) -> None:
     RANK = dist.get_rank()
     recorder.factories["cpu"] = EmulatedRecorder
     recorder.collectives["cpu"] = frozenset(("gloo",))
-    found = {}
+    results = {}
     for check in CHECKS:
         try:
             check(checkpoint)
-            found[check.__name__] = ""
+            results[check.__name__] = ""
         except Exception:  # noqa: BLE001  one check's failure is that check's
-            found[check.__name__] = traceback.format_exc()
+            results[check.__name__] = traceback.format_exc()
         if check is not CHECKS[-1]:
             dist.barrier()
-    print(json.dumps(found), flush=True)  # the last check ended the group
+    print(json.dumps(results), flush=True)  # the last check destroyed the group
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Run by test_tensor_parallel.py in each of two ranks: models that transformers shards, prepared by us, against stock.
+"""Run by test_tensor_parallel.py in each of two ranks: models that transformers shards, prepared and stock.
 
-Arguments: a folder of checkpoints, one for each model, and where the first rank saves models. Prints a line of JSON for
-each model: check → what went wrong, or "".
+Arguments: a folder of checkpoints, one per model, and the folder where the first rank saves models. Prints a line of
+JSON per model: check → error, or "".
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def same(actual, expected):
 
 
 class Sharded:
-    """One model, stock and ours, both sharded by transformers."""
+    """A stock and a prepared model, both sharded by transformers."""
 
     def __init__(self, checkpoint: Path, out: Path) -> None:
         self.checkpoint, self.out = checkpoint, out
         kind = getattr(transformers, json.loads((checkpoint / "config.json").read_text())["architectures"][0])
         self.kind = kind
-        # before 5.21 gemma2 would be given sdpa, which leaves out its softcap
+        # before 5.21, transformers selects sdpa for gemma2, which omits its softcap
         self.asked = {"attn_implementation": "eager"} if checkpoint.name == "gemma2" else {}
         self.stock = kind.from_pretrained(checkpoint, tp_plan="auto", **self.asked).eval()
         self.ours = self.prepared().eval()
@@ -80,19 +80,19 @@ class Sharded:
 
     def multiplies_its_shards_at_once(self):
         with torch.no_grad():
-            found = groups(self.ours)
-            assert found and all(live(module) is not None for module, _ in found)
-            rows = {len(live(module).weight) for module, _ in found}
+            result = groups(self.ours)
+            assert result and all(live(module) is not None for module, _ in result)
+            rows = {len(live(module).weight) for module, _ in result}
         whole = {sum(module._modules[name].weight.shape[0] for name in names) for module, names in groups(self.whole)}
-        assert sorted(rows) == sorted(each // 2 for each in whole)
-        with ops.recording() as routes, torch.no_grad(), counted(found) as hits:
+        assert sorted(rows) == sorted(rows_of_group // 2 for rows_of_group in whole)
+        with ops.recording() as routes, torch.no_grad(), counted(result) as hits:
             self.ours(input_ids=tokens(2, 9))
-        assert hits == len(found), (hits, len(found))
-        assert "linear" in {each.operation for each in routes}
+        assert hits == len(result), (hits, len(result))
+        assert "linear" in {route.operation for route in routes}
         assert not self.ours.__dict__[REPORT]["skipped"]
         explanation = hf_rocm.explain(self.ours)
         assert "DTensor" not in explanation.details()
-        assert not any(part.theirs for part in explanation.parts), "what transformers wraps calls ours"
+        assert not any(part.theirs for part in explanation.parts), "transformers' wrapper does not call it"
 
     def can_be_traced(self):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -123,23 +123,23 @@ class Sharded:
         module, names = groups(self.ours)[0]
         twin = groups_of_names(self.stock, self.ours, module)
         with torch.no_grad():
-            for each in (module, twin):
-                each._modules[names[0]].weight.mul_(0.5)
+            for variant in (module, twin):
+                variant._modules[names[0]].weight.mul_(0.5)
             assert live(module) is not None
         same(run(self.ours), run(self.stock))
 
     def lets_go_of_what_is_replaced(self):
         module, names = groups(self.ours)[-1]
         twin = groups_of_names(self.stock, self.ours, module)
-        for each in (module, twin):
-            linear = each._modules[names[0]]
+        for variant in (module, twin):
+            linear = variant._modules[names[0]]
             linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
         owner = local(module._modules[names[0]].weight).detach()
         with torch.no_grad():
             assert "replaced or moved" in Shards.why_not(module, names) and type(module.__dict__[SLOT]) is Shards
             assert live(module) is None and is_idle(module.__dict__[SLOT], MOVED)
             assert "replaced or moved" in Shards.why_not(module, names)
-        # a view of someone else's memory, as FSDP2 has its weights in, stays one
+        # weights that are views of other memory, as in FSDP2, are not changed
         assert local(module._modules[names[0]].weight).data_ptr() == owner.data_ptr()
         same(run(self.ours), run(self.stock))
         hf_rocm.prepare(self.ours, force=True, graphs=False)
@@ -150,9 +150,9 @@ class Sharded:
     def is_fused_again_where_it_is_moved(self):
         model = self.prepared().double()
         with torch.no_grad():
-            held = [live(module) for module, _ in groups(model)]
-        assert all(each is not None and each.weight.dtype == torch.float64 for each in held)
-        if self.checkpoint.name != "mixtral":  # whose experts stock multiplies in fp32 and below
+            block = [live(module) for module, _ in groups(model)]
+        assert all(group is not None and group.weight.dtype == torch.float64 for group in block)
+        if self.checkpoint.name != "mixtral":  # stock runs its experts in fp32 and lower precision
             twin = self.kind.from_pretrained(self.checkpoint, tp_plan="auto", **self.asked).double()
             same(run(model), run(twin))
 
@@ -174,7 +174,7 @@ class Sharded:
         same(run(self.ours), run(self.stock))
 
     def leaves_nothing(self):
-        """Not in transformers, torch or accelerate, but for what the compiler keeps of a model that it traced."""
+        """No references in transformers, torch or accelerate, except those of the compiler to a traced model."""
         hf_rocm.deactivate()
         gc.collect()
         patches.sweep()
@@ -190,17 +190,17 @@ def plain(gradient):
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def groups_of_names(stock, ours, module):
-    """The module of stock at the place where ours has this one."""
-    name = next(name for name, each in ours.named_modules() if each is module)
+def groups_of_names(stock, prepared, module):
+    """The stock module with the same name as this one of the prepared model."""
+    name = next(name for name, named_module in prepared.named_modules() if named_module is module)
     return stock.get_submodule(name)
 
 
 class counted:
-    """How many groups are multiplied at once."""
+    """The number of fused groups."""
 
-    def __init__(self, found):
-        self.found, self.hits = found, 0
+    def __init__(self, result):
+        self.found, self.hits = result, 0
 
     def __enter__(self):
         self.live = grouped_linear.live
@@ -241,15 +241,15 @@ def main(checkpoints: str, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for checkpoint in sorted(Path(checkpoints).iterdir()):
-        found = {}
+        results = {}
         models = Sharded(checkpoint, Path(out))
         for check in CHECKS:
             try:
                 check(models)
-                found[check.__name__] = ""
+                results[check.__name__] = ""
             except Exception:  # noqa: BLE001  one check's failure is that check's
-                found[check.__name__] = traceback.format_exc()
-        print(json.dumps({checkpoint.name: found}), flush=True)
+                results[check.__name__] = traceback.format_exc()
+        print(json.dumps({checkpoint.name: results}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

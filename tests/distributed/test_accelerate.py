@@ -1,6 +1,6 @@
-"""accelerate's device maps and offloading: the same hooks, tokens and files; fused where nothing is moved.
+"""accelerate's device maps and offloading: the same hooks, tokens and files; layers that are not moved are fused.
 
-A machine without a GPU places layers on the CPU and on disk; tests/gpu/test_device_maps.py has the maps over GPUs.
+Without a GPU, layers are placed on the CPU and on disk; tests/gpu/test_device_maps.py tests maps over GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.weights.models import IDS, assert_same_results, follows, live, logits
 
 LAYERS = 3
 GROUPS = 2 * LAYERS
-# transformers' own words about offloaded models
+# transformers' warnings about offloaded models
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules:UserWarning"),
     pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device:UserWarning"),
@@ -34,7 +34,7 @@ REST = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
 HERE = dict.fromkeys(REST, "cpu")
 MOVED = "run by a hook (AlignDevicesHook) that may move its weights"
 
-# what is given beside the checkpoint, and how many groups run fused
+# arguments besides the checkpoint, and the number of fused groups
 MAPS = {
     "auto": ({"device_map": "auto"}, GROUPS),
     "balanced": ({"device_map": "balanced"}, GROUPS),
@@ -86,7 +86,7 @@ def model(checkpoint):
 
 
 def hooks(model):
-    """What accelerate put on each module, in its order, with its settings."""
+    """The hooks of accelerate on every module, in order, with their settings."""
     return {
         path: _settings(hook) for path, module in model.named_modules() if (hook := module.__dict__.get("_hf_hook"))
     }
@@ -94,7 +94,7 @@ def hooks(model):
 
 def _settings(hook):
     if isinstance(hook, SequentialHook):
-        return [_settings(each) for each in hook.hooks]
+        return [_settings(inner) for inner in hook.hooks]
     plain = {name: value for name, value in vars(hook).items() if isinstance(value, bool | int | str | tuple | None)}
     return type(hook), str(getattr(hook, "execution_device", None)), plain
 
@@ -104,7 +104,7 @@ def tokens(model):
 
 
 def as_good_as(stock, model, reference):
-    """Where nothing is fused the numbers are stock's to the bit."""
+    """Without fused groups the results are bitwise equal to stock's."""
     eager, actual = logits(stock), logits(model)
     if live(model) == 0:
         assert torch.equal(actual, eager)
@@ -113,30 +113,30 @@ def as_good_as(stock, model, reference):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_loaded_under_a_device_map(checkpoint, tmp_path, name):
+def test_loaded_with_a_device_map(checkpoint, tmp_path, name):
     arguments, groups = MAPS[name]
     placed = LlamaForCausalLM.from_pretrained(checkpoint, offload_folder=tmp_path / "stock", **arguments).eval()
-    ours = hf_rocm.from_pretrained(checkpoint, offload_folder=tmp_path / "ours", force=True, **arguments).eval()
-    assert getattr(ours, "hf_device_map", None) == getattr(placed, "hf_device_map", None)
-    assert hooks(ours) == hooks(placed)
-    assert list(hooks(ours)) == list(hooks(placed))
-    assert bool(hooks(ours)) is (groups < GROUPS)  # without a move transformers asks for none
-    as_good_as(placed, ours, build().double())
+    prepared = hf_rocm.from_pretrained(checkpoint, offload_folder=tmp_path / "ours", force=True, **arguments).eval()
+    assert getattr(prepared, "hf_device_map", None) == getattr(placed, "hf_device_map", None)
+    assert hooks(prepared) == hooks(placed)
+    assert list(hooks(prepared)) == list(hooks(placed))
+    assert bool(hooks(prepared)) is (groups < GROUPS)  # without offloading, transformers needs no folder
+    as_good_as(placed, prepared, build().double())
     with ops.recording() as routes:
-        logits(ours)
-    assert sum(route.operation == "linear" for route in routes) == groups == live(ours)
+        logits(prepared)
+    assert sum(route.operation == "linear" for route in routes) == groups == live(prepared)
     assert [route.operation for route in routes].count("attention") == LAYERS
-    told = hf_rocm.explain(ours)
+    explanation = hf_rocm.explain(prepared)
     with torch.no_grad():
-        reasons = [why_not(module, names) for module, names in _groups(ours)]
+        reasons = [why_not(module, names) for module, names in _groups(prepared)]
     assert sum(reason is None for reason in reasons) == groups
     assert all(reason is None or MOVED in reason for reason in reasons)
-    assert sum(part.fused for part in told.parts) == groups
-    assert (MOVED in str(told)) is (groups < GROUPS)
-    assert saved(ours, tmp_path) == saved(placed, tmp_path)
-    hf_rocm.restore(ours)
-    assert hooks(ours) == hooks(placed) and live(ours) == 0
-    assert_same_results(ours, placed)
+    assert sum(part.fused for part in explanation.parts) == groups
+    assert (MOVED in str(explanation)) is (groups < GROUPS)
+    assert saved(prepared, tmp_path) == saved(placed, tmp_path)
+    hf_rocm.restore(prepared)
+    assert hooks(prepared) == hooks(placed) and live(prepared) == 0
+    assert_same_results(prepared, placed)
 
 
 def saved(model, folder):
@@ -151,7 +151,7 @@ def _groups(model):
 
 
 def test_everything_on_disk(checkpoint, tmp_path):
-    """4.x doesn't load so; where it does, we do."""
+    """4.x doesn't support this; hf_rocm does if transformers does."""
     arguments = {"device_map": {"": "disk"}, "offload_folder": tmp_path}
     try:
         placed = LlamaForCausalLM.from_pretrained(checkpoint, **arguments).eval()
@@ -159,8 +159,8 @@ def test_everything_on_disk(checkpoint, tmp_path):
         with pytest.raises(type(error), match=str(error)):
             hf_rocm.from_pretrained(checkpoint, force=True, **arguments)
         return
-    ours = hf_rocm.from_pretrained(checkpoint, force=True, **arguments).eval()
-    assert hooks(ours) == hooks(placed) and torch.equal(logits(ours), logits(placed)) and live(ours) == 0
+    prepared = hf_rocm.from_pretrained(checkpoint, force=True, **arguments).eval()
+    assert hooks(prepared) == hooks(placed) and torch.equal(logits(prepared), logits(placed)) and live(prepared) == 0
 
 
 FIRST = """
@@ -190,13 +190,13 @@ assert "another forward" not in hf_rocm.explain(model).details()
 
 @pytest.mark.slow
 def test_the_first_model_of_a_process(checkpoint, tmp_path):
-    """Its overlay is bound after accelerate put its hooks on, or transformers those that collect outputs."""
+    """Its overlay is bound after accelerate's hooks, or transformers' output-collecting hooks, are set."""
     (result,) = launch.run_ranks(FIRST, checkpoint, tmp_path, world=1, timeout=120)
     assert result.code == 0, result.log[-2000:]
 
 
-def test_a_forward_behind_a_hook_is_told(model):
-    """Whoever put a forward on a module before the hook has it called, not ours."""
+def test_a_forward_wrapped_by_a_hook_is_reported(model):
+    """A forward that was set on a module before the hook is called instead of hf_rocm's."""
     mlp = model.model.layers[0].mlp
     mlp.forward = lambda x: x * 2
     assert "another forward × 1" in hf_rocm.explain(model).details()
@@ -227,8 +227,8 @@ def _dispatch_in_place(model, folder):
     ("place", "groups"),
     [(_cpu_offload, 0), (_disk_offload, 0), (_dispatch, GROUPS - 2), (_dispatch_in_place, GROUPS)],
 )
-def test_placed_after_preparing_and_taken_back(model, stock, tmp_path, place, groups):
-    """`remove_hook_from_submodules` brings the weights back; what was moved is fused again by `prepare`."""
+def test_dispatched_after_prepare_and_undone(model, stock, tmp_path, place, groups):
+    """`remove_hook_from_submodules` moves the weights back; `prepare` fuses moved weights again."""
     for each, folder in ((model, "ours"), (stock, "stock")):
         place(each, tmp_path / folder)
     assert hooks(model) == hooks(stock)
@@ -254,10 +254,10 @@ def test_placed_after_preparing_and_taken_back(model, stock, tmp_path, place, gr
 
 
 class Counts(ModelHook):
-    """A hook of the user's own, which says when it ran."""
+    """A user's hook that records its calls."""
 
-    def __init__(self, said):
-        self.said = said
+    def __init__(self, text):
+        self.said = text
 
     def pre_forward(self, module, *args, **kwargs):
         self.said.append("before")
@@ -268,17 +268,17 @@ class Counts(ModelHook):
         return output
 
 
-def test_a_hook_beside_those_of_accelerate(model, stock):
-    """It runs, in its place; the group whose layer it is on runs unfused while it is there."""
-    said = {}
-    for each in (model, stock):
-        _dispatch_in_place(each, None)
-        layer = each.model.layers[1]
-        add_hook_to_module(layer.mlp.gate_proj, Counts(said.setdefault(id(each), [])), append=True)
-        add_hook_to_module(layer.self_attn, Counts(said[id(each)]), append=True)
+def test_a_user_hook_in_addition_to_accelerates(model, stock):
+    """It is called in order, and the group of its layer runs unfused until it is removed."""
+    messages = {}
+    for variant in (model, stock):
+        _dispatch_in_place(variant, None)
+        layer = variant.model.layers[1]
+        add_hook_to_module(layer.mlp.gate_proj, Counts(messages.setdefault(id(variant), [])), append=True)
+        add_hook_to_module(layer.self_attn, Counts(messages[id(variant)]), append=True)
     assert hooks(model) == hooks(stock)
     torch.testing.assert_close(logits(model), logits(stock))
-    assert said[id(model)] == said[id(stock)] == ["before", "after"] * 2
+    assert messages[id(model)] == messages[id(stock)] == ["before", "after"] * 2
     assert live(model) == GROUPS - 1
     with torch.no_grad():
         assert "run by a hook (SequentialHook)" in why_not(model.model.layers[1].mlp, ("gate_proj", "up_proj"))

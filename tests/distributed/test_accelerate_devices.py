@@ -1,7 +1,7 @@
-"""Layers spread over two devices, without having them: fake tensors know where they are and refuse to meet others.
+"""Layers on two simulated devices: fake tensors have a device and raise if devices are mixed.
 
-So a mask, a position or a cache piece on the wrong device is an error here as on two GPUs. Fake weights are no plain
-parameters, which leaves fusing and norms to stock; tests/gpu/test_device_maps.py has the rest.
+So a mask, a position or a cache entry on the wrong device is an error, as on two GPUs. Fake weights are not plain
+parameters, so layers are not fused and norms stay stock; tests/gpu/test_device_maps.py tests the rest.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import hf_rocm
 from hf_rocm import ops
 from tests.generation.conftest import make
 
-# accelerate asks every weight for its address
+# accelerate reads the address of every weight
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 
-FIRST, SECOND = "cpu:1", "cpu:2"  # to a fake tensor these are two devices
+FIRST, SECOND = "cpu:1", "cpu:2"  # fake tensors treat these as two devices
 MAP = {
     "model.embed_tokens": FIRST,
     "model.rotary_emb": FIRST,
@@ -33,7 +33,7 @@ MAP = {
 
 @pytest.fixture(autouse=True)
 def empty_cache_layers(monkeypatch):
-    """transformers starts a layer with `torch.tensor([], device=…)`, which a fake device loses."""
+    """transformers initialises a cache layer with `torch.tensor([], device=…)`, which loses a fake device."""
 
     def begin(self, keys, *rest):
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
@@ -62,7 +62,7 @@ def prompt_and_step(model):
         step = model(
             ids[:, :1], attention_mask=torch.zeros(2, 1, 1, 8, device=FIRST), past_key_values=cache, use_cache=True
         )
-    logits = [str(each.logits.device) for each in (prompt, step)]
+    logits = [str(output.logits.device) for output in (prompt, step)]
     pieces = [(str(layer.keys.device), str(layer.values.device), layer.keys.shape[2]) for layer in cache.layers]
     return logits, pieces, [route.operation for route in routes]
 
@@ -71,20 +71,20 @@ def prompt_and_step(model):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_layers_on_two_devices(kind, when):
     with FakeTensorMode(allow_non_fake_inputs=True):
-        stock, ours = make(kind), make(kind)
+        stock, prepared = make(kind), make(kind)
         spread(stock)
         if when == "before":
-            hf_rocm.prepare(ours, force=True)
-        spread(ours)
+            hf_rocm.prepare(prepared, force=True)
+        spread(prepared)
         if when == "after":
-            hf_rocm.prepare(ours, force=True)
+            hf_rocm.prepare(prepared, force=True)
         expected = prompt_and_step(stock)
-        actual = prompt_and_step(ours)
+        actual = prompt_and_step(prepared)
     assert expected[:2] == ([FIRST] * 2, [(FIRST, FIRST, 8), (SECOND, SECOND, 8)])
     assert actual[:2] == expected[:2]
     assert expected[2] == [] and actual[2].count("attention") == actual[2].count("rope") == 4
 
 
-def test_fake_devices_do_refuse_to_meet():
+def test_mixing_fake_devices_raises():
     with FakeTensorMode(), pytest.raises(Exception, match="found at least two devices"):
         torch.ones(3, 3, device=FIRST) @ torch.ones(3, 3, device=SECOND)

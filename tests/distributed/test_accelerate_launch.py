@@ -1,4 +1,4 @@
-"""`accelerate launch` over two processes: what is checked in each is in accelerated.py."""
+"""`accelerate launch` with two processes; accelerated.py has the checks of each process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.weights import models
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     models.build().save_pretrained(tmp_path / "checkpoint")
-    # `--multi_gpu` is what starts several processes; the script asks for the CPU
+    # `--multi_gpu` starts several processes; the script selects the CPU
     options = ("--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
     (result,) = succeeded(
         run_ranks(

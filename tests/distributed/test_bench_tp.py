@@ -1,4 +1,4 @@
-"""`hf-rocm bench --tp` with real ranks over gloo: transformers' own sharding on both sides, from end to end."""
+"""`hf-rocm bench --tp` with real ranks over gloo, end to end: transformers shards both sides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_rocm.tools.bench import ranks, record, report
 
 TINY = ["--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4", "--tp", "2"]
 
-# a rank that dies while the other one waits for it inside of a sum
+# a rank that is killed while the other one waits for it in an all-reduce
 DIES = """
 from hf_rocm.tools.bench import rank
 if sys.argv[2] == "1":
@@ -20,7 +20,7 @@ if sys.argv[2] == "1":
     rank.trial = lambda *rest, **named: os.kill(os.getpid(), signal.SIGKILL)
 os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
 """
-# our norms, on both ranks alike, are a little wrong: only the prepared side goes through them
+# hf_rocm's norms are slightly wrong on both ranks; only the prepared side runs them
 SPOILS = """
 from hf_rocm.tools.bench import rank
 from hf_rocm.ops import pointwise, registry
@@ -35,9 +35,9 @@ os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
 def test_a_named_shape_is_measured_stock_and_prepared(tmp_path, capsys):
     file = tmp_path / "runs.json"
     assert main(["bench", "--config", "small", "--layers", "2", *TINY, "--save", str(file), "--segment", "two"]) == 0
-    told = capsys.readouterr().out
-    assert "tensor parallel over 2 ranks, gloo" in told and "forced without ROCm" in told
-    assert told.count("\nstock ") == 2 and told.count("\nhf_rocm ") == 2
+    captured = capsys.readouterr().out
+    assert "tensor parallel over 2 ranks, gloo" in captured and "forced without ROCm" in captured
+    assert captured.count("\nstock ") == 2 and captured.count("\nhf_rocm ") == 2
     (segment,) = record.load(file)
     assert segment.name == "two" and segment.model["name"] == "small, 2 layers"
     parallel = segment.parallel
@@ -47,12 +47,12 @@ def test_a_named_shape_is_measured_stock_and_prepared(tmp_path, capsys):
     assert decode["sent"] == decode["sums"] * decode["message"] + decode["gathered"] / 2
     assert decode["gathered"] in (0, 2048 * 4) and prefill["sent_per_token"] == prefill["sent"] / 8
     for result in segment.results:
-        stock, ours = result.timings
-        assert (stock.side, ours.side) == ("stock", "hf_rocm") and len(ours.rounds) == 1
-        assert stock.parity.refusal is None and ours.parity.refusal is None
+        stock, prepared = result.timings
+        assert (stock.side, prepared.side) == ("stock", "hf_rocm") and len(prepared.rounds) == 1
+        assert stock.parity.refusal is None and prepared.parity.refusal is None
         assert result.floor.exchange > 0 and result.floor.milliseconds > result.floor.exchange
         assert report.exchange(segment, result)
-    # each rank reads its part: half of the matrices of the layers at least
+    # each rank reads its shard: at least half of the layers' matrices
     assert "all 4 new tokens agree with those of stock" in segment.results[0].timings[1].note
     layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704
     head = 2048 * 256 // (2 if decode["gathered"] else 1)
@@ -63,9 +63,9 @@ def test_a_named_shape_is_measured_stock_and_prepared(tmp_path, capsys):
 def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
     arguments = [str(tiny_checkpoint), *TINY, "--kinds", "decode", "--sides", "stock,no-graphs", "--json"]
     assert main(["bench", *arguments]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["model"]["weights"] == "its own" and told["parallel"]["tp"] == 2
-    assert [each["side"] for each in told["results"][0]["timings"]] == ["stock", "no-graphs"]
+    data = json.loads(capsys.readouterr().out)
+    assert data["model"]["weights"] == "its own" and data["parallel"]["tp"] == 2
+    assert [timing["side"] for timing in data["results"][0]["timings"]] == ["stock", "no-graphs"]
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
     ],
     ids=["dies", "spoils"],
 )
-def test_a_rank_that_fails_and_numbers_that_are_wrong_end_the_command(program, message, tmp_path, capsys, monkeypatch):
+def test_a_failed_rank_and_wrong_results_end_the_command(program, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ranks, "_CHILD", program)
     file = tmp_path / "runs.json"
     arguments = ["--config", "small", "--layers", "1", *TINY, "--kinds", "prefill", "--save", str(file), "--json"]
@@ -93,6 +93,6 @@ def test_two_gpus(capsys):
         pytest.skip("not run: needs two GPUs")
     arguments = ["--config", "llama-8b", "--layers", "4", "--rounds", "1", "--prompt", "64", "--new", "16", "--tp", "2"]
     assert main(["bench", *arguments, "--kinds", "decode", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["parallel"]["backend"].split()[0] in ("NCCL", "RCCL") and "apart" in told["parallel"]
-    assert len(told["results"][0]["timings"]) == 2
+    data = json.loads(capsys.readouterr().out)
+    assert data["parallel"]["backend"].split()[0] in ("NCCL", "RCCL") and "apart" in data["parallel"]
+    assert len(data["results"][0]["timings"]) == 2

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank ends the job: no hang, the cause in the log, nothing left behind."""
+"""A failure on one rank ends the job: no hang, the cause is logged, and no process remains."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def save(folder, *, heads, groups):
 
 
 def fails(what, checkpoint, extra):
-    """torchrun's log of a job that ended in failure, in time, and left nothing behind."""
+    """The log of torchrun for a job that failed in time and left no process."""
     result = torchrun(SCRIPT, what, checkpoint, extra, timeout=PATIENCE)
     ended = time.time()
     assert result.code not in (0, None), result.log
     assert not result.left
-    # a rank that needs nothing of the killed one may be done before torchrun ends it
+    # a rank that doesn't depend on the killed one may finish before torchrun ends it
     assert what == "killed" or "loaded" not in result.out.split()
-    began = max(float(found) for found in re.findall(r"(?:loading|dying) ([\d.]+)", result.out))
+    began = max(float(actual) for actual in re.findall(r"(?:loading|dying) ([\d.]+)", result.out))
     print(f"{what}: {ended - began:.1f} s from the load to the end, {result.seconds:.1f} s in all")
     return result.log
 
 
 def packages_own(folder: Path) -> Path:
-    """A copy of hf_rocm with its overlays, one of which is another text."""
+    """A copy of hf_rocm with one modified overlay."""
     package = Path(hf_rocm.__file__).parent
     shutil.copytree(package, folder / "hf_rocm", ignore=shutil.ignore_patterns("__pycache__"))
     overlays = folder / "hf_rocm" / "_overlays"
-    if not overlays.is_dir():  # a checkout has them beside the package
+    if not overlays.is_dir():  # in a checkout they are next to the package
         shutil.copytree(package.parent / "overlays", overlays)
     for file in overlays.glob("transformers-*/models/llama/modeling_llama.py"):
         file.write_text(file.read_text() + "\n# edited\n")
@@ -103,17 +103,17 @@ def test_a_rank_that_fails_before_it_loads(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_without_torchrun_a_rank_that_never_comes_is_named(checkpoint, absent):
+def test_without_torchrun_a_missing_rank_is_named(checkpoint, absent):
     environ = {"HF_ROCM_RANKS_TIMEOUT": "2"}
-    # nobody is started for the absent one
+    # this rank is not started
     (result,) = run_ranks(SCRIPT, "none", checkpoint, "", environ=environ, ranks=[1 - absent], timeout=PATIENCE)
     assert result.code == 1, result.log
     assert f"RankError: rank {absent} did not join to load the model with the other ranks" in result.log
     assert "HF_ROCM_RANKS_TIMEOUT" in result.log
 
 
-def test_without_torchrun_both_say_the_same(checkpoint):
+def test_without_torchrun_both_ranks_raise_the_same_error(checkpoint):
     ranks = run_ranks(SCRIPT, "dtype", checkpoint, "", timeout=PATIENCE)
-    assert [each.code for each in ranks] == [1, 1], [each.log for each in ranks]
-    words = [each.log.partition("RankError: ")[2] for each in ranks]
+    assert [rank.code for rank in ranks] == [1, 1], [rank.log for rank in ranks]
+    words = [rank.log.partition("RankError: ")[2] for rank in ranks]
     assert words[0] == words[1] and re.match(r"the ranks would not .* differ in: argument (torch_)?dtype\n", words[0])

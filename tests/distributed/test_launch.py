@@ -1,4 +1,4 @@
-"""The harness itself: what it says of ranks that end, hang, or leave something behind."""
+"""The test harness: its results for ranks that end, hang, or leave processes behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_plain_processes():
     assert second.seconds >= 7.9
 
 
-def test_torchrun_and_what_is_left_behind():
+def test_torchrun_and_remaining_processes():
     result = torchrun(LEAVES, timeout=120)
     assert result.code == 1, result.log
     assert "exitcode:3" in result.log.replace(" ", "")

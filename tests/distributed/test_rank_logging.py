@@ -1,4 +1,4 @@
-"""One of N ranks speaks, and what only another one has to say is said too."""
+"""One of N ranks logs, and messages that only another rank has are logged too."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ log = logging.getLogger("hf_rocm")
 
 
 @pytest.fixture(autouse=True)
-def heard(monkeypatch, caplog):
+def messages(monkeypatch, caplog):
     monkeypatch.setattr(rank_logging, "WAIT", 0.1)
     with caplog.at_level(logging.INFO, logger="hf_rocm"):
         yield lambda: [record.getMessage() for record in caplog.records]
     assert not log.filters
 
 
-def test_what_rank_0_said_is_not_said_again(heard):
+def test_messages_of_rank_0_are_not_repeated(messages):
     store = HashStore()
     for rank in range(3):
         with log_once(Place(rank, 3, rank), store):
             log.info("%d layers fused", 8)
             log.warning("all of them")
-    assert heard() == ["8 layers fused", "all of them"]
+    assert messages() == ["8 layers fused", "all of them"]
 
 
-def test_what_only_another_rank_has_follows_under_its_number(heard):
+def test_messages_of_other_ranks_only_are_logged_with_their_number(messages):
     store = HashStore()
     for rank in range(2):
         with log_once(Place(rank, 2, rank), store):
@@ -40,27 +40,27 @@ def test_what_only_another_rank_has_follows_under_its_number(heard):
             if rank == 1:
                 log.warning("only %s", "here")
                 log.error("broken")
-    assert heard() == ["everywhere", "broken", "rank 1: only here"]
+    assert messages() == ["everywhere", "broken", "rank 1: only here"]
 
 
-def test_it_is_said_too_where_the_load_fails(heard):
+def test_messages_are_logged_if_the_load_fails(messages):
     with pytest.raises(ValueError, match="no weights"), log_once(Place(1, 2, 1), HashStore()):
         log.info("so far so good")
         raise ValueError("no weights")
-    assert heard() == ["rank 1: so far so good"]
+    assert messages() == ["rank 1: so far so good"]
 
 
-def test_builds_under_way_and_other_threads_are_heard(heard):
+def test_progress_and_messages_of_other_threads_are_logged(messages):
     with log_once(Place(1, 2, 1), None):
         log.handle(log.makeRecord("hf_rocm", logging.WARNING, "hf_rocm/ops/probe_worker.py", 1, "building", (), None))
         thread = threading.Thread(target=log.warning, args=("from another thread",))
         thread.start()
         thread.join()
-    assert heard() == ["building", "from another thread"]
+    assert messages() == ["building", "from another thread"]
 
 
-def test_without_a_store_the_first_rank_of_each_machine_speaks(heard):
+def test_without_a_store_the_first_rank_of_every_machine_logs(messages):
     for rank in range(4):
         with log_once(Place(rank, 4, rank % 2), None):
             log.warning("stays stock on %d", rank)
-    assert heard() == ["stays stock on 0", "stays stock on 2"]
+    assert messages() == ["stays stock on 0", "stays stock on 2"]

@@ -1,4 +1,4 @@
-"""Two ranks load together: they agree before, in the same words where they can't, and one of them speaks."""
+"""Two ranks load together: they compare their facts first, raise the same error if these differ, and one rank logs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=["plain", "torchrun"])
 def seen(request, tmp_path_factory):
-    """What each rank saw, started by hand and by torchrun."""
+    """The observations of each rank, started manually and by torchrun."""
     folder = tmp_path_factory.mktemp("checkpoints")
     two, three = save(folder / "two", heads=4, groups=2), save(folder / "three", heads=6, groups=3)
     if request.param == "plain":
-        lines = [each.out for each in succeeded(run_ranks(SCRIPT, two, three, timeout=240))]
+        lines = [rank.out for rank in succeeded(run_ranks(SCRIPT, two, three, timeout=240))]
     else:
         result = torchrun(SCRIPT, two, three, timeout=240)
         assert result.code == 0 and not result.left, result.log
@@ -32,7 +32,7 @@ def seen(request, tmp_path_factory):
     return ranks
 
 
-def test_what_differs_is_refused_by_both_in_the_same_words(seen):
+def test_differences_raise_the_same_error_on_both_ranks(seen):
     first, second = seen
     for name in ("heads", "dtype", "option"):
         assert first[name] == second[name], name
@@ -40,19 +40,19 @@ def test_what_differs_is_refused_by_both_in_the_same_words(seen):
     assert "they differ in: option tiers" in first["option"] and "'eager'" in first["option"]
 
 
-def test_heads_that_can_not_be_divided_are_refused_where_stock_fails_later(seen):
+def test_indivisible_heads_are_refused_early(seen):
     for rank in seen:
         assert rank["heads"].startswith("3 (num_key_value_heads) heads can't be divided among 2 ranks")
         assert "shape" in rank["stock heads"]
 
 
-def test_ranks_that_agree_load_again_and_again_and_count_alike(seen):
+def test_equal_ranks_load_repeatedly_and_count_alike(seen):
     assert [rank["calls"] for rank in seen] == [3, 3]
 
 
-def test_what_a_load_says_comes_from_one_rank(seen):
+def test_one_rank_logs_the_messages_of_a_load(seen):
     speaks, listens = sorted(seen, key=lambda rank: rank["rank"])
     assert len(speaks["stock said"]) == 1 and "stays stock" in speaks["stock said"][0]
     assert len(speaks["own said"]) == 1 and "int8" in speaks["own said"][0]
-    # loads that are its own a rank doesn't hold up for long: then it says itself what the first has not said yet
+    # a rank doesn't delay single-process loads for long: it logs messages that the first rank has not logged yet
     assert all(words.startswith("rank 1: ") for words in listens["stock said"] + listens["own said"])

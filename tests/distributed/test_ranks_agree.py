@@ -1,4 +1,4 @@
-"""The handshake over a store of this process, a thread for each rank: all go on, or all raise the same."""
+"""The handshake over a store in this process, with one thread per rank: all continue, or all raise the same error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def first_call(monkeypatch):
 
 
 def ranks_with(finds, *, timeout=60.0, store=None, delays=None):
-    """What each rank's handshake ended with: None or its error. A rank without a find does not come."""
+    """The result of each rank's handshake: None or its error. A rank without facts does not join."""
     store, ended = store or HashStore(), {}
     everyone = list(range(len(finds)))
 
@@ -49,7 +49,7 @@ def raises(error):
     return find
 
 
-def test_ranks_with_the_same_facts_go_on_again_and_again():
+def test_ranks_with_the_same_facts_continue_repeatedly():
     store = HashStore()
     for _ in range(3):
         assert ranks_with([lambda: SAME] * 4, store=store) == dict.fromkeys(range(4))
@@ -79,29 +79,29 @@ def test_many_differences_are_counted():
 
 
 @pytest.mark.parametrize("error", [ValueError("no such GPU"), OverlayError("the file was edited", hint="reinstall")])
-def test_where_one_rank_fails_the_others_say_so_at_once(error):
+def test_if_one_rank_fails_the_others_raise_at_once(error):
     began = time.monotonic()
     ended = ranks_with([lambda: SAME, raises(error), lambda: SAME])
-    assert time.monotonic() - began < 30, "nobody waited for the time limit"
-    assert len({str(each) for each in ended.values()}) == 1
+    assert time.monotonic() - began < 30, "a rank waited for the time limit"
+    assert len({str(error) for error in ended.values()}) == 1
     assert ended[0].message.startswith("rank 1 (") and str(error.args[0]) in ended[0].message
     assert "failed before the model was loaded" in ended[0].message
     assert ended[1].__cause__ is error and ended[0].__cause__ is None
 
 
-def test_who_does_not_come_is_named():
+def test_missing_ranks_are_named():
     ended = ranks_with([lambda: SAME, None, lambda: SAME, None], timeout=2.0)
     assert sorted(ended) == [0, 2] and str(ended[0]) == str(ended[2])
     assert ended[0].message == "ranks 1, 3 did not join to load the model with the other ranks"
     assert ended[0].facts["joined"] == "ranks 0, 2" and "HF_ROCM_RANKS_TIMEOUT" in ended[0].hint
 
 
-def test_who_comes_too_late_ends_as_the_others_did():
+def test_a_late_rank_raises_the_same_error():
     ended = ranks_with([lambda: SAME, lambda: SAME], timeout=1.0, delays={1: 4.0})
     assert str(ended[0]) == str(ended[1]) and "rank 1 did not join" in ended[1].message
 
 
-def test_a_store_that_is_gone_is_an_error_of_ours():
+def test_a_lost_store_is_an_hf_rocm_error():
     class Gone(HashStore):
         def check(self, keys):
             raise RuntimeError("Connection reset by peer")
@@ -110,11 +110,11 @@ def test_a_store_that_is_gone_is_an_error_of_ours():
     assert "lost the rendezvous store" in ended[0].message and "Connection reset" in ended[0].facts["torch error"]
 
 
-def test_the_rank_with_the_store_stays_until_the_others_have_read_it():
+def test_the_rank_with_the_store_waits_until_the_others_have_read_it():
     store, gone = HashStore(), threading.Event()
 
     class Far:
-        """The same store, slowly, and only as long as the first rank is there."""
+        """A slow store that exists as long as the first rank."""
 
         def __getattr__(self, name):
             time.sleep(0.2)

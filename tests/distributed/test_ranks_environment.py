@@ -1,4 +1,4 @@
-"""Who a process is among the ranks, and whom an argument makes it load with."""
+"""The rank of a process, and the ranks with which it loads a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OfFour:
 
 @dataclass
 class OfFive:
-    """`DistributedConfig` as in 5.x, where the sizes are settled once it is made."""
+    """`DistributedConfig` as in 5.x, which computes the sizes when it is created."""
 
     tp_size: int = 1
     tp_plan: object = None
@@ -42,7 +42,7 @@ def nobody(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("environ", "expected"),
     [
         ({}, None),
         ({"RANK": "0", "WORLD_SIZE": "1"}, None),
@@ -50,8 +50,8 @@ def nobody(monkeypatch):
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Place(3, 4, 1)),
     ],
 )
-def test_place(said, expected, monkeypatch):
-    for name, value in said.items():
+def test_place(environ, expected, monkeypatch):
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert place() == expected
 
@@ -87,13 +87,13 @@ def test_loads_over_several_ranks(arguments, size):
         {"distributed_config": {"tp_size": 1}},
     ],
 )
-def test_loads_of_ones_own_wait_for_nobody(arguments):
+def test_single_process_loads_wait_for_no_rank(arguments):
     assert partners(HERE, arguments) == []
     assert tensor_parallel_size(HERE, arguments) == 1 or arguments["distributed_config"].tp_plan
 
 
 class Mesh:
-    """What is read of a `DeviceMesh`."""
+    """A stand-in for `DeviceMesh` with the attributes that are read."""
 
     def __init__(self, ranks, names=None, inner=None):
         self.mesh, self.mesh_dim_names, self.inner = torch.tensor(ranks), names, inner
@@ -104,7 +104,7 @@ class Mesh:
         return self.inner
 
 
-def test_a_mesh_says_who():
+def test_the_ranks_of_a_mesh():
     mesh = Mesh([0, 2])
     assert partners(HERE, {"device_mesh": mesh, "tp_plan": "auto"}) == [0, 2]
     assert tensor_parallel_size(HERE, {"device_mesh": mesh, "tp_plan": "auto"}) == 2
@@ -113,7 +113,7 @@ def test_a_mesh_says_who():
     assert partners(Place(3, 4, 1), {"device_mesh": grid, "tp_plan": "auto"}) == [2, 3]
 
 
-def test_a_process_group_knows_better_than_the_environment(monkeypatch):
+def test_a_process_group_has_precedence_over_the_environment(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""What ranks compare: the same text in every process that has the same, another one where it differs."""
+"""The facts that ranks compare: equal text for equal settings in all processes, and different text otherwise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def differing(one, other):
     return sorted(name for name in {**one, **other} if one.get(name) != other.get(name))
 
 
-def test_another_process_finds_the_same():
+def test_another_process_has_the_same_facts():
     import json
     import os
 
@@ -70,7 +70,7 @@ def test_long_arguments_are_compared_whole():
     assert len(found(plan=one)["argument plan"]) < 80
 
 
-def test_options_are_compared_but_for_those_of_one_machine():
+def test_options_are_compared_except_those_of_one_machine():
     before = found()
     with options.override(tier="torch", probe_timeout=7.0):
         assert differing(before, found()) == ["option tiers"]
@@ -87,7 +87,7 @@ def test_tables_are_compared_by_content(tmp_path, monkeypatch):
     assert differing(before, found()) == ["option AITER_CONFIG_GEMM_BF16"]
 
 
-def test_overlays_are_compared_by_text_and_installed_ones_by_file(tmp_path, monkeypatch):
+def test_overlays_are_compared_by_source_and_installed_ones_by_file(tmp_path, monkeypatch):
     shipped = tmp_path / "transformers-4.53" / "models" / "llama" / "modeling_llama.py"
     shipped.parent.mkdir(parents=True)
     shipped.write_text("x = 1\n")
@@ -100,7 +100,7 @@ def test_overlays_are_compared_by_text_and_installed_ones_by_file(tmp_path, monk
     assert differing(before, found()) == ["modeling_llama.py", "overlay of llama"]
 
 
-def test_the_config_is_compared_but_for_where_it_came_from():
+def test_the_config_is_compared_except_its_origin():
     one, other = transformers.LlamaConfig(), transformers.LlamaConfig()
     other._name_or_path = "/elsewhere"
     assert facts(HERE, {}, one) == facts(HERE, {}, other)

@@ -1,4 +1,4 @@
-"""Heads that can't be divided are refused where the plan divides them, and only there."""
+"""Indivisible heads are refused only if the plan divides them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def planned(projections, style, **counts):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_can_be_divided_is(size):
+def test_divisible_heads_are_accepted(size):
     heads.check(llama(8, 4), size, AUTO)
 
 
@@ -39,7 +39,7 @@ def test_what_can_be_divided_is(size):
         (9, 3, 6, "9 (num_attention_heads) and 3 (num_key_value_heads)", "1, 3"),
     ],
 )
-def test_what_can_not_be_is_named_with_what_fits(query, key_value, size, named, fits):
+def test_indivisible_heads_are_named_with_supported_sizes(query, key_value, size, named, fits):
     with pytest.raises(RankError) as caught:
         heads.check(llama(query, key_value), size, AUTO)
     assert caught.value.message == f"{named} heads can't be divided among {size} ranks"
@@ -47,17 +47,17 @@ def test_what_can_not_be_is_named_with_what_fits(query, key_value, size, named, 
 
 
 @pytest.mark.parametrize("style", ["colwise_rep", "colwise_gather_output", "replicate"])
-def test_a_plan_that_gathers_has_all_heads_everywhere(style):
+def test_with_a_gathering_plan_every_rank_has_all_heads(style):
     heads.check(planned(["q_proj", "k_proj", "v_proj"], style, query=6, key_value=3), 2, AUTO)
 
 
-def test_only_what_is_divided_must_fit():
+def test_only_divided_heads_must_be_divisible():
     heads.check(planned(["q_proj"], "colwise", query=6, key_value=3), 2, AUTO)
     with pytest.raises(RankError, match=r"3 \(num_key_value_heads\)"):
         heads.check(planned(["v_proj"], "colwise", query=6, key_value=3), 2, AUTO)
 
 
-def test_the_users_own_plan_counts():
+def test_the_users_plan_is_used():
     gathered = {f"layers.*.self_attn.{name}_proj": "colwise_rep" for name in "qkv"}
     heads.check(llama(6, 3), 2, {"tp_plan": gathered})
     heads.check(llama(6, 3), 2, {"distributed_config": {"tp_size": 2, "tp_plan": {}}})
@@ -66,13 +66,13 @@ def test_the_users_own_plan_counts():
     heads.check(llama(6, 3), 2, {"distributed_config": {"enable_expert_parallel": True}})
 
 
-def test_a_model_in_a_model_is_looked_at():
+def test_nested_models_are_checked():
     config = transformers.LlavaConfig(text_config=llama(6, 3))
     with pytest.raises(RankError, match=r"3 \(num_key_value_heads\)"):
         heads.check(config, 2, AUTO)
 
 
-def test_numbers_of_each_layer():
+def test_different_numbers_per_layer():
     plan = {"layers.*.self_attn.k_proj": "colwise"}
     config = SimpleNamespace(num_key_value_heads=[2, 4, 3, 2], base_model_tp_plan=plan)
     with pytest.raises(RankError, match=r"2, 4, 3 \(num_key_value_heads\) heads"):
@@ -81,5 +81,5 @@ def test_numbers_of_each_layer():
     heads.check(config, 2, AUTO)
 
 
-def test_without_a_config_nothing_is_known():
+def test_without_a_config_nothing_is_refused():
     heads.check(None, 2, AUTO)

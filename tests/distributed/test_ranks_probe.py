@@ -1,4 +1,4 @@
-"""Ranks that come to a check at once: one checks, the others take what it found, and nobody waits for the dead."""
+"""Concurrent checks on several ranks: one checks, the others use its result, and none waits for a killed process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from hf_rocm.ops import probe, probe_lock, probe_worker
 from tests.distributed.launch import run_ranks, succeeded
 
-# Who checks does so until the others have come too.
+# The checking rank continues until the others have arrived, too.
 RANK = """
 import json, os, sys, time, warnings
 from pathlib import Path
@@ -29,7 +29,7 @@ def ask(question, timeout):
     (meeting / f"asked-{os.getpid()}").touch()
     while len(list(meeting.glob("coming-*"))) < world:
         time.sleep(0.01)
-    time.sleep(2.0)  # until who has said that it comes has come
+    time.sleep(2.0)  # until ranks that announced themselves have arrived
     return answer
 
 probe_worker.ask = ask
@@ -50,15 +50,15 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("answer", [None, "wrong by 3"])
-def test_one_of_four_checks_and_all_know(tmp_path, answer):
+def test_one_of_four_checks_and_all_use_its_result(tmp_path, answer):
     cache = tmp_path / "cache"
     ranks = run_ranks(RANK, tmp_path, json.dumps(answer), world=4, environ={"HF_ROCM_CACHE": str(cache)})
     expected = None if answer is None else f"its check failed: {answer}"
-    assert [json.loads(each.out) for each in succeeded(ranks)] == [[expected] * 2] * 4
+    assert [json.loads(rank.out) for rank in succeeded(ranks)] == [[expected] * 2] * 4
     assert len(list(tmp_path.glob("asked-*"))) == 1
     remembered = list((cache / "probes").glob("*")) if answer is None else []
     assert [file.suffix for file in remembered] == [".json"] * (answer is None)
-    assert len(list((cache / "turns").iterdir())) == (answer is not None), "what failed was told to those who waited"
+    assert len(list((cache / "turns").iterdir())) == (answer is not None), "the waiting ranks did not get the failure"
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def holder(tmp_path):
     process.communicate()
 
 
-def test_a_holder_that_was_killed_holds_nothing(holder):
+def test_the_lock_of_a_killed_process_is_released(holder):
     lock, process = holder
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -80,7 +80,7 @@ def test_a_holder_that_was_killed_holds_nothing(holder):
     assert not lock.exists()
 
 
-def test_the_wait_has_an_end_and_is_said(holder, monkeypatch, caplog):
+def test_the_wait_is_limited_and_reported(holder, monkeypatch, caplog):
     monkeypatch.setattr(probe_lock, "FIRST_MESSAGE", 0.05)
     with probe_lock.turn(holder[0], timeout=0.3, what="aiter's gemm") as turn:
         assert turn.lock is None and turn.waited and turn.failure is None
@@ -90,7 +90,7 @@ def test_the_wait_has_an_end_and_is_said(holder, monkeypatch, caplog):
     assert holder[0].exists()
 
 
-def test_what_failed_before_one_came_is_checked_anew(tmp_path):
+def test_an_earlier_failure_is_checked_again(tmp_path):
     lock = tmp_path / "x.lock"
     with probe_lock.turn(lock, timeout=0, what="a kernel") as turn:
         turn.fail("wrong by 3")
@@ -100,29 +100,29 @@ def test_what_failed_before_one_came_is_checked_anew(tmp_path):
     assert not lock.exists()
 
 
-def test_a_cache_that_can_not_be_written_is_done_without():
+def test_an_unwritable_cache_is_not_used():
     with probe_lock.turn(Path("/dev/null/x.lock"), timeout=10, what="a kernel") as turn:
         assert turn.lock is None and not turn.waited
 
 
-def test_asked_for_anew_it_is_checked_though_it_passed(tmp_path, monkeypatch):
+def test_a_requested_check_runs_again_although_it_passed(tmp_path, monkeypatch):
     from hf_rocm import options
 
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
-    asked = []
+    requests = []
 
     def once(refresh):
         with options.override(refresh=refresh):
             probe.forget()
-            assert probe._once(("linear", "aiter", "gemm"), "key", lambda: asked.append(1), remember=True) is None
-        return len(asked)
+            assert probe._once(("linear", "aiter", "gemm"), "key", lambda: requests.append(1), remember=True) is None
+        return len(requests)
 
     assert [once(False), once(False), once(True)] == [1, 1, 2]
     probe.forget()
 
 
 @pytest.mark.parametrize(("rank", "starts"), [("0", True), ("1", False)])
-def test_the_child_is_started_ahead_by_the_first_rank_of_a_machine(rank, starts, monkeypatch, tmp_path):
+def test_the_first_rank_of_a_machine_starts_the_child_in_advance(rank, starts, monkeypatch, tmp_path):
     import torch
 
     calls: list[float] = []

@@ -1,4 +1,4 @@
-"""Overlays installed once, N workers that import them at the same moment: each runs ours, and nothing is written."""
+"""Installed overlays that N workers import at the same time: every worker is served, and nothing is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.overlay.conftest import Site, hashes, whole_site  # noqa: F401 - a fi
 
 pytestmark = pytest.mark.slow
 
-# no bytecode of the model is there yet: all of them compile it, and write it
+# there is no bytecode of the model yet: all workers compile and write it
 WORKER = """
 import json, os, sys, time
 from pathlib import Path
@@ -37,8 +37,8 @@ print(json.dumps([transformers.__file__, sorted({route.operation for route in ro
 """
 
 
-def test_workers_that_import_at_once(whole_site, tmp_path):  # noqa: F811 - the fixture
-    site = Site(tmp_path / "site")  # the original is others' too, and an installer never writes into a file
+def test_concurrent_imports(whole_site, tmp_path):  # noqa: F811 - the fixture
+    site = Site(tmp_path / "site")  # the original file is shared, and an installer never writes into a file
     shutil.copytree(whole_site.path, site.path, copy_function=os.link)
     shutil.rmtree(site.root / "models" / "llama" / "__pycache__", ignore_errors=True)
     plan, _ = install(["llama"], transformers_path=site.path)
@@ -47,17 +47,17 @@ def test_workers_that_import_at_once(whole_site, tmp_path):  # noqa: F811 - the 
     checkpoint = save(tmp_path / "checkpoint", heads=4, groups=2)
     places = [str(site.path), *filter(None, sys.path), str(ROOT)]
     served = {"PYTHONPATH": os.pathsep.join(places), "HF_ROCM_FORCE": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    world = 4  # the last one is left stock
+    world = 4  # the last one stays stock
 
     def environ(rank):
         return {**served, "HF_ROCM_FORCE": "0"} if rank == world - 1 else served
 
     ranks = succeeded(run_ranks(WORKER, tmp_path, checkpoint, world=world, environ=environ))
-    *ours, stock = [json.loads(each.out) for each in ranks]
+    *prepared, stock = [json.loads(rank.out) for rank in ranks]
     assert hashes(site.root) == before
     assert stock[1] == []
-    for file, operations, logits in ours:
+    for file, operations, logits in prepared:
         assert file == str(site.root / "__init__.py")
         assert {"attention", "rms_norm"} <= set(operations)
-        assert logits == ours[0][2]
+        assert logits == prepared[0][2]
         torch.testing.assert_close(torch.tensor(logits), torch.tensor(stock[2]))

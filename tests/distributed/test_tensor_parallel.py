@@ -1,4 +1,4 @@
-"""Tensor parallelism by transformers over a prepared model: two ranks over gloo, against the same model stock."""
+"""Tensor parallelism by transformers with a prepared model: two ranks over gloo, compared with the stock model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODELS = ("gemma2", "llama", "mixtral", "qwen3")
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, str]]]:
-    """What each of two ranks says: model → check → what went wrong."""
+    """The output of each of two ranks: model → check → error."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for case in CASES:
         if case.overlay in MODELS and not case.variant:

@@ -1,4 +1,4 @@
-"""Training over two processes stays stock's: gradients, updated weights, files. the scripts have the checks."""
+"""Training in two processes equals stock: gradients, updated weights, files. The scripts have the checks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Run by test_training.py in each of two processes: DDP over a prepared model, next to a stock one.
+"""Run by test_training.py in each of two processes: DDP with a prepared and a stock model.
 
-Argument: a folder to save to. Each rank has a batch of its own, so that gradients are right only if they were averaged.
-Stock runs in float64 too, for the tolerance.
+Argument: a folder to save to. Each rank has a different batch, so that gradients are correct only if they were
+averaged. Stock also runs in float64, for the tolerance.
 """
 
 from __future__ import annotations
@@ -43,26 +43,28 @@ def batch(rank: int, length: int = 7) -> dict[str, torch.Tensor]:
 
 
 def gradients(model, wrap, **data) -> dict[str, torch.Tensor]:
-    """Those of one backward pass of the wrapped model, by parameter."""
+    """The gradients of one backward pass of the wrapped model, by parameter."""
     model.train()
     wrapped = wrap(model)
     wrapped(**(data or batch(dist.get_rank())), use_cache=False).loss.backward()
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def equal_to_stock(build, change, wrap, **data):
-    """Gradients of ours, of stock and of stock in float64, which are held to the one tolerance. Returns ours' model."""
-    found, reference = [], change(build().double())
-    ours = change(hf_rocm.prepare(build(), force=True))
-    for model in (ours, change(build()), reference):
-        found.append(gradients(model, wrap, **data))
-    actual, eager, expected = found
-    assert_run_as_good_as_eager(actual, eager, {name: each.double() for name, each in expected.items()}, least=1e-3)
-    for name, each in actual.items():  # averaged: the same on all ranks
-        others = [torch.empty_like(each) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, each.contiguous())
-        assert all(torch.equal(other, each) for other in others), name
-    return ours
+    """Compare the gradients of the prepared model with stock's, by stock's error against float64.
+    Returns the prepared model.
+    """
+    results, reference = [], change(build().double())
+    prepared = change(hf_rocm.prepare(build(), force=True))
+    for model in (prepared, change(build()), reference):
+        results.append(gradients(model, wrap, **data))
+    actual, eager, expected = results
+    assert_run_as_good_as_eager(actual, eager, {name: value.double() for name, value in expected.items()}, least=1e-3)
+    for name, tensor in actual.items():  # averaged: the same on all ranks
+        others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, tensor.contiguous())
+        assert all(torch.equal(other, tensor) for other in others), name
+    return prepared
 
 
 def as_it_is(model):
@@ -70,10 +72,10 @@ def as_it_is(model):
 
 
 def plain(folder: Path) -> None:
-    ours = equal_to_stock(models.build, as_it_is, DistributedDataParallel)
+    prepared = equal_to_stock(models.build, as_it_is, DistributedDataParallel)
     alone = gradients(models.build(), as_it_is)
     weight = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.allclose(alone[weight], ours.get_parameter(weight).grad)
+    assert not torch.allclose(alone[weight], prepared.get_parameter(weight).grad)
     for settings in ({"static_graph": True}, {"gradient_as_bucket_view": True}):
         equal_to_stock(models.build, as_it_is, lambda model, given=settings: DistributedDataParallel(model, **given))
 
@@ -92,14 +94,14 @@ def checkpointed(folder: Path) -> None:
             nonlocal counted
             counted += 1
 
-        ours = equal_to_stock(models.build, change, DistributedDataParallel)
-        ours.model.layers[0].self_attn.q_proj.register_forward_pre_hook(count)
-        gradients(ours, as_it_is)
+        prepared = equal_to_stock(models.build, change, DistributedDataParallel)
+        prepared.model.layers[0].self_attn.q_proj.register_forward_pre_hook(count)
+        gradients(prepared, as_it_is)
         assert counted == 2  # once more in the backward pass
 
 
 def some_unused(folder: Path) -> None:
-    """Experts that no token of a rank went to have no gradient there, where each is a module: in 4.x."""
+    """In 4.x every expert is a module, and experts without tokens on a rank have no gradient there."""
     few = batch(dist.get_rank(), length=2)
 
     def build():
@@ -107,7 +109,7 @@ def some_unused(folder: Path) -> None:
 
     def change(model):
         if next(model.parameters()).dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # PyTorch's grouped products don't know it
+            model.set_experts_implementation("eager")  # not supported by PyTorch's grouped GEMM
         return model
 
     alone = build()
@@ -125,19 +127,20 @@ def adapters(folder: Path) -> None:
         return peft.get_peft_model(model, config).to(dtype)
 
     adapted = equal_to_stock(models.build, adapt, DistributedDataParallel)
-    assert all("lora" in name for name, each in adapted.named_parameters() if each.requires_grad)
+    assert all("lora" in name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
     merged = adapted.merge_and_unload()
     merged.eval().requires_grad_(False)
     follows(hf_rocm.prepare(merged, force=True), GROUPS)
 
 
 def trained_and_evaluated(folder: Path) -> None:
-    """Fused weights are the updated ones, and what is saved is stock's."""
-    ours, stock = hf_rocm.prepare(models.build(), force=True), models.build()
-    before = logits(ours)
-    for model in (ours, stock):
+    """The fused weights are updated, and the saved files equal stock's."""
+    prepared, stock = hf_rocm.prepare(models.build(), force=True), models.build()
+    before = logits(prepared)
+    for model in (prepared, stock):
         with torch.no_grad():
-            model.model.layers[1].mlp.up_proj.weight.mul_(1 + dist.get_rank())  # wrapping gives all ranks those of 0
+            # wrapping broadcasts the weights of rank 0
+            model.model.layers[1].mlp.up_proj.weight.mul_(1 + dist.get_rank())
         wrapped = DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
         for _ in range(2):
@@ -145,26 +148,28 @@ def trained_and_evaluated(folder: Path) -> None:
             wrapped(**batch(dist.get_rank()), use_cache=False).loss.backward()
             optimizer.step()
         wrapped.eval()
-    assert "while gradients are" in hf_rocm.explain(ours).details()
-    follows(ours, GROUPS)
-    assert not torch.allclose(logits(ours), before, atol=0.1)
+    assert "while gradients are" in hf_rocm.explain(prepared).details()
+    follows(prepared, GROUPS)
+    assert not torch.allclose(logits(prepared), before, atol=0.1)
     with torch.no_grad(), ops.recording() as routes:
-        wrapped = DistributedDataParallel(ours)
+        wrapped = DistributedDataParallel(prepared)
         wrapped(input_ids=models.IDS, use_cache=False)
-        told = hf_rocm.explain(wrapped)
-    assert [route.operation for route in routes].count("linear") == GROUPS == sum(part.fused for part in told.parts)
+        explanation = hf_rocm.explain(wrapped)
+    assert (
+        [route.operation for route in routes].count("linear") == GROUPS == sum(part.fused for part in explanation.parts)
+    )
     if dist.get_rank() == 0:
         wrapped.module.save_pretrained(folder / "trained")
         stock.save_pretrained(folder / "stock")
         saved = [LlamaForCausalLM.from_pretrained(folder / name).eval() for name in ("trained", "stock")]
         assert saved[0].state_dict().keys() == saved[1].state_dict().keys()
-        assert_same_results(saved[0], models.stock_with_weights_of(ours))
+        assert_same_results(saved[0], models.stock_with_weights_of(prepared))
 
 
 def by_trainer(folder: Path) -> None:
-    """transformers' own loop, which wraps the model itself, evaluates it unwrapped, and saves it."""
-    rows = [{name: each[0] for name, each in batch(seed).items()} for seed in range(8)]
-    found = []
+    """transformers' Trainer, which wraps the model itself, evaluates it unwrapped, and saves it."""
+    rows = [{name: value[0] for name, value in batch(seed).items()} for seed in range(8)]
+    results = []
     for kind in ("ours", "stock", "float64"):
         model = models.build().to(torch.float64 if kind == "float64" else torch.float32)
         if kind == "ours":
@@ -188,12 +193,12 @@ def by_trainer(folder: Path) -> None:
         joined = [route.operation for route in routes].count("linear")
         assert joined == (GROUPS if kind == "ours" else 0)
         trainer.save_model(folder / kind)
-        found.append({"loss": torch.tensor(loss, dtype=model.dtype), **model.state_dict()})
-    actual, eager, expected = found
+        results.append({"loss": torch.tensor(loss, dtype=model.dtype), **model.state_dict()})
+    actual, eager, expected = results
     assert_run_as_good_as_eager(actual, eager, expected, least=1e-3)
     if dist.get_rank() == 0:
         saved = LlamaForCausalLM.from_pretrained(folder / "ours").state_dict()
-        assert all(torch.equal(each, actual[name]) for name, each in saved.items())
+        assert all(torch.equal(value, actual[name]) for name, value in saved.items())
 
 
 if __name__ == "__main__":

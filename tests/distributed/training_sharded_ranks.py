@@ -1,6 +1,6 @@
-"""Run by test_training.py in each of two processes: FSDP and FSDP2 over a prepared model, next to a stock one.
+"""Run by test_training.py in each of two processes: FSDP and FSDP2 with a prepared and a stock model.
 
-Argument: a folder. Each rank has a batch of its own. Stock runs in float64 too, for the tolerance.
+Argument: a folder. Each rank has a different batch. Stock also runs in float64, for the tolerance.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.weights.models import blocks, live, logits
 
 
 def steps_like_stock(shard, gather, words: tuple[str, ...]) -> None:
-    """Train and evaluate, sharded, ours prepared before and after it, and stock: the same gathered weights and logits.
+    """Train and evaluate sharded models, prepared before or after sharding, and stock: equal weights and logits.
 
-    words: one of them is in the reason why nothing is fused.
+    words: one of them is part of the reason why nothing is fused.
     """
-    found = []
+    results = []
     for when in ("stock", "float64", "before", "after"):
         model = models.build()
         if when == "float64":
@@ -55,7 +55,7 @@ def steps_like_stock(shard, gather, words: tuple[str, ...]) -> None:
         with torch.no_grad(), ops.recording() as routes:
             output = wrapped(input_ids=models.IDS, use_cache=False).logits
         weights = gather(wrapped)
-        found.append({"logits": output, **weights})
+        results.append({"logits": output, **weights})
         if when in ("before", "after"):
             assert [route.operation for route in routes].count("attention") == models.LAYERS
             assert live(model) == blocks(model) == 0
@@ -64,8 +64,8 @@ def steps_like_stock(shard, gather, words: tuple[str, ...]) -> None:
             twin = models.build()
             twin.load_state_dict(weights)  # stock's layout
             assert_as_good_as_eager(output, logits(twin), logits(copy.deepcopy(twin).double()))
-    stock, reference, *ours = found
-    for actual in ours:
+    stock, reference, *prepared = results
+    for actual in prepared:
         assert_run_as_good_as_eager(actual, stock, reference, least=1e-3)
 
 
@@ -98,12 +98,12 @@ def fsdp2(folder: Path) -> None:
 
     steps_like_stock(shard, gathered, ("DTensor", "FSDP"))
     model = shard(models.build())
-    for found in (decide.refuses_ranks(model), hf_rocm.prepare(model, force=True).__dict__[REPORT]["graphs"]["off"]):
-        assert "FSDP2" in found, found
+    for result in (decide.refuses_ranks(model), hf_rocm.prepare(model, force=True).__dict__[REPORT]["graphs"]["off"]):
+        assert "FSDP2" in result, result
 
 
 def fsdp2_by_accelerate(folder: Path) -> None:
-    """What `Accelerator.prepare` does with FSDP2, which accelerate has for GPUs alone: its own function, on the CPU."""
+    """Call the function with which `Accelerator.prepare` applies FSDP2, on the CPU; accelerate supports only GPUs."""
 
     def shard(model):
         plugin = FullyShardedDataParallelPlugin(

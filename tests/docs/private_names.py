@@ -15,11 +15,11 @@ from pathlib import Path
 
 LIBRARIES = ("torch", "transformers", "triton", "accelerate")
 
-# The package's own: marks on modules begin with the first, the others are a folder, a module and the end of a name.
+# Names of this package: the prefix of attributes on modules, a folder, a module, and a suffix.
 MARK = "_hf_rocm"
 OURS = {"_overlays", "_active", "_bias"}
 
-# Python's own, of every named tuple
+# Python's own methods of named tuples
 TUPLES = {name for name in dir(namedtuple("Any", "field")) if name.startswith("_")}
 
 # Sources that search for names in other programs without using them
@@ -35,7 +35,7 @@ class Names:
 
     @property
     def foreign(self) -> dict[str, list[str]]:
-        """The names that only a library has."""
+        """The names that only libraries define."""
         return {name: places for name, places in self.used.items() if name not in self.members}
 
 
@@ -82,7 +82,7 @@ def _members(tree: ast.Module) -> Iterator[str]:
 
 
 def _used(tree: ast.Module, *, strings: bool) -> Iterator[tuple[str, int]]:
-    """(name, line) of every identifier that may be a library's."""
+    """(name, line) of every identifier that a library may define."""
     imported = dict(_imported(tree))
     skipped = _docstrings(tree) | set(_pieces(tree))
     for node in ast.walk(tree):
@@ -94,7 +94,7 @@ def _used(tree: ast.Module, *, strings: bool) -> Iterator[tuple[str, int]]:
                 yield from _of_library(f"{node.module}.{alias.name}", node.lineno)
         elif isinstance(node, ast.Attribute):
             root = imported.get(_root(node), LIBRARIES[0]).split(".")[0]
-            if root in LIBRARIES:  # attributes of Python's or the package's modules are not a library's
+            if root in LIBRARIES:  # attributes of modules of Python or this package don't belong to a library
                 yield node.attr, node.lineno
         elif strings and node not in skipped and re.fullmatch(r"[\w.:]+", _text(node)):
             yield from ((part, node.lineno) for part in re.split("[.:]", _text(node)))
@@ -111,7 +111,7 @@ def _of_library(dotted: str, line: int) -> Iterator[tuple[str, int]]:
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(name in this file, what it was imported as)."""
+    """(name in this file, imported name)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -138,7 +138,9 @@ def _docstrings(tree: ast.Module) -> set[ast.AST]:
 
 
 def _pieces(tree: ast.Module) -> Iterator[ast.AST]:
-    """Parts of f-strings that begin no name: `_bias` after a variable, but not `_sample` after a constant `Mixin.`."""
+    """Parts of f-strings that don't start a name: `_bias` after a variable, but not `_sample` after a constant
+    `Mixin.`.
+    """
     constants = {
         node.targets[0].id: node.value.value
         for node in tree.body

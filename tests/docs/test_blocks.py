@@ -33,7 +33,7 @@ RUN = {
     "hf-rocm port-check PATH --json": 1,
     "hf-rocm tune list": 0,
 }
-# All others by prefix, with the tests that run them.
+# All other command lines by prefix, with the tests that run them.
 NOT_RUN = {
     "hf-rocm install-overlays": "it writes to the environment; tests/cli/test_commands.py runs it on copies",
     "hf-rocm uninstall-overlays": "it writes to the environment; tests/cli/test_commands.py runs it on copies",
@@ -41,13 +41,13 @@ NOT_RUN = {
     "python -m hf_rocm": "it reads the environment's overlays; tests/cli/test_check_version.py runs it on copies",
     "hf-rocm warmup": "it builds kernels; tests/cli/test_model_commands.py",
     "hf-rocm env": "it examines the machine as doctor does; tests/cli/test_env.py",
-    "hf-rocm doctor": "once is enough here; tests/cli/test_doctor.py",
+    "hf-rocm doctor": "it is run above with a model; tests/cli/test_doctor.py",
     "hf-rocm verify": "up to a minute; tests/cli/test_verify.py",
     "hf-rocm bench": "minutes; tests/cli/test_bench.py and tests/tools/bench/serving",
     "hf-rocm tune": "it needs a GPU or tables; tests/tools/tuning",
     "hf-rocm quantize": "it loads a model twice; tests/cli/test_quantize.py",
-    "hf-rocm port-check": "it stands for the command in general; tests/tools/porting",
-    "hf-rocm explain": "it stands for the command in general; tests/cli/test_model_commands.py",
+    "hf-rocm port-check": "a reference to the command in general; tests/tools/porting",
+    "hf-rocm explain": "a reference to the command in general; tests/cli/test_model_commands.py",
     "scripts/": "what prepares, tests or renders this checkout; tests/scripts and tests/overlay/test_scripts.py",
 }
 
@@ -104,7 +104,7 @@ def test_a_python_block_runs(page, code, page_names, tiny_checkpoint):
 
 
 @pytest.mark.parametrize("command", commands())
-def test_a_command_line_is_one_that_exists(command):
+def test_a_command_line_exists(command):
     words = shlex.split(re.sub(r"[\[\]…|]|\.\.\.", " ", command))
     words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)]
     if words[0].startswith("scripts/"):
@@ -112,7 +112,7 @@ def test_a_command_line_is_one_that_exists(command):
         for word in words[1:]:
             if word == "--":
                 break
-            assert not word.startswith("--") or word.split("=")[0] in known, f"{words[0]} knows no {word}"
+            assert not word.startswith("--") or word.split("=")[0] in known, f"{words[0]} has no option {word}"
         return
     if words[:2] == ["python", "-m"]:
         if words[2] != "hf_rocm":
@@ -126,7 +126,7 @@ def test_every_command_line_runs_here_or_in_a_named_test():
     written = [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", parameter.values[0]) for parameter in commands()]
     left = [line for line in written if line not in RUN and not line.startswith(tuple(NOT_RUN))]
     assert not [line for line in left if line != "hf-rocm"]
-    assert not set(RUN) - set(written), "no page has this line any more"
+    assert not set(RUN) - set(written), "no page has this line"
     for words, where in NOT_RUN.items():
         assert any(line.startswith(words) for line in written), words
         for name in re.findall(r"tests/[\w/.]+\w", where):
@@ -143,7 +143,7 @@ def test_a_cheap_command_runs_as_pasted(command, tiny_checkpoint, tmp_path, monk
     places = {"MODEL": str(tiny_checkpoint), "PATH": str(tmp_path / "model.py")}
     words = [places.get(word, word) for word in shlex.split(command)]
     if torch.version.hip is not None and words[1] == "doctor":
-        pytest.skip("not run: here the exit code depends on the machine")
+        pytest.skip("not run: the exit code depends on the machine")
     assert main(words[1:]) == RUN[command]
     assert capsys.readouterr().out.strip()
 
@@ -156,13 +156,13 @@ def _parse(words: list[str]) -> None:
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     inner = getattr(command, "commands", None)
-    if inner is not None and words and words[0] != "--help":  # other words are a model or its options
+    if inner is not None and words and words[0] != "--help":  # other words: a model or its options
         assert "model" in inner or words[0].startswith("-"), f"there is no command {words[0]}"
         command = inner.get("model", command)
     known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
     for word in words:
         if word.startswith("--"):
-            assert word.split("=")[0] in known, f"{command.name} knows no {word}"
+            assert word.split("=")[0] in known, f"{command.name} has no option {word}"
 
 
 def _script_options(script: str) -> set[str]:
@@ -175,7 +175,7 @@ def _script_options(script: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_reference_is_what_the_sources_say_and_the_site_has_no_broken_link(tmp_path):
+def test_the_reference_matches_the_sources_and_the_site_has_no_broken_link(tmp_path):
     pytest.importorskip("mkdocs", reason="not run: needs mkdocs")
     code = (
         "import sys; from pathlib import Path; import lib.docs_site as site; from lib.reference import pages;"

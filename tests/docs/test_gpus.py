@@ -1,4 +1,4 @@
-"""docs/gpus.md lists the architectures that the code lists, with what it has for each."""
+"""docs/gpus.md lists the architectures that the code lists, with their tiers."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def test_the_table_of_architectures():
     assert [line for line in lines if line.startswith("| gfx")] == expected
 
 
-def test_the_newest_release_of_aiter_that_was_checked():
+def test_the_newest_checked_release_of_aiter():
     assert f"| {NEWEST_AITER} (the main branch" in (DOCS / "aiter.md").read_text(encoding="utf-8")

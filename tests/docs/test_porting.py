@@ -1,4 +1,4 @@
-"""The page on port-check: its example runs as pasted, its tables have every rule, and the review adds up."""
+"""The page on port-check: its example runs as pasted, its tables have every rule, and the review's sums are correct."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def section(title: str) -> str:
     return PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
-def test_the_example_prints_what_the_page_shows(
+def test_the_example_prints_the_output_on_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, output = re.findall(r"```text\n(.*?)```", section("Find it"), re.DOTALL)
@@ -31,12 +31,12 @@ def test_the_example_prints_what_the_page_shows(
 
 
 def test_every_rule_is_in_the_table() -> None:
-    rows = [line.split("|")[1] for line in section("What it looks for").splitlines() if line.startswith("| `")]
+    rows = [line.split("|")[1] for line in section("Rules").splitlines() if line.startswith("| `")]
     names = [name for row in rows for name in re.findall(r"`([\w-]+)`", row)]
     assert sorted(names) == sorted({rule.name for rule in RULES})
 
 
-def test_every_library_of_the_table_is_one_that_is_found() -> None:
+def test_every_library_of_the_table_has_a_rule() -> None:
     rows = [line.split("|")[1:3] for line in section("Libraries").splitlines() if line.startswith("| ")][1:]
     known = " ".join(
         f"{library.cuda} {' '.join(library.packages)} {' '.join(library.headers)}" for library in LIBRARIES
@@ -45,7 +45,7 @@ def test_every_library_of_the_table_is_one_that_is_found() -> None:
         assert name.lower() in known.lower(), name
 
 
-def test_the_review_adds_up() -> None:
+def test_the_sums_of_the_review_are_correct() -> None:
     """Rows of the review's first table: project, kind, commit, files, findings, judged, wrong."""
     text = (ROOT / "docs" / "port-check-review.md").read_text(encoding="utf-8")
     table = text.split("## After the rules were changed\n")[1].split("\n## ")[0]

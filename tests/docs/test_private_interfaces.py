@@ -1,4 +1,4 @@
-"""docs/private-interfaces.md lists the private names of libraries that the sources use, all of them and no other."""
+"""docs/private-interfaces.md lists exactly the private names of libraries that the sources use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_private_name_is_listed(names):
     assert not missing, f"add to docs/private-interfaces.md, with what happens in a release without: {missing}"
 
 
-def test_every_name_that_is_listed_is_used(names):
+def test_every_listed_name_is_used(names):
     gone = sorted(PRIVATE - set(names.used))
     assert not gone, f"remove from docs/private-interfaces.md: {gone}"
     sources = "\n".join(read(ROOT, "hf_rocm").values())
@@ -47,7 +47,7 @@ def test_every_name_that_is_listed_is_used(names):
     assert not {name for name in others if not re.search(rf"\b{name}\b", sources)}
 
 
-def test_rows_are_complete_and_no_name_is_listed_twice():
+def test_rows_are_complete_and_names_are_unique():
     assert len(rows()) > 40
     assert all(len(cells) == 3 and all(cells) for cells in rows())
     assert len(listed()) == len(set(listed()))
@@ -71,7 +71,7 @@ def test_methods_replaced_on_a_models_class_are_listed():
         if hasattr(GenerationMixin, name)
         and str(getattr(getattr(method, "__code__", None), "co_filename", "")).startswith(package)
     }
-    assert replaced, "nothing of generation is replaced"
+    assert replaced, "no method of generation is replaced"
     assert replaced <= {name.split(".")[-1] for name in listed()}
     hf_rocm.restore(model)
 
@@ -97,7 +97,7 @@ def use(model, name):
 '''
 
 
-def test_every_kind_of_use_is_found_and_no_other():
+def test_all_kinds_of_uses_are_found():
     names = collect({"hf_rocm/any.py": SOURCE})
     assert set(names.foreign) == {
         "_imported",

@@ -1,4 +1,4 @@
-"""The documentation's site: what its hook does to pages, and a navigation that fits on one line."""
+"""The documentation site: the effect of its hook on pages, and a navigation that fits on one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_tables_and_drawings_scroll_in_boxes(hooks):
     assert ".scroll {\n    overflow-x: auto;" in (ROOT / "scripts/site/css/hf_rocm.css").read_text(encoding="utf-8")
 
 
-def test_links_out_of_the_site_become_text(hooks):
+def test_links_to_files_outside_the_site_become_text(hooks):
     page = "[a](../README.md), [records](support/), [b](weights.md), [c](https://example.org/)"
     assert hooks.on_page_markdown(page) == "a, records, [b](weights.md), [c](https://example.org/)"
 

@@ -1,4 +1,4 @@
-"""The pages on trouble and on containers: every check is explained, every quoted line is one that doctor prints."""
+"""The pages on troubleshooting and containers: every check is explained, and doctor prints every quoted line."""
 
 from __future__ import annotations
 
@@ -39,27 +39,28 @@ def test_every_warning_and_problem_is_explained() -> None:
     assert not missing
 
 
-def test_every_check_that_the_page_names_is_one() -> None:
+def test_every_check_on_the_page_exists() -> None:
     known = names() | {"patches"}  # a line that is always ok
     for named in re.findall(r"[Cc]hecks? ((?:`[\w-]+`(?:, | and )?)+)", PAGE):
         assert set(re.findall(r"`([\w-]+)`", named)) <= known, named
 
 
-def test_every_quoted_line_is_one_that_doctor_prints() -> None:
+def test_doctor_prints_every_quoted_line() -> None:
     printed = set()
     for name in recorded.NAMES:
         printed |= {
-            (each.level.value, each.check, each.what) for each in examine.doctor(machine=Recorded(name)).findings
+            (finding.level.value, finding.check, finding.what)
+            for finding in examine.doctor(machine=Recorded(name)).findings
         }
     quoted = re.findall(r"^(problem|warning)  ([\w-]+)  (.+)$", PAGE, re.M)
     assert len(quoted) > 12
     for level, check, text in quoted:
-        assert any((level, check) == each[:2] and each[2].startswith(text) for each in printed), text
+        assert any((level, check) == line[:2] and line[2].startswith(text) for line in printed), text
 
 
 @pytest.fixture(scope="module")
 def dockerfile() -> list[tuple[str, str]]:
-    """(instruction, arguments) of the one Dockerfile, comments left out and lines joined."""
+    """(instruction, arguments) of the Dockerfile, without comments and with joined lines."""
     (text,) = re.findall(r"```dockerfile\n(.*?)```", DOCKER, re.S)
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines]
@@ -70,7 +71,7 @@ def test_the_dockerfile_is_well_formed(dockerfile: list[tuple[str, str]]) -> Non
     assert [word for word, _ in dockerfile][:2] == ["ARG", "FROM"] and dockerfile[-1][0] == "CMD"
     for word, text in dockerfile:
         if word in ("CMD", "VOLUME"):
-            assert all(isinstance(each, str) for each in json.loads(text))
+            assert all(isinstance(load, str) for load in json.loads(text))
         if word == "RUN":
             assert subprocess.run(["sh", "-n", "-c", text], check=False).returncode == 0, text
         if word == "ENV":
@@ -96,8 +97,8 @@ def test_its_commands_exist_and_its_variables_are_read(dockerfile: list[tuple[st
     assert all(name in sources for name in variables - {"PIP_CONSTRAINT", "TRITON_CACHE_DIR"}), variables
 
 
-def test_it_holds_pip_to_the_torch_of_the_image(dockerfile: list[tuple[str, str]]) -> None:
-    """The pattern of the Dockerfile, on what pip lists in such an image."""
+def test_pip_keeps_the_torch_of_the_image(dockerfile: list[tuple[str, str]]) -> None:
+    """Match the Dockerfile's pattern against pip's list in such an image."""
     (pattern,) = re.findall(r"grep -iE '([^']+)'", " ".join(text for _, text in dockerfile))
     listed = ["torch==2.9.1+rocm7.1", "torchvision==0.24", "torchmetrics==1.8", "triton==3.5", "numpy==2", "mytorch==1"]
     held = [line for line in listed if re.match(pattern, line, re.IGNORECASE)]

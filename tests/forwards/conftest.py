@@ -1,4 +1,4 @@
-"""Encoders whose forwards are recorded on a CPU, and what stock makes of the same calls."""
+"""Encoders whose forwards are recorded on a CPU, and the stock results of the same calls."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ def recorded_on_cpu(monkeypatch, tmp_path):
 
 @pytest.fixture
 def pair(recorded_on_cpu):
-    """(ours, its twin that is never recorded) of a family. Both run the same kernels, so their results are equal."""
+    """(the recorded model, its twin that is never recorded) of a family.
+    Both run the same kernels, so their results are equal.
+    """
 
     def build(name="bert", *, graphs=None, **changes):
         stock = make(name, **changes)
-        ours = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs)
-        return ours, hf_rocm.prepare(stock, force=True, graphs=False)
+        prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs)
+        return prepared, hf_rocm.prepare(stock, force=True, graphs=False)
 
     return build
 
@@ -52,7 +54,7 @@ def equal(one, other):
 
 
 def counted(model):
-    """(recordings, replays that counted) so far."""
+    """(number of recordings, number of replays) so far."""
     state = known(model)
     return (state.recorded, state.replayed)
 

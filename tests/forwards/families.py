@@ -38,7 +38,7 @@ MODERN = {**TEXT, "global_attn_every_n_layers": 2, "local_attention": 8, "cls_to
 MODERN = {**MODERN, "bos_token_id": 2, "eos_token_id": 3, "reference_compile": False}
 CLIP_TEXT = {**TEXT, "eos_token_id": 3, "bos_token_id": 2, "projection_dim": 16}
 
-# name: class, config, its arguments, whether it reads images
+# name: class, config class, config arguments, whether the model takes images
 FAMILIES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     "bert": ("BertModel", "BertConfig", TEXT, False),
     "roberta": ("RobertaModel", "RobertaConfig", TEXT, False),
@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
 
 
 def make(name: str, **changes: Any) -> Any:
-    """A stock model with weights large enough that every part of it shows in its output."""
+    """A stock model with weights large enough that every part affects the output."""
     class_name, config_name, arguments, _ = FAMILIES[name]
     config = getattr(transformers, config_name)(**{**arguments, **changes})
     torch.manual_seed(len(name))
@@ -82,7 +82,7 @@ def inputs(name: str, rows: int = 2, length: int = 7, seed: int = 0, padded: int
 
 
 def random_kind(name: str, draw: random.Random) -> dict[str, Any]:
-    """A kind of call: shapes and flags, which come again with other values."""
+    """A kind of call: shapes and flags, repeated with other values."""
     flags: dict[str, Any] = draw.choice(({}, {}, {"output_hidden_states": True}, {"return_dict": False}))
     rows, length = draw.choice(((1, 7), (2, 7), (2, 9)))
     masked = draw.random() < 0.8

@@ -1,4 +1,4 @@
-"""Random calls of twelve families: shapes, masks, flags, weights that change, outputs that are kept for later."""
+"""Random calls of twelve families with varying shapes, masks, flags and weights. Outputs are compared later."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ CHANGES = {9: written, 18: moved, 30: replaced}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_random_calls_are_stocks(name, pair):
-    ours, stock = pair(name)
+def test_random_calls_equal_stock(name, pair):
+    prepared, stock = pair(name)
     draw = random.Random(name)
     kinds = [random_kind(name, draw) for _ in range(2)]
     kept = []
@@ -50,18 +50,18 @@ def test_random_calls_are_stocks(name, pair):
         args, given = random_call(name, draw.choice(kinds), draw)
         before = copy.deepcopy((args, given))
         if number in CHANGES:
-            for model in (ours, stock):
+            for model in (prepared, stock):
                 CHANGES[number](model)
         mode = torch.inference_mode if draw.random() < 0.1 else torch.no_grad
         with mode():
-            found, expected = ours(*args, **given), stock(*args, **given)
-            if not equal(found, expected):  # a call that is observed before it is recorded, in inference mode
+            result, expected = prepared(*args, **given), stock(*args, **given)
+            if not equal(result, expected):  # a call that is observed before it is recorded, in inference mode
                 with Observed():
                     expected = stock(*args, **given)
-        assert equal(found, expected), f"call {number}"
+        assert equal(result, expected), f"call {number}"
         assert equal(list(args), list(before[0])) if args else equal(given, before[1])
-        kept.append((found, [tensor.clone() for tensor in tensors(found)]))
-    for found, values in kept:  # no later call has changed them
-        assert all(torch.equal(*both) for both in zip(tensors(found), values, strict=True))
-    recorded, replayed = counted(ours)
-    assert recorded > 1 and replayed > 2, (recorded, replayed, reasons(ours))
+        kept.append((result, [tensor.clone() for tensor in tensors(result)]))
+    for result, values in kept:  # later calls must not have changed them
+        assert all(torch.equal(*both) for both in zip(tensors(result), values, strict=True))
+    recorded, replayed = counted(prepared)
+    assert recorded > 1 and replayed > 2, (recorded, replayed, reasons(prepared))

@@ -1,4 +1,4 @@
-"""What a prepared encoder's forward returns, from uncaptured and replayed calls, and when it is recorded."""
+"""The results of a prepared encoder's forward, in uncaptured and replayed calls, and when it is recorded."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from hf_rocm.forwards.state import SETTINGS, known
 from tests.forwards.conftest import call, counted, equal, reasons
 from tests.forwards.families import inputs, make
 
-CALLS = 6  # the last of which are replayed without a comparison
+CALLS = 6  # the last of them are replayed without a comparison
 
 
-def test_a_shape_is_recorded_when_it_comes_again(pair):
-    ours, stock = pair()
+def test_a_shape_is_recorded_at_its_second_call(pair):
+    prepared, stock = pair()
     progress = []
     for seed in range(CALLS):
         given = inputs("bert", seed=seed)
-        assert equal(call(ours, given), call(stock, given))
-        progress.append((*counted(ours), known(ours).compared))
+        assert equal(call(prepared, given), call(stock, given))
+        progress.append((*counted(prepared), known(prepared).compared))
     # seen, recorded, compared three times, replayed, compared
     assert progress == [(0, 0, 0), (1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 2, 2), (1, 3, 2)]
 
 
-def test_masks_of_one_shape_take_the_path_of_their_values(pair):
-    """A mask without padding is dropped by transformers: this is decided by its values, in every call."""
-    ours, stock = pair()
+def test_the_path_depends_on_the_values_of_the_mask(pair):
+    """transformers drops a mask without padding: it checks the values in every call."""
+    prepared, stock = pair()
     for seed in range(18):
         given = inputs("bert", seed=seed, padded=(0, 2, 3)[seed % 3])
-        assert equal(call(ours, given), call(stock, given))
-    assert counted(ours)[0] == 2 and counted(ours)[1] > 6
+        assert equal(call(prepared, given), call(stock, given))
+    assert counted(prepared)[0] == 2 and counted(prepared)[1] > 6
     for padded in (None, 0, 1, 5):
         given = inputs("bert", padded=padded)
-        assert equal(call(ours, given), call(stock, given))
+        assert equal(call(prepared, given), call(stock, given))
 
 
 @pytest.mark.parametrize(
@@ -57,68 +57,68 @@ def test_masks_of_one_shape_take_the_path_of_their_values(pair):
     ids=lambda flags: next(iter(flags)),
 )
 def test_arguments(flags, pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     for seed in range(CALLS + 2):  # the first call with outputs to collect installs transformers' hooks
         given = {**inputs("bert", seed=seed, padded=1), **flags}
-        assert equal(call(ours, given), call(stock, given))
-    assert counted(ours)[1] > 2 and not reasons(ours)
+        assert equal(call(prepared, given), call(stock, given))
+    assert counted(prepared)[1] > 2 and not reasons(prepared)
 
 
 def test_images_of_another_size(pair):
-    ours, stock = pair("vit")
+    prepared, stock = pair("vit")
     for seed in range(CALLS):
         given = {"pixel_values": torch.randn(1, 3, 32, 40, generator=torch.Generator().manual_seed(seed))}
         assert equal(
-            call(ours, given, interpolate_pos_encoding=True), call(stock, given, interpolate_pos_encoding=True)
+            call(prepared, given, interpolate_pos_encoding=True), call(stock, given, interpolate_pos_encoding=True)
         )
-    assert counted(ours)[1] == 3
+    assert counted(prepared)[1] == 3
 
 
 def test_outputs_belong_to_the_caller(pair):
-    ours, _ = pair()
+    prepared, _ = pair()
     given = [inputs("bert", seed=seed) for seed in range(CALLS)]
-    kept = [call(ours, each) for each in given]
-    values = [copy.deepcopy(each) for each in kept]
+    kept = [call(prepared, inputs) for inputs in given]
+    values = [copy.deepcopy(output) for output in kept]
     kept[-1].last_hidden_state.fill_(7)
-    again = call(ours, given[-1])
+    again = call(prepared, given[-1])
     assert equal(again, values[-1])
     assert all(equal(one, other) for one, other in zip(kept[:-1], values[:-1], strict=True))
 
 
-def test_repeated_tensors_and_inputs_are_returned_as_such(pair):
-    ours, _ = pair()
+def test_repeated_outputs_and_inputs_keep_their_identity(pair):
+    prepared, _ = pair()
     for _ in range(CALLS):
-        output = call(ours, inputs("bert"), output_hidden_states=True)
+        output = call(prepared, inputs("bert"), output_hidden_states=True)
     assert output.hidden_states[-1] is output.last_hidden_state
 
 
-def test_one_recording_of_many_shapes_at_a_time(pair, monkeypatch):
+def test_with_a_limit_of_one_only_the_last_shape_stays_recorded(pair, monkeypatch):
     monkeypatch.setattr(state, "MOST", 3)
-    ours, stock = pair()
+    prepared, stock = pair()
     for length in (3, 4, 5, 6, 7, 3):
         for seed in range(4):
             given = inputs("bert", length=length, seed=seed)
-            assert equal(call(ours, given), call(stock, given))
-        assert known(ours).summary()[0] <= 3
-    assert counted(ours)[0] == 6  # the first was dropped, and recorded again
+            assert equal(call(prepared, given), call(stock, given))
+        assert known(prepared).summary()[0] <= 3
+    assert counted(prepared)[0] == 6  # the first was dropped, and recorded again
 
 
 def test_the_memory_of_recordings_is_bounded(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     with options.override(graphs_memory="0"):
         for _ in range(5):
-            assert equal(call(ours, inputs("bert")), call(stock, inputs("bert")))
-    assert counted(ours) == (0, 0) and "more than HF_ROCM_GRAPHS_MEMORY=0 allows" in reasons(ours)[0]
+            assert equal(call(prepared, inputs("bert")), call(stock, inputs("bert")))
+    assert counted(prepared) == (0, 0) and "more than HF_ROCM_GRAPHS_MEMORY=0 allows" in reasons(prepared)[0]
 
 
 def test_threads(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     wrong = []
 
     def work(length):
         for seed in range(8):
             given = inputs("bert", length=length, seed=seed)
-            if not equal(call(ours, given), call(stock, given)):
+            if not equal(call(prepared, given), call(stock, given)):
                 wrong.append((length, seed))
 
     threads = [threading.Thread(target=work, args=(length,)) for length in (5, 7, 5)]
@@ -126,46 +126,46 @@ def test_threads(pair):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and counted(ours)[1] > 5
+    assert not wrong and counted(prepared)[1] > 5
 
 
 def test_switching_between_two_states_records_each_once(pair):
     """As PEFT switches adapters: by plain attributes."""
-    ours, stock = pair()
+    prepared, stock = pair()
     recorded = []
     for epsilon in (1e-12, 1.0, 1e-12, 1.0):
-        for model in (ours, stock):
+        for model in (prepared, stock):
             model.embeddings.LayerNorm.eps = epsilon
         for seed in range(5):
             given = inputs("bert", seed=seed)
-            assert equal(call(ours, given), call(stock, given))
-        recorded.append(counted(ours)[0])
+            assert equal(call(prepared, given), call(stock, given))
+        recorded.append(counted(prepared)[0])
     assert recorded == [1, 2, 2, 2]
 
 
 def test_a_setting_of_the_config(pair):
-    ours, stock = pair("classifier")
+    prepared, stock = pair("classifier")
     for output in (False, True):
-        for model in (ours, stock):
+        for model in (prepared, stock):
             model.config.output_hidden_states = output
         for seed in range(5):
             given = inputs("classifier", seed=seed)
-            assert equal(call(ours, given), call(stock, given))
+            assert equal(call(prepared, given), call(stock, given))
 
 
 def test_restore_and_copies(pair):
-    ours, stock = pair()
-    before = vars(type(ours)).get("forward")
+    prepared, stock = pair()
+    before = vars(type(prepared)).get("forward")
     for _ in range(4):
-        call(ours, inputs("bert"))
-    twin, again = copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))
+        call(prepared, inputs("bert"))
+    twin, again = copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))
     for model in (twin, again):
         assert known(model) is None
         for seed in range(5):
             assert equal(call(model, inputs("bert", seed=seed)), call(stock, inputs("bert", seed=seed)))
         assert counted(model)[1]
-    for model in (ours, twin, again):
-        assert vars(type(ours))["forward"] is before
+    for model in (prepared, twin, again):
+        assert vars(type(prepared))["forward"] is before
         hf_rocm.restore(model)
         assert known(model) is None and SETTINGS not in model.__dict__
     assert vars(transformers.BertModel)["forward"] is not before
@@ -176,17 +176,17 @@ def test_restore_and_copies(pair):
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "siglip", "clip-text"])
 def test_recordings_are_freed_with_their_model(name, pair):
-    ours, _ = pair(name)
+    prepared, _ = pair(name)
     for _ in range(4):
-        call(ours, inputs(name))
-    assert counted(ours)[0] == 1
-    references = weakref.ref(ours), weakref.ref(known(ours)), weakref.ref(next(ours.parameters()))
-    del ours
+        call(prepared, inputs(name))
+    assert counted(prepared)[0] == 1
+    references = weakref.ref(prepared), weakref.ref(known(prepared)), weakref.ref(next(prepared.parameters()))
+    del prepared
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_a_tower_inside_a_model_that_generates(recorded_on_cpu):
+def test_an_encoder_inside_a_generating_model(recorded_on_cpu):
     vision = transformers.SiglipVisionConfig(**{**make("siglip").config.to_dict()})
     text = transformers.LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
@@ -195,27 +195,30 @@ def test_a_tower_inside_a_model_that_generates(recorded_on_cpu):
     stock = transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=5)
     ).eval()
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-    (name,) = [name for name, module in ours.named_modules() if SETTINGS in module.__dict__]
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    (name,) = [name for name, module in prepared.named_modules() if SETTINGS in module.__dict__]
     assert name.endswith("vision_tower")
-    tower = ours.get_submodule(name)
+    tower = prepared.get_submodule(name)
     given = inputs("siglip")
     for _ in range(5):
-        found = call(tower, given).last_hidden_state
-    torch.testing.assert_close(found, call(stock.get_submodule(name), given).last_hidden_state)
+        actual = call(tower, given).last_hidden_state
+    torch.testing.assert_close(actual, call(stock.get_submodule(name), given).last_hidden_state)
     assert counted(tower)[1]
-    assert any(line.startswith(f"{name}: forwards are recorded") for line in hf_rocm.explain(ours).forwards)
+    assert any(line.startswith(f"{name}: forwards are recorded") for line in hf_rocm.explain(prepared).forwards)
 
 
 def test_explain(pair):
-    ours, _ = pair()
-    assert hf_rocm.explain(ours).forwards == ("forwards are recorded and replayed",)
+    prepared, _ = pair()
+    assert hf_rocm.explain(prepared).forwards == ("forwards are recorded and replayed",)
     for _ in range(5):
-        call(ours, inputs("bert"))
-    ours(**inputs("bert"))
-    lines = hf_rocm.explain(ours).forwards
+        call(prepared, inputs("bert"))
+    prepared(**inputs("bert"))
+    lines = hf_rocm.explain(prepared).forwards
     assert lines[:2] == ("forwards are recorded and replayed", "1 forwards recorded, 2 replayed")
     assert lines[-1].startswith("uncaptured × 1: gradients are enabled")
-    assert "1 forwards recorded" in str(hf_rocm.explain(ours)) and "uncaptured × 1" in hf_rocm.explain(ours).details()
-    hf_rocm.prepare(ours, force=True, graphs=False)
-    assert hf_rocm.explain(ours).forwards == ("forwards run uncaptured: graphs are switched off",)
+    assert (
+        "1 forwards recorded" in str(hf_rocm.explain(prepared))
+        and "uncaptured × 1" in hf_rocm.explain(prepared).details()
+    )
+    hf_rocm.prepare(prepared, force=True, graphs=False)
+    assert hf_rocm.explain(prepared).forwards == ("forwards run uncaptured: graphs are switched off",)

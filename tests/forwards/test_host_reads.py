@@ -1,4 +1,4 @@
-"""What is observed of a forward: the values that the host reads, their programs, and what can't be recorded."""
+"""Observing a forward: the values that the host reads, the programs that compute them, and what can't be recorded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_weights_are_read_where_they_are():
     assert read.value == (bool, True) and read.program((torch.ones(3),)) == (bool, False)
 
 
-def test_values_are_answered_in_their_order():
+def test_values_are_returned_in_order():
     x = torch.ones(3)
     with Answers([(bool, False), (int, 7)]) as answers:
         assert not bool(x.all()) and int(x.sum()) == 7
@@ -64,7 +64,7 @@ def test_values_are_answered_in_their_order():
         (lambda x: torch.tensor(0.0, device="meta") + 1, "from values of the host"),
     ],
 )
-def test_what_can_not_be_recorded(run, reason):
+def test_operations_that_can_not_be_recorded(run, reason):
     assert reason in observed(run, torch.ones(3)).reason
 
 
@@ -77,11 +77,11 @@ def test_what_can_not_be_recorded(run, reason):
         lambda x: ELSEWHERE + 1,
     ],
 )
-def test_what_can(run):
+def test_operations_that_can_be_recorded(run):
     assert observed(run, torch.ones(3)).reason is None
 
 
-def test_a_random_state_on_the_host_beside_the_result_is_no_copy():
+def test_returning_a_random_state_on_the_host_is_not_a_copy():
     """PyTorch's memory-efficient attention returns one."""
 
     @torch.library.custom_op("hf_rocm_tests::with_state", mutates_args=())

@@ -1,4 +1,4 @@
-"""Calls that run uncaptured: with stock's results, and the reason noted."""
+"""Calls that run uncaptured return stock's results, and the reason is recorded."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ def replaced(model):
 @pytest.mark.parametrize(
     ("change", "reason"), [(twice, "the hook of pooler"), (patched, "set on pooler.dense"), (replaced, "a Counting")]
 )
-def test_code_of_the_user_runs_in_every_call(change, reason, pair):
-    ours, stock = pair()
+def test_hooks_and_replaced_forwards_run_in_every_call(change, reason, pair):
+    prepared, stock = pair()
     for _ in range(5):
-        call(ours, inputs("bert"))
-    replayed = counted(ours)[1]
+        call(prepared, inputs("bert"))
+    replayed = counted(prepared)[1]
     assert replayed
-    for model in (ours, stock):
+    for model in (prepared, stock):
         change(model)
     for _ in range(4):
-        assert equal(call(ours, inputs("bert")), call(stock, inputs("bert")))
-    assert counted(ours)[1] == replayed and any(reason in each for each in reasons(ours))
+        assert equal(call(prepared, inputs("bert")), call(stock, inputs("bert")))
+    assert counted(prepared)[1] == replayed and any(reason in noted for noted in reasons(prepared))
 
 
-def test_a_hook_of_the_model_itself_runs_in_every_call(pair):
-    ours, stock = pair()
-    for model in (ours, stock):
+def test_a_hook_on_the_model_runs_in_every_call(pair):
+    prepared, stock = pair()
+    for model in (prepared, stock):
         twice(model)
         model.pooler._forward_hooks.clear()
         seen = iter(range(10**6))
         model.register_forward_hook(lambda module, args, output, seen=seen: (output[0] * next(seen),))
     for _ in range(4):
-        assert equal(call(ours, inputs("bert")), call(stock, inputs("bert")))
+        assert equal(call(prepared, inputs("bert")), call(stock, inputs("bert")))
 
 
 def in_training(model):
@@ -81,16 +81,16 @@ def of_a_layer(model):
 
 @pytest.mark.parametrize("change", [in_training, of_a_layer])
 def test_dropout(change, pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     for _ in range(5):
-        call(ours, inputs("bert"))
+        call(prepared, inputs("bert"))
     results = []
-    for model in (ours, stock):
+    for model in (prepared, stock):
         change(model)
         torch.manual_seed(0)
         results.append([call(model, inputs("bert")) for _ in range(3)])
     assert all(equal(one, other) for one, other in zip(*results, strict=True))
-    assert any("in training mode" in reason for reason in reasons(ours))
+    assert any("in training mode" in reason for reason in reasons(prepared))
 
 
 def test_random_numbers(pair):
@@ -98,36 +98,36 @@ def test_random_numbers(pair):
         return output + torch.rand(output.shape[-1])
 
     noisy.__module__ = "transformers"
-    ours, stock = pair()
+    prepared, stock = pair()
     results = []
-    for model in (ours, stock):
+    for model in (prepared, stock):
         model.pooler.register_forward_hook(noisy)
         torch.manual_seed(0)
         results.append([call(model, inputs("bert")) for _ in range(4)])
     assert all(equal(one, other) for one, other in zip(*results, strict=True))
-    assert counted(ours) == (0, 0) and "it draws random numbers" in reasons(ours)
+    assert counted(prepared) == (0, 0) and "it draws random numbers" in reasons(prepared)
 
 
-def test_overlays_that_are_switched_off(pair):
-    ours, stock = pair()
+def test_a_switched_off_overlay(pair):
+    prepared, stock = pair()
     for _ in range(5):
-        call(ours, inputs("bert"))
-    recorded = counted(ours)[0]
+        call(prepared, inputs("bert"))
+    recorded = counted(prepared)[0]
     hf_rocm.deactivate()
     for seed in range(3):
         given = inputs("bert", seed=seed)
-        assert equal(call(ours, given), call(stock, given))
-    assert counted(ours)[0] == recorded + 1  # along the path of the stock layers
+        assert equal(call(prepared, given), call(stock, given))
+    assert counted(prepared)[0] == recorded + 1  # the stock layers run
 
 
 def test_gradients(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     for _ in range(5):
-        call(ours, inputs("bert"))
-    for model in (ours, stock):
+        call(prepared, inputs("bert"))
+    for model in (prepared, stock):
         model(**inputs("bert")).last_hidden_state.sum().backward()
-    weights = [model.embeddings.word_embeddings.weight.grad for model in (ours, stock)]
-    assert torch.equal(*weights) and reasons(ours) == [
+    weights = [model.embeddings.word_embeddings.weight.grad for model in (prepared, stock)]
+    assert torch.equal(*weights) and reasons(prepared) == [
         "gradients are enabled (torch.no_grad() and torch.inference_mode() disable them)"
     ]
 
@@ -143,69 +143,69 @@ class Logits(nn.Module):
 
 @pytest.mark.filterwarnings("ignore")
 def test_autocast_modes_and_transforms(pair):
-    ours, stock = pair("vit")
+    prepared, stock = pair("vit")
     given = inputs("vit")
     for _ in range(5):
-        call(ours, given)
-    replayed = counted(ours)[1]
+        call(prepared, given)
+    replayed = counted(prepared)[1]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert equal(ours(**given), stock(**given))
+        assert equal(prepared(**given), stock(**given))
     with FlopCounterMode(display=False) as flops:
-        call(ours, given)
+        call(prepared, given)
     assert flops.get_total_flops() > 0
     with torch.no_grad():
-        torch.vmap(lambda x: ours(pixel_values=x).logits)(given["pixel_values"][None])
-        torch.jit.trace(Logits(ours), given["pixel_values"], check_trace=False)
-    assert counted(ours)[1] == replayed
-    assert set(reasons(ours)) >= {
+        torch.vmap(lambda x: prepared(pixel_values=x).logits)(given["pixel_values"][None])
+        torch.jit.trace(Logits(prepared), given["pixel_values"], check_trace=False)
+    assert counted(prepared)[1] == replayed
+    assert set(reasons(prepared)) >= {
         "another tool observes or transforms the call",
         "the call is traced",
         "autocast caches copies of the weights and frees them when it ends",
     }
 
 
-def test_compiled_without_a_break(pair):
-    ours, stock = pair("vit")
+def test_fullgraph_compilation(pair):
+    prepared, stock = pair("vit")
     given = inputs("vit")
     torch._dynamo.reset()
-    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    compiled = torch.compile(prepared, backend="eager", fullgraph=True)
     for _ in range(4):
         assert equal(call(compiled, given), call(stock, given))
-    assert known(ours) is None or counted(ours) == (0, 0)
+    assert known(prepared) is None or counted(prepared) == (0, 0)
     torch._dynamo.reset()
 
 
-def test_a_cache_among_the_outputs(recorded_on_cpu):
+def test_an_output_that_contains_a_cache(recorded_on_cpu):
     torch.manual_seed(0)
     config = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     stock = transformers.LlamaModel(transformers.LlamaConfig(**config, num_hidden_layers=1)).eval()
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     ids = {"input_ids": torch.arange(3, 10)[None]}
     for _ in range(4):
-        assert call(ours, ids).past_key_values.get_seq_length() == 7
-    assert counted(ours) == (0, 0) and "it returns past_key_values as a DynamicCache" in reasons(ours)
+        assert call(prepared, ids).past_key_values.get_seq_length() == 7
+    assert counted(prepared) == (0, 0) and "it returns past_key_values as a DynamicCache" in reasons(prepared)
     for _ in range(4):
         given = {**ids, "use_cache": False}
-        torch.testing.assert_close(call(ours, given).last_hidden_state, call(stock, given).last_hidden_state)
-    assert counted(ours)[1] == 1
+        torch.testing.assert_close(call(prepared, given).last_hidden_state, call(stock, given).last_hidden_state)
+    assert counted(prepared)[1] == 1
 
 
-def test_values_that_are_read_late(pair):
+def test_host_reads_after_device_work(pair):
     def doubled(module, args, output):
         return output * 2 if output.sum() > 0 else output
 
-    doubled.__module__ = "transformers"  # a user's own would be turned away
-    ours, stock = pair()
-    for model in (ours, stock):
+    doubled.__module__ = "transformers"  # a user's own norm would be refused
+    prepared, stock = pair()
+    for model in (prepared, stock):
         model.pooler.register_forward_hook(doubled)
     for seed in range(6):
         given = inputs("bert", seed=seed)
-        assert equal(call(ours, given), call(stock, given))
-    assert counted(ours) == (0, 0) and reasons(ours)[0].startswith("it reads a value on the host that it has")
+        assert equal(call(prepared, given), call(stock, given))
+    assert counted(prepared) == (0, 0) and reasons(prepared)[0].startswith("it reads a value on the host that it has")
 
 
-def test_values_that_follow_from_others(pair):
-    """A second read exists in one path only, and either value of it has a recording."""
+def test_host_reads_that_depend_on_earlier_ones(pair):
+    """The second read happens on one path only, and both of its values have a recording."""
 
     def chosen(module, args, kwargs):
         ids = kwargs["input_ids"]
@@ -214,13 +214,13 @@ def test_values_that_follow_from_others(pair):
         return args, kwargs
 
     chosen.__module__ = "transformers"
-    ours, stock = pair()
-    for model in (ours, stock):
+    prepared, stock = pair()
+    for model in (prepared, stock):
         model.embeddings.register_forward_pre_hook(chosen, with_kwargs=True)
     for seed in range(40):
         given = inputs("bert", seed=seed)
-        assert equal(call(ours, given), call(stock, given))
-    assert counted(ours)[0] == 3 and counted(ours)[1] > 10
+        assert equal(call(prepared, given), call(stock, given))
+    assert counted(prepared)[0] == 3 and counted(prepared)[1] > 10
 
 
 def test_a_shape_whose_recording_fails(pair, monkeypatch):
@@ -229,35 +229,35 @@ def test_a_shape_whose_recording_fails(pair, monkeypatch):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setitem(recorder.factories, "cpu", Failing)
-    ours, stock = pair()
+    prepared, stock = pair()
     for length in range(3, 9):
         for seed in range(3):
             given = inputs("bert", length=length, seed=seed)
-            assert equal(call(ours, given), call(stock, given))
+            assert equal(call(prepared, given), call(stock, given))
     reason = "the forward can't be recorded: operation not permitted when stream is capturing"
-    assert reasons(ours) == [reason] and known(ours).disabled == reason  # after four shapes
+    assert reasons(prepared) == [reason] and known(prepared).disabled == reason  # after four shapes
 
 
 def test_required_graphs(pair, monkeypatch):
-    ours, _ = pair(graphs=True)
-    ours(**inputs("bert"))  # with gradients
-    assert len(reasons(ours)) == 1
+    prepared, _ = pair(graphs=True)
+    prepared(**inputs("bert"))  # with gradients
+    assert len(reasons(prepared)) == 1
     monkeypatch.setitem(recorder.factories, "cpu", _recorder_with(faults.garbage, first=1))
-    ours, _ = pair("vit", graphs=True)
+    prepared, _ = pair("vit", graphs=True)
     with pytest.raises(GraphError, match="graphs are required"):
         for _ in range(4):
-            call(ours, inputs("vit"))
+            call(prepared, inputs("vit"))
     whole = make("bert")
     whole.forward = whole.forward
     with pytest.raises(GraphError, match="graphs are required"):
         hf_rocm.prepare(whole, force=True, graphs=True)
 
 
-def test_a_suspect_stack_records_nothing(recorded_on_cpu, monkeypatch):
+def test_nothing_is_recorded_with_a_known_fault(recorded_on_cpu, monkeypatch):
     monkeypatch.setattr(torch.version, "rocm", "7.2.1", raising=False)
     with simulated("cpu", Device("cpu", rocm=True, arch="gfx942")):
-        ours = hf_rocm.prepare(make("bert"), force=True)
-        (line,) = hf_rocm.explain(ours).forwards
+        prepared = hf_rocm.prepare(make("bert"), force=True)
+        (line,) = hf_rocm.explain(prepared).forwards
     assert "gfx942" in line and "HF_ROCM_GRAPHS=1" in line
 
 
@@ -265,16 +265,16 @@ def test_a_suspect_stack_records_nothing(recorded_on_cpu, monkeypatch):
 @pytest.mark.parametrize("fault", [faults.garbage, faults.product_dropped, faults.not_finite])
 def test_a_wrong_replay_is_noticed_at_the_next_comparison(fault, first, pair, monkeypatch):
     monkeypatch.setitem(recorder.factories, "cpu", _recorder_with(fault, first=first))
-    ours, stock = pair()
+    prepared, stock = pair()
     results = []
     for seed in range(14):
         given = inputs("bert", seed=seed)
-        results.append(equal(call(ours, given), call(stock, given)))
+        results.append(equal(call(prepared, given), call(stock, given)))
     compared = {1: 1, 2: 2, 4: 5, 6: 9}[first]
     (event,) = ledger.events()
     assert event.replays == compared and event.model == "BertModel" and event.operators > 20
     assert results.count(False) == event.unproven == compared - first
-    assert event.reason in known(ours).disabled and known(ours).summary() == (0, 0)
+    assert event.reason in known(prepared).disabled and known(prepared).summary() == (0, 0)
 
 
 def _recorder_with(fault, *, first):
@@ -285,7 +285,7 @@ def _recorder_with(fault, *, first):
 
 
 def _named(operator):
-    """Products are `addmm` here."""
+    """Compute linear layers with `addmm`."""
     if str(operator) not in ("aten.addmm.default", "aten.linear.default"):
         return operator
 

@@ -1,4 +1,4 @@
-"""Small models whose decode steps are recorded on a CPU, and what stock makes of the same calls."""
+"""Small models whose decode steps are recorded on a CPU, and the stock results of the same calls."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ KINDS = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {}),
     "mistral": ("Mistral", {"sliding_window": 10}),
-    # eager is what transformers chooses for it, for its softcap, when it loads a checkpoint
+    # transformers selects eager for it when it loads a checkpoint, because of the softcap
     "gemma2": ("Gemma2", {"sliding_window": 10, "query_pre_attn_scalar": 8, "attn_implementation": "eager"}),
     "gemma3": ("Gemma3", {"sliding_window": 10, "query_pre_attn_scalar": 8, "num_hidden_layers": 3}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-# of single tests
+# used by single tests
 FURTHER = {
     "cohere": ("Cohere", {}),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 10}),
@@ -44,7 +44,7 @@ FURTHER = {
 
 
 def make(kind, **changes):
-    """A model with weights large enough that its tokens differ from one another."""
+    """A model with weights large enough that its tokens differ."""
     name, arguments = {**KINDS, **FURTHER}[kind]
     config_name = "Gemma3TextConfig" if kind == "gemma3" else f"{name}Config"
     config = getattr(transformers, config_name)(**{**COMMON, **arguments, **changes})
@@ -60,7 +60,7 @@ def make(kind, **changes):
 
 @pytest.fixture
 def recorded_on_cpu(monkeypatch):
-    """Steps are recorded on CPUs too; windows move on and buffers grow after a few tokens."""
+    """Record steps on CPUs too. Windows move and buffers grow after a few tokens."""
     monkeypatch.setitem(recorder.factories, "cpu", EmulatedRecorder)
     monkeypatch.setattr(cache_layer, "SLACK", 5)
     monkeypatch.setattr(cache_layer, "LEAST", 16)
@@ -69,7 +69,7 @@ def recorded_on_cpu(monkeypatch):
 
 @pytest.fixture
 def suspect_gpu(recorded_on_cpu, monkeypatch):
-    """The CPU is described as an MI300X under ROCm 7.2.1."""
+    """Describe the CPU as an MI300X with ROCm 7.2.1."""
     monkeypatch.setattr(torch.version, "rocm", "7.2.1", raising=False)
     suspects._warn.cache_clear()
     continuous_batching._warn.cache_clear()
@@ -79,7 +79,9 @@ def suspect_gpu(recorded_on_cpu, monkeypatch):
 
 @pytest.fixture
 def pair(recorded_on_cpu):
-    """(ours, stock) of a kind. graphs: as `prepare` takes it; where it is True, a call that isn't recorded raises."""
+    """(prepared, stock) models of a kind.
+    graphs: the argument of `prepare`; with True, a call that isn't recorded raises.
+    """
 
     def build(kind="llama", *, graphs=True, **changes):
         stock = make(kind, **changes)
@@ -90,13 +92,13 @@ def pair(recorded_on_cpu):
 
 @pytest.fixture
 def ends_asked_late(recorded_on_cpu, monkeypatch):
-    """Calls are asked for their end a step late, as on a GPU."""
+    """Check the end of a call one step late, as on a GPU."""
     monkeypatch.setattr(deferred_stop, "devices", {"cpu"})
     monkeypatch.setattr(torch, "Event", _NoEvent)
 
 
 class _NoEvent:
-    """What a CPU needs of an event: nothing."""
+    """An event that does nothing, for a CPU."""
 
     def __init__(self, **_):
         pass
@@ -123,28 +125,28 @@ def generate(model, inputs=None, *, new=12, seed=None, **arguments):
 
 
 def counted(model):
-    """(recordings, replayed steps) so far."""
+    """(number of recordings, number of replayed steps) so far."""
     state = known(model)
     return (state.recorded, state.replayed)
 
 
-def outlives_steps_of_others(ours, stock, other, inputs, *, first):
-    """What a step of ours returned is there when transformers reads it, though another model's steps came between.
+def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
+    """Check that a step's outputs are still intact when transformers reads them after steps of another model.
 
-    Another thread's would. Recordings share memory; first: ours is recorded before the other's, or after.
+    Another thread may run such steps, and recordings share memory. first: record our step before the other one.
     """
     between = []
-    stocks = ours._update_model_kwargs_for_generation  # it comes between the step and the reading
+    stocks = prepared._update_model_kwargs_for_generation  # runs between the step and the read
 
     def update(*args, **kwargs):
         for run in between:
             run()
         return stocks(*args, **kwargs)
 
-    ours._update_model_kwargs_for_generation = update
-    for model in (ours, other) if first else (other, ours):
+    prepared._update_model_kwargs_for_generation = update
+    for model in (prepared, other) if first else (other, prepared):
         generate(model, inputs)
-    before = counted(ours)[1], counted(other)[1]
+    before = counted(prepared)[1], counted(other)[1]
     between.append(lambda: generate(other, inputs, new=6))
-    assert torch.equal(generate(ours, inputs), generate(stock, inputs))
-    assert counted(ours)[1] == before[0] + 11 and counted(other)[1] == before[1] + 12 * 5
+    assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+    assert counted(prepared)[1] == before[0] + 11 and counted(other)[1] == before[1] + 12 * 5

@@ -1,8 +1,8 @@
-"""Recorded steps on a CPU: the operators that a step ran, on the memory that they ran on.
+"""Record steps on a CPU: a replay runs the recorded operators again, on the same memory.
 
-A replay runs no Python of the model, so whatever a graph on a GPU would get wrong (a length that the host counts, a
-weight that moved, an input that is not copied) is as wrong here. As there, recordings share memory: what one of them
-made is overwritten when another one is replayed.
+A replay runs none of the model's Python code, so it has the same errors as a graph on a GPU: a length that the host
+counts, a weight that moved, an input that is not copied. As on a GPU, recordings share memory: replaying one overwrites
+the results of another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What makes the host wait for a value: a capture on a GPU breaks there.
+# Operators that make the host wait for a value: they break a capture on a GPU.
 SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.equal", "aten.masked_select")
 
 
@@ -25,18 +25,18 @@ class EmulatedRecorder:
         pass
 
     def record(self, run):
-        with _one_at_a_time, Operators() as recording:  # its operators run meanwhile, as they would not on a GPU
+        with _one_at_a_time, Operators() as recording:  # unlike on a GPU, its operators run while they are recorded
             result = run()
         return recording, result
 
 
-# all recordings of the process, of which one is replayed or made at a time
+# all recordings of the process: only one is made or replayed at a time
 _recordings = WeakSet()
 _one_at_a_time = Lock()
 
 
 class Operators(TorchDispatchMode):
-    """Runs operators and keeps them, but for views, which a replay sees the changes of anyway."""
+    """Run operators and record them, except views, whose memory is written by other operators."""
 
     def __init__(self):
         super().__init__()
@@ -47,16 +47,16 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(getattr(each, "__name__", "") == "DTensor" for each in types):
-            return NotImplemented  # it brings the operators on local tensors to us
+        if any(getattr(cls, "__name__", "") == "DTensor" for cls in types):
+            return NotImplemented  # DTensor dispatches the operators on local tensors again
         if str(operator).startswith(SYNCS):
             raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
         result = operator(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         if outputs and all(map(_has_memory, outputs)) and not _is_view(operator, inputs, outputs):
             self.kept.append((operator, args, kwargs, outputs))
-            there = {each.untyped_storage()._cdata for each in inputs}
-            self.made += [each for each in outputs if each.untyped_storage()._cdata not in there]
+            there = {tensor.untyped_storage()._cdata for tensor in inputs}
+            self.made += [output for output in outputs if output.untyped_storage()._cdata not in there]
         return result
 
     def release(self):
@@ -67,9 +67,9 @@ class Operators(TorchDispatchMode):
         self.replays += 1
         with torch.no_grad(), _one_at_a_time:
             for other in list(_recordings):
-                for each in other.made if other is not self else ():
-                    with torch.inference_mode(each.is_inference()):
-                        each.fill_(float("nan") if each.is_floating_point() else 1)
+                for tensor in other.made if other is not self else ():
+                    with torch.inference_mode(tensor.is_inference()):
+                        tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
             for operator, args, kwargs, outputs in self.kept:
                 result = operator(*args, **kwargs)
                 _wait(operator, result)
@@ -79,21 +79,21 @@ class Operators(TorchDispatchMode):
 
 
 def _has_memory(tensor):
-    """Of its own: not one that stands for shapes alone, as DTensor makes them, or that waits for a collective's."""
+    """Whether a tensor has memory: it is not fake, as in DTensor, and not a pending result of a collective."""
     return tensor.device.type == "cpu" and type(tensor).__name__ not in ("FakeTensor", "AsyncCollectiveTensor")
 
 
 def _wait(operator, result):
-    """For a functional collective: its result is there when its work is done."""
+    """Wait for a functional collective."""
     if getattr(operator, "namespace", None) == "_c10d_functional":
-        for each in _tensors(result):
-            torch.ops._c10d_functional.wait_tensor(each)
+        for tensor in _tensors(result):
+            torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def _is_view(operator, inputs, outputs):
-    storages = {each.untyped_storage()._cdata for each in inputs}
-    return not operator._schema.is_mutable and all(each.untyped_storage()._cdata in storages for each in outputs)
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return not operator._schema.is_mutable and all(output.untyped_storage()._cdata in storages for output in outputs)
 
 
 def _tensors(values):
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

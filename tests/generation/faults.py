@@ -1,4 +1,4 @@
-"""Faults of replays, as HIP graphs are reported to have them, planted in steps that are recorded on a CPU."""
+"""Faults of replays, as reported for HIP graphs, injected into steps that are recorded on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.generation.emulator import EmulatedRecorder
 
 
 def recorder_with(fault, *, first, last=10**9):
-    """A kind of recorder whose replays `first` to `last`, counted from 1, have this fault."""
+    """A recorder class whose replays `first` to `last`, counted from 1, have this fault."""
 
     class Faulty(EmulatedRecorder):
         def record(self, run):
@@ -16,7 +16,7 @@ def recorder_with(fault, *, first, last=10**9):
             right, replay, memory = recording.kept, recording.replay, {}
 
             def faulty_replay():
-                wrong = fault(list(right), memory)  # in every replay: it may need what an earlier one read
+                wrong = fault(list(right), memory)  # in every replay: the fault may use inputs of an earlier one
                 if first <= recording.replays + 1 <= last:
                     recording.kept = wrong
                 try:
@@ -31,7 +31,7 @@ def recorder_with(fault, *, first, last=10**9):
 
 
 def stale_input(kept, memory):
-    """The step reads the token of the replay before."""
+    """The step reads the token of the previous replay."""
     index = _first(kept, "embedding")
     operator, (weight, ids, *rest), kwargs, outputs = kept[index]
     before, memory["ids"] = memory.get("ids", ids.clone()), ids.clone()
@@ -40,7 +40,7 @@ def stale_input(kept, memory):
 
 
 def stale_pointer(kept, memory):
-    """A product reads what lay there long ago."""
+    """A GEMM reads an old value of its input."""
     index = _last(kept, "aten.mm")
     operator, (rows, *rest), kwargs, outputs = kept[index]
     old = memory.setdefault("rows", rows.clone())
@@ -55,7 +55,7 @@ def node_dropped(kept, memory):
 
 
 def product_dropped(kept, memory):
-    """A product doesn't run: what follows reads the result of the replay before."""
+    """A GEMM doesn't run: later operators read the result of the previous replay."""
     del kept[_first(kept, "aten.mm")]
     return kept
 
@@ -67,17 +67,17 @@ def writes_reordered(kept, memory):
 
 
 def garbage(kept, memory):
-    """What a product gives is something else."""
+    """The result of a GEMM is wrong."""
     return _spoiled(kept, "aten.mm", lambda result: result.roll(1, -1).mul(-3))
 
 
 def garbage_logits(kept, memory):
-    """The last product's result is something else; the cache is right."""
+    """The result of the last GEMM is wrong; the cache is correct."""
     return _spoiled(kept, "aten.mm", lambda result: result.roll(1, -1).mul(-3), which=-1)
 
 
 def garbage_in_the_cache(kept, memory):
-    """The step's logits are right, its last layer's values are not."""
+    """The logits are correct, but the values of the last layer are wrong."""
     index = _last(kept, "index_copy_")
     operator, (buffer, dim, place, value), _, outputs = kept[index]
     kept.append((lambda: operator(buffer, dim, place, value.roll(1, -1)), (), {}, outputs))
@@ -93,12 +93,12 @@ def stray_write(kept, memory):
 
 
 def not_finite(kept, memory):
-    """The first product's results are not numbers."""
+    """The results of the first GEMM are NaN."""
     return _spoiled(kept, "aten.mm", lambda result: result * float("nan"))
 
 
 def not_finite_logits(kept, memory):
-    """The last product's results are not numbers; the cache is right."""
+    """The results of the last GEMM are NaN; the cache is correct."""
     return _spoiled(kept, "aten.mm", lambda result: result * float("nan"), which=-1)
 
 

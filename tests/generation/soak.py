@@ -1,4 +1,4 @@
-"""Random calls of `generate`: batch, length, padding, sampling, processors, ends, caches, returns."""
+"""Random calls of `generate`: batch size, length, padding, sampling, logits processors, stopping, caches, outputs."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def call(number, *, device="cpu", longest=24):
     return arguments, cache == "brought" and "num_beams" not in arguments
 
 
-def same_tokens(ours, stock, numbers, **form):
-    """Run the calls on both models. Returns how many differ, as their numbers."""
+def same_tokens(prepared, stock, numbers, **form):
+    """Run the calls on both models. Returns the seeds of the calls that differ."""
     differ = []
     for number in numbers:
         arguments, brings = call(number, **form)
         tokens = []
-        for model in (stock, ours):
+        for model in (stock, prepared):
             torch.manual_seed(number)
             cache = {"past_key_values": DynamicCache()} if brings else {}
             result = model.generate(**arguments, **cache)
             tokens.append(result if isinstance(result, torch.Tensor) else result.sequences)
         if not torch.equal(*tokens):
             differ.append(number)
-    assert known(ours).disabled is None and not known(ours).turned_away
+    assert known(prepared).disabled is None and not known(prepared).turned_away
     return differ

@@ -1,4 +1,4 @@
-"""What an uncaptured decode step of a prepared model costs the host, in calls of Python functions."""
+"""The host cost of an uncaptured decode step of a prepared model, in calls of Python functions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import hf_rocm
 from hf_rocm import ops
 
 LAYERS = 8
-MOST_CALLS = 1300  # of a step; stock makes 1,184 in transformers 5.23 with torch 2.13
-MOST_FILES = 9  # of hf_rocm's modules, in one decoder layer's call; the model's overlay is not one of them
+MOST_CALLS = 1300  # per step; stock makes 1,184 in transformers 5.23 with torch 2.13
+MOST_FILES = 9  # modules of hf_rocm entered in one call of a decoder layer, without the overlay
 NEWEST = transformers.__version__.startswith("5.23")
 PACKAGE = str(Path(hf_rocm.__file__).parent)
-OVERLAYS = str(Path(PACKAGE, "_overlays"))  # in an installed package; a checkout has them elsewhere
+OVERLAYS = str(Path(PACKAGE, "_overlays"))  # in an installed package; a checkout has another path
 
-pytestmark = pytest.mark.skipif(not NEWEST, reason="other releases make other calls of their own")
+pytestmark = pytest.mark.skipif(not NEWEST, reason="the number of stock calls differs in other releases")
 
 
 @pytest.fixture(scope="module")
@@ -68,31 +68,31 @@ def calls(function: Callable[[], object]) -> Counter[str]:
 
 
 def calls_of_a_step(model: Any) -> int:
-    """By the difference of a longer and a shorter call, once both ran."""
+    """Measured as the difference of a longer and a shorter call, after a warm-up of both."""
     for _ in range(2):
         generate(model, 9)
     return calls(lambda: generate(model, 9)).total() - calls(lambda: generate(model, 8)).total()
 
 
 def test_an_uncaptured_step_makes_few_calls(pair) -> None:
-    stock, ours = pair
+    stock, prepared = pair
     with ops.recording() as routes:
-        tokens = generate(ours, 8)
+        tokens = generate(prepared, 8)
     assert torch.equal(tokens, generate(stock, 8))
     steps = Counter(route.operation for route in routes)
-    # every product but o_proj's and down_proj's is one of fused weights: q/k/v, gate/up
+    # all linear layers except o_proj and down_proj are fused: q/k/v, gate/up
     per_step = {"linear": 2, "rms_norm": 1, "add_rms_norm": 1, "rope": 1, "attention": 1, "act_and_mul": 1}
     final_norms = {"rms_norm": 1}
     assert steps == {name: 8 * (count * LAYERS + final_norms.get(name, 0)) for name, count in per_step.items()}
     sizes = {route.shapes[1] for route in routes if route.operation == "linear"}
     assert sizes == {(4 * 16 + 2 * 2 * 16, 64), (2 * 96, 64)}
-    assert calls_of_a_step(ours) <= MOST_CALLS
+    assert calls_of_a_step(prepared) <= MOST_CALLS
     assert calls_of_a_step(stock) < MOST_CALLS
 
 
-def test_a_layer_visits_few_files(pair) -> None:
-    _, ours = pair
-    layer = ours.model.layers[3]
+def test_a_layer_enters_few_modules(pair) -> None:
+    _, prepared = pair
+    layer = prepared.model.layers[3]
     files: list[set[str]] = []
 
     inner = type(layer).__call__
@@ -107,6 +107,6 @@ def test_a_layer_visits_few_files(pair) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(layer), "__call__", watched)
-        generate(ours, 8)
+        generate(prepared, 8)
     assert len(files) == 8
     assert len(files[-1]) <= MOST_FILES, sorted(file.removeprefix(PACKAGE) for file in files[-1])

@@ -1,4 +1,4 @@
-"""Which calls are recorded, which are not and why, and what is kept between them."""
+"""The calls that are recorded, the reasons why others are not, and the state kept between calls."""
 
 from __future__ import annotations
 
@@ -33,116 +33,116 @@ UNCAPTURED = [
 
 
 @pytest.mark.parametrize(("arguments", "reason"), UNCAPTURED)
-def test_what_is_not_recorded_runs_as_in_stock_and_says_why(arguments, reason, pair):
-    ours, stock = pair(graphs=None)
+def test_calls_that_are_not_recorded_run_as_in_stock_with_a_reason(arguments, reason, pair):
+    prepared, stock = pair(graphs=None)
     rows = 1 if "prompt_lookup_num_tokens" in arguments else 2
     results = []
-    for model in (ours, stock):
-        given = {name: each() if callable(each) else each for name, each in arguments.items()}
+    for model in (prepared, stock):
+        given = {name: value() if callable(value) else value for name, value in arguments.items()}
         results.append(generate(model, prompt(rows=rows), **given))
-    tokens = [each if isinstance(each, torch.Tensor) else each.sequences for each in results]
+    tokens = [result if isinstance(result, torch.Tensor) else result.sequences for result in results]
     assert torch.equal(*tokens)
-    assert counted(ours) == (0, 0)
-    assert [found for found in known(ours).turned_away if reason in found]
+    assert counted(prepared) == (0, 0)
+    assert [result for result in known(prepared).turned_away if reason in result]
 
 
 def test_required_graphs_raise_with_the_reason(pair, monkeypatch):
-    ours, _ = pair(graphs=True)
+    prepared, _ = pair(graphs=True)
     with pytest.raises(GraphError, match="no cache"):
-        generate(ours, use_cache=False)
+        generate(prepared, use_cache=False)
     monkeypatch.delitem(recorder.factories, "cpu")
     with pytest.raises(GraphError, match="on cpu"):
-        generate(ours)
+        generate(prepared)
 
 
-def test_the_variable_switches_them(recorded_on_cpu):
+def test_the_environment_variable_switches_them(recorded_on_cpu):
     for switch, replays in ((options.Switch.OFF, False), (options.Switch.AUTO, True), (options.Switch.REQUIRED, True)):
         with options.override(graphs=switch):
-            ours = hf_rocm.prepare(make("llama"), force=True)
-            generate(ours)
-        assert (known(ours) is not None and counted(ours)[1] > 0) is replays
+            prepared = hf_rocm.prepare(make("llama"), force=True)
+            generate(prepared)
+        assert (known(prepared) is not None and counted(prepared)[1] > 0) is replays
 
 
-def test_nothing_is_asked_of_the_users_generation_config(pair, tmp_path):
-    ours, _ = pair()
-    before = ours.generation_config.to_dict()
-    generate(ours, generation_config=GenerationConfig(max_new_tokens=12, do_sample=False))
-    assert ours.generation_config.to_dict() == before
-    ours.save_pretrained(tmp_path)
+def test_the_users_generation_config_is_unchanged(pair, tmp_path):
+    prepared, _ = pair()
+    before = prepared.generation_config.to_dict()
+    generate(prepared, generation_config=GenerationConfig(max_new_tokens=12, do_sample=False))
+    assert prepared.generation_config.to_dict() == before
+    prepared.save_pretrained(tmp_path)
     saved = GenerationConfig.from_pretrained(tmp_path)
     assert getattr(saved, "cache_implementation", None) is None
 
 
-def test_what_belongs_to_a_model_goes_with_it(pair):
-    ours, _ = pair()
-    generate(ours)
-    cache = known(ours).pool._idle[0].cache
+def test_the_state_of_a_model_is_freed_with_it(pair):
+    prepared, _ = pair()
+    generate(prepared)
+    cache = known(prepared).pool._idle[0].cache
     watched = [weakref.ref(cache), weakref.ref(cache.layers[0].keys)]
     gc.collect()
     gc.disable()
     try:
-        del ours, cache
-        assert [each() for each in watched] == [None, None]
+        del prepared, cache
+        assert [reference() for reference in watched] == [None, None]
     finally:
         gc.enable()
 
 
 def test_idle_caches_are_bounded(pair):
-    ours, _ = pair()
-    generate(ours)
-    _, nbytes = known(ours).pool.summary()
+    prepared, _ = pair()
+    generate(prepared)
+    _, nbytes = known(prepared).pool.summary()
     with options.override(graphs_memory=str(int(2.5 * nbytes))):
         for rows in (2, 1, 2, 1):
-            generate(ours, prompt(rows=rows))
-        assert known(ours).pool.summary()[0] == 2
-        generate(ours, prompt(rows=3))
-        assert known(ours).pool.summary()[1] <= 2.5 * nbytes
+            generate(prepared, prompt(rows=rows))
+        assert known(prepared).pool.summary()[0] == 2
+        generate(prepared, prompt(rows=3))
+        assert known(prepared).pool.summary()[1] <= 2.5 * nbytes
     with options.override(graphs_memory="0"):
-        generate(ours)
-    assert known(ours).pool.summary() == (0, 0)
+        generate(prepared)
+    assert known(prepared).pool.summary() == (0, 0)
 
 
-def test_a_step_that_depends_on_what_the_host_counts_is_found_out(pair):
-    """A length as a Python number would be the same in every replay: no token comes from such a recording."""
-    ours, stock = pair(graphs=None)
+def test_a_step_that_depends_on_a_host_counter_is_detected(pair):
+    """A length that is a Python number would be constant in every replay. No token may come from such a recording."""
+    prepared, stock = pair(graphs=None)
 
     def shift(module, args, output):
         output.last_hidden_state = output.last_hidden_state.roll(_seen(output.past_key_values), -1)
         return output
 
-    shift.__module__ = "transformers"  # a user's own would be turned away
-    for model in (ours, stock):
+    shift.__module__ = "transformers"  # a user's own class would be refused
+    for model in (prepared, stock):
         model.model.register_forward_hook(shift)
-    assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours) == (1, 0)
-    assert "differed from the step itself" in known(ours).disabled
-    assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours) == (1, 0)
+    assert torch.equal(generate(prepared), generate(stock))
+    assert counted(prepared) == (1, 0)
+    assert "differed from the step itself" in known(prepared).disabled
+    assert torch.equal(generate(prepared), generate(stock))
+    assert counted(prepared) == (1, 0)
 
 
 def _seen(cache):
-    """What a model could do that counts on the host."""
+    """A forward that counts on the host."""
     if isinstance(cache, DecodeCache):
         return cache.layers[0].rows
     return int(cache.get_seq_length())
 
 
 def test_a_step_that_waits_for_the_device_is_not_recorded(pair):
-    ours, stock = pair(graphs=None)
+    prepared, stock = pair(graphs=None)
 
     def wait(module, args, output):
         return output * (1 + bool(output.isnan().any()))
 
-    wait.__module__ = "transformers"  # a user's own would be turned away
-    for model in (ours, stock):
+    wait.__module__ = "transformers"  # a user's own class would be refused
+    for model in (prepared, stock):
         model.lm_head.register_forward_hook(wait)
-    assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours) == (0, 0)
-    assert "can't be recorded: operation not permitted" in known(ours).disabled
+    assert torch.equal(generate(prepared), generate(stock))
+    assert counted(prepared) == (0, 0)
+    assert "can't be recorded: operation not permitted" in known(prepared).disabled
 
 
-def test_an_error_in_a_call_leaves_the_next_one_right(pair):
-    ours, stock = pair()
+def test_the_call_after_an_error_is_correct(pair):
+    prepared, stock = pair()
 
     class Stop(Exception):
         pass
@@ -159,8 +159,8 @@ def test_an_error_in_a_call_leaves_the_next_one_right(pair):
             pass
 
     with pytest.raises(Stop):
-        generate(ours, streamer=Breaking(), inputs=prompt(rows=1))
-    assert torch.equal(generate(ours, prompt(rows=1)), generate(stock, prompt(rows=1)))
+        generate(prepared, streamer=Breaking(), inputs=prompt(rows=1))
+    assert torch.equal(generate(prepared, prompt(rows=1)), generate(stock, prompt(rows=1)))
 
 
 def test_lengths_are_rounded_up_by_a_quarter_at_most():
@@ -172,19 +172,19 @@ def test_lengths_are_rounded_up_by_a_quarter_at_most():
     assert len({bucket(tokens) for tokens in range(1, 5000)}) < 20
 
 
-def test_explain_tells_what_was_recorded_and_what_was_not(pair):
-    ours, _ = pair(graphs=None)
-    generate(ours)
-    generate(ours, use_cache=False)
-    told = hf_rocm.explain(ours).decoding
-    assert told[:2] == ("steps are recorded and replayed", "1 steps recorded, 8 replayed in 1 calls of generate")
-    assert "uncaptured × 1: the call uses no cache" in told
-    off = hf_rocm.explain(hf_rocm.prepare(ours, force=True, graphs=False))
+def test_explain_lists_recorded_and_uncaptured_calls(pair):
+    prepared, _ = pair(graphs=None)
+    generate(prepared)
+    generate(prepared, use_cache=False)
+    explanation = hf_rocm.explain(prepared).decoding
+    assert explanation[:2] == ("steps are recorded and replayed", "1 steps recorded, 8 replayed in 1 calls of generate")
+    assert "uncaptured × 1: the call uses no cache" in explanation
+    off = hf_rocm.explain(hf_rocm.prepare(prepared, force=True, graphs=False))
     assert off.decoding[0] == "steps run uncaptured: graphs are switched off"
     assert not any("recorded" in sentence for sentence in off.decoding)
     assert "graphs are switched off" in str(off)
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_a_step_returned_outlives_the_steps_of_others(first, pair):
+def test_outputs_of_a_step_survive_steps_of_other_models(first, pair):
     outlives_steps_of_others(*pair(), pair("qwen3")[0], prompt(), first=first)

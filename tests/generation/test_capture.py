@@ -1,4 +1,4 @@
-"""`random_state_in_capture`: what a recording would refuse is answered, and only within the block."""
+"""`random_state_in_capture` allows reading the random state during a capture, and only within the block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STATE = torch.arange(16, dtype=torch.uint8)
 
 
 class Gpu:
-    """A GPU's generator, which refuses to be read or written while a recording runs, as PyTorch's did up to 2.9."""
+    """A GPU's generator that can't be read or written during a capture, as in PyTorch up to 2.9."""
 
     def __init__(self) -> None:
         self.capturing = False
@@ -35,42 +35,42 @@ class Gpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    found = Gpu()
+    result = Gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: result.capturing)
     for module in (torch.cuda, torch.cuda.random):
-        monkeypatch.setattr(module, "get_rng_state", found.read)
-        monkeypatch.setattr(module, "set_rng_state", found.write)
-    return found
+        monkeypatch.setattr(module, "get_rng_state", result.read)
+        monkeypatch.setattr(module, "set_rng_state", result.write)
+    return result
 
 
 def preserve_random_state() -> None:
-    """What Dynamo does around a compilation."""
+    """Save and restore the random state, as Dynamo does around a compilation."""
     state = torch.cuda.get_rng_state()
     torch.cuda.random.set_rng_state(state + 1)
 
 
-def test_without_it_a_recording_refuses(gpu: Gpu) -> None:
+def test_without_the_block_a_capture_fails(gpu: Gpu) -> None:
     gpu.capturing = True
     with nullcontext(), pytest.raises(RuntimeError, match="during CUDA graph capture"):
         preserve_random_state()
 
 
-def test_within_it_reads_give_the_state_at_entry_and_writes_are_left_out(gpu: Gpu) -> None:
+def test_within_the_block_reads_return_the_initial_state_and_writes_are_ignored(gpu: Gpu) -> None:
     with hf_rocm.random_state_in_capture():
         gpu.capturing = True
         preserve_random_state()
         for device in ("cuda", "cuda:0", 0, torch.device("cuda")):
             assert torch.equal(torch.cuda.get_rng_state(device), STATE)
-        torch.cuda.get_rng_state().zero_()  # the caller's own copy
+        torch.cuda.get_rng_state().zero_()  # a copy that the caller may change
         assert torch.equal(torch.cuda.random.get_rng_state(), STATE)
         gpu.capturing = False
         assert torch.equal(gpu.state, STATE)
 
 
-def test_where_pytorch_answers_itself_it_is_left_to_it(gpu: Gpu) -> None:
+def test_it_does_nothing_if_pytorch_can_read_the_state(gpu: Gpu) -> None:
     gpu.refuses = False
     with hf_rocm.random_state_in_capture():
         gpu.capturing = True
@@ -79,14 +79,14 @@ def test_where_pytorch_answers_itself_it_is_left_to_it(gpu: Gpu) -> None:
     assert torch.equal(gpu.state, STATE + 2)
 
 
-def test_seeding_on_purpose_is_refused_as_before(gpu: Gpu) -> None:
+def test_explicit_seeding_still_fails(gpu: Gpu) -> None:
     with hf_rocm.random_state_in_capture():
         gpu.capturing = True
         with pytest.raises(RuntimeError, match="during CUDA graph capture"):
             torch.cuda.set_rng_state(STATE)
 
 
-def test_an_error_outside_of_a_recording_stays_one(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_outside_of_a_capture_is_raised(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(device: object = "cuda") -> torch.Tensor:
         raise RuntimeError("device lost")
 
@@ -95,13 +95,13 @@ def test_an_error_outside_of_a_recording_stays_one(gpu: Gpu, monkeypatch: pytest
         torch.cuda.get_rng_state()
 
 
-def test_outside_of_a_recording_nothing_changes(gpu: Gpu) -> None:
+def test_outside_of_a_capture_nothing_changes(gpu: Gpu) -> None:
     with hf_rocm.random_state_in_capture():
         preserve_random_state()
         assert torch.equal(torch.cuda.get_rng_state(), STATE + 1) and torch.equal(gpu.state, STATE + 1)
 
 
-def test_it_is_gone_after_the_block_also_after_an_error_and_when_nested(gpu: Gpu) -> None:
+def test_it_is_undone_after_the_block_after_errors_and_when_nested(gpu: Gpu) -> None:
     with pytest.raises(ZeroDivisionError), hf_rocm.random_state_in_capture(), hf_rocm.random_state_in_capture():
         raise ZeroDivisionError
     for module in (torch.cuda, torch.cuda.random):

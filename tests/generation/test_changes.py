@@ -1,4 +1,4 @@
-"""What is done to a model between two calls shows in the next: no recording outlives what it was made of."""
+"""Changes of a model between two calls take effect in the next: outdated recordings are not replayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.generation.conftest import counted, generate
 
 
 class Adapter(nn.Module):
-    """A low-rank adapter around a layer, as PEFT puts it there: switched and scaled by plain attributes."""
+    """A low-rank adapter around a layer, like PEFT's: switched and scaled by plain attributes."""
 
     def __init__(self, base):
         super().__init__()
@@ -37,7 +37,7 @@ def value_of(model):
     return model.model.layers[0].self_attn.v_proj
 
 
-Adapter.__module__ = "peft.tuners.lora.layer"  # as PEFT's: code of the user's own would be turned away
+Adapter.__module__ = "peft.tuners.lora.layer"  # as in PEFT: a user's own class would be refused
 
 
 def moved(model):
@@ -54,7 +54,7 @@ def replaced(model):
 
 
 def loaded(model):
-    model.load_state_dict({name: each * 0.7 for name, each in model.state_dict().items()})
+    model.load_state_dict({name: tensor * 0.7 for name, tensor in model.state_dict().items()})
 
 
 def adapted(model):
@@ -71,75 +71,75 @@ def normalised(model):
 
 
 @pytest.mark.parametrize("change", [moved, written, replaced, loaded, adapted, in_eager, normalised])
-def test_a_change_shows_in_the_next_call(change, pair):
-    ours, stock = pair()
+def test_a_change_takes_effect_in_the_next_call(change, pair):
+    prepared, stock = pair()
     before = generate(stock)
     for _ in range(2):
-        assert torch.equal(generate(ours), before)
-    for model in (ours, stock):
+        assert torch.equal(generate(prepared), before)
+    for model in (prepared, stock):
         change(model)
     after = generate(stock)
-    replayed = counted(ours)[1]
+    replayed = counted(prepared)[1]
     for _ in range(2):
-        assert torch.equal(generate(ours), after)
-    assert counted(ours)[1] > replayed and known(ours).disabled is None
+        assert torch.equal(generate(prepared), after)
+    assert counted(prepared)[1] > replayed and known(prepared).disabled is None
     assert change is in_eager or not torch.equal(before, after)
 
 
-def test_adapters_take_turns(pair):
-    """Each has a recording, and coming back to one records nothing."""
-    ours, stock = pair()
-    for model in (ours, stock):
+def test_switching_between_adapters(pair):
+    """Every adapter has a recording, and switching back records nothing."""
+    prepared, stock = pair()
+    for model in (prepared, stock):
         adapted(model)
     recorded = []
     for active, scale in (("a", 1.0), ("b", 1.0), ("a", 1.0), ("b", 2.0), ("b", 1.0), ("a", 1.0)):
-        for model in (ours, stock):
+        for model in (prepared, stock):
             value_of(model).active_adapters = [active]
             value_of(model).scaling["b"] = scale
-        assert torch.equal(generate(ours), generate(stock))
-        recorded.append(counted(ours)[0])
+        assert torch.equal(generate(prepared), generate(stock))
+        recorded.append(counted(prepared)[0])
     assert recorded == [1, 2, 2, 3, 3, 3]
 
 
-def test_a_moved_weight_leaves_nothing_behind_that_is_replayed(pair):
-    """The fused block is forgotten with the weights, in the uncaptured step as in the recorded one."""
-    ours, stock = pair()
-    generate(ours)
+def test_no_recording_of_a_moved_weight_is_replayed(pair):
+    """The fused block is freed with the old weights, in uncaptured and in recorded steps."""
+    prepared, stock = pair()
+    generate(prepared)
     for _ in range(3):
-        moved(ours)
+        moved(prepared)
         moved(stock)
-        assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours)[0] == 4
+        assert torch.equal(generate(prepared), generate(stock))
+    assert counted(prepared)[0] == 4
 
 
 def test_a_copy_decodes_with_its_own_weights(pair):
-    ours, stock = pair()
-    generate(ours)
-    twin, stock_twin = copy.deepcopy(ours), copy.deepcopy(stock)
+    prepared, stock = pair()
+    generate(prepared)
+    twin, stock_twin = copy.deepcopy(prepared), copy.deepcopy(stock)
     assert known(twin) is None
     for model in (twin, stock_twin):
         written(model)
     assert torch.equal(generate(twin), generate(stock_twin))
-    assert torch.equal(generate(ours), generate(stock))
-    assert not torch.equal(generate(twin), generate(ours))
-    assert counted(twin)[1] and counted(ours)[0] == 1
+    assert torch.equal(generate(prepared), generate(stock))
+    assert not torch.equal(generate(twin), generate(prepared))
+    assert counted(twin)[1] and counted(prepared)[0] == 1
 
 
 def test_a_pickled_model_decodes_again(pair):
-    ours, stock = pair()
-    generate(ours)
-    again = pickle.loads(pickle.dumps(ours))
+    prepared, stock = pair()
+    generate(prepared)
+    again = pickle.loads(pickle.dumps(prepared))
     assert torch.equal(generate(again), generate(stock))
     assert counted(again)[1]
 
 
 def test_preparing_twice_and_restoring(pair):
-    ours, stock = pair()
-    generate(ours)
-    assert hf_rocm.prepare(ours, force=True) is ours
-    assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours)[1]  # still required, as it was asked for at first
-    hf_rocm.restore(ours)
-    assert known(ours) is None and not any(name.startswith("_hf_rocm") for name in ours.__dict__)
-    assert torch.equal(generate(ours), generate(stock))
-    assert known(ours) is None
+    prepared, stock = pair()
+    generate(prepared)
+    assert hf_rocm.prepare(prepared, force=True) is prepared
+    assert torch.equal(generate(prepared), generate(stock))
+    assert counted(prepared)[1]  # graphs are still required, as in the first call of `prepare`
+    hf_rocm.restore(prepared)
+    assert known(prepared) is None and not any(name.startswith("_hf_rocm") for name in prepared.__dict__)
+    assert torch.equal(generate(prepared), generate(stock))
+    assert known(prepared) is None

@@ -1,4 +1,4 @@
-"""torch.compile: our settings reach the compiler, the user's win, nothing of PyTorch's is changed, and it comes off."""
+"""torch.compile: hf_rocm's settings are passed to the compiler, the user's take precedence, restore removes them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What reaches the compiler, which then runs the graph as it is."""
+    """Record the settings passed to the compiler, then run the graph uncompiled."""
     seen: list[dict] = []
 
     def compile_fx(graph, inputs, config_patches=None, **rest):
@@ -51,24 +51,24 @@ def run(model):
         return model(input_ids=IDS).logits
 
 
-def test_the_safe_settings_reach_the_compiler_and_nothing_else(model, compiled):
+def test_only_the_safe_settings_are_passed_to_the_compiler(model, compiled):
     from torch._inductor import config
 
     before = copy.deepcopy(config.get_config_copy())
     expected = run(model)
     assert hf_rocm.compile(model, force=True) is model
     assert torch.equal(run(model), expected)
-    assert compiled and all(each.items() >= compiling.SETTINGS.items() for each in compiled)
+    assert compiled and all(options.items() >= compiling.SETTINGS.items() for options in compiled)
     assert config.get_config_copy() == before
 
 
-def test_without_rocm_and_unforced_a_model_is_compiled_as_pytorch_would(model, compiled):
+def test_without_rocm_and_force_a_model_is_compiled_as_in_stock(model, compiled):
     hf_rocm.compile(model)
     run(model)
-    assert compiled and not any(set(each) & set(compiling.SETTINGS) for each in compiled)
+    assert compiled and not any(set(options) & set(compiling.SETTINGS) for options in compiled)
 
 
-def test_what_the_user_asks_for_wins():
+def test_settings_of_the_user_have_precedence():
     options = compiling.arguments({"mode": "reduce-overhead", "options": {"memory_planning": True}})["options"]
     assert options["triton.cudagraphs"] is True and options["memory_planning"] is True
     assert options["max_autotune_gemm_backends"] == "ATEN"
@@ -79,12 +79,12 @@ def test_what_the_user_asks_for_wins():
     }
 
 
-def test_an_override_that_pytorch_does_not_know_is_its_error(model, compiled):
+def test_an_unknown_override_raises_pytorchs_error(model, compiled):
     with pytest.raises(RuntimeError, match="no_such_option"):
         hf_rocm.compile(model, force=True, options={"no_such_option": 1})
 
 
-def test_restore_takes_our_compilation_off_and_leaves_others(model):
+def test_restore_removes_only_hf_rocms_compilation(model):
     hf_rocm.compile(model, backend="eager")
     assert model._compiled_call_impl is not None
     hf_rocm.restore(model)
@@ -101,8 +101,8 @@ def generate(model, **arguments):
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """The arguments with which transformers calls torch.compile, which then compiles nothing."""
+def requests(monkeypatch):
+    """Record the arguments with which transformers calls torch.compile, and compile nothing."""
     seen: list[dict] = []
 
     def compile(function, **arguments):
@@ -114,37 +114,37 @@ def asked(monkeypatch):
     return seen
 
 
-def test_what_transformers_compiles_by_itself_gets_the_settings(model, asked):
+def test_compilation_by_transformers_uses_the_settings(model, requests):
     expected = generate(model)
-    assert [each["mode"] for each in asked] == ["reduce-overhead"]  # stock's own
+    assert [options["mode"] for options in requests] == ["reduce-overhead"]  # the setting of stock
     hf_rocm.prepare(model, force=True, graphs=False)
     assert torch.equal(generate(model), expected)
-    assert asked[1]["mode"] is None and asked[1]["options"] == dict(compiling.SETTINGS)
+    assert requests[1]["mode"] is None and requests[1]["options"] == dict(compiling.SETTINGS)
     hf_rocm.restore(model)
     assert torch.equal(generate(model), expected)
-    assert asked[2]["mode"] == "reduce-overhead" and not asked[2]["options"]
+    assert requests[2]["mode"] == "reduce-overhead" and not requests[2]["options"]
 
 
-def test_a_config_of_the_users_is_left_alone(model, asked):
+def test_a_users_compile_config_is_unchanged(model, requests):
     config = transformers.CompileConfig(mode="max-autotune", dynamic=True)
     hf_rocm.prepare(model, force=True, graphs=False)
     generate(model, compile_config=config)
-    assert [(each["mode"], each["options"]) for each in asked] == [("max-autotune", None)]
+    assert [(options["mode"], options["options"]) for options in requests] == [("max-autotune", None)]
 
 
-def test_copies_and_pickles_keep_the_settings(model, asked):
+def test_copies_and_pickles_keep_the_settings(model, requests):
     hf_rocm.prepare(model, force=True, graphs=False)
-    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        generate(each)
-    assert [each["mode"] for each in asked] == [None, None]
+    for dump in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        generate(dump)
+    assert [options["mode"] for options in requests] == [None, None]
 
 
-def test_a_model_on_the_cpu_that_nobody_forced_compiles_as_stock(model):
+def test_a_model_on_the_cpu_compiles_like_stock_without_force(model):
     model.__dict__[compiling.AUTOMATIC] = "gpu"
     assert compiling.automatic(model, None) is None
 
 
-def test_both_ways_of_setting_tf32_are_refused_in_our_words(model, monkeypatch):
+def test_mixing_both_tf32_settings_raises_a_clear_error(model, monkeypatch):
     class Mixed:
         @property
         def allow_tf32(self):
@@ -155,10 +155,10 @@ def test_both_ways_of_setting_tf32_are_refused_in_our_words(model, monkeypatch):
         hf_rocm.compile(model)
 
 
-def test_an_allocator_setting_that_goes_wrong_is_warned_of(model, monkeypatch, caplog):
+def test_a_faulty_allocator_setting_causes_a_warning(model, monkeypatch, caplog):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128")
     compiling.check()
-    assert not caplog.records  # NVIDIA's takes both
+    assert not caplog.records  # NVIDIA builds accept both
     monkeypatch.setattr(compiling, "is_rocm", lambda: True)
     compiling.check()
     assert "max_split_size_mb" in caplog.text

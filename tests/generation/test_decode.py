@@ -1,4 +1,4 @@
-"""Recorded steps give stock's tokens, and they are what gave them."""
+"""Recorded steps return stock's tokens, and the tests check that steps were replayed."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from tests.generation.conftest import KINDS, counted, generate, prompt
 FIVE = Version(transformers.__version__) >= Version("5")
 SERVED = [kind for kind in KINDS if FIVE or kind != "mixtral"]
 
-# a call's steps after the prompt's that run uncaptured: seen, recorded, compared
+# steps after the prompt that run uncaptured: the first, the recorded one, the compared one
 FIRST = 3
 
 
 @pytest.mark.parametrize("kind", SERVED)
 @pytest.mark.parametrize("padded", [0, 3])
-def test_greedy_tokens_are_stocks_past_every_window(kind, padded, pair):
-    ours, stock = pair(kind)
+def test_greedy_tokens_equal_stock_beyond_every_window(kind, padded, pair):
+    prepared, stock = pair(kind)
     inputs = prompt(padded=padded)
-    assert torch.equal(generate(ours, inputs, new=25), generate(stock, inputs, new=25))
-    assert counted(ours) == (1, 24 - FIRST)
+    assert torch.equal(generate(prepared, inputs, new=25), generate(stock, inputs, new=25))
+    assert counted(prepared) == (1, 24 - FIRST)
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 10, 11, 23])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
 def test_prompts_of_any_length(kind, length, pair):
-    ours, stock = pair(kind)
+    prepared, stock = pair(kind)
     inputs = prompt(length=length)
-    assert torch.equal(generate(ours, inputs), generate(stock, inputs))
-    assert counted(ours) == (1, 11 - FIRST)
+    assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+    assert counted(prepared) == (1, 11 - FIRST)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_sampling_draws_what_stock_draws(kind, pair):
-    ours, stock = pair(kind)
+def test_sampling_draws_the_same_tokens_as_stock(kind, pair):
+    prepared, stock = pair(kind)
     how = {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3, "repetition_penalty": 1.2}
     for seed in (0, 1):
-        assert torch.equal(generate(ours, seed=seed, **how), generate(stock, seed=seed, **how))
+        assert torch.equal(generate(prepared, seed=seed, **how), generate(stock, seed=seed, **how))
     assert torch.equal(torch.rand(3), _after(stock, how))
-    assert counted(ours) == (1, 11 - FIRST + 11)
+    assert counted(prepared) == (1, 11 - FIRST + 11)
 
 
 def _after(stock, how):
@@ -52,19 +52,19 @@ def _after(stock, how):
     return torch.rand(3)
 
 
-def test_several_sequences_of_a_prompt(pair):
-    ours, stock = pair()
+def test_several_sequences_per_prompt(pair):
+    prepared, stock = pair()
     how = {"do_sample": True, "num_return_sequences": 3}
-    assert torch.equal(generate(ours, seed=0, **how), generate(stock, seed=0, **how))
-    assert counted(ours) == (1, 11 - FIRST)
+    assert torch.equal(generate(prepared, seed=0, **how), generate(stock, seed=0, **how))
+    assert counted(prepared) == (1, 11 - FIRST)
 
 
-# no token comes twice, so that one of them can be the end
+# no token is repeated, so that one of them can be the end token
 VARIED = {"repetition_penalty": 9.0}
 
 
 class Streamer:
-    """Keeps what it is handed."""
+    """A streamer that keeps its tokens."""
 
     def __init__(self):
         self.tokens, self.ended = [], 0
@@ -80,37 +80,37 @@ class Streamer:
 def test_streaming(late, pair, request):
     if late:
         request.getfixturevalue("ends_asked_late")
-    ours, stock = pair()
+    prepared, stock = pair()
     ends = generate(stock, prompt(rows=1), **VARIED)[0, 15].item()
     streamers = Streamer(), Streamer()
-    for model, streamer in zip((ours, stock), streamers, strict=True):
+    for model, streamer in zip((prepared, stock), streamers, strict=True):
         generate(model, prompt(rows=1), streamer=streamer, eos_token_id=ends, **VARIED)
     assert len(streamers[0].tokens) == 1 + 16 - 7
     assert streamers[0].tokens == streamers[1].tokens and streamers[0].ended == 1
-    assert counted(ours)[1]
+    assert counted(prepared)[1]
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18), (99, 99)])
-def test_several_ends(at, late, pair, request):
-    """Rows end at different steps, at the same, at the last, never; asked a step late, no token more comes out."""
+def test_rows_end_at_different_steps(at, late, pair, request):
+    """At different steps, at the same, at the last, never. The late check returns no extra token."""
     if late:
         request.getfixturevalue("ends_asked_late")
-    ours, stock = pair()
+    prepared, stock = pair()
     free = generate(stock, **VARIED)
     never = next(token for token in range(3, 61) if token not in free)
     ends = [row[place].item() if place < 19 else never for row, place in zip(free, at, strict=True)]
     how = {"eos_token_id": ends, "pad_token_id": 0, **VARIED}
     for _ in range(2):
         expected = generate(stock, **how)
-        assert torch.equal(generate(ours, **how), expected)
+        assert torch.equal(generate(prepared, **how), expected)
     first = [next((place for place in range(7, 19) if row[place] in ends), 18) for row in free]
     assert expected.shape[1] == max(first) + 1
 
 
-def test_asking_late_is_left_where_the_extra_step_would_show(pair, ends_asked_late):
-    """The user's own criterion is asked once a token, and sampling draws no number more than stock."""
-    ours, stock = pair()
+def test_the_late_check_is_disabled_where_the_extra_step_is_observable(pair, ends_asked_late):
+    """A user's criterion is called once per token, and sampling draws as many numbers as stock."""
+    prepared, stock = pair()
 
     class Counting(transformers.StoppingCriteria):
         calls = 0
@@ -120,73 +120,73 @@ def test_asking_late_is_left_where_the_extra_step_would_show(pair, ends_asked_la
             return torch.full((len(ids),), ids.shape[1] >= 12, device=ids.device)
 
     calls = []
-    for model in (ours, stock):
+    for model in (prepared, stock):
         own = Counting()
         generate(model, stopping_criteria=transformers.StoppingCriteriaList([own]))
         calls.append(own.calls)
     assert calls[0] == calls[1] == 5
     ends = generate(stock, seed=0, do_sample=True)[0, 14].item()
     drawn = []
-    for model in (ours, stock):
+    for model in (prepared, stock):
         generate(model, prompt(rows=1), seed=0, do_sample=True, eos_token_id=ends)
         drawn.append(torch.rand(2))
     assert torch.equal(*drawn)
 
 
 def test_batch_sizes_change_between_calls(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     for rows in (1, 3, 2, 1, 3):
         inputs = prompt(rows=rows, seed=rows)
-        assert torch.equal(generate(ours, inputs), generate(stock, inputs))
-    assert counted(ours) == (3, 3 * (11 - FIRST) + 2 * 11)  # each batch size was recorded and compared once
+        assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+    assert counted(prepared) == (3, 3 * (11 - FIRST) + 2 * 11)  # each batch size was recorded and compared once
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_caches_and_recordings_are_used_again(kind, pair):
-    ours, stock = pair(kind)
+def test_caches_and_recordings_are_reused(kind, pair):
+    prepared, stock = pair(kind)
     for seed, padded in ((1, 0), (2, 0), (3, 4)):
         inputs = prompt(seed=seed, padded=padded)
-        assert torch.equal(generate(ours, inputs), generate(stock, inputs))
-    assert known(ours).pool.summary()[0] == 1
-    recordings, replayed = counted(ours)
-    assert recordings <= 2 and replayed >= 2 * 11 - FIRST  # padding leads to another mask, so perhaps to another step
+        assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+    assert known(prepared).pool.summary()[0] == 1
+    recordings, replayed = counted(prepared)
+    assert recordings <= 2 and replayed >= 2 * 11 - FIRST  # padding changes the mask, which may need another recording
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_more_tokens_than_the_first_cache_holds(kind, pair):
-    """Within a call the buffers grow, and a longer call gets a larger cache."""
-    ours, stock = pair(kind)
+    """The buffers grow within a call, and a longer call gets a larger cache."""
+    prepared, stock = pair(kind)
     for new in (8, 70, 120):
-        assert torch.equal(generate(ours, new=new), generate(stock, new=new))
-    assert counted(ours)[1] > 120
+        assert torch.equal(generate(prepared, new=new), generate(stock, new=new))
+    assert counted(prepared)[1] > 120
 
 
 def test_two_models_and_four_threads(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     other, other_stock = pair("qwen3")
-    calls = [(ours, stock, 1), (ours, stock, 2), (other, other_stock, 3), (ours, stock, 2)]
+    calls = [(prepared, stock, 1), (prepared, stock, 2), (other, other_stock, 3), (prepared, stock, 2)]
     expected = [generate(model, prompt(seed=seed)) for _, model, seed in calls]
-    found = [[] for _ in calls]
+    result = [[] for _ in calls]
 
     def work(index):
         for _ in range(3):
-            found[index].append(generate(calls[index][0], prompt(seed=calls[index][2])))
+            result[index].append(generate(calls[index][0], prompt(seed=calls[index][2])))
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for right, each in zip(expected, found, strict=True):
-        assert len(each) == 3 and all(torch.equal(right, tokens) for tokens in each)
-    assert counted(ours)[0] <= 3 and counted(other)[1] == 3 * 11 - FIRST
-    assert sum(counted(ours)) >= 9 * 11 - 3 * FIRST
+    for right, entry in zip(expected, result, strict=True):
+        assert len(entry) == 3 and all(torch.equal(right, tokens) for tokens in entry)
+    assert counted(prepared)[0] <= 3 and counted(other)[1] == 3 * 11 - FIRST
+    assert sum(counted(prepared)) >= 9 * 11 - 3 * FIRST
 
 
-def test_inference_mode_and_no_grad_take_turns(pair):
-    ours, stock = pair()
+def test_alternating_inference_mode_and_no_grad(pair):
+    prepared, stock = pair()
     expected = generate(stock)
     for context in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad):
         with context():
-            assert torch.equal(generate(ours), expected)
-    assert counted(ours)[1] >= 2 * 11 - FIRST
+            assert torch.equal(generate(prepared), expected)
+    assert counted(prepared)[1] >= 2 * 11 - FIRST

@@ -22,7 +22,7 @@ SIZES = {
     "whisper": {"d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "num_mel_bins": 8},
     "t5": {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 2},
 }
-FURTHER = {"mbart": SIZES["bart"], "mt5": SIZES["t5"]}  # the same decoders under other names
+FURTHER = {"mbart": SIZES["bart"], "mt5": SIZES["t5"]}  # the same decoders with other class names
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 SPECIAL = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 2}
 CLASSES = {"bart": "Bart", "mbart": "MBart", "whisper": "Whisper", "t5": "T5", "mt5": "MT5"}
@@ -76,52 +76,52 @@ def couple(recorded_on_cpu):
 
 
 @pytest.mark.parametrize("kind", [*SIZES, *FURTHER])
-def test_tokens_are_stocks_and_recordings_are_used_again(kind, couple):
-    ours, stock = couple(kind)
+def test_tokens_equal_stock_and_recordings_are_reused(kind, couple):
+    prepared, stock = couple(kind)
     for seed in (0, 1, 2):
         inputs = asked(kind, seed=seed)
-        assert torch.equal(generate(ours, inputs), generate(stock, inputs))
-    assert counted(ours) == (1, 3 * (NEW - 1) - 3)
+        assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+    assert counted(prepared) == (1, 3 * (NEW - 1) - 3)
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 def test_padded_encoder_inputs(kind, couple):
-    ours, stock = couple(kind, graphs=None)
+    prepared, stock = couple(kind, graphs=None)
     for seed, padded in ((0, 3), (1, 4), (2, 0), (3, 2)):
         inputs = asked(kind, seed=seed, padded=padded)
-        assert torch.equal(generate(ours, inputs), generate(stock, inputs))
+        assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
     if MASKS_IN_FOUR_DIMENSIONS:
-        assert counted(ours)[1] > 2 * NEW and not known(ours).turned_away
+        assert counted(prepared)[1] > 2 * NEW and not known(prepared).turned_away
     else:
-        assert known(ours).turned_away["the inputs of the encoder are padded"] == 3
-    assert known(ours).disabled is None
+        assert known(prepared).turned_away["the inputs of the encoder are padded"] == 3
+    assert known(prepared).disabled is None
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_other_batches_lengths_and_sampling(kind, couple):
-    ours, stock = couple(kind)
+    prepared, stock = couple(kind)
     for rows, length, new in ((1, 4, 8), (3, 9, 40), (1, 4, 12), (2, 17, 9)):
         inputs = asked(kind, rows=rows, length=length)
         tokens = []
-        for model in (ours, stock):
+        for model in (prepared, stock):
             torch.manual_seed(rows)
             tokens.append(generate(model, inputs, new=new, do_sample=True, top_k=10, num_return_sequences=2))
         assert torch.equal(*tokens)
-    assert counted(ours)[1] > 40
+    assert counted(prepared)[1] > 40
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_what_is_returned(kind, couple):
-    ours, stock = couple(kind)
+def test_returned_outputs(kind, couple):
+    prepared, stock = couple(kind)
     how = {"return_dict_in_generate": True, "output_scores": True}
     for seed in (0, 1):
         inputs = asked(kind, seed=seed)
-        got, wanted = generate(ours, inputs, **how), generate(stock, inputs, **how)
+        got, wanted = generate(prepared, inputs, **how), generate(stock, inputs, **how)
         assert type(got) is type(wanted) and list(got) == list(wanted)
         assert torch.equal(got.sequences, wanted.sequences)
         close(torch.stack(got.scores), torch.stack(wanted.scores))
         caches = got.past_key_values, wanted.past_key_values
-        if kind == "whisper":  # its generate takes the caches apart
+        if kind == "whisper":  # its generate splits the caches
             assert type(caches[0]) is type(caches[1])
             continue
         assert [type(cache) for cache in caches] == [EncoderDecoderCache] * 2
@@ -129,48 +129,48 @@ def test_what_is_returned(kind, couple):
         for name in ("self_attention_cache", "cross_attention_cache"):
             for one, two in zip(*(tensors(getattr(cache, name)) for cache in caches), strict=True):
                 close(one, two)
-    assert counted(ours)[1] > NEW
+    assert counted(prepared)[1] > NEW
 
 
 def tensors(cache):
     assert type(cache) is DynamicCache
     if hasattr(cache, "layers"):
-        used = [layer for layer in cache.layers if layer.keys is not None]  # as many as the encoder has, in stock too
+        used = [layer for layer in cache.layers if layer.keys is not None]  # as many as the encoder has, as in stock
         return [tensor for layer in used for tensor in (layer.keys, layer.values)]
     return [*cache.key_cache, *cache.value_cache]
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_wrong_replay_is_noticed(kind, couple):
-    """Cross-attention that a stale recording would read is part of what is compared."""
-    ours, stock = couple(kind, graphs=None)
-    generate(ours, asked(kind))
-    cache = known(ours).pool._idle[0].cache
+    """The comparison covers cross-attention, which a stale recording would read."""
+    prepared, stock = couple(kind, graphs=None)
+    generate(prepared, asked(kind))
+    cache = known(prepared).pool._idle[0].cache
     for layer in cache.cross_attention_cache.layers:
-        layer.keys = layer.keys.clone()  # elsewhere than the recording reads
+        layer.keys = layer.keys.clone()  # at another address than the recording reads
     for seed in (3, 4):
         inputs = asked(kind, seed=seed)
-        assert torch.equal(generate(ours, inputs), generate(stock, inputs))
-    assert "differed from the step itself" in known(ours).disabled
+        assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+    assert "differed from the step itself" in known(prepared).disabled
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_a_call_begins_again_after_a_wrong_replay(kind, couple, monkeypatch, tmp_path):
+def test_a_call_restarts_after_a_wrong_replay(kind, couple, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=6))
-    ours, stock = couple(kind, graphs=None)
+    prepared, stock = couple(kind, graphs=None)
     inputs = asked(kind)
-    assert torch.equal(generate(ours, inputs, new=25), generate(stock, inputs, new=25))
-    assert "differed from the step itself" in known(ours).disabled
-    assert torch.equal(generate(ours, inputs, new=25), generate(stock, inputs, new=25))
+    assert torch.equal(generate(prepared, inputs, new=25), generate(stock, inputs, new=25))
+    assert "differed from the step itself" in known(prepared).disabled
+    assert torch.equal(generate(prepared, inputs, new=25), generate(stock, inputs, new=25))
 
 
 def test_passed_caches_run_as_in_stock(couple):
-    ours, stock = couple("bart", graphs=None)
+    prepared, stock = couple("bart", graphs=None)
     inputs = asked("bart")
     tokens = [
         generate(model, inputs, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
-        for model in (ours, stock)
+        for model in (prepared, stock)
     ]
     assert torch.equal(*tokens)
-    assert counted(ours) == (0, 0)
+    assert counted(prepared) == (0, 0)

@@ -1,4 +1,4 @@
-"""Features lean on parts of transformers that are known; where one is another, the feature is off and says why."""
+"""Features depend on known parts of transformers. If one of them differs, the feature is off, with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PART = "transformers.generation.utils:GenerationMixin._update_model_kwargs_for_g
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """What was found out is found out anew."""
+    """Clear the cached results."""
     features._unlike.cache_clear()
     yield
     features._unlike.cache_clear()
@@ -26,7 +26,7 @@ def forgotten():
 
 @pytest.fixture
 def text(monkeypatch):
-    """Changes the text of transformers' generation module, as features see it."""
+    """Change the source of transformers' generation module, as read by features."""
 
     def change(pattern, replacement):
         read = features._file
@@ -44,11 +44,11 @@ def text(monkeypatch):
     return change
 
 
-def test_this_release_is_known():
+def test_this_release_is_supported():
     assert features.refused() == {}
 
 
-def test_every_part_is_recorded():
+def test_every_part_has_a_digest():
     for name, parts in features.FEATURES.items():
         record = features._manifest().records[name]
         assert set(parts) == set(record.names), "run scripts/refresh-digests"
@@ -60,7 +60,7 @@ def test_a_change_elsewhere_in_the_file_changes_nothing(text):
     assert features.refused() == {}
 
 
-def test_a_changed_function_turns_off_what_leans_on_it_and_nothing_else(text):
+def test_a_changed_function_turns_off_only_the_features_that_use_it(text):
     text(rb"((?s:def _update_model_kwargs_for_generation\(.*?))num_new_tokens: int = 1", rb"\1num_new_tokens: int = 2")
     assert list(features.refused()) == ["decode_inputs"]
     reason = features.refuses("decode_inputs")
@@ -70,7 +70,7 @@ def test_a_changed_function_turns_off_what_leans_on_it_and_nothing_else(text):
     assert re.fullmatch(rf"{part} of transformers {version} is not supported \(digest \w{{16}}\)", reason)
 
 
-def test_a_function_that_somebody_replaced_turns_it_off(monkeypatch):
+def test_a_replaced_function_turns_a_feature_off(monkeypatch):
     def other(self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1):
         raise NotImplementedError
 
@@ -84,13 +84,13 @@ def test_a_function_that_somebody_replaced_turns_it_off(monkeypatch):
     assert features.refuses("decode_inputs") is None
 
 
-def test_the_overlays_go_on_without_it(text):
+def test_the_overlays_work_without_the_feature(text):
     stock = make("llama")
     wanted = generate(stock, cache_implementation="static")
     text(rb"((?s:def _update_model_kwargs_for_generation\(.*?))num_new_tokens: int = 1", rb"\1num_new_tokens: int = 2")
-    ours = hf_rocm.prepare(stock, force=True, graphs=False)
-    assert "_hf_rocm_inputs" not in ours.__dict__
-    assert torch.equal(generate(ours, cache_implementation="static"), wanted)
-    said = hf_rocm.explain(ours)
-    assert any(part.active for part in said.parts)
-    assert "is not supported (digest" in ours.__dict__["_hf_rocm_report"]["inputs"]
+    prepared = hf_rocm.prepare(stock, force=True, graphs=False)
+    assert "_hf_rocm_inputs" not in prepared.__dict__
+    assert torch.equal(generate(prepared, cache_implementation="static"), wanted)
+    explanation = hf_rocm.explain(prepared)
+    assert any(part.active for part in explanation.parts)
+    assert "is not supported (digest" in prepared.__dict__["_hf_rocm_report"]["inputs"]

@@ -1,4 +1,4 @@
-"""Decode steps are prepared once by transformers and then in place: that changes nothing but the time it takes."""
+"""Inputs of decode steps are prepared once by transformers and then updated in place, with the same results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hf_rocm.generation import inputs
 from tests.generation.conftest import generate, make, prompt
 
 NEW = 12
-PREPARED = NEW - 1  # the prompt is transformers' own
+PREPARED = NEW - 1  # transformers prepares the prompt
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    """How many steps were prepared in place."""
+    """The number of steps that were prepared in place."""
     counts = [0]
     take = inputs.Step.inputs
 
@@ -47,7 +47,7 @@ class Streamer:
 
 
 class Favour(LogitsProcessor):
-    """Depends on every token so far."""
+    """A processor that depends on every token so far."""
 
     def __call__(self, input_ids, scores):
         return scores - 5 * torch.nn.functional.one_hot(input_ids, scores.shape[-1]).sum(1)
@@ -70,34 +70,34 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_tokens_are_stocks(name, pair, steps):
-    ours, stock = pair("llama", graphs=None)
-    got, wanted = (generate(model, prompt(padded=2), new=NEW, **CALLS[name]) for model in (ours, stock))
-    assert steps[0] > 1  # an early end ends them early
+def test_tokens_equal_stock(name, pair, steps):
+    prepared, stock = pair("llama", graphs=None)
+    got, wanted = (generate(model, prompt(padded=2), new=NEW, **CALLS[name]) for model in (prepared, stock))
+    assert steps[0] > 1  # an early end of the call
     if name == "scores":
-        inputs.switch_off(ours)
-        same = generate(ours, prompt(padded=2), new=NEW, **CALLS[name])
+        inputs.switch_off(prepared)
+        same = generate(prepared, prompt(padded=2), new=NEW, **CALLS[name])
         assert torch.equal(torch.stack(got.logits), torch.stack(same.logits))
         got, wanted = got.sequences, wanted.sequences
     assert torch.equal(got, wanted)
 
 
 def test_a_streamer_gets_the_tokens(pair, steps):
-    ours, stock = pair("llama", graphs=None)
+    prepared, stock = pair("llama", graphs=None)
     streams = []
-    for model in (ours, stock):
+    for model in (prepared, stock):
         streams.append(Streamer())
         generate(model, prompt(rows=1), new=NEW, streamer=streams[-1])
     assert streams[0].tokens == streams[1].tokens
     assert steps[0] == PREPARED
 
 
-def test_calls_of_every_shape_in_turn(pair, steps):
-    """Other batches, lengths and padding, and the same again, on one model."""
-    ours, stock = pair("gemma2", graphs=None)
+def test_calls_of_alternating_shapes(pair, steps):
+    """Change the batch size, the length and the padding, then repeat the calls, on one model."""
+    prepared, stock = pair("gemma2", graphs=None)
     for rows, length, padded in ((2, 7, 0), (1, 9, 0), (2, 7, 3), (3, 5, 1), (2, 7, 0), (2, 7, 2)):
         call = prompt(rows=rows, length=length, padded=padded, seed=length + padded)
-        assert torch.equal(generate(ours, call, new=NEW), generate(stock, call, new=NEW)), (rows, length, padded)
+        assert torch.equal(generate(prepared, call, new=NEW), generate(stock, call, new=NEW)), (rows, length, padded)
     assert steps[0] == 6 * PREPARED
 
 
@@ -124,14 +124,14 @@ def embedded():
 
 
 @pytest.mark.parametrize("call", [hole, right, positions, embedded], ids=lambda call: call.__name__)
-def test_what_is_not_left_padding_is_prepared_by_transformers(call, pair, steps):
-    ours, stock = pair("llama", graphs=None)
-    assert torch.equal(generate(ours, call(), new=NEW), generate(stock, call(), new=NEW))
+def test_other_masks_than_left_padding_are_prepared_by_transformers(call, pair, steps):
+    served, stock = pair("llama", graphs=None)
+    assert torch.equal(generate(served, call(), new=NEW), generate(stock, call(), new=NEW))
     if call in (hole, right):
         assert steps[0] == 0
-        assert inputs.noted(ours) == "the attention mask is not that of a sequence with left padding"
-    assert torch.equal(generate(ours, new=NEW), generate(stock, new=NEW))  # and the next call is not
-    assert inputs.noted(ours) is None
+        assert inputs.noted(served) == "the attention mask is not that of a sequence with left padding"
+    assert torch.equal(generate(served, new=NEW), generate(stock, new=NEW))  # the next call is prepared in place
+    assert inputs.noted(served) is None
     assert steps[0] >= PREPARED
 
 
@@ -156,42 +156,42 @@ def test_a_subclass_of_a_prepared_models_class_stays_stock(pair, steps):
     assert steps[0] == 0
 
 
-def test_restored_copied_and_pickled(pair, steps):
-    ours, stock = pair("llama", graphs=None)
+def test_restored_copied_and_pickled_models(pair, steps):
+    prepared, stock = pair("llama", graphs=None)
     wanted = generate(stock, new=NEW)
-    for model in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours):
+    for model in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared)), prepared):
         steps[0] = 0
         assert torch.equal(generate(model, new=NEW), wanted)
         assert steps[0] == PREPARED
-    hf_rocm.restore(ours)
+    hf_rocm.restore(prepared)
     steps[0] = 0
-    assert torch.equal(generate(ours, new=NEW, cache_implementation="static"), wanted)
+    assert torch.equal(generate(prepared, new=NEW, cache_implementation="static"), wanted)
     assert steps[0] == 0
-    assert not [name for name in ours.__dict__ if name.startswith("_hf_rocm")]
+    assert not [name for name in prepared.__dict__ if name.startswith("_hf_rocm")]
 
 
-def test_the_step_is_read_where_it_lies(pair):
-    """Two calls over one cache read the same tensors; padding makes them others."""
+def test_a_step_reads_the_same_tensors(pair):
+    """Two calls with one cache read the same tensors. With padding they are different tensors."""
     given = []
-    ours, _ = pair("llama", graphs=False)
-    ours.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
-    cache = transformers.StaticCache(config=ours.config, max_batch_size=2, max_cache_len=32, device="cpu")
+    prepared, _ = pair("llama", graphs=False)
+    prepared.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
+    cache = transformers.StaticCache(config=prepared.config, max_batch_size=2, max_cache_len=32, device="cpu")
     places = []
     for padded in (0, 0, 3):
         cache.reset()
-        generate(ours, prompt(padded=padded), new=4, past_key_values=cache)
-        steps = [each for each in given if each["input_ids"].shape[1] == 1]
+        generate(prepared, prompt(padded=padded), new=4, past_key_values=cache)
+        steps = [inputs for inputs in given if inputs["input_ids"].shape[1] == 1]
         names = {name for name in steps[0] if isinstance(steps[0][name], torch.Tensor)}
         assert {"input_ids", "attention_mask"} <= names
-        places.append({name: {each[name].data_ptr() for each in steps} for name in names})
+        places.append({name: {step[name].data_ptr() for step in steps} for name in names})
         given.clear()
-    assert all(len(each) == 1 for place in places for each in place.values())
+    assert all(len(addresses) == 1 for place in places for addresses in place.values())
     assert places[0] == places[1]
     assert all(places[0][name] != places[2][name] for name in places[0])
 
 
 class Operators(TorchDispatchMode):
-    """Counts what reaches the device."""
+    """Count the operators that run on the device."""
 
     count = 0
 
@@ -201,7 +201,7 @@ class Operators(TorchDispatchMode):
 
 
 def costs(model, monkeypatch):
-    """(operators, seconds of this thread) in the preparation of each step of one call, the first few left out."""
+    """(operators, thread seconds) of preparing each step of one call, without the first few steps."""
     spent = []
 
     def measured(method):
@@ -218,13 +218,14 @@ def costs(model, monkeypatch):
         monkeypatch.setattr(type(model), name, measured(getattr(type(model), name)))
     generate(model, prompt(padded=2), new=40, cache_implementation="static")
     monkeypatch.undo()
-    return [sum(each) for each in zip(*spent[8:], strict=True)]
+    return [sum(times) for times in zip(*spent[8:], strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_the_host_does_far_less(kind, pair, monkeypatch):
-    ours, stock = pair(kind, graphs=False)
-    runs = [[costs(model, monkeypatch) for model in (ours, stock)] for _ in range(3)]  # a collection may fall into one
+def test_the_host_runs_fewer_operators(kind, pair, monkeypatch):
+    prepared, stock = pair(kind, graphs=False)
+    # garbage collection may run during one of them
+    runs = [[costs(model, monkeypatch) for model in (prepared, stock)] for _ in range(3)]
     for (operators, _), (stock_operators, _) in runs:
         assert operators < stock_operators / 2
     seconds, stock_seconds = (min(run[which][1] for run in runs) for which in (0, 1))

@@ -1,4 +1,4 @@
-"""The ledger of replays that differed, and what is recorded where graphs are known to be wrong."""
+"""The ledger of replays that differed, and recording on systems where graphs are known to be wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_what_was_recorded_is_read_again() -> None:
+def test_events_are_written_and_read() -> None:
     assert ledger.events() == ()
     other = EVENT.__class__(**{**vars(EVENT), "rocm": None, "replays": 7})
     ledger.record(EVENT)
@@ -47,7 +47,7 @@ def test_what_was_recorded_is_read_again() -> None:
     assert "gfx942" in str(EVENT) and "7.2.1" in str(EVENT) and "412" in str(EVENT)
 
 
-def test_lines_that_can_not_be_read_are_left_out() -> None:
+def test_unreadable_lines_are_skipped() -> None:
     ledger.record(EVENT)
     with ledger.path().open("a") as file:
         file.write('{"when": "2026"}\n[1]\n{"cut off\n')
@@ -55,13 +55,13 @@ def test_lines_that_can_not_be_read_are_left_out() -> None:
     assert ledger.events() == (EVENT, EVENT)
 
 
-def test_the_newest_are_returned() -> None:
+def test_the_newest_events_are_returned() -> None:
     for number in range(ledger._MOST + 5):
         ledger.record(EVENT.__class__(**{**vars(EVENT), "replays": number}))
     assert [event.replays for event in ledger.events()] == list(range(5, ledger._MOST + 5))
 
 
-def test_a_folder_that_can_not_be_written_to_raises_nothing(folder, caplog) -> None:
+def test_an_unwritable_folder_raises_no_error(folder, caplog) -> None:
     folder.write_text("a file")
     ledger.record(EVENT)
     assert "graph_events.jsonl" in caplog.text and ledger.events() == ()
@@ -72,29 +72,29 @@ def test_reading_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_nothing_is_recorded_on_a_suspect_stack(suspect_gpu) -> None:
-    ours, stock = hf_rocm.prepare(make("llama"), force=True), make("llama")
-    assert torch.equal(generate(ours), generate(stock))
-    assert known(ours) is None
-    line, *others = hf_rocm.explain(ours).decoding
+def test_nothing_is_recorded_with_a_known_fault(suspect_gpu) -> None:
+    prepared, stock = hf_rocm.prepare(make("llama"), force=True), make("llama")
+    assert torch.equal(generate(prepared), generate(stock))
+    assert known(prepared) is None
+    line, *others = hf_rocm.explain(prepared).decoding
     assert "issues/279" in line and "HF_ROCM_GRAPHS=1" in line
     assert any("issues/279" in batches and "use_cuda_graph" in batches for batches in others)
 
 
-def test_a_model_that_is_moved_to_a_suspect_gpu_later(recorded_on_cpu, monkeypatch) -> None:
-    ours, stock = hf_rocm.prepare(make("llama"), force=True), make("llama")
+def test_moving_a_model_to_a_gpu_with_a_known_fault(recorded_on_cpu, monkeypatch) -> None:
+    prepared, stock = hf_rocm.prepare(make("llama"), force=True), make("llama")
     monkeypatch.setattr(torch.version, "rocm", "7.2.1", raising=False)
     with simulated("cpu", Device("cpu", rocm=True, arch="gfx942")):
-        assert torch.equal(generate(ours), generate(stock))
-        assert counted(ours) == (0, 0)
-        assert any("issues/279" in reason for reason in known(ours).turned_away)
-        assert "issues/279" in hf_rocm.explain(ours).decoding[0]
+        assert torch.equal(generate(prepared), generate(stock))
+        assert counted(prepared) == (0, 0)
+        assert any("issues/279" in reason for reason in known(prepared).turned_away)
+        assert "issues/279" in hf_rocm.explain(prepared).decoding[0]
 
 
-def test_it_is_recorded_where_that_is_required(suspect_gpu, caplog) -> None:
-    ours, stock = hf_rocm.prepare(make("llama"), force=True, graphs=True), make("llama")
-    assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours) == (1, 8)
+def test_required_graphs_are_recorded_despite_a_known_fault(suspect_gpu, caplog) -> None:
+    prepared, stock = hf_rocm.prepare(make("llama"), force=True, graphs=True), make("llama")
+    assert torch.equal(generate(prepared), generate(stock))
+    assert counted(prepared) == (1, 8)
     assert caplog.text.count("because graphs are required") == 1
-    told = hf_rocm.explain(ours).decoding
-    assert told[0] == "steps are recorded and replayed" and any("issues/279" in line for line in told)
+    explanation = hf_rocm.explain(prepared).decoding
+    assert explanation[0] == "steps are recorded and replayed" and any("issues/279" in line for line in explanation)

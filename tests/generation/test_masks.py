@@ -1,4 +1,4 @@
-"""Masks and positions that are advanced in place are, at every step, those that transformers would have made anew."""
+"""Masks and positions that are advanced in place equal those that transformers would make, at every step."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SERVED = [kind for kind in KINDS if FIVE or kind != "mixtral"]
 
 @pytest.fixture
 def steps(monkeypatch):
-    """How many steps were prepared in place; each is compared with what transformers makes of the same arguments."""
+    """Count the steps prepared in place, and compare each with transformers' result for the same arguments."""
     compared = []
     take = inputs.Step.inputs
 
     def checked(step, cache, input_ids):
-        ours = take(step, cache, input_ids)
-        theirs = step.stock(input_ids)
-        compared.append(equal(ours, theirs))
-        return ours
+        in_place = take(step, cache, input_ids)
+        expected = step.stock(input_ids)
+        compared.append(equal(in_place, expected))
+        return in_place
 
     prepare = inputs._prepare
 
@@ -43,40 +43,43 @@ def steps(monkeypatch):
         return prepare(model, inherited, input_ids, *positional, **arguments)
 
     monkeypatch.setattr(inputs.Step, "inputs", checked)
-    monkeypatch.setattr(inputs.Step, "stock", lambda step, ids: step._inputs, raising=False)  # the first step's are
-    gc.collect()  # models of earlier tests, whose classes have the function itself
+    # those of the first step are
+    monkeypatch.setattr(inputs.Step, "stock", lambda step, ids: step._inputs, raising=False)
+    gc.collect()  # models of earlier tests, whose classes have the unpatched function
     patches.sweep()
     monkeypatch.setattr(inputs, "_prepare", remembering)
     yield compared
-    inputs._steps.clear()  # each has its model in `stock`
+    inputs._steps.clear()  # `stock` has a model of every kind
     gc.collect()
 
 
-def equal(ours, theirs):
-    """Whether two steps have the same arguments; tensors are compared by form and content."""
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        return ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        names = set(ours) - {"past_key_values"}
-        return names == set(theirs) - {"past_key_values"} and all(equal(ours[name], theirs[name]) for name in names)
-    return ours is theirs or ours == theirs
+def equal(in_place, expected):
+    """Whether two steps have the same arguments. Tensors are compared by shape, dtype and values."""
+    if isinstance(in_place, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return in_place.shape == expected.shape and in_place.dtype == expected.dtype and torch.equal(in_place, expected)
+    if isinstance(in_place, dict) and isinstance(expected, dict):
+        names = set(in_place) - {"past_key_values"}
+        return names == set(expected) - {"past_key_values"} and all(
+            equal(in_place[name], expected[name]) for name in names
+        )
+    return in_place is expected or in_place == expected
 
 
 @pytest.mark.parametrize("kind", SERVED)
 @pytest.mark.parametrize("padded", [0, 3])
-def test_every_step_has_what_transformers_would_have_made(kind, padded, pair, steps):
-    ours, stock = pair(kind)
+def test_every_step_equals_transformers_preparation(kind, padded, pair, steps):
+    in_place, stock = pair(kind)
     call = prompt(padded=padded)
-    assert torch.equal(generate(ours, call, new=24), generate(stock, call, new=24))
+    assert torch.equal(generate(in_place, call, new=24), generate(stock, call, new=24))
     assert len(steps) == 23
     assert all(steps), steps
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
-def test_over_transformers_own_static_cache(kind, pair, steps):
-    ours, stock = pair(kind, graphs=False)
+def test_with_transformers_static_cache(kind, pair, steps):
+    in_place, stock = pair(kind, graphs=False)
     call = prompt(padded=3)
-    made = [generate(model, call, new=24, cache_implementation="static") for model in (ours, stock)]
+    made = [generate(model, call, new=24, cache_implementation="static") for model in (in_place, stock)]
     assert torch.equal(*made)
     assert len(steps) == 23
     assert all(steps), steps
@@ -85,24 +88,24 @@ def test_over_transformers_own_static_cache(kind, pair, steps):
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 def test_while_windows_move(kind, pair, steps, monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 4)  # rows beyond the window: it moves every few steps
-    ours, stock = pair(kind)
+    in_place, stock = pair(kind)
     call = prompt(padded=5)
-    assert torch.equal(generate(ours, call, new=40), generate(stock, call, new=40))
+    assert torch.equal(generate(in_place, call, new=40), generate(stock, call, new=40))
     assert len(steps) == 39
     assert all(steps), steps
 
 
 def test_while_buffers_grow(pair, steps, monkeypatch):
     monkeypatch.setattr(caches, "bucket", lambda tokens: -(-tokens // 8) * 8)
-    ours, stock = pair("gemma2")
+    in_place, stock = pair("gemma2")
     call = prompt(padded=2)
-    assert torch.equal(generate(ours, call, new=40), generate(stock, call, new=40))
+    assert torch.equal(generate(in_place, call, new=40), generate(stock, call, new=40))
     assert len(steps) == 39
     assert all(steps), steps
 
 
-def test_what_a_mask_says_in_numbers_is_what_it_hides(pair, monkeypatch):
-    """Attention over lengths, for a kernel, and over the mask, for PyTorch, is the same in every layer."""
+def test_key_lengths_agree_with_the_mask(pair, monkeypatch):
+    """Attention with lengths, for a kernel, and with the mask, for PyTorch, is equal in every layer."""
     seen = []
 
     def compare(rows, query, key, value, *, softcap, sinks):
@@ -124,17 +127,17 @@ def test_what_a_mask_says_in_numbers_is_what_it_hides(pair, monkeypatch):
 
     monkeypatch.setattr(layers, "_kernel_takes", compare)
     monkeypatch.setattr("hf_rocm.layers.visible_keys", remembering)
-    ours, _ = pair("gemma2", graphs=False)
-    generate(ours, prompt(padded=3), new=16, cache_implementation="static")
-    assert len(seen) == 15 * ours.config.num_hidden_layers
+    in_place, _ = pair("gemma2", graphs=False)
+    generate(in_place, prompt(padded=3), new=16, cache_implementation="static")
+    assert len(seen) == 15 * in_place.config.num_hidden_layers
     assert all(seen), seen
 
 
-def test_a_kernel_gets_the_numbers_and_not_the_mask(pair, monkeypatch):
-    asked = []
+def test_a_kernel_gets_lengths_instead_of_the_mask(pair, monkeypatch):
+    requests = []
 
     def lengths(padded, query, key, value, **further):
-        asked.append(padded)
+        requests.append(padded)
         raise Reached
 
     class Reached(Exception):
@@ -142,23 +145,23 @@ def test_a_kernel_gets_the_numbers_and_not_the_mask(pair, monkeypatch):
 
     monkeypatch.setattr(layers, "kernel_serves", lambda operation, spec: True)
     monkeypatch.setattr(CacheRows, "attend", lengths)
-    ours, _ = pair("qwen3", graphs=False)
+    in_place, _ = pair("qwen3", graphs=False)
     with pytest.raises(Reached):
-        generate(ours, prompt(padded=3), new=4, cache_implementation="static")
-    assert asked[0].key_lengths.tolist() == [8]
-    assert asked[0].key_starts.tolist() == [3, 0]
+        generate(in_place, prompt(padded=3), new=4, cache_implementation="static")
+    assert requests[0].key_lengths.tolist() == [8]
+    assert requests[0].key_starts.tolist() == [3, 0]
 
 
-def test_what_hangs_on_a_mask_travels_with_it(pair):
-    """Layers, accelerate and transformers move and reshape masks: one that is in place is handed on as it is."""
+def test_attributes_of_a_mask_are_kept_when_it_is_moved(pair):
+    """Layers, accelerate and transformers move and reshape masks: if nothing changes, the mask itself is returned."""
     from accelerate.utils import send_to_device
 
     given = []
-    ours, _ = pair("llama", graphs=False)
-    ours.model.layers[1].self_attn.register_forward_pre_hook(
+    in_place, _ = pair("llama", graphs=False)
+    in_place.model.layers[1].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: given.append(kwargs["attention_mask"]), with_kwargs=True
     )
-    generate(ours, new=4, cache_implementation="static")
+    generate(in_place, new=4, cache_implementation="static")
     mask = given[-1]
     assert getattr(mask, layers._ROWS).key_lengths.tolist() == [7 + 4]
     assert mask.contiguous() is mask

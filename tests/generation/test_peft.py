@@ -1,4 +1,4 @@
-"""Adapters of PEFT that change what a step is prepared from."""
+"""PEFT adapters that change how the inputs of a step are prepared."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def adapted(model, name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generate(name, padded, recorded_on_cpu):
     stock = make("llama")
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     inputs = prompt(padded=padded)
     expected = generate(adapted(stock, name), inputs)
-    model = adapted(ours, name)
+    model = adapted(prepared, name)
     for _ in range(2):
         assert torch.equal(generate(model, inputs), expected)
-    assert known(ours).disabled is None
+    assert known(prepared).disabled is None
     if name == "LoRA":
-        assert counted(ours)[1] > 0
+        assert counted(prepared)[1] > 0
     else:
-        assert counted(ours) == (0, 0)
+        assert counted(prepared) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["prompt tuning", "p-tuning"])
-def test_the_reason_is_noted_and_the_model_itself_is_recorded_again(name, recorded_on_cpu):
-    ours = hf_rocm.prepare(make("llama"), force=True)
-    stock = copy.deepcopy(ours)
+def test_the_reason_is_recorded_and_the_unwrapped_model_is_recorded_again(name, recorded_on_cpu):
+    prepared = hf_rocm.prepare(make("llama"), force=True)
+    stock = copy.deepcopy(prepared)
     hf_rocm.restore(stock)
-    generate(adapted(ours, name))
-    assert any("PEFT's prompt learning" in reason for reason in known(ours).turned_away)
-    assert torch.equal(generate(ours), generate(stock)) and counted(ours)[1] > 0
+    generate(adapted(prepared, name))
+    assert any("PEFT's prompt learning" in reason for reason in known(prepared).turned_away)
+    assert torch.equal(generate(prepared), generate(stock)) and counted(prepared)[1] > 0
 
 
 def adapted_without_task(model):
@@ -97,14 +97,14 @@ def test_preparing_the_wrapped_model_again_keeps_its_setting(recorded_on_cpu):
 
 
 def test_required_graphs_raise(recorded_on_cpu):
-    ours = hf_rocm.prepare(make("llama"), force=True, graphs=True)
+    prepared = hf_rocm.prepare(make("llama"), force=True, graphs=True)
     with pytest.raises(GraphError, match="prompt learning"):
-        generate(adapted(ours, "prompt tuning"))
+        generate(adapted(prepared, "prompt tuning"))
 
 
-def test_a_preparation_of_the_users_own_gets_the_cache_that_stock_gives_it(recorded_on_cpu):
+def test_a_users_prepare_inputs_gets_the_same_cache_as_in_stock(recorded_on_cpu):
     stock = make("llama")
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     caches = {}
 
     def put(model, name):
@@ -118,6 +118,6 @@ def test_a_preparation_of_the_users_own_gets_the_cache_that_stock_gives_it(recor
         model.prepare_inputs_for_generation = prepare
 
     put(stock, "stock")
-    put(ours, "ours")
-    assert torch.equal(generate(ours), generate(stock))
-    assert caches["ours"] == caches["stock"] and counted(ours) == (0, 0)
+    put(prepared, "ours")
+    assert torch.equal(generate(prepared), generate(stock))
+    assert caches["ours"] == caches["stock"] and counted(prepared) == (0, 0)

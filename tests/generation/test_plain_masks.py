@@ -1,4 +1,4 @@
-"""Masks without vmap equal transformers' own, and go to prepared models only."""
+"""Masks without vmap equal transformers' masks and are used by prepared models only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often vmap made a mask, and how often ours did."""
+    """Count the masks made with vmap and without."""
     counts = {"vmap": 0, "ours": 0}
 
     def counted(name, function):
@@ -43,15 +43,15 @@ def prepared(kind, **changes):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("beams", [1, 2])
-def test_tokens_are_stocks(kind, beams, calls):
-    ours, stock = prepared(kind)
+def test_tokens_equal_stock(kind, beams, calls):
+    served, stock = prepared(kind)
     call = {**prompt(padded=3), "max_new_tokens": 12, "num_beams": beams, "do_sample": False}
-    got = ours.generate(**call)
+    got = served.generate(**call)
     assert calls["vmap"] == 0
     assert calls["ours"] >= 12
     made = dict(calls)
     assert torch.equal(got, stock.generate(**call))
-    assert calls["ours"] == made["ours"], "a model that was not prepared has transformers' masks"
+    assert calls["ours"] == made["ours"], "a stock model has transformers' masks"
     assert calls["vmap"] > 0
 
 
@@ -65,11 +65,11 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("padded", [None, 0, 3])
-def test_each_mask_is_transformers(name, implementation, padded, calls):
-    ours, stock = prepared("mistral", sliding_window=3)
+def test_every_mask_equals_transformers(name, implementation, padded, calls):
+    served, stock = prepared("mistral", sliding_window=3)
     make_mask, further = MASKS[name]
     masks = []
-    for model in (ours, stock):
+    for model in (served, stock):
         model.config._attn_implementation = implementation
         padding = None if padded is None else prompt(padded=padded)["attention_mask"]
         arguments = {
@@ -89,13 +89,13 @@ def test_each_mask_is_transformers(name, implementation, padded, calls):
 
 
 def test_a_users_own_function_goes_through_vmap(calls):
-    ours, _ = prepared("llama")
+    served, _ = prepared("llama")
 
     def own(batch, head, query, key):
         return key == 0
 
     masking_utils.create_causal_mask(
-        config=ours.config,
+        config=served.config,
         input_embeds=torch.zeros(2, 7, 32),
         attention_mask=None,
         cache_position=torch.arange(7),
@@ -105,13 +105,13 @@ def test_a_users_own_function_goes_through_vmap(calls):
     assert calls == {"vmap": 1, "ours": 0}
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own, of its vmap
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # a warning of PyTorch's vmap
 def test_restored_and_compiled_models_have_transformers_masks(monkeypatch):
-    ours, stock = prepared("llama")
-    hf_rocm.restore(ours)
-    monkeypatch.setattr(plain_masks, "_seen", None)  # it would be called in vain
+    served, stock = prepared("llama")
+    hf_rocm.restore(served)
+    monkeypatch.setattr(plain_masks, "_seen", None)  # its result would not be used
     with torch.no_grad():
         wanted = stock(**prompt(padded=3)).logits
-        assert torch.equal(ours(**prompt(padded=3)).logits, wanted)
+        assert torch.equal(served(**prompt(padded=3)).logits, wanted)
         compiled = torch.compile(stock.forward, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(**prompt(padded=3)).logits, wanted)

@@ -1,4 +1,4 @@
-"""What a capture that broke off leaves behind, with a graph that stands in for a GPU's."""
+"""The state after a failed capture, with a stand-in for a GPU's graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Shared:
 
 
 class Graph:
-    """end: what `capture_end` raises, if it does."""
+    """end: the error that `capture_end` raises, if any."""
 
     def __init__(self, end=None):
         self.end, self.done = end, []
@@ -34,8 +34,8 @@ def kept(monkeypatch):
     return recorder
 
 
-def test_a_capture_that_the_step_broke_off_is_not_kept(kept):
-    """Its graph may hold collectives, which a communicator would wait for."""
+def test_a_capture_interrupted_by_the_step_is_freed(kept):
+    """Its graph may contain collectives, and a communicator would wait for them."""
     graph = Graph()
     kept._abandon(graph, Shared)
     assert graph.done == ["capture_end", "reset"]
@@ -44,8 +44,8 @@ def test_a_capture_that_the_step_broke_off_is_not_kept(kept):
 
 @pytest.mark.parametrize("name", [*recorder._LEAVE, None])
 @pytest.mark.parametrize("done_already", [True, False])
-def test_a_broken_capture_leaves_its_pool_and_is_kept_with_it(done_already, name, kept, monkeypatch):
-    """Else the allocator would give no memory back until the process ends."""
+def test_a_broken_capture_keeps_its_graph_and_pool(done_already, name, kept, monkeypatch):
+    """Otherwise the allocator would free no memory until the process ends."""
     left = []
 
     def leave(*where):
@@ -53,8 +53,8 @@ def test_a_broken_capture_leaves_its_pool_and_is_kept_with_it(done_already, name
         if done_already:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
-    for each in recorder._LEAVE:
-        monkeypatch.delattr(torch._C, each, raising=False)
+    for entry in recorder._LEAVE:
+        monkeypatch.delattr(torch._C, entry, raising=False)
     if name is not None:
         monkeypatch.setattr(torch._C, name, leave, raising=False)
     graph = Graph(RuntimeError("operation failed due to a previous error during capture"))

@@ -1,4 +1,4 @@
-"""Calls whose steps can't be taken for granted: they run uncaptured, with stock's tokens and the reason noted."""
+"""Calls whose steps can't be recorded run uncaptured, with stock's tokens, and the reason is recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.generation.conftest import counted, generate, make, prompt
 
 
 def steered(model):
-    """A hook that does something else every time."""
+    """A hook that has another effect in every call."""
     calls = iter(range(1, 10**6))
     model.model.layers[0].register_forward_hook(
         lambda module, args, output: (
@@ -51,20 +51,20 @@ def replaced(model):
     ("change", "reason"),
     [(steered, "the hook of model.layers.0"), (patched, "set on model.layers.0.mlp"), (replaced, "a Counting")],
 )
-def test_code_of_the_users_own_runs_at_every_step(change, reason, pair):
-    ours, stock = pair(graphs=None)
-    generate(ours)
-    replayed = counted(ours)[1]
+def test_hooks_and_replaced_forwards_run_in_every_step(change, reason, pair):
+    prepared, stock = pair(graphs=None)
+    generate(prepared)
+    replayed = counted(prepared)[1]
     assert replayed
-    for model in (ours, stock):
+    for model in (prepared, stock):
         change(model)
-    assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours)[1] == replayed
-    assert any(reason in each for each in known(ours).turned_away)
+    assert torch.equal(generate(prepared), generate(stock))
+    assert counted(prepared)[1] == replayed
+    assert any(reason in noted for noted in known(prepared).turned_away)
 
 
 def liger(model):
-    """The forwards that Liger-Kernel puts on a model's norms and MLPs, as to where they come from and what they do."""
+    """Stand-ins for the forwards that Liger-Kernel sets on norms and MLPs, with the same origin and results."""
 
     def norm(self, x):
         wide = x.float()
@@ -82,73 +82,73 @@ def liger(model):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after prepare", "before prepare"])
-def test_what_liger_puts_on_a_model_is_recorded_and_the_rest_stays_ours(before, recorded_on_cpu):
+def test_ligers_forwards_are_recorded_and_the_other_layers_are_served(before, recorded_on_cpu):
     stock = make("llama")
-    ours = copy.deepcopy(stock)
+    prepared = copy.deepcopy(stock)
     liger(stock)
     if before:
-        liger(ours)
-    hf_rocm.prepare(ours, force=True, graphs=True)
+        liger(prepared)
+    hf_rocm.prepare(prepared, force=True, graphs=True)
     if not before:
-        liger(ours)
-    assert torch.equal(generate(ours), generate(stock)) and counted(ours)[1] > 0
+        liger(prepared)
+    assert torch.equal(generate(prepared), generate(stock)) and counted(prepared)[1] > 0
     with torch.no_grad(), ops.recording() as routes:
-        ours(**prompt())
+        prepared(**prompt())
     ran = {route.operation for route in routes}
     assert {"linear", "attention", "rope"} <= ran and not ran & {"rms_norm", "act_and_mul"}
 
 
-def test_a_setting_of_the_config_counts(pair):
-    ours, stock = pair("gemma2")
-    generate(ours)
-    for model in (ours, stock):
+def test_a_config_setting_takes_effect(pair):
+    prepared, stock = pair("gemma2")
+    generate(prepared)
+    for model in (prepared, stock):
         model.config.final_logit_softcapping = 0.05
         model.config.get_text_config().final_logit_softcapping = 0.05
-    recorded = counted(ours)[0]
-    assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours)[0] == recorded + 1
+    recorded = counted(prepared)[0]
+    assert torch.equal(generate(prepared), generate(stock))
+    assert counted(prepared)[0] == recorded + 1
 
 
-def test_a_module_that_took_the_place_of_another_counts(pair):
-    ours, stock = pair()
-    generate(ours)
-    recorded = counted(ours)[0]
-    for model in (ours, stock):
+def test_a_replaced_module_takes_effect(pair):
+    prepared, stock = pair()
+    generate(prepared)
+    recorded = counted(prepared)[0]
+    for model in (prepared, stock):
         for layer in model.model.layers:
             del layer.mlp.act_fn
-            layer.mlp.act_fn = nn.Tanh()  # perhaps where the other one was
-    assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours)[0] == recorded + 1
+            layer.mlp.act_fn = nn.Tanh()  # perhaps at the address of the old one
+    assert torch.equal(generate(prepared), generate(stock))
+    assert counted(prepared)[0] == recorded + 1
 
 
 def test_autocast_runs_uncaptured(pair):
-    ours, _ = pair(graphs=None)
+    prepared, _ = pair(graphs=None)
     with torch.autocast("cpu", torch.bfloat16):
-        generate(ours)
-    assert counted(ours) == (0, 0)
-    assert any("autocast" in each for each in known(ours).turned_away)
+        generate(prepared)
+    assert counted(prepared) == (0, 0)
+    assert any("autocast" in reason for reason in known(prepared).turned_away)
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "a_hub/kernel"])
 def test_another_attention_keeps_transformers_cache(name, pair, monkeypatch):
-    ours, _ = pair(graphs=None)
-    monkeypatch.setattr(ours.config, "_attn_implementation_internal", name)
+    prepared, _ = pair(graphs=None)
+    monkeypatch.setattr(prepared.config, "_attn_implementation_internal", name)
     mode = type("Mode", (), {"value": "greedy_search"})
-    reason = decide.refuses_call(ours, copy.deepcopy(ours.generation_config), {}, mode)
+    reason = decide.refuses_call(prepared, copy.deepcopy(prepared.generation_config), {}, mode)
     assert reason == f"the attention implementation {name!r} does not accept sequence lengths"
 
 
 @pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_what_is_returned_from_within_the_layers_disables_nothing(name, pair):
-    ours, stock = pair(graphs=None)
-    assert torch.equal(generate(ours, **{name: True}), generate(stock, **{name: True}))
-    assert known(ours).disabled is None and counted(ours) == (0, 0)
-    assert torch.equal(generate(ours), generate(stock))
+def test_returning_hidden_states_or_attentions_disables_nothing(name, pair):
+    prepared, stock = pair(graphs=None)
+    assert torch.equal(generate(prepared, **{name: True}), generate(stock, **{name: True}))
+    assert known(prepared).disabled is None and counted(prepared) == (0, 0)
+    assert torch.equal(generate(prepared), generate(stock))
 
 
 def test_a_model_that_is_restored_in_the_middle_of_a_call_ends_it(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     expected = generate(stock, prompt(rows=1))
 
     class Restoring:
@@ -157,18 +157,18 @@ def test_a_model_that_is_restored_in_the_middle_of_a_call_ends_it(pair):
         def put(self, value):
             self.calls += 1
             if self.calls == 6:
-                hf_rocm.restore(ours)
+                hf_rocm.restore(prepared)
 
         def end(self):
             pass
 
-    assert torch.equal(generate(ours, prompt(rows=1), streamer=Restoring()), expected)
-    assert known(ours) is None
-    assert torch.equal(generate(ours, prompt(rows=1)), expected)
+    assert torch.equal(generate(prepared, prompt(rows=1), streamer=Restoring()), expected)
+    assert known(prepared) is None
+    assert torch.equal(generate(prepared, prompt(rows=1)), expected)
 
 
-def test_a_loop_of_the_users_own_gets_transformers_cache(pair):
-    ours, _ = pair(graphs=None)
+def test_a_custom_generation_loop_gets_transformers_cache(pair):
+    prepared, _ = pair(graphs=None)
     seen = []
 
     def loop(model, input_ids, **kwargs):
@@ -176,17 +176,17 @@ def test_a_loop_of_the_users_own_gets_transformers_cache(pair):
         return input_ids
 
     if transformers.__version__.startswith("4.53"):
-        pytest.skip("this release takes the name of a loop alone")
-    generate(ours, custom_generate=loop)
+        pytest.skip("this release only accepts the name of a loop")
+    generate(prepared, custom_generate=loop)
     assert seen in (["DynamicCache"], ["NoneType"])  # 5.0 makes none for such a loop
-    generate(ours)
-    assert counted(ours)[1] > 0
+    generate(prepared)
+    assert counted(prepared)[1] > 0
 
 
-def test_a_model_is_freed_with_what_it_keeps(pair):
-    ours, stock = pair()
-    generate(ours)
-    gone = weakref.ref(ours)
-    del ours, stock
+def test_a_model_is_freed_with_its_state(pair):
+    prepared, stock = pair()
+    generate(prepared)
+    gone = weakref.ref(prepared)
+    del prepared, stock
     gc.collect()
     assert gone() is None

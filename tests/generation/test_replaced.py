@@ -1,4 +1,4 @@
-"""What a user or a library replaced is called as stock calls it: uncaptured, recorded, whenever it was replaced."""
+"""Functions that a user or a library replaced are called as in stock, in uncaptured and recorded steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ llama = modeling_llama
 attention = modeling_utils.AttentionInterface._global_mapping
 activation = type(make("llama").model.layers[0].mlp.act_fn)
 
-# name → the place, what is put there, and the classes that `explain` calls stock
+# name → the location, the replacement, and the classes that `explain` reports as stock
 PLACES = {
     "rope": (llama, "apply_rotary_pos_emb", scaled, {"LlamaAttention"}),
     "half": (llama, "rotate_half", scaled, {"LlamaAttention"}),
@@ -53,8 +53,8 @@ def logits(model):
         return model(**prompt(padded=2)).logits
 
 
-def close(ours, stock):
-    torch.testing.assert_close(logits(ours), logits(stock), rtol=1e-4, atol=1e-4)
+def close(prepared, stock):
+    torch.testing.assert_close(logits(prepared), logits(stock), rtol=1e-4, atol=1e-4)
 
 
 def stocks(model):
@@ -62,53 +62,53 @@ def stocks(model):
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_replacement_runs_and_the_original_is_served_again(name, pair):
+def test_a_replacement_is_called_and_its_original_is_served_again(name, pair):
     holder, place, change, classes = PLACES[name]
-    ours, stock = pair(graphs=None)
+    prepared, stock = pair(graphs=None)
     before = generate(stock)
-    assert torch.equal(generate(ours), before)
-    recorded, replayed = counted(ours)
+    assert torch.equal(generate(prepared), before)
+    recorded, replayed = counted(prepared)
     assert recorded and replayed
     with replaced(holder, place, change):
         after = generate(stock)
-        close(ours, stock)
-        assert stocks(ours) == classes
+        close(prepared, stock)
+        assert stocks(prepared) == classes
         for _ in range(2):
-            assert torch.equal(generate(ours), after)
-        assert counted(ours) == (recorded, replayed), "neither the old recording nor a new one"
-    assert not torch.equal(before, after), "the replacement is seen in the tokens"
-    assert stocks(ours) == set()
+            assert torch.equal(generate(prepared), after)
+        assert counted(prepared) == (recorded, replayed), "a recording was replayed"
+    assert not torch.equal(before, after), "the replacement did not change the tokens"
+    assert stocks(prepared) == set()
     with ops.recording() as routes, torch.no_grad():
-        close(ours, stock)
+        close(prepared, stock)
     assert {"linear", "rope", "attention"} <= {route.operation for route in routes}
-    assert torch.equal(generate(ours), before)
-    assert counted(ours)[0] == recorded and counted(ours)[1] > replayed, "the old recording is good again"
+    assert torch.equal(generate(prepared), before)
+    assert counted(prepared)[0] == recorded and counted(prepared)[1] > replayed, "the old recording was not reused"
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_replacement_before_prepare_runs(name, recorded_on_cpu):
+def test_a_replacement_before_prepare_is_called(name, recorded_on_cpu):
     holder, place, change, _ = PLACES[name]
     stock = make("llama")
     before = generate(stock)
     hf_rocm.deactivate("llama")
     try:
         with replaced(holder, place, change):
-            ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-            close(ours, stock)
-            assert torch.equal(generate(ours), generate(stock))
-        hf_rocm.prepare(ours, force=True)
+            prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+            close(prepared, stock)
+            assert torch.equal(generate(prepared), generate(stock))
+        hf_rocm.prepare(prepared, force=True)
         for _ in range(2):
-            assert torch.equal(generate(ours), before)
-        assert stocks(ours) == set() and not bind.waiting
-        assert {part.cls for part in hf_rocm.explain(ours).parts} >= {"LlamaMLP", "LlamaRMSNorm", "LlamaAttention"}
+            assert torch.equal(generate(prepared), before)
+        assert stocks(prepared) == set() and not bind.waiting
+        assert {part.cls for part in hf_rocm.explain(prepared).parts} >= {"LlamaMLP", "LlamaRMSNorm", "LlamaAttention"}
     finally:
         hf_rocm.deactivate("llama")
 
 
-def test_during_a_call(pair):
-    """The recording is left at the step at which a function was replaced."""
-    ours, stock = pair(graphs=None)
-    generate(ours)
+def test_a_replacement_during_a_call(pair):
+    """Replays stop at the step at which a function was replaced."""
+    prepared, stock = pair(graphs=None)
+    generate(prepared)
 
     def run(model):
         calls = []
@@ -127,12 +127,12 @@ def test_during_a_call(pair):
     rope = llama.apply_rotary_pos_emb
     expected = run(stock)
     assert not torch.equal(expected, generate(stock))
-    assert torch.equal(run(ours), expected)
+    assert torch.equal(run(prepared), expected)
 
 
-def test_a_hook_that_is_registered_during_a_call_runs(pair):
-    ours, stock = pair(graphs=None)
-    generate(ours)
+def test_a_hook_registered_during_a_call_is_called(pair):
+    prepared, stock = pair(graphs=None)
+    generate(prepared)
 
     def run(model):
         handles = []
@@ -141,7 +141,7 @@ def test_a_hook_that_is_registered_during_a_call_runs(pair):
             return output * 1.25
 
         def criterion(ids, scores, **_):
-            handles.append(nn.Linear(1, 1).register_forward_hook(change))  # of no part of the model
+            handles.append(nn.Linear(1, 1).register_forward_hook(change))  # not a part of the model
             if len(handles) == 5:
                 handles.append(model.model.layers[0].mlp.register_forward_hook(change))
             return torch.zeros(len(ids), dtype=torch.bool)
@@ -154,10 +154,10 @@ def test_a_hook_that_is_registered_during_a_call_runs(pair):
 
     expected = run(stock)
     assert not torch.equal(expected, generate(stock))
-    before = counted(ours)[1]
-    assert torch.equal(run(ours), expected)
-    assert counted(ours)[1] > before  # the hook of another module changed nothing
-    assert "registered during a call" in str(hf_rocm.explain(ours).decoding)
+    before = counted(prepared)[1]
+    assert torch.equal(run(prepared), expected)
+    assert counted(prepared)[1] > before  # the hook of another module changed nothing
+    assert "registered during a call" in str(hf_rocm.explain(prepared).decoding)
 
 
 @pytest.mark.parametrize(
@@ -170,25 +170,25 @@ def test_a_hook_that_is_registered_during_a_call_runs(pair):
         (nn.LayerNorm, "forward"),
     ],
 )
-def test_what_the_model_does_not_use_changes_nothing(holder, name, pair):
-    ours, stock = pair()
-    generate(ours)
-    recorded, replayed = counted(ours)
+def test_replacing_an_unused_function_changes_nothing(holder, name, pair):
+    prepared, stock = pair()
+    generate(prepared)
+    recorded, replayed = counted(prepared)
     with replaced(holder, name, scaled), ops.recording() as routes:
-        logits(ours)
-        assert stocks(ours) == set()
-        assert torch.equal(generate(ours), generate(stock))
+        logits(prepared)
+        assert stocks(prepared) == set()
+        assert torch.equal(generate(prepared), generate(stock))
     assert {"linear", "rope", "attention"} <= {route.operation for route in routes}
-    assert counted(ours)[0] == recorded and counted(ours)[1] > replayed
+    assert counted(prepared)[0] == recorded and counted(prepared)[1] > replayed
 
 
 def test_training_steps(pair):
-    """Gradients go through the replacement."""
-    ours, stock = pair(graphs=None)
+    """Gradients are computed through the replacement."""
+    prepared, stock = pair(graphs=None)
     with replaced(llama, "apply_rotary_pos_emb", scaled), replaced(activation, "forward", scaled):
-        for model in (ours, stock):
+        for model in (prepared, stock):
             model(**prompt(), labels=prompt()["input_ids"]).loss.backward()
-    for one, other in zip(ours.parameters(), stock.parameters(), strict=True):
+    for one, other in zip(prepared.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4)
 
 
@@ -196,22 +196,22 @@ def test_training_steps(pair):
 def test_the_experts_interface(pair):
     from transformers.integrations import moe
 
-    ours, stock = pair("mixtral", graphs=None)
+    prepared, stock = pair("mixtral", graphs=None)
     before = generate(stock)
-    assert torch.equal(generate(ours), before)
+    assert torch.equal(generate(prepared), before)
     for name in ("grouped_mm", "batched_mm", "eager"):
-        for model in (ours, stock):
+        for model in (prepared, stock):
             model.set_experts_implementation(name)
         if name == "eager":
             continue
         with replaced(moe.ALL_EXPERTS_FUNCTIONS, name, scaled):
-            assert torch.equal(generate(ours), generate(stock))
-    with replaced(type(ours.model.layers[0].mlp.experts), "_apply_gate", scaled):
-        assert torch.equal(generate(ours), generate(stock))
+            assert torch.equal(generate(prepared), generate(stock))
+    with replaced(type(prepared.model.layers[0].mlp.experts), "_apply_gate", scaled):
+        assert torch.equal(generate(prepared), generate(stock))
 
 
 class Equal:
-    """A wrapper that is equal to what it wraps, as wrapt's are."""
+    """A wrapper that compares equal to the wrapped function, like wrapt's."""
 
     def __init__(self, function):
         self.function, self.__wrapped__ = scaled(function), function
@@ -226,20 +226,20 @@ class Equal:
 
 
 def test_wrappers_equal_to_what_they_wrap(pair):
-    ours, stock = pair(graphs=None)
-    before = generate(ours)
+    prepared, stock = pair(graphs=None)
+    before = generate(prepared)
     for name in ("apply_rotary_pos_emb", "rotate_half"):
         with replaced(llama, name, Equal):
             expected = generate(stock)
             assert not torch.equal(before, expected)
-            assert torch.equal(generate(ours), expected)
-            assert stocks(ours) == {"LlamaAttention"}
+            assert torch.equal(generate(prepared), expected)
+            assert stocks(prepared) == {"LlamaAttention"}
 
 
-def test_a_place_that_was_emptied(pair):
-    ours, _ = pair(graphs=None)
-    generate(ours)
-    step, call = watches_of(ours).step, watches_of(ours).call
+def test_a_removed_function(pair):
+    prepared, _ = pair(graphs=None)
+    generate(prepared)
+    step, call = watches_of(prepared).step, watches_of(prepared).call
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(llama, "rotate_half")
         assert not step.unchanged() and not call.unchanged()
@@ -251,7 +251,7 @@ def test_a_place_that_was_emptied(pair):
 
 
 def empty_calls(check):
-    """How many calls of an empty function take as long as this one: hardly another number on a busy machine."""
+    """The time of a call, in calls of an empty function: a ratio that depends little on other load."""
 
     def shortest(function):
         return min(timeit.repeat(function, number=2000, repeat=20, timer=time.thread_time))
@@ -260,13 +260,13 @@ def empty_calls(check):
 
 
 def test_budgets(pair):
-    """The comparisons of a recorded step, and those of a layer of an uncaptured one. An empty call takes 35 ns."""
-    ours, _ = pair(graphs=None)
-    generate(ours)
-    watches = watches_of(ours)
-    assert watches_of(ours) is watches, "made once, not for each call"
-    assert empty_calls(watches.step.unchanged) + empty_calls(lambda: masks_replaced(ours)) < 80
-    layer = ours.model.layers[0]
+    """The cost of the checks of a recorded step, and of a layer of an uncaptured one. An empty call takes 35 ns."""
+    prepared, _ = pair(graphs=None)
+    generate(prepared)
+    watches = watches_of(prepared)
+    assert watches_of(prepared) is watches, "made once, not for each call"
+    assert empty_calls(watches.step.unchanged) + empty_calls(lambda: masks_replaced(prepared)) < 80
+    layer = prepared.model.layers[0]
     modules = (layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm)
     checks = [binding.watch.unchanged for binding in map(bind.binding_of, modules) if binding.watch is not None]
     cls = type(layer.self_attn)

@@ -1,6 +1,6 @@
-"""Ours returns what stock does while pieces of models are replaced, wrapped, registered and restored at random.
+"""A prepared model equals stock while functions are replaced, wrapped, registered and restored at random.
 
-Stock is the same model, never prepared, in the same process: it calls the same replacements.
+The stock model runs in the same process and calls the same replacements.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def wrapped(function):
     """A wrapper that changes nothing."""
 
     @functools.wraps(function)
-    def theirs(*args, **kwargs):
+    def expected(*args, **kwargs):
         return function(*args, **kwargs)
 
-    return theirs
+    return expected
 
 
 def pieces_of(model):
-    """name → (holder, name, what is put there beside a wrapper)."""
+    """name → (owner, attribute, replacements other than a wrapper)."""
     home = sys.modules[type(model).__module__]
     interface, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     name = model.config._attn_implementation
@@ -66,7 +66,7 @@ def pieces_of(model):
 
 
 class Replacing(RuleBasedStateMachine):
-    """One model of a kind, ours and stock."""
+    """A prepared and a stock model of a kind."""
 
     @initialize(kind=st.sampled_from(KINDS))
     def build(self, kind):
@@ -84,7 +84,7 @@ class Replacing(RuleBasedStateMachine):
 
     @rule(data=st.data(), call=st.sampled_from(("generated", "run")), again=st.booleans())
     def replace_between_calls(self, data, call, again):
-        """One piece, between calls, and back again."""
+        """Replace or restore one function between calls."""
         holder, place, replacement = self.pieces[data.draw(st.sampled_from(sorted(self.pieces)))]
         call = getattr(self, call)
         call()
@@ -95,7 +95,7 @@ class Replacing(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(("sdpa", "eager")))
     def register(self, key):
-        """`AttentionInterface.register`, which reaches all files."""
+        """`AttentionInterface.register`, which affects all modeling files."""
         table = modeling_utils.AttentionInterface._global_mapping
         home = sys.modules[type(self.stock).__module__]
         before, function = table.get(key), table.get(key, home.eager_attention_forward)
@@ -132,7 +132,7 @@ class Replacing(RuleBasedStateMachine):
 
     @rule()
     def train(self):
-        """A step of gradient descent; then the weights are written back."""
+        """A step of gradient descent, then restore the weights."""
         results = []
         for model in (self.stock, self.prepared()):
             weights = [parameter.detach().clone() for parameter in model.parameters()]
@@ -140,8 +140,11 @@ class Replacing(RuleBasedStateMachine):
             loss = model(**inputs, labels=inputs["input_ids"]).loss
             loss.backward()
             with torch.no_grad():
-                # an expert that no token was sent to has no gradient, or zeros
-                gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+                # the gradient of an expert without tokens is None or zero
+                gradients = [
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    for parameter in model.parameters()
+                ]
                 results.append([loss.detach(), *gradients])
                 for parameter, gradient, weight in zip(model.parameters(), gradients, weights, strict=True):
                     parameter -= 1e-3 * gradient
@@ -160,12 +163,12 @@ class Replacing(RuleBasedStateMachine):
         return {route.operation for route in routes}
 
     def generated(self, beams=1):
-        """Compare the tokens of a call, most of whose steps are replayed."""
+        """Compare the tokens of a call whose steps are mostly replayed."""
         expected = generate(self.stock, new=8, num_beams=beams)
         assert torch.equal(generate(self.prepared(), new=8, num_beams=beams), expected)
 
     def prepared(self):
-        """Ours: prepared at its first call, whatever was replaced before."""
+        """The prepared model. It is prepared at its first use, possibly after replacements."""
         if self.ours is None:
             self.ours = hf_rocm.prepare(copy.deepcopy(self.stock), force=True)
         return self.ours
@@ -183,11 +186,11 @@ def run(examples):
     run_state_machine_as_test(Replacing, settings=settings(max_examples=examples, stateful_step_count=14))
 
 
-def test_ours_returns_what_stock_does(recorded_on_cpu):
+def test_a_prepared_model_equals_stock(recorded_on_cpu):
     run(20)
 
 
 @pytest.mark.slow
 @at_the_ends
-def test_at_length(recorded_on_cpu):
+def test_many_random_steps(recorded_on_cpu):
     run(60)

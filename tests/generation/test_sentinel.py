@@ -1,4 +1,4 @@
-"""Replays that go wrong later: they are noticed at the next comparison, and the tokens that come out are stock's."""
+"""Replays that become wrong later are detected at the next comparison, and the returned tokens equal stock's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def faulty(pair, monkeypatch):
-    """(ours, stock), where ours has this fault in its replays `first` to `last`."""
+    """(prepared, stock), where the prepared model has this fault in its replays `first` to `last`."""
 
     def build(fault, first, last=10**9, kind="llama"):
         monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=first, last=last))
@@ -60,115 +60,115 @@ class Streamer:
 
 @pytest.mark.parametrize("first", NEXT)
 @pytest.mark.parametrize("fault", PERSISTENT, ids=lambda fault: fault.__name__)
-def test_a_fault_is_noticed_at_the_next_comparison(fault, first, faulty):
-    ours, stock = faulty(fault, first)
-    assert torch.equal(generate(ours, new=25), generate(stock, new=25))
+def test_a_fault_is_detected_at_the_next_comparison(fault, first, faulty):
+    prepared, stock = faulty(fault, first)
+    assert torch.equal(generate(prepared, new=25), generate(stock, new=25))
     (event,) = ledger.events()
     expected = NEXT[max(first, 2) if fault is faults.stale_input else first]  # nothing is stale in the first replay
-    # the alarm may come before
+    # it may be detected earlier
     assert event.replays == expected or (fault is faults.not_finite and first < event.replays < NEXT[first])
-    assert event.reason in known(ours).disabled and event.model == "LlamaForCausalLM" and event.operators > 50
-    assert known(ours).pool.summary() == (0, 0)
-    assert torch.equal(generate(ours, new=25), generate(stock, new=25))
+    assert event.reason in known(prepared).disabled and event.model == "LlamaForCausalLM" and event.operators > 50
+    assert known(prepared).pool.summary() == (0, 0)
+    assert torch.equal(generate(prepared, new=25), generate(stock, new=25))
     assert len(ledger.events()) == 1
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma2"])
 @pytest.mark.parametrize("fault", [faults.garbage, faults.node_dropped], ids=lambda fault: fault.__name__)
-def test_with_windows_that_move(fault, kind, faulty):
-    ours, stock = faulty(fault, 6, kind=kind)
-    assert torch.equal(generate(ours, new=40), generate(stock, new=40))
-    assert "differed from the step itself" in known(ours).disabled
+def test_with_moving_windows(fault, kind, faulty):
+    prepared, stock = faulty(fault, 6, kind=kind)
+    assert torch.equal(generate(prepared, new=40), generate(stock, new=40))
+    assert "differed from the step itself" in known(prepared).disabled
 
 
 @pytest.mark.parametrize("at", [6, 7, 8])
 @pytest.mark.parametrize(
     "fault", [faults.garbage, faults.garbage_logits, faults.garbage_in_the_cache], ids=lambda fault: fault.__name__
 )
-def test_what_one_wrong_replay_left_in_the_cache_is_noticed(fault, at, faulty):
-    """The replay that is compared is right, and both sides would read the same wrong keys, or the same wrong token."""
+def test_wrong_cache_entries_of_one_replay_are_detected(fault, at, faulty):
+    """The compared replay is correct, and both sides would read the same wrong keys or the same wrong token."""
     assert schedule.BACK >= 3
-    ours, stock = faulty(fault, at, at)
-    assert torch.equal(generate(ours, new=25), generate(stock, new=25))
+    prepared, stock = faulty(fault, at, at)
+    assert torch.equal(generate(prepared, new=25), generate(stock, new=25))
     assert [event.replays for event in ledger.events()] == [9]
 
 
 @pytest.mark.parametrize("fault", [faults.not_finite, faults.not_finite_logits], ids=lambda fault: fault.__name__)
-def test_logits_that_are_not_finite_bring_a_comparison_forward(fault, faulty, monkeypatch):
-    """Once, in replay 66, when the next comparison would be replay 129."""
+def test_nonfinite_logits_cause_an_early_comparison(fault, faulty, monkeypatch):
+    """They occur once, in replay 66; the next comparison would be in replay 129."""
     monkeypatch.setattr(pool, "_AHEAD", 200)
-    ours, stock = faulty(fault, 66, 66)
-    assert torch.equal(generate(ours, new=120), generate(stock, new=120))
+    prepared, stock = faulty(fault, 66, 66)
+    assert torch.equal(generate(prepared, new=120), generate(stock, new=120))
     (event,) = ledger.events()
     assert 66 < event.replays <= 66 + 17
 
 
-def test_logits_that_are_not_finite_at_the_end(faulty):
-    ours, stock = faulty(faults.not_finite, 7, 8)
-    assert torch.equal(generate(ours, new=11), generate(stock, new=11))
+def test_nonfinite_logits_at_the_end(faulty):
+    prepared, stock = faulty(faults.not_finite, 7, 8)
+    assert torch.equal(generate(prepared, new=11), generate(stock, new=11))
     (event,) = ledger.events()
-    assert event.replays == 8 and "not finite" in known(ours).disabled
+    assert event.replays == 8 and "not finite" in known(prepared).disabled
 
 
-def test_a_models_own_logits_may_not_be_finite(pair):
-    ours, stock = pair()
+def test_nonfinite_logits_of_the_model_itself(pair):
+    prepared, stock = pair()
 
     def banned(module, args, output):
         return output.index_fill(-1, torch.tensor([5, 9]), -math.inf)
 
-    banned.__module__ = "transformers"  # a user's own would be turned away
-    for model in (ours, stock):
+    banned.__module__ = "transformers"  # a user's own class would be refused
+    for model in (prepared, stock):
         model.lm_head.register_forward_hook(banned)
     for _ in range(2):
-        assert torch.equal(generate(ours, new=25), generate(stock, new=25))
-    assert counted(ours) == (1, 21 + 24) and not ledger.events()
+        assert torch.equal(generate(prepared, new=25), generate(stock, new=25))
+    assert counted(prepared) == (1, 21 + 24) and not ledger.events()
 
 
-def test_sampling_gives_what_an_uncaptured_call_gives(faulty):
-    ours, stock = faulty(faults.garbage, 6)
+def test_sampling_equals_an_uncaptured_call(faulty):
+    prepared, stock = faulty(faults.garbage, 6)
     how = {"do_sample": True, "top_k": 20, "temperature": 1.3, "seed": 3, "new": 25}
     expected = generate(stock, **how), torch.rand(3)
-    assert torch.equal(generate(ours, **how), expected[0]) and torch.equal(torch.rand(3), expected[1])
+    assert torch.equal(generate(prepared, **how), expected[0]) and torch.equal(torch.rand(3), expected[1])
     assert len(ledger.events()) == 1
 
 
 def test_rows_that_end_early(faulty):
-    ours, stock = faulty(faults.garbage, 6)
+    prepared, stock = faulty(faults.garbage, 6)
     free = generate(stock, repetition_penalty=9.0)
     how = {"eos_token_id": [free[0, 9].item()], "repetition_penalty": 9.0, "new": 25}
-    assert torch.equal(generate(ours, **how), generate(stock, **how))
+    assert torch.equal(generate(prepared, **how), generate(stock, **how))
     assert len(ledger.events()) == 1
 
 
-def test_asked_late(faulty, ends_asked_late):
-    ours, stock = faulty(faults.garbage, 6)
+def test_with_the_late_check(faulty, ends_asked_late):
+    prepared, stock = faulty(faults.garbage, 6)
     ends = generate(stock, prompt(rows=1), repetition_penalty=9.0, new=25)[0, 22].item()
     how = {"eos_token_id": ends, "repetition_penalty": 9.0, "new": 25}
-    assert torch.equal(generate(ours, prompt(rows=1), **how), generate(stock, prompt(rows=1), **how))
+    assert torch.equal(generate(prepared, prompt(rows=1), **how), generate(stock, prompt(rows=1), **how))
     assert len(ledger.events()) == 1
 
 
 def test_tokens_that_a_streamer_has_received_raise(faulty):
-    ours, stock = faulty(faults.garbage, 6)
+    prepared, stock = faulty(faults.garbage, 6)
     streamer = Streamer()
     with pytest.raises(GraphError, match="the streamer has received"):
-        generate(ours, prompt(rows=1), streamer=streamer, new=25)
+        generate(prepared, prompt(rows=1), streamer=streamer, new=25)
     assert not streamer.ended and len(streamer.tokens) < 20
-    assert torch.equal(generate(ours, prompt(rows=1)), generate(stock, prompt(rows=1)))
+    assert torch.equal(generate(prepared, prompt(rows=1)), generate(stock, prompt(rows=1)))
 
 
-def test_a_streamer_that_received_right_tokens_goes_on(faulty):
-    """The fault is in the cache alone and in the step before the comparison: no token came from it."""
-    ours, stock = faulty(faults.garbage_in_the_cache, 8)
+def test_a_streamer_that_received_correct_tokens_continues(faulty):
+    """The fault is only in the cache, in the step before the comparison: no token depends on it."""
+    prepared, stock = faulty(faults.garbage_in_the_cache, 8)
     streamers = Streamer(), Streamer()
-    for model, streamer in zip((ours, stock), streamers, strict=True):
+    for model, streamer in zip((prepared, stock), streamers, strict=True):
         generate(model, prompt(rows=1), streamer=streamer, new=25)
     assert streamers[0].tokens == streamers[1].tokens and streamers[0].ended == 1
     assert len(ledger.events()) == 1
 
 
-def test_what_a_users_criterion_has_seen_can_not_be_taken_back(faulty):
-    ours, stock = faulty(faults.garbage, 6)
+def test_tokens_that_a_users_criterion_has_received_raise(faulty):
+    prepared, stock = faulty(faults.garbage, 6)
 
     class Never(transformers.StoppingCriteria):
         def __call__(self, ids, scores, **_):
@@ -176,50 +176,52 @@ def test_what_a_users_criterion_has_seen_can_not_be_taken_back(faulty):
 
     criteria = transformers.StoppingCriteriaList([Never()])
     with pytest.raises(GraphError, match="Never has received them") as raised:
-        generate(ours, new=25, stopping_criteria=criteria)
+        generate(prepared, new=25, stopping_criteria=criteria)
     assert raised.value.hint and "the last 3 of a row" in str(raised.value)
-    assert torch.equal(generate(ours, new=25, stopping_criteria=criteria), generate(stock, new=25))
+    assert torch.equal(generate(prepared, new=25, stopping_criteria=criteria), generate(stock, new=25))
 
 
-def test_a_difference_before_any_replay_was_used_needs_no_way_back(faulty):
+def test_a_difference_before_any_used_replay_needs_no_restart(faulty):
     """In the first comparison, and in the first replay of a later call."""
-    ours, stock = faulty(faults.garbage, 1)
+    prepared, stock = faulty(faults.garbage, 1)
     taken = Streamer()
-    assert torch.equal(generate(ours, prompt(rows=1), streamer=taken, new=25), generate(stock, prompt(rows=1), new=25))
+    assert torch.equal(
+        generate(prepared, prompt(rows=1), streamer=taken, new=25), generate(stock, prompt(rows=1), new=25)
+    )
     assert taken.ended == 1
 
 
 def test_required_graphs_raise(pair, monkeypatch):
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=6))
-    ours, _ = pair(graphs=True)
+    prepared, _ = pair(graphs=True)
     with pytest.raises(GraphError, match="differed from the step itself"):
-        generate(ours, new=25)
+        generate(prepared, new=25)
     assert len(ledger.events()) == 1
 
 
 @pytest.mark.parametrize("call", [2, 3])
 def test_the_first_replays_of_the_next_calls_are_compared(call, faulty):
-    faulty_replay = 10 + 11 * (call - 2)  # nine replays in the first call, one for each of 11 steps in the others
-    ours, stock = faulty(faults.garbage, faulty_replay)
+    faulty_replay = 10 + 11 * (call - 2)  # nine replays in the first call, 11 in the others
+    prepared, stock = faulty(faults.garbage, faulty_replay)
     first = generate(stock, new=12)
     for _ in range(call):
-        assert torch.equal(generate(ours, new=12), first)
+        assert torch.equal(generate(prepared, new=12), first)
     assert [event.replays for event in ledger.events()] == [faulty_replay]
 
 
-def test_the_first_replay_of_a_later_call_is_compared_after_a_distance(faulty, monkeypatch):
-    """Every replay is wrong from the fifth call on, which begins far enough from the last comparison."""
+def test_the_first_replay_of_a_later_call_is_compared_after_enough_replays(faulty, monkeypatch):
+    """Every replay is wrong from the fifth call on. That call starts enough replays after the last comparison."""
     monkeypatch.setattr(schedule, "BETWEEN_CALLS", 10)
-    ours, stock = faulty(faults.garbage, 43)
+    prepared, stock = faulty(faults.garbage, 43)
     first = generate(stock, new=12)
     for _ in range(4):
-        assert torch.equal(generate(ours, new=12), first)  # replays 1 to 42; 33 is the last that is compared
+        assert torch.equal(generate(prepared, new=12), first)  # replays 1 to 42; 33 is the last that is compared
     assert not ledger.events()
-    assert torch.equal(generate(ours, new=12), first)
+    assert torch.equal(generate(prepared, new=12), first)
     assert [event.replays for event in ledger.events()] == [43]
 
 
-def test_calls_of_a_schedule():
+def test_the_cost_of_comparisons_in_short_calls():
     plan = schedule.Schedule()
     compared = []
     for call in range(1, 40):
@@ -228,7 +230,7 @@ def test_calls_of_a_schedule():
             compared.append(call)
         for _ in range(100):
             plan.agreed() if plan.due else plan.count()
-    # from then on, what a comparison of the first replay costs: an uncaptured step and a replay
+    # from then on, the cost of comparing the first replay: an uncaptured step and a replay
     assert compared[:3] == [1, 2, 3] and (3.6 + 1) / schedule.BETWEEN_CALLS < 0.01
     assert all(later - call > 1 for call, later in itertools.pairwise(compared[3:])) and len(compared) > 5
 
@@ -246,28 +248,28 @@ def test_the_schedule():
     gaps = [two - one for one, two in itertools.pairwise(compared)]
     assert gaps == sorted(gaps) and gaps[-1] == schedule.LONGEST
     assert plan.replays == 19_999 and plan.since < schedule.LONGEST
-    # in the long run, in uncaptured steps for each replay; a step takes 3.6 times as long uncaptured at most
+    # asymptotic cost in uncaptured steps per replay; an uncaptured step takes at most 3.6 times as long
     assert (schedule.BACK + 1) / schedule.LONGEST * 3.6 < 0.01
 
 
-def test_what_comparisons_cost_in_uncaptured_steps(pair):
-    """Counted in calls of the model: the prompt, two steps, and those of comparisons 1, 2, 3, 5, 9 and 17."""
-    ours, _ = pair()
+def test_the_number_of_uncaptured_steps_of_comparisons(pair):
+    """Counted in calls of the model: the prompt, two steps, and the comparisons 1, 2, 3, 5, 9 and 17."""
+    prepared, _ = pair()
     calls = []
 
     def count(module, args, output):
         calls.append(1)
 
-    count.__module__ = "transformers"  # a user's own would be turned away
-    ours.lm_head.register_forward_hook(count)
-    generate(ours, new=25)
+    count.__module__ = "transformers"  # a user's own class would be refused
+    prepared.lm_head.register_forward_hook(count)
+    generate(prepared, new=25)
     first = len(calls)
-    generate(ours, new=25)
+    generate(prepared, new=25)
     # the recording on a CPU is a call too
     assert first == 1 + 2 + 1 + 1 + 13
     # the prompt, the first replay, and the 17th of the call, with four steps before
     assert len(calls) - first == 1 + 1 + 1 + schedule.BACK
-    generate(ours, new=10)
+    generate(prepared, new=10)
     second = len(calls)
-    generate(ours, new=10)
-    assert len(calls) - second == 1  # a fourth call: the prompt alone
+    generate(prepared, new=10)
+    assert len(calls) - second == 1  # a fourth call: only the prompt

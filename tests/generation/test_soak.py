@@ -1,4 +1,4 @@
-"""Random calls give stock's tokens, in fp32, replayed on a CPU. tests/gpu/test_soak.py has more of them."""
+"""Random calls return stock's tokens, in fp32, replayed on a CPU. tests/gpu/test_soak.py runs more of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from tests.generation.soak import same_tokens
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
 def test_random_calls(kind, pair):
-    ours, stock = pair(kind)
-    assert same_tokens(ours, stock, range(10)) == []
-    assert counted(ours)[1] > 30
+    prepared, stock = pair(kind)
+    assert same_tokens(prepared, stock, range(10)) == []
+    assert counted(prepared)[1] > 30

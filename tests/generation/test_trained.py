@@ -1,4 +1,4 @@
-"""The trained model over recorded steps, replayed on a CPU."""
+"""The trained model with recorded steps, replayed on a CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def trained(tiny_checkpoint, recorded_on_cpu):
     return Trained(tiny_checkpoint, graphs=True)
 
 
-def test_512_greedy_tokens_are_stocks(trained):
-    ours, _ = generates_stocks_tokens(trained)
-    recorded, replayed = counted(ours)
-    assert recorded > 1 and replayed > NEW - 4 * recorded  # anew whenever the buffers grew
+def test_512_greedy_tokens_equal_stock(trained):
+    prepared, _ = generates_stocks_tokens(trained)
+    recorded, replayed = counted(prepared)
+    assert recorded > 1 and replayed > NEW - 4 * recorded  # a new recording whenever the buffers grow
 
 
 def test_bf16_teacher_forced(trained):

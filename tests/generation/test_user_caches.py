@@ -1,4 +1,4 @@
-"""Caches that a call names, brings or returns: recorded steps, and the user's object is as stock leaves it."""
+"""Caches that a call names, passes or returns: steps are recorded, and the user's object ends as in stock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.generation import faults
 from tests.generation.conftest import counted, generate, prompt
 
 RELEASE = Version(transformers.__version__)
-SLIDING_STATIC = Version("4.54") <= RELEASE  # before, a static cache of these models is of another class
+SLIDING_STATIC = Version("4.54") <= RELEASE  # earlier, a static cache of these models has another class
 NEW = 14
 KINDS = ["llama", "mistral", "gemma2"]
 
@@ -30,7 +30,7 @@ def contents(cache):
 
 
 def close(one, two):
-    """Equal but for rounding: two layers of sums in another order, in rounding steps of the largest value."""
+    """Equal up to rounding: two layers sum in another order. Tolerance: rounding steps of the largest value."""
     assert one.isfinite().all() and two.isfinite().all()
     assert (one - two).abs().max() <= 64 * torch.finfo(two.dtype).eps * two.abs().max()
 
@@ -39,34 +39,36 @@ def _pairs(layers):
     return [(layer.keys, layer.values) for layer in layers]
 
 
-def alike(ours, stock):
-    """Keys are computed over other masks than in stock, so that they agree to rounding."""
-    (kind, length, tensors), (other, others_length, others) = contents(ours), contents(stock)
+def alike(prepared, stock):
+    """Keys are computed with other masks than in stock, so they agree up to rounding."""
+    (kind, length, tensors), (other, others_length, others) = contents(prepared), contents(stock)
     assert kind is other and length == others_length and len(tensors) == len(others)
     for one, two in zip(tensors, others, strict=True):
         assert one.shape == two.shape and one.dtype == two.dtype
         close(one, two)
     if hasattr(stock, "layers"):
-        assert [layer.get_seq_length() for layer in ours.layers] == [layer.get_seq_length() for layer in stock.layers]
+        assert [layer.get_seq_length() for layer in prepared.layers] == [
+            layer.get_seq_length() for layer in stock.layers
+        ]
 
 
 @pytest.mark.parametrize("name", [None, "dynamic", "static"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padded", [0, 3])
-def test_what_is_returned(kind, name, padded, pair):
+def test_returned_caches(kind, name, padded, pair):
     if name == "static" and kind != "llama" and not SLIDING_STATIC:
-        pytest.skip("its static cache is of another class")
-    ours, stock = pair(kind)
+        pytest.skip("its static cache has another class")
+    prepared, stock = pair(kind)
     how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "cache_implementation": name}
     for seed in (0, 1):
         inputs = prompt(padded=padded, seed=seed)
-        got, wanted = generate(ours, inputs, new=NEW, **how), generate(stock, inputs, new=NEW, **how)
+        got, wanted = generate(prepared, inputs, new=NEW, **how), generate(stock, inputs, new=NEW, **how)
         assert type(got) is type(wanted) and list(got) == list(wanted)
         assert torch.equal(got.sequences, wanted.sequences)
         for part in ("scores", "logits"):
             close(torch.stack(got[part]), torch.stack(wanted[part]))
         alike(got.past_key_values, wanted.past_key_values)
-    assert counted(ours) == (1, 2 * (NEW - 1) - 3)
+    assert counted(prepared) == (1, 2 * (NEW - 1) - 3)
 
 
 def brought(kind, how, model):
@@ -81,31 +83,31 @@ def brought(kind, how, model):
 
 @pytest.mark.parametrize("how", ["dynamic", "dynamic with a config", "static"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chat_over_a_cache_that_the_calls_bring(kind, how, pair):
+def test_a_chat_with_a_passed_cache(kind, how, pair):
     if not SLIDING_STATIC and (how == "dynamic with a config" or (how == "static" and kind != "llama")):
         pytest.skip("this release has no such cache")
-    ours, stock = pair(kind)
-    caches = [brought(kind, how, model) for model in (ours, stock)]
+    prepared, stock = pair(kind)
+    caches = [brought(kind, how, model) for model in (prepared, stock)]
     sequences = [prompt(padded=2)["input_ids"]] * 2
     mask = prompt(padded=2)["attention_mask"]
-    for more in (0, 5, 1):  # a turn of the user's; a single token
+    for more in (0, 5, 1):  # a turn of the user, a single token
         further = torch.randint(3, 61, (2, more), generator=torch.Generator().manual_seed(more))
         sequences = [torch.cat((tokens, further), 1) for tokens in sequences]
         mask = torch.cat((mask, mask.new_ones((2, sequences[0].shape[1] - mask.shape[1]))), 1)
         inputs = [{"input_ids": tokens, "attention_mask": mask} for tokens in sequences]
         sequences = [
             generate(model, given, new=NEW, past_key_values=cache)
-            for model, given, cache in zip((ours, stock), inputs, caches, strict=True)
+            for model, given, cache in zip((prepared, stock), inputs, caches, strict=True)
         ]
         assert torch.equal(*sequences)
         alike(*caches)
-    assert counted(ours)[1] >= NEW
+    assert counted(prepared)[1] >= NEW
 
 
 def test_a_returned_cache_is_continued_and_can_be_copied(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     results = []
-    for model in (ours, stock):
+    for model in (prepared, stock):
         first = generate(model, new=NEW, return_dict_in_generate=True)
         kept = copy.deepcopy(first.past_key_values)
         tokens = [
@@ -116,26 +118,27 @@ def test_a_returned_cache_is_continued_and_can_be_copied(pair):
     assert all(torch.equal(*pair) for pair in zip(results[0][:2], results[1][:2], strict=True))
     alike(results[0][2], results[1][2])
     alike(results[0][3], results[1][3])
-    assert counted(ours)[1] > 2 * NEW
-    assert all(idle.cache.user is None for idle in known(ours).pool._idle)
+    assert counted(prepared)[1] > 2 * NEW
+    assert all(idle.cache.user is None for idle in known(prepared).pool._idle)
 
 
 @pytest.mark.parametrize("how", [{}, {"return_dict_in_generate": True, "output_scores": True}])
-def test_an_end_that_is_noticed_late_leaves_no_token_in_the_cache(how, pair, ends_asked_late):
-    ours, stock = pair()
+def test_a_late_end_leaves_no_extra_token_in_the_cache(how, pair, ends_asked_late):
+    prepared, stock = pair()
     free = generate(stock, repetition_penalty=9.0)
     how = {**how, "eos_token_id": [row[12].item() for row in free], "repetition_penalty": 9.0, "pad_token_id": 0}
     for _ in range(2):
         caches = [DynamicCache(), DynamicCache()]
         got, wanted = (
-            generate(model, past_key_values=cache, **how) for model, cache in zip((ours, stock), caches, strict=True)
+            generate(model, past_key_values=cache, **how)
+            for model, cache in zip((prepared, stock), caches, strict=True)
         )
         if "output_scores" in how:
             assert len(got.scores) == len(wanted.scores)
             got, wanted = got.sequences, wanted.sequences
         assert torch.equal(got, wanted) and got.shape[1] < 19
         alike(*caches)
-    assert counted(ours)[1]
+    assert counted(prepared)[1]
 
 
 def test_an_error_leaves_the_tokens_so_far_in_the_cache(pair):
@@ -150,34 +153,34 @@ def test_an_error_leaves_the_tokens_so_far_in_the_cache(pair):
             if self.calls > 9:
                 raise KeyboardInterrupt
 
-    Streamer.__module__ = "transformers"  # the user's own would be turned away
-    ours, stock = pair()
+    Streamer.__module__ = "transformers"  # a user's own class would be refused
+    prepared, stock = pair()
     caches = [DynamicCache(), DynamicCache()]
-    for model, cache in zip((ours, stock), caches, strict=True):
+    for model, cache in zip((prepared, stock), caches, strict=True):
         with pytest.raises(KeyboardInterrupt):
             generate(model, prompt(rows=1), new=NEW, past_key_values=cache, streamer=Streamer())
     assert caches[0].get_seq_length() == caches[1].get_seq_length()
     alike(*caches)
 
 
-def test_a_wrong_replay_leaves_nothing_in_the_users_cache(pair, monkeypatch, tmp_path):
+def test_a_wrong_replay_does_not_change_the_users_cache(pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=6))
-    ours, stock = pair(graphs=None)
+    prepared, stock = pair(graphs=None)
     first = generate(stock, new=NEW, return_dict_in_generate=True)
     caches = [copy.deepcopy(first.past_key_values) for _ in range(2)]
     given = {"input_ids": first.sequences}
     tokens = [
         generate(model, given, new=25, past_key_values=cache)
-        for model, cache in zip((ours, stock), caches, strict=True)
+        for model, cache in zip((prepared, stock), caches, strict=True)
     ]
     assert torch.equal(*tokens)
-    assert "differed from the step itself" in known(ours).disabled
+    assert "differed from the step itself" in known(prepared).disabled
     alike(*caches)
 
 
-def test_code_of_the_users_may_read_the_cache_that_the_call_brings(pair):
-    ours, stock = pair(graphs=None)
+def test_user_code_can_read_the_passed_cache(pair):
+    prepared, stock = pair(graphs=None)
 
     class Reading(LogitsProcessor):
         def __init__(self, cache):
@@ -188,12 +191,12 @@ def test_code_of_the_users_may_read_the_cache_that_the_call_brings(pair):
             return scores
 
     lengths = []
-    for model in (ours, stock):
+    for model in (prepared, stock):
         reading = Reading(DynamicCache())
         generate(model, past_key_values=reading.cache, logits_processor=LogitsProcessorList([reading]))
         lengths.append(reading.lengths)
     assert lengths[0] == lengths[1] == list(range(7, 19))
-    assert any("Reading may read" in reason for reason in known(ours).turned_away)
+    assert any("Reading may read" in reason for reason in known(prepared).turned_away)
 
 
 class OwnCache(DynamicCache):
@@ -201,33 +204,33 @@ class OwnCache(DynamicCache):
 
 
 @pytest.mark.parametrize("name", ["offloaded", OwnCache])
-def test_other_caches_stay_transformers_own(name, pair):
-    ours, stock = pair(graphs=None)
+def test_other_caches_are_not_replaced(name, pair):
+    prepared, stock = pair(graphs=None)
     how = {"cache_implementation": name} if isinstance(name, str) else {}
     if name == "offloaded" and not torch.cuda.is_available():
         pytest.skip("an offloaded cache needs a GPU")
     results = []
-    for model in (ours, stock):
+    for model in (prepared, stock):
         given = how or {"past_key_values": name()}
         results.append(generate(model, return_dict_in_generate=True, **given))
     assert torch.equal(results[0].sequences, results[1].sequences)
     alike(results[0].past_key_values, results[1].past_key_values)
-    assert counted(ours) == (0, 0)
+    assert counted(prepared) == (0, 0)
 
 
 def test_the_cache_of_recorded_steps_is_never_returned(pair):
-    ours, _ = pair()
+    prepared, _ = pair()
     for _ in range(2):
-        assert not isinstance(generate(ours, return_dict_in_generate=True).past_key_values, DecodeCache)
+        assert not isinstance(generate(prepared, return_dict_in_generate=True).past_key_values, DecodeCache)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_as_prompt(kind, pair):
-    ours, stock = pair(kind)
+    prepared, stock = pair(kind)
     inputs = prompt(padded=2)
     for seed in (0, 1):
         with torch.no_grad():
             embeddings = stock.get_input_embeddings()(prompt(padded=2, seed=seed)["input_ids"])
         given = {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"]}
-        assert torch.equal(generate(ours, given, new=NEW), generate(stock, given, new=NEW))
-    assert counted(ours) == (1, 2 * (NEW - 1) - 3)
+        assert torch.equal(generate(prepared, given, new=NEW), generate(stock, given, new=NEW))
+    assert counted(prepared) == (1, 2 * (NEW - 1) - 3)

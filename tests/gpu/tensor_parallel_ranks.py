@@ -1,6 +1,6 @@
-"""Run by test_tensor_parallel.py in each of two ranks on GPUs of their own: recorded steps that hold collectives.
+"""Run by test_tensor_parallel.py in each of two ranks on separate GPUs: recorded steps with collectives.
 
-Arguments: a checkpoint, and a folder where each rank writes what it found, as JSON.
+Arguments: a checkpoint, and a folder where each rank writes its results as JSON.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def main(checkpoint: str, out: str) -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     arguments = {"tp_plan": "auto", "dtype": torch.float32}
     stock = transformers.LlamaForCausalLM.from_pretrained(checkpoint, **arguments).eval()
-    ours = hf_rocm.from_pretrained(checkpoint, force=True, graphs=True, **arguments).eval()
+    prepared = hf_rocm.from_pretrained(checkpoint, force=True, graphs=True, **arguments).eval()
     ids = torch.tensor([[5, 9, 31, 7], [3, 44, 8, 21]], device="cuda")
-    found = {}
-    for name, model in (("stock", stock), ("ours", ours)):
+    results = {}
+    for name, model in (("stock", stock), ("ours", prepared)):
         made = [model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n) for n in (24, 12)]
-        found[name] = [each.tolist() for each in made]
-    state = known(ours)
-    found["recorded"], found["replayed"] = state.recorded, state.replayed
-    Path(out, f"{rank}.json").write_text(json.dumps(found))
+        results[name] = [tensor.tolist() for tensor in made]
+    state = known(prepared)
+    results["recorded"], results["replayed"] = state.recorded, state.replayed
+    Path(out, f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The benchmark on a GPU: recorded steps are what is timed, memory and idle time are measured. Not run without one."""
+"""The benchmark on a GPU: recorded steps are timed, and memory and idle time are measured."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ pytestmark = pytest.mark.gpu
 DECODE = Case("decode", 2, 64, 32)
 
 
-def test_a_decode_case_is_timed_over_recorded_steps():
+def test_a_decode_case_is_timed_with_recorded_steps():
     subject = run.Subject(None, "small", torch.device("cuda:0"))
     done = run.bench(subject, [DECODE], ["stock", "hf_rocm"], rounds=2, segment="x", progress=lambda text: None)
-    stock, ours = done.results[0].timings
-    assert "steps replayed" in ours.note and not ours.note.startswith("0 ") and stock.note is None
-    assert 0 < ours.replay < ours.unit.median and stock.replay is None
+    stock, prepared = done.results[0].timings
+    assert "steps replayed" in prepared.note and not prepared.note.startswith("0 ") and stock.note is None
+    assert 0 < prepared.replay < prepared.unit.median and stock.replay is None
     weights = 2 * done.model["parameters"]
-    for each in (stock, ours):
-        assert each.parity.refusal is None and weights < each.peak < weights + 2**30
+    for our in (stock, prepared):
+        assert our.parity.refusal is None and weights < our.peak < weights + 2**30
 
 
-def test_rates_are_those_of_a_gpu_and_launches_are_left_out():
+def test_rates_are_those_of_a_gpu_and_exclude_launches():
     device = torch.device("cuda:0")
-    found = rates.measure(device, torch.bfloat16)
-    assert found.copy > 1e11 and found.matmul > 1e12
+    result = rates.measure(device, torch.bfloat16)
+    assert result.copy > 1e11 and result.matmul > 1e12
     x = torch.ones(64, device=device)
-    recorded, launched = (min(device_time([lambda: x.add_(1)] * 32, device, record=each)) for each in (True, False))
+    recorded, launched = (min(device_time([lambda: x.add_(1)] * 32, device, record=mode)) for mode in (True, False))
     assert 0 < recorded < launched
 
 
-def test_a_profile_knows_kernels_and_gaps(tmp_path):
-    found = profiling.profile(
+def test_a_profile_has_kernels_and_gaps(tmp_path):
+    summary = profiling.profile(
         run.Subject(None, "small", torch.device("cuda:0")),
         DECODE,
         tmp_path / "trace.json",
         progress=lambda text: None,
         side="stock",
     )
-    assert 0 < found.busy < found.span and found.kernels and "waits for" in found.lines()[0]
+    assert 0 < summary.busy < summary.span and summary.kernels and "waits for" in summary.lines()[0]

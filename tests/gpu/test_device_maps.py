@@ -1,4 +1,4 @@
-"""Device maps over GPUs and the CPU: stock's tokens under the same map; layers that stay where they are, fused."""
+"""Device maps over GPUs and the CPU: stock's tokens with the same map, and fused layers where nothing is offloaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOVED = "run by a hook (AlignDevicesHook) that may move its weights"
 
 @pytest.fixture(autouse=True)
 def unprobed():
-    with options.override(probe=False):  # kernels have tests of their own, and checking each takes seconds
+    with options.override(probe=False):  # other tests check the kernels, which takes seconds
         yield
 
 
@@ -42,9 +42,9 @@ def checkpoint(tmp_path):
 
 
 def placed(*devices, tied=False):
-    """One device for each layer; what comes before and after them is with the first and the last of those on a GPU.
+    """One device per layer; the embedding and the head are with the first and the last layer on a GPU.
 
-    tied: the head has the embedding's weight, and is with it.
+    tied: the head shares the embedding's weight and device.
     """
     layers = {f"model.layers.{number}": device for number, device in enumerate(devices)}
     first, *_, last = [device for device in devices if device != "cpu"]
@@ -52,18 +52,18 @@ def placed(*devices, tied=False):
     return {"model.embed_tokens": first, "model.rotary_emb": first, **layers, "model.norm": last, "lm_head": head}
 
 
-def load(folder, *, ours, **arguments):
-    if ours:
+def load(folder, *, prepared, **arguments):
+    if prepared:
         return hf_rocm.from_pretrained(folder, force=True, **arguments).eval()
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **arguments).eval()
 
 
 def asked(**arguments):
-    return {name: each.cuda(0) for name, each in prompt(**arguments).items()}
+    return {name: tensor.cuda(0) for name, tensor in prompt(**arguments).items()}
 
 
 def joined_products(model, inputs):
-    """How many products of fused weights one prompt makes."""
+    """The number of fused GEMMs of one prompt."""
     layer = model.model.layers[0]
     qkv = sum(getattr(layer.self_attn, name).out_features for name in ("q_proj", "k_proj", "v_proj"))
     shapes = {(qkv, SIZES["hidden_size"]), (2 * SIZES["intermediate_size"], SIZES["hidden_size"])}
@@ -72,14 +72,14 @@ def joined_products(model, inputs):
     return sum(route.operation in ("linear", "fused_linear") and route.shapes[1] in shapes for route in routes)
 
 
-def same_as_stock(ours, stock, *, groups):
-    assert ours.hf_device_map == stock.hf_device_map
-    assert hooks(ours) == hooks(stock)
+def same_as_stock(prepared, stock, *, groups):
+    assert prepared.hf_device_map == stock.hf_device_map
+    assert hooks(prepared) == hooks(stock)
     for padded in (0, 3):
         inputs = asked(padded=padded)
-        assert torch.equal(generate(ours, inputs, new=24), generate(stock, inputs, new=24))
-        assert joined_products(ours, inputs) == groups == live(ours)
-    assert counted(ours) == (0, 0)
+        assert torch.equal(generate(prepared, inputs, new=24), generate(stock, inputs, new=24))
+        assert joined_products(prepared, inputs) == groups == live(prepared)
+    assert counted(prepared) == (0, 0)
 
 
 def cache_places(model):
@@ -92,44 +92,44 @@ def cache_places(model):
 def test_layers_offloaded_to_the_cpu(kind, checkpoint, tmp_path):
     arguments = {"device_map": placed(0, "cpu", 0, "cpu")}
     folder = checkpoint(kind)
-    ours, stock = (load(folder, ours=which, **arguments) for which in (True, False))
-    same_as_stock(ours, stock, groups=GROUPS - 4)
-    assert cache_places(ours) == cache_places(stock) == [(torch.device("cuda", 0),) * 2] * 4
+    prepared, stock = (load(folder, prepared=which, **arguments) for which in (True, False))
+    same_as_stock(prepared, stock, groups=GROUPS - 4)
+    assert cache_places(prepared) == cache_places(stock) == [(torch.device("cuda", 0),) * 2] * 4
     with torch.no_grad():
-        reasons = [why_not(layer.mlp, ("gate_proj", "up_proj")) for layer in ours.model.layers]
+        reasons = [why_not(layer.mlp, ("gate_proj", "up_proj")) for layer in prepared.model.layers]
     assert [reason is None for reason in reasons] == [True, False, True, False]
-    told = hf_rocm.explain(ours).details()
+    told = hf_rocm.explain(prepared).details()
     assert MOVED in told and "steps run uncaptured: some of its weights are offloaded" in told
     assert "meta device" not in told
-    for name, each in (("ours", ours), ("stock", stock)):
-        each.save_pretrained(tmp_path / name)
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("ours", "stock")]
+    for name, our in (("prepared", prepared), ("stock", stock)):
+        our.save_pretrained(tmp_path / name)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("prepared", "stock")]
     assert files[0] == files[1]
     expected = generate(stock, asked(), new=24)
-    hf_rocm.restore(ours)
-    assert hooks(ours) == hooks(stock) and torch.equal(generate(ours, asked(), new=24), expected)
+    hf_rocm.restore(prepared)
+    assert hooks(prepared) == hooks(stock) and torch.equal(generate(prepared, asked(), new=24), expected)
 
 
-def test_as_memory_allows(checkpoint):
-    """accelerate chooses: the first layers on the GPU, the others on the CPU."""
+def test_limited_by_memory(checkpoint):
+    """accelerate places the first layers on the GPU and the others on the CPU."""
     embeddings, layer = 4 * 503 * 256, 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)
-    memory = {0: embeddings + 7 * layer // 2, "cpu": "4GiB"}  # it may keep room for one that is brought
+    memory = {0: embeddings + 7 * layer // 2, "cpu": "4GiB"}  # it may reserve memory for an offloaded layer
     folder = checkpoint("llama")
-    ours, stock = (load(folder, ours=which, device_map="auto", max_memory=memory) for which in (True, False))
-    on_gpu = sum(not each.mlp.up_proj.weight.is_meta for each in stock.model.layers)
+    prepared, stock = (load(folder, prepared=which, device_map="auto", max_memory=memory) for which in (True, False))
+    on_gpu = sum(not layer.mlp.up_proj.weight.is_meta for layer in stock.model.layers)
     assert 0 < on_gpu < 4
-    same_as_stock(ours, stock, groups=2 * on_gpu)
+    same_as_stock(prepared, stock, groups=2 * on_gpu)
 
 
 @pytest.mark.parametrize("mapping", ["auto", {"": 0}])
-def test_one_gpu_that_holds_all(mapping, checkpoint):
-    """No hooks, and steps are recorded as without a map."""
+def test_one_gpu_for_all_layers(mapping, checkpoint):
+    """There are no hooks, and steps are recorded as without a map."""
     folder = checkpoint("llama")
     memory = {"max_memory": {0: "4GiB"}} if mapping == "auto" else {}
-    ours, stock = (load(folder, ours=which, device_map=mapping, **memory) for which in (True, False))
-    assert not hooks(ours)
-    assert torch.equal(generate(ours, asked(), new=24), generate(stock, asked(), new=24))
-    assert live(ours) == GROUPS and counted(ours)[1] > 0
+    prepared, stock = (load(folder, prepared=which, device_map=mapping, **memory) for which in (True, False))
+    assert not hooks(prepared)
+    assert torch.equal(generate(prepared, asked(), new=24), generate(stock, asked(), new=24))
+    assert live(prepared) == GROUPS and counted(prepared)[1] > 0
 
 
 @two
@@ -137,35 +137,35 @@ def test_one_gpu_that_holds_all(mapping, checkpoint):
 def test_layers_on_two_gpus(kind, checkpoint):
     folder = checkpoint(kind)
     placement = placed(0, 0, 1, 1, tied=kind == "gemma2")
-    ours, stock = (load(folder, ours=which, device_map=placement) for which in (True, False))
-    same_as_stock(ours, stock, groups=GROUPS)
+    prepared, stock = (load(folder, prepared=which, device_map=placement) for which in (True, False))
+    same_as_stock(prepared, stock, groups=GROUPS)
     devices = [torch.device("cuda", index) for index in (0, 0, 1, 1)]
-    assert cache_places(ours) == cache_places(stock) == [(device, device) for device in devices]
-    assert [layer.mlp.up_proj.weight.device for layer in ours.model.layers] == devices
-    assert "steps run uncaptured: its weights are on 2 devices" in hf_rocm.explain(ours).details()
+    assert cache_places(prepared) == cache_places(stock) == [(device, device) for device in devices]
+    assert [layer.mlp.up_proj.weight.device for layer in prepared.model.layers] == devices
+    assert "steps run uncaptured: its weights are on 2 devices" in hf_rocm.explain(prepared).details()
     how = {"do_sample": True, "top_k": 40, "seed": 1}
-    assert torch.equal(generate(ours, asked(), **how), generate(stock, asked(), **how))
-    assert torch.equal(generate(ours, asked(), num_beams=3), generate(stock, asked(), num_beams=3))
+    assert torch.equal(generate(prepared, asked(), **how), generate(stock, asked(), **how))
+    assert torch.equal(generate(prepared, asked(), num_beams=3), generate(stock, asked(), num_beams=3))
 
 
 @two
-def test_layers_that_go_back_and_forth(checkpoint):
+def test_layers_on_alternating_devices(checkpoint):
     folder = checkpoint("llama")
-    ours, stock = (load(folder, ours=which, device_map=placed(0, 1, 0, 1)) for which in (True, False))
-    same_as_stock(ours, stock, groups=GROUPS)
-    assert len(set(map(str, cache_places(ours)))) == 2
+    prepared, stock = (load(folder, prepared=which, device_map=placed(0, 1, 0, 1)) for which in (True, False))
+    same_as_stock(prepared, stock, groups=GROUPS)
+    assert len(set(map(str, cache_places(prepared)))) == 2
 
 
 @two
 def test_balanced(checkpoint):
     folder = checkpoint("llama")
-    ours, stock = (load(folder, ours=which, device_map="balanced") for which in (True, False))
-    assert len(set(ours.hf_device_map.values())) == 2
-    same_as_stock(ours, stock, groups=GROUPS)
+    prepared, stock = (load(folder, prepared=which, device_map="balanced") for which in (True, False))
+    assert len(set(prepared.hf_device_map.values())) == 2
+    same_as_stock(prepared, stock, groups=GROUPS)
 
 
 @two
-def test_recorded_steps_that_are_required_are_refused(checkpoint):
-    ours = load(checkpoint("llama"), ours=True, device_map=placed(0, 0, 1, 1), graphs=True)
+def test_required_recorded_steps_are_refused(checkpoint):
+    prepared = load(checkpoint("llama"), prepared=True, device_map=placed(0, 0, 1, 1), graphs=True)
     with pytest.raises(GraphError, match="on 2 devices"):
-        generate(ours, asked())
+        generate(prepared, asked())

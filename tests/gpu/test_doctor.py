@@ -1,4 +1,4 @@
-"""Doctor's child on a GPU: it multiplies, attends and allocates, and says so."""
+"""Doctor's child process on a GPU: it tests GEMMs, attention and the allocator."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hf_rocm.tools.doctor.machine import ThisMachine
 pytestmark = pytest.mark.gpu
 
 
-def test_every_gpu_is_tried() -> None:
+def test_every_gpu_is_tested() -> None:
     answer = ThisMachine().ask("torch", timeout=240)
     assert answer.error is None
     devices = answer.facts["devices"]
-    assert len(devices) == torch.cuda.device_count() and all(each["product"] is None for each in devices)
-    assert all("flash" in each and each["free"] <= each["total"] for each in devices)
+    assert len(devices) == torch.cuda.device_count() and all(device["product"] is None for device in devices)
+    assert all("flash" in device and device["free"] <= device["total"] for device in devices)
     allocator = answer.facts["allocator"]
     assert allocator["error"] is None and allocator["reserved_after_8"] <= allocator["reserved_after_2"] + 512 * 2**20
 
 
 @pytest.mark.parametrize("settings", ["expandable_segments:True", "max_split_size_mb:128"])
-def test_either_setting_of_the_allocator_is_in_force_where_it_is_tried(
+def test_either_setting_of_the_allocator_is_effective_in_its_test(
     settings: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)

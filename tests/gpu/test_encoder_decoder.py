@@ -19,17 +19,17 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("kind", SIZES)
-def test_tokens_are_stocks(kind, padded, monkeypatch):
+def test_tokens_equal_stock(kind, padded, monkeypatch):
     monkeypatch.setattr(cache_layer, "LEAST", 16)
     monkeypatch.setattr(pool, "_AHEAD", 32)
     heads = {"d_kv": 64, "d_model": 256} if kind == "t5" else {"d_model": 256}
     stock = make(kind, **heads).to("cuda")
     with options.override(probe=False):
-        ours = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=True)
+        prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=True)
         for seed in (0, 1, 2):
-            inputs = {name: each.cuda() for name, each in asked(kind, seed=seed, padded=padded).items()}
-            assert torch.equal(generate(ours, inputs, new=40), generate(stock, inputs, new=40))
+            inputs = {name: tensor.cuda() for name, tensor in asked(kind, seed=seed, padded=padded).items()}
+            assert torch.equal(generate(prepared, inputs, new=40), generate(stock, inputs, new=40))
             how = {"return_dict_in_generate": True, "output_scores": True}
-            got, wanted = generate(ours, inputs, new=40, **how), generate(stock, inputs, new=40, **how)
+            got, wanted = generate(prepared, inputs, new=40, **how), generate(stock, inputs, new=40, **how)
             assert torch.equal(got.sequences, wanted.sequences)
-    assert counted(ours)[1] > 3 * 39 and known(ours).disabled is None
+    assert counted(prepared)[1] > 3 * 39 and known(prepared).disabled is None

@@ -1,4 +1,4 @@
-"""The forced path on a real GPU: parity, the route, and memory, allocated and reserved. Not run without one."""
+"""The forced path on a real GPU: parity, the route, and allocated and reserved memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize("name", [*DECODERS, "bert"])
 def test_forward(name, padded, dtype, checkpoint):
     folder = checkpoint(name, dtype)
-    ours, stock = models.load_ours(folder).cuda(), models.load_stock(name, folder).cuda()
+    prepared, stock = models.load_ours(folder).cuda(), models.load_stock(name, folder).cuda()
     exact = models.in_float64(models.load_stock(name, folder)).cuda()
     ids = tokens(3, 33).cuda()
     mask = torch.ones_like(ids)
@@ -35,9 +35,9 @@ def test_forward(name, padded, dtype, checkpoint):
         mask[0, :7] = 0
     with torch.inference_mode():
         with ops.recording() as routes:
-            actual = ours(input_ids=ids, attention_mask=mask).logits
-        served(name, ours, routes, calls=1)
-        fused_ran(ours, routes)  # moving to the GPU fused again
+            actual = prepared(input_ids=ids, attention_mask=mask).logits
+        served(name, prepared, routes, calls=1)
+        fused_ran(prepared, routes)  # moving to the GPU fused again
         expected = exact(input_ids=ids, attention_mask=mask).logits
         same_dtype = stock(input_ids=ids, attention_mask=mask).logits
     keep = mask.bool()
@@ -57,7 +57,7 @@ def test_greedy_tokens(name, cache, checkpoint):
 
 
 def large_llama(device):
-    """Four layers of the Llama-3.1-8B shape, made in bf16 at once: a conversion on the GPU would leave holes."""
+    """Four layers of the Llama-3.1-8B shape, built in bf16: a conversion on the GPU would fragment its memory."""
     config = transformers.LlamaConfig(
         vocab_size=1000,
         hidden_size=4096,
@@ -85,9 +85,10 @@ def memory():
 
 @pytest.mark.first
 def test_memory_of_preparing_and_saving_on_the_gpu(tmp_path):
-    """After preparing: stock ± 1 %, allocated and reserved; the peak within one layer's fused weights."""
+    """After preparing: stock ± 1 %, allocated and reserved. The peak is at most one layer's fused weights above."""
     model = large_llama("cuda")
-    torch.mm(*[torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)] * 2)  # the library's workspace is no leak
+    # the workspace of the BLAS library is not a leak
+    torch.mm(*[torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)] * 2)
     torch.cuda.empty_cache()
     allocated, reserved = memory()
     assert allocated > 1e9
@@ -104,8 +105,8 @@ def test_memory_of_preparing_and_saving_on_the_gpu(tmp_path):
     model.save_pretrained(tmp_path)
     assert torch.cuda.max_memory_allocated() <= allocated + LAYER + SLACK
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, torch_dtype="auto")
-    for mine, theirs in zip(model.state_dict().values(), again.state_dict().values(), strict=True):
-        assert torch.equal(mine.cpu(), theirs)
+    for actual, expected in zip(model.state_dict().values(), again.state_dict().values(), strict=True):
+        assert torch.equal(actual.cpu(), expected)
 
     hf_rocm.restore(model)
     assert abs(memory()[0] - allocated) <= 0.01 * allocated
@@ -115,8 +116,8 @@ def test_memory_of_a_prepared_model_that_moves_to_the_gpu():
     model = hf_rocm.prepare(large_llama("cpu"), force=True)
     before = memory()[0]
     model.cuda()
-    size = sum(each.nbytes for each in model.parameters())
+    size = sum(parameter.nbytes for parameter in model.parameters())
     assert abs(memory()[0] - before - size) <= 0.01 * size
     with torch.inference_mode(), ops.recording() as routes:
         model(input_ids=torch.arange(10, device="cuda")[None])
-    fused_ran(model, routes)  # it was fused again on the way
+    fused_ran(model, routes)  # it was fused again by the move

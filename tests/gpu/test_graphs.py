@@ -1,4 +1,4 @@
-"""Decode steps in recorded graphs on a GPU: stock's tokens, from replays, whatever else the process does."""
+"""Decode steps in recorded graphs on a GPU: replays return stock's tokens, also with concurrent work."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.generation.conftest import counted, generate, make, outlives_steps_of
 pytestmark = pytest.mark.gpu
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 503}
-FIRST = 3  # steps before the first replay that counts
+FIRST = 3  # steps before the first replay
 
 
 @pytest.fixture
 def pair(monkeypatch):
-    """(ours, stock) of a kind on the GPU, where windows move on and buffers grow after a few tokens."""
+    """(prepared, stock) models of a kind on the GPU. Windows move and buffers grow after a few tokens."""
     monkeypatch.setattr(cache_layer, "SLACK", 5)
     monkeypatch.setattr(cache_layer, "LEAST", 16)
     monkeypatch.setattr(pool, "_AHEAD", 32)
-    with options.override(probe=False):  # kernels have tests of their own, and checking each takes seconds
+    with options.override(probe=False):  # other tests check the kernels, which takes seconds
         yield build
 
 
@@ -37,25 +37,25 @@ def build(kind="llama", dtype=torch.float32, graphs=True, **changes):
 
 
 def asked(**arguments):
-    return {name: each.cuda() for name, each in prompt(**arguments).items()}
+    return {name: tensor.cuda() for name, tensor in prompt(**arguments).items()}
 
 
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "mixtral"])
-def test_greedy_tokens_are_stocks(kind, padded, pair):
-    ours, stock = pair(kind)
+def test_greedy_tokens_equal_stock(kind, padded, pair):
+    prepared, stock = pair(kind)
     inputs = asked(padded=padded)
     expected = generate(stock, inputs, new=50)
     for _ in range(2):
-        assert torch.equal(generate(ours, inputs, new=50), expected)
-    assert counted(ours)[1] > 49 and known(ours).disabled is None
+        assert torch.equal(generate(prepared, inputs, new=50), expected)
+    assert counted(prepared)[1] > 49 and known(prepared).disabled is None
 
 
-def test_sampling_draws_what_stock_draws(pair):
-    ours, stock = pair()
+def test_sampling_draws_the_same_tokens_as_stock(pair):
+    prepared, stock = pair()
     for seed in (0, 1, 2):
         how = {"do_sample": True, "top_k": 40, "seed": seed}
-        assert torch.equal(generate(ours, asked(), **how), generate(stock, asked(), **how))
+        assert torch.equal(generate(prepared, asked(), **how), generate(stock, asked(), **how))
         drawn = [torch.rand(2, device="cuda")]
         generate(stock, asked(), **how)
         drawn.append(torch.rand(2, device="cuda"))
@@ -63,22 +63,22 @@ def test_sampling_draws_what_stock_draws(pair):
 
 
 @pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18)])
-def test_ends_asked_late(at, pair):
-    ours, stock = pair()
+def test_ends_with_the_late_check(at, pair):
+    prepared, stock = pair()
     how = {"repetition_penalty": 9.0, "pad_token_id": 0}
     free = generate(stock, asked(), **how)
     ends = [row[place].item() for row, place in zip(free, at, strict=True)]
     for _ in range(2):
         assert torch.equal(
-            generate(ours, asked(), eos_token_id=ends, **how), generate(stock, asked(), eos_token_id=ends, **how)
+            generate(prepared, asked(), eos_token_id=ends, **how), generate(stock, asked(), eos_token_id=ends, **how)
         )
 
 
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # PyTorch's own, of its first one
-def test_beside_graphs_of_torch_compile(pair):
-    """Its graphs have PyTorch let go of the workspaces of its libraries, which ours must not lean on."""
-    ours, _ = pair(dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2816, num_attention_heads=16)
-    expected = generate(ours, asked())
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # a warning of PyTorch about its first graph
+def test_together_with_graphs_of_torch_compile(pair):
+    """Its graphs make PyTorch free the workspaces of BLAS libraries, which recorded steps must not depend on."""
+    prepared, _ = pair(dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2816, num_attention_heads=16)
+    expected = generate(prepared, asked())
     layer = torch.nn.Linear(1024, 1024, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(layer, mode="reduce-overhead")
     with torch.no_grad():
@@ -86,24 +86,24 @@ def test_beside_graphs_of_torch_compile(pair):
             compiled(torch.ones(8, 1024, device="cuda", dtype=torch.bfloat16))
     torch.cuda.empty_cache()
     scribbled = [torch.full((2**22,), 3e4, device="cuda") for _ in range(64)]
-    replayed = counted(ours)[1]
-    assert torch.equal(generate(ours, asked()), expected)
-    assert counted(ours)[1] == replayed + 11
+    replayed = counted(prepared)[1]
+    assert torch.equal(generate(prepared, asked()), expected)
+    assert counted(prepared)[1] == replayed + 11
     del scribbled
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_a_step_returned_outlives_the_steps_of_others(first, pair):
+def test_outputs_of_a_step_survive_steps_of_other_models(first, pair):
     outlives_steps_of_others(*pair(), pair("qwen3")[0], asked(), first=first)
 
 
-def test_four_threads_on_streams_of_their_own_while_one_samples(pair):
-    ours, stock = pair()
+def test_four_threads_on_separate_streams_while_one_samples(pair):
+    prepared, stock = pair()
     other, other_stock = pair("qwen3")
-    calls = [(ours, stock, 1), (other, other_stock, 3), (ours, stock, 2)]
+    calls = [(prepared, stock, 1), (other, other_stock, 3), (prepared, stock, 2)]
     expected = [generate(model, asked(seed=seed)) for _, model, seed in calls]
     torch.cuda.synchronize()
-    found, failed = [[] for _ in calls], []
+    result, failed = [[] for _ in calls], []
 
     def work(index):
         try:
@@ -111,7 +111,7 @@ def test_four_threads_on_streams_of_their_own_while_one_samples(pair):
                 for rows in (2, 1, 2, 3, 2):
                     tokens = generate(calls[index][0], asked(seed=calls[index][2], rows=rows))
                     if rows == 2:
-                        found[index].append(tokens.cpu())
+                        result[index].append(tokens.cpu())
         except Exception as error:  # noqa: BLE001  shown by the test
             failed.append(error)
 
@@ -122,7 +122,7 @@ def test_four_threads_on_streams_of_their_own_while_one_samples(pair):
             for _ in range(2000):
                 try:
                     torch.multinomial(torch.ones(8, device="cuda"), 2)
-                except RuntimeError as error:  # in the very moment in which a capture begins
+                except RuntimeError as error:  # at the moment when a capture begins
                     assert "Offset increment outside graph capture" in str(error)
                     caught.append(error)
         except Exception as error:  # noqa: BLE001  shown by the test
@@ -135,47 +135,47 @@ def test_four_threads_on_streams_of_their_own_while_one_samples(pair):
     for thread in threads:
         thread.join()
     assert not failed and len(caught) <= len(calls)
-    for right, each in zip(expected, found, strict=True):
-        assert len(each) == 3 and all(torch.equal(right.cpu(), tokens) for tokens in each)
+    for right, entry in zip(expected, result, strict=True):
+        assert len(entry) == 3 and all(torch.equal(right.cpu(), tokens) for tokens in entry)
 
 
-def test_a_step_that_waits_for_the_gpu_is_not_recorded_and_harms_nothing(pair):
-    ours, stock = pair(graphs=None)
+def test_a_step_that_waits_for_the_gpu_is_not_recorded(pair):
+    prepared, stock = pair(graphs=None)
 
     def wait(module, args, out):
         return out * (1 + bool(out.isnan().any()))
 
-    wait.__module__ = "transformers"  # a user's own would be turned away
-    handle = ours.lm_head.register_forward_hook(wait)
-    assert torch.equal(generate(ours, asked()), generate(stock, asked()))
-    assert "can't be recorded" in known(ours).disabled
+    wait.__module__ = "transformers"  # a user's own class would be refused
+    handle = prepared.lm_head.register_forward_hook(wait)
+    assert torch.equal(generate(prepared, asked()), generate(stock, asked()))
+    assert "can't be recorded" in known(prepared).disabled
     torch.empty(2**30, dtype=torch.uint8, device="cuda")
     reserved = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= reserved - 2**30, "the allocator believes that a capture goes on"
+    assert torch.cuda.memory_reserved() <= reserved - 2**30, "the allocator is still in capture mode"
     handle.remove()
-    hf_rocm.prepare(ours, force=True)
-    assert torch.equal(generate(ours, asked()), generate(stock, asked()))
-    assert counted(ours) == (1, 11 - FIRST)
+    hf_rocm.prepare(prepared, force=True)
+    assert torch.equal(generate(prepared, asked()), generate(stock, asked()))
+    assert counted(prepared) == (1, 11 - FIRST)
 
 
-def test_memory_is_given_back_with_the_model(pair):
-    generate(pair()[0], asked())  # what is kept for good is there from here on
+def test_memory_is_freed_with_the_model(pair):
+    generate(pair()[0], asked())  # permanent allocations exist from here on
     gc.collect()
     before = torch.cuda.memory_allocated()
-    ours, stock = pair()
-    generate(ours, asked(rows=4))
-    del ours, stock
+    prepared, stock = pair()
+    generate(prepared, asked(rows=4))
+    del prepared, stock
     gc.collect()
     assert torch.cuda.memory_allocated() <= before + 2**16
 
 
-def test_peak_memory_is_stocks_and_the_static_cache(pair):
+def test_peak_memory_is_that_of_stock_plus_the_static_cache(pair):
     size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 16}
-    ours, stock = pair(dtype=torch.bfloat16, **size)
-    weights = sum(each.nbytes for each in stock.parameters())
+    prepared, stock = pair(dtype=torch.bfloat16, **size)
+    weights = sum(parameter.nbytes for parameter in stock.parameters())
     peaks = []
-    for model in (stock, ours):
+    for model in (stock, prepared):
         generate(model, asked(length=200), new=40)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -183,5 +183,5 @@ def test_peak_memory_is_stocks_and_the_static_cache(pair):
         idle = 0 if known(model) is None else known(model).pool.summary()[1]
         generate(model, asked(length=200), new=40)
         peaks.append(torch.cuda.max_memory_allocated() - before + idle)
-    static = known(ours).pool.summary()[1]
+    static = known(prepared).pool.summary()[1]
     assert peaks[1] <= peaks[0] + 0.03 * weights + static

@@ -1,4 +1,4 @@
-"""How many kernels a recorded decode step runs for each layer: what a change of the fused kernels must not raise."""
+"""The number of kernels per layer of a recorded decode step: changes of the fused kernels must not increase it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = {
     "eos_token_id": None,
 }
 EXPERTS = {"num_experts_per_tok": 4, "intermediate_size": 512}
-KINDS = {  # model, config, settings; kernels of a layer, and how many there were before norms and routers were joined
+KINDS = {  # model, config, settings; kernels per layer, and their number before norms and routers were fused
     "qwen3": ("Qwen3", "Qwen3Config", {}, 9, 11),
     "gemma3": ("Gemma3", "Gemma3TextConfig", {"sliding_window": 128}, 13, 15),
     "gpt_oss": ("GptOss", "GptOssConfig", {**EXPERTS, "num_local_experts": 16, "sliding_window": 128}, 12, 30),
@@ -35,13 +35,13 @@ KINDS = {  # model, config, settings; kernels of a layer, and how many there wer
         19,
     ),
 }
-FEW, MANY = 2, 6  # layers: their difference leaves out what a step does once
-AT = 11  # the step that is counted: replays 1, 2, 3, 5, 9 and 17 are compared with uncaptured steps
+FEW, MANY = 2, 6  # numbers of layers: the difference excludes kernels that run once per step
+AT = 11  # the counted step: replays 1, 2, 3, 5, 9 and 17 are compared with uncaptured steps
 RUNS = 3
 
 
 class _OneStep:
-    """A logits processor that profiles what runs between two of its calls."""
+    """A logits processor that profiles the kernels between two of its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -59,17 +59,17 @@ def kernels(kind, layers):
     model, config, settings, *_ = KINDS[kind]
     torch.manual_seed(0)
     depth = {"num_hidden_layers": layers}
-    if "sliding_window" in settings:  # both kinds at every depth: each has a mask and angles of its own
+    if "sliding_window" in settings:  # both kinds at every depth: each has its own mask and angles
         depth["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
     configuration = getattr(transformers, config)(**{**SIZES, **settings, **depth})
     made = getattr(transformers, f"{model}ForCausalLM")(configuration).eval().to("cuda", torch.bfloat16)
-    ours = hf_rocm.prepare(made, force=True)
+    prepared = hf_rocm.prepare(made, force=True)
     ids = torch.randint(1, 500, (1, 200), device="cuda")
     counts = []
     for _ in range(RUNS):
         step = _OneStep()
         with torch.no_grad():
-            ours.generate(ids, max_new_tokens=AT + 4, do_sample=False, logits_processor=[step])
+            prepared.generate(ids, max_new_tokens=AT + 4, do_sample=False, logits_processor=[step])
         counts.append([work.name for work in _work(step.recorder)])
     return min(counts, key=len)
 

@@ -22,14 +22,14 @@ def test_attention(tier, shape, masked, dtype):
     mask = None
     if masked:
         mask = torch.rand(b, 1, s_q, s_k, generator=torch.Generator().manual_seed(3)) > 0.3
-        mask[..., 0] = True  # no query is blind
+        mask[..., 0] = True  # every query sees a key
     rules = {"scale": d**-0.5, "causal": not masked}
     results = {}
-    for each in ("eager", tier):
-        with options.override(tiers={"attention": each}), ops.recording() as routes:
+    for entry in ("eager", tier):
+        with options.override(tiers={"attention": entry}), ops.recording() as routes:
             query, key, value = (part.cuda() for part in host)
-            results[each], _ = ops.attention(query, key, value, mask=None if mask is None else mask.cuda(), **rules)
-        assert [route.tier for route in routes] == [each]
+            results[entry], _ = ops.attention(query, key, value, mask=None if mask is None else mask.cuda(), **rules)
+        assert [route.tier for route in routes] == [entry]
     expected = reference(*host, mask=mask, **rules)
     assert results[tier].is_contiguous()
     assert_as_good_as_eager(results[tier].cpu(), results["eager"].cpu(), expected)

@@ -1,6 +1,6 @@
-"""Shuffled weights on a GPU: what they cost in memory, and that a captured graph never reads a copy.
+"""Shuffled weights on a GPU: their memory, and captured graphs that never read a copy.
 
-aiter is a recorded release whose calls PyTorch computes, so nothing here is about speed.
+aiter is a recorded release whose calls PyTorch computes, so these tests don't measure speed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.gpu
 
 WIDTH, LAYERS = 2048, 12  # 8 MiB a layer in bf16
 LAYER = 2 * WIDTH * WIDTH
-MARGIN = 2 * 2**20  # what the allocator rounds up
-SEGMENT = 20 * 2**20  # what it reserves for a tensor of 1 to 10 MiB
+MARGIN = 2 * 2**20  # rounding of the allocator
+SEGMENT = 20 * 2**20  # reserved for a tensor of 1 to 10 MiB
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    found = recorded.release(recorded.RELEASES[-1])
-    monkeypatch.setattr(detect, "load", lambda: found)
+    release = recorded.release(recorded.RELEASES[-1])
+    monkeypatch.setattr(detect, "load", lambda: release)
     pretend(monkeypatch, "gfx942")
     with options.override(probe=False):  # a check would run in a child process, which has no aiter
         yield
-    recorded.kernels.CALLS.clear()  # they hold the tensors
+    recorded.kernels.CALLS.clear()  # they keep the tensors alive
     shuffled_copy.unwatch()
     options._forget_choices()
 
@@ -66,13 +66,13 @@ def test_in_place_costs_no_memory_and_peaks_at_one_layer(machine):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     state = model.state_dict()
-    assert torch.cuda.max_memory_allocated() - before <= 2 * LAYER + MARGIN  # saving holds no second model
+    assert torch.cuda.max_memory_allocated() - before <= 2 * LAYER + MARGIN  # saving makes no second copy of the model
     assert all(torch.equal(tensor, weight) for tensor, weight in zip(state.values(), build().parameters(), strict=True))
 
 
-def test_copies_cost_what_was_granted(machine):
+def test_copies_stay_within_the_budget(machine):
     gc.collect()
-    before = torch.cuda.memory_allocated()  # the workspaces of the vendor libraries among it
+    before = torch.cuda.memory_allocated()  # including the workspaces of the BLAS libraries
     model = build()
     budget = 5 * LAYER
     allocated, _, _ = measured(model, 64, budget=budget)
@@ -81,7 +81,7 @@ def test_copies_cost_what_was_granted(machine):
     assert torch.cuda.memory_allocated() - before <= LAYERS * LAYER * 1.01 + MARGIN
 
 
-def test_a_captured_graph_reads_the_weights_themselves(machine):
+def test_a_captured_graph_reads_the_original_weights(machine):
     model = build()
     measured(model, 64, budget=1.0)
     x = torch.randn(64, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -91,13 +91,13 @@ def test_a_captured_graph_reads_the_weights_themselves(machine):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), ops.recording() as routes:
             model(x)
-        assert [(each.operation, each.tier) for each in routes] == [("shuffled_linear", "aiter")] * LAYERS
+        assert [(route.operation, route.tier) for route in routes] == [("shuffled_linear", "aiter")] * LAYERS
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             output = model(x)
         for layer in model:
-            layer.weight.mul_(2)  # a copy would still hold the old values when the graph is replayed
+            layer.weight.mul_(2)  # a copy would still have the old values when the graph is replayed
         graph.replay()
         torch.cuda.synchronize()
         eager, expected = x, x.double()

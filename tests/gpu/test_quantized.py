@@ -1,7 +1,7 @@
-"""8 bits on a GPU: within the format's bound in every tier and dtype, whole models as one product a group, memory.
+"""8-bit GEMMs on a GPU: errors within the format's bound in every tier and dtype, whole models, and memory.
 
-On an NVIDIA GPU the torch tier must run: fp8 in bf16 with the scales inside the product and in fp16 with the scales
-after it, int8 in every dtype. fp8 in fp32, and sizes that the vendor library doesn't take, fall to the eager tier.
+On an NVIDIA GPU the torch tier must run: fp8 in bf16 with the scales inside the GEMM and in fp16 with the scales after
+it, int8 in every dtype. fp8 in fp32, and sizes that the vendor library doesn't support, run in the eager tier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPES = [((1,), 64, 48), ((3,), 128, 4096), ((2, 17), 256, 64), ((300,), 4096, 512), ((0,), 64, 64)]
-WORKSPACE = 128 * 2**20  # what the vendor libraries take, and holes of the allocator
+WORKSPACE = 128 * 2**20  # workspaces of the vendor libraries, and fragmentation
 EXPECTED = {
     ("fp8", BF16): "_scaled_mm",
     ("fp8", FP16): "_scaled_mm, scaled after",
@@ -51,7 +51,7 @@ def case(shape, k, n, dtype, format, bias):
 
 
 def in_full(x, data, scale, bias, dtype):
-    to = [None if each is None else each.to(dtype) for each in (x, data, scale, bias)]
+    to = [None if tensor is None else tensor.to(dtype) for tensor in (x, data, scale, bias)]
     return eager_linear(QuantizedCall(*to, data.dtype, False))
 
 
@@ -59,7 +59,7 @@ def in_full(x, data, scale, bias, dtype):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_the_product(kind, dtype, bias, shape, k, n):
+def test_the_gemm(kind, dtype, bias, shape, k, n):
     format = format_of(kind)
     if format is None:
         pytest.skip("this GPU has no fp8")
@@ -67,7 +67,7 @@ def test_the_product(kind, dtype, bias, shape, k, n):
     with ops.recording() as routes:
         output = ops.quantized_linear(x, data, scale, offset)
     if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
-        assert [each.name for each in routes] == [EXPECTED[kind, dtype]]
+        assert [route.name for route in routes] == [EXPECTED[kind, dtype]]
     assert output.shape == (*shape, n) and output.dtype == dtype
     if x.numel():
         within_the_bound(output, x, weight, offset, format)
@@ -86,7 +86,7 @@ def test_zeros_and_nan(tier, kind):
     x[1], clean[1] = 0, 0
     x[2, 5], clean[2] = torch.nan, 0
     with options.override(tiers={"linear": tier}):
-        output, expected = (ops.quantized_linear(each, data, scale, bias) for each in (x, clean))
+        output, expected = (ops.quantized_linear(tensor, data, scale, bias) for tensor in (x, clean))
     others = [0, 1, *range(3, 20)]
     assert torch.equal(output[others], expected[others]) and torch.equal(output[1], bias)
     assert output[2].isnan().all() and torch.isfinite(output[others]).all()
@@ -94,7 +94,7 @@ def test_zeros_and_nan(tier, kind):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize(("k", "n"), [(63, 64), (64, 33), (8, 8)])
-def test_odd_sizes_are_served_somewhere(kind, k, n):
+def test_odd_sizes_are_served_by_some_tier(kind, k, n):
     format = format_of(kind)
     if format is None:
         pytest.skip("this GPU has no fp8")
@@ -104,9 +104,9 @@ def test_odd_sizes_are_served_somewhere(kind, k, n):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_a_model(kind):
-    """Four layers of the Llama-3.1-8B shape: half the memory of their linear layers, one product for each group.
+    """Four layers of the Llama-3.1-8B shape: half the memory of their linear layers, one GEMM per group.
 
-    Its logits are as good as the eager tier's, and off from those of the weights before by what is reported.
+    The logits are as accurate as the eager tier's, and differ from those of the original weights by the reported loss.
     """
     if format_of(kind) is None:
         pytest.skip("this GPU has no fp8")
@@ -116,7 +116,7 @@ def test_a_model(kind):
     with torch.inference_mode():
         before = model(input_ids=ids, use_cache=False).logits.float()
     weights = [layer for layer in model.modules() if type(layer) is torch.nn.Linear and layer is not model.lm_head]
-    linear = sum(each.weight.nbytes for each in weights)
+    linear = sum(weight.weight.nbytes for weight in weights)
     del weights
     allocated, reserved = memory()
     torch.cuda.reset_peak_memory_stats()
@@ -126,12 +126,12 @@ def test_a_model(kind):
     assert 0.49 * linear - WORKSPACE <= saved <= linear / 2
     assert memory()[1] <= reserved - saved + WORKSPACE
     assert torch.cuda.max_memory_allocated() <= allocated + LAYER + WORKSPACE
-    rounded = {"linear": "torch"}  # the triton tier would not round x
+    rounded = {"linear": "torch"}  # the triton tier does not round x
     with torch.inference_mode(), ops.recording() as routes, options.override(tiers=rounded):
         after = model(input_ids=ids, use_cache=False).logits
-    shapes = [each.shapes[1] for each in routes if each.operation == "quantized_linear"]
+    shapes = [route.shapes[1] for route in routes if route.operation == "quantized_linear"]
     assert shapes == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)] * 4
-    assert {each.tier for each in routes if each.operation == "quantized_linear"} == {"torch"}
+    assert {route.tier for route in routes if route.operation == "quantized_linear"} == {"torch"}
     torch.manual_seed(0)
     reference = hf_rocm.prepare(large_llama("cuda"), force=True)
     with options.override(tiers=rounded):
@@ -149,7 +149,7 @@ def test_a_model(kind):
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_the_product_compiles(kind):
+def test_the_gemm_compiles(kind):
     format = format_of(kind)
     if format is None:
         pytest.skip("this GPU has no fp8")
@@ -166,16 +166,16 @@ def test_a_model_moves_to_the_gpu_and_back():
     model.cuda()
     with torch.inference_mode(), ops.recording() as routes:
         output = model(input_ids=ids.cuda(), use_cache=False).logits
-    assert [each.shapes[1] for each in routes if each.operation == "quantized_linear"][:1] == [(6144, 4096)]
-    assert {each.tier for each in routes if each.operation == "quantized_linear"} == {"triton"}
+    assert [route.shapes[1] for route in routes if route.operation == "quantized_linear"][:1] == [(6144, 4096)]
+    assert {route.tier for route in routes if route.operation == "quantized_linear"} == {"triton"}
     assert torch.isfinite(output).all()
     del output
     model.cpu()
     gc.collect()
-    assert memory()[0] - before < WORKSPACE  # the 8 bits were 900 MB
+    assert memory()[0] - before < WORKSPACE  # the 8-bit weights took 900 MB
 
 
-# N, K: whole tiles, the sizes of a small model, a K that is no multiple of a step
+# N, K: whole tiles, the sizes of a small model, a K that is not a multiple of a step
 SIZES = [(4096, 4096), (896, 4864), (272, 1152)]
 
 
@@ -207,13 +207,13 @@ def test_few_rows(kind, dtype, form, n, k):
                 activation=activation,
                 residual=residual,
             )
-        assert [(each.tier, each.name) for each in routes] == [("triton", "few_rows")]
+        assert [(route.tier, route.name) for route in routes] == [("triton", "few_rows")]
         call = QuantizedCall(
             x, data, scale, bias, data.dtype, False, False, norm, residual, 1e-5, activation=activation
         )
         results = []
         for wide in (dtype, FP64):
-            tensors = [None if each is None else each.to(wide) for each in (x, bias, norm, residual)]
+            tensors = [None if tensor is None else tensor.to(wide) for tensor in (x, bias, norm, residual)]
             its_x, its_bias, its_norm, its_residual = tensors
             results.append(
                 eager_fused_linear(
@@ -226,8 +226,8 @@ def test_few_rows(kind, dtype, form, n, k):
 @pytest.mark.parametrize(("n", "k"), [*SIZES, (40, 128)])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "int4-g32"])
-def test_many_rows_meet_a_dequantised_weight(kind, dtype, n, k):
-    """The weight is bit for bit what PyTorch's operations give, and the product as good as an eager layer's."""
+def test_many_rows_use_a_dequantised_weight(kind, dtype, n, k):
+    """The weight is bitwise equal to PyTorch's result, and the GEMM is as accurate as that of an eager layer."""
     weight = (random(n, k, dtype=dtype, seed=1) * k**-0.5).cuda()
     weight[1] = 0
     weight[2] *= 2.0**-8
@@ -241,7 +241,7 @@ def test_many_rows_meet_a_dequantised_weight(kind, dtype, n, k):
     assert torch.equal(triton._dequantized(data, scale, dtype), call.dequantized(dtype))
     with ops.recording() as routes:
         output = ops.quantized_linear(x, data, scale, bias, round_input=False)
-    assert [(each.tier, each.name) for each in routes] == [("triton", triton.DEQUANTIZE)]
+    assert [(route.tier, route.name) for route in routes] == [("triton", triton.DEQUANTIZE)]
     results = []
     for wide in (dtype, FP64):
         its_x, its_bias = x.to(wide), bias.to(wide)
@@ -251,19 +251,19 @@ def test_many_rows_meet_a_dequantised_weight(kind, dtype, n, k):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_a_prompt_is_not_rounded(kind):
-    """Products of 100 rows read the packed weights in place of rounding x, in a whole model."""
+    """GEMMs of 100 rows read the packed weights instead of rounding x, in a whole model."""
     torch.manual_seed(0)
     model = hf_rocm.quantize(hf_rocm.prepare(large_llama("cuda"), force=True), kind, force=True)
     ids = torch.arange(100, device="cuda")[None]
     with torch.inference_mode(), ops.recording() as routes:
         logits = model(input_ids=ids, use_cache=False).logits
-    assert {each.name for each in routes if each.operation == "quantized_linear"} == {triton.DEQUANTIZE}
+    assert {route.name for route in routes if route.operation == "quantized_linear"} == {triton.DEQUANTIZE}
     assert torch.isfinite(logits).all()
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_a_recorded_step_reads_the_packed_weights(kind):
-    """Greedy tokens of recorded steps are those of steps that are not recorded; 4 bits take a quarter of the memory."""
+    """Greedy tokens of recorded and uncaptured steps are equal; 4 bits take a quarter of the memory."""
     torch.manual_seed(0)
     model = hf_rocm.prepare(large_llama("cuda"), force=True)
     linear = sum(
@@ -281,6 +281,6 @@ def test_a_recorded_step_reads_the_packed_weights(kind):
     arguments = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     with ops.recording() as routes:
         plain = model.generate(ids, disable_compile=True, **arguments)
-    names = {each.name for each in routes if each.operation == "quantized_linear"}
+    names = {route.name for route in routes if route.operation == "quantized_linear"}
     assert names == {"few_rows"}
     assert torch.equal(model.generate(ids, **arguments), plain)

@@ -1,4 +1,4 @@
-"""Forwards of encoders in recorded graphs on a GPU: stock's results, from replays, whatever else the process does."""
+"""Encoder forwards in recorded graphs on a GPU: replays return stock's results, also with concurrent work."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ pytestmark = pytest.mark.gpu
 
 CALLS = 200
 
-# Families that copy tensors of the host to the GPU in their forward, which a recording can't repeat: stock's results.
+# Families whose forward copies host tensors to the GPU, which can't be recorded: they run uncaptured.
 COPIES = ("mpnet",)
 
 
 @pytest.fixture(autouse=True)
 def unprobed(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "cache"))
-    with options.override(probe=False):  # kernels have tests of their own, and checking each takes seconds
+    with options.override(probe=False):  # other tests check the kernels, which takes seconds
         yield
 
 
 def build(name, dtype=torch.float32):
-    """(ours, its twin that is never recorded, stock)"""
+    """(the recorded model, its twin that is never recorded, stock)"""
     stock = make(name).to("cuda", dtype)
-    ours, twin = copy.deepcopy(stock), copy.deepcopy(stock)
-    return hf_rocm.prepare(ours, force=True), hf_rocm.prepare(twin, force=True, graphs=False), stock
+    prepared, twin = copy.deepcopy(stock), copy.deepcopy(stock)
+    return hf_rocm.prepare(prepared, force=True), hf_rocm.prepare(twin, force=True, graphs=False), stock
 
 
 def on_gpu(given, dtype=torch.float32):
@@ -45,25 +45,25 @@ def on_gpu(given, dtype=torch.float32):
     return moved
 
 
-def close(found, expected, dtype):
-    """Within rounding: where a kernel without masks serves a padded batch uncaptured, a replay uses the mask."""
+def close(result, expected, dtype):
+    """Equal up to rounding: uncaptured, a padded batch may run in a kernel without masks, while a replay uses masks."""
     scale = 32 * torch.finfo(dtype).eps
-    for one, other in zip(tensors(found), tensors(expected), strict=True):
+    for one, other in zip(tensors(result), tensors(expected), strict=True):
         torch.testing.assert_close(one, other, rtol=scale, atol=scale * float(other.abs().max()))
 
 
-def assert_replayed(ours, name, *, least):
+def assert_replayed(prepared, name, *, least):
     if name in COPIES:
-        assert counted(ours)[1] == 0 and any("copies between devices" in reason for reason in reasons(ours))
+        assert counted(prepared)[1] == 0 and any("copies between devices" in reason for reason in reasons(prepared))
         return
-    assert known(ours).disabled is None
-    assert counted(ours)[1] >= least, (counted(ours), reasons(ours))
+    assert known(prepared).disabled is None
+    assert counted(prepared)[1] >= least, (counted(prepared), reasons(prepared))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_random_calls_are_stocks(name, dtype):
-    ours, twin, stock = build(name, dtype)
+def test_random_calls_equal_stock(name, dtype):
+    prepared, twin, stock = build(name, dtype)
     draw = random.Random(name)
     kinds = [random_kind(name, draw) for _ in range(3)]
     kept = []
@@ -72,45 +72,45 @@ def test_random_calls_are_stocks(name, dtype):
         args = tuple(on_gpu({"": value}, dtype)[""] for value in args)
         given = on_gpu(given, dtype)
         if number == 70:
-            for model in (ours, twin, stock):
+            for model in (prepared, twin, stock):
                 with torch.no_grad():
                     next(iter(model.parameters())).mul_(1.25)
         if number == 120:
-            for model in (ours, twin, stock):
+            for model in (prepared, twin, stock):
                 parameter = list(model.parameters())[-1]
                 parameter.data = parameter.data * 0.5
             torch.cuda.empty_cache()
-        found, expected = call(ours, given, *args), call(twin, given, *args)
-        close(found, expected, dtype)
+        actual, expected = call(prepared, given, *args), call(twin, given, *args)
+        close(actual, expected, dtype)
         if number % 10 == 0:
-            close(found, call(stock, given, *args), dtype)
-        kept.append((found, [tensor.clone() for tensor in tensors(found)]))
-    for found, values in kept:
-        assert all(torch.equal(*both) for both in zip(tensors(found), values, strict=True))
-    assert_replayed(ours, name, least=11)
+            close(actual, call(stock, given, *args), dtype)
+        kept.append((actual, [tensor.clone() for tensor in tensors(actual)]))
+    for actual, values in kept:
+        assert all(torch.equal(*both) for both in zip(tensors(actual), values, strict=True))
+    assert_replayed(prepared, name, least=11)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_recorded(name):
-    ours, twin, _ = build(name)
+    prepared, twin, _ = build(name)
     for seed in range(6):
         for padded in (0, 2):
             given = on_gpu(inputs(name, seed=seed, padded=padded))
-            close(call(ours, given), call(twin, given), torch.float32)
-    assert_replayed(ours, name, least=3)
-    assert name in COPIES or not reasons(ours), reasons(ours)
+            close(call(prepared, given), call(twin, given), torch.float32)
+    assert_replayed(prepared, name, least=3)
+    assert name in COPIES or not reasons(prepared), reasons(prepared)
 
 
 def test_a_call_without_a_mask():
-    ours, twin, _ = build("bert")
+    prepared, twin, _ = build("bert")
     for seed in range(6):
         given = on_gpu(inputs("bert", seed=seed, padded=None))
-        assert equal(call(ours, given), call(twin, given))
-    assert counted(ours)[1] == 3
+        assert equal(call(prepared, given), call(twin, given))
+    assert counted(prepared)[1] == 3
 
 
-def test_threads_on_streams_of_their_own():
-    ours, twin, _ = build("bert")
+def test_threads_on_separate_streams():
+    prepared, twin, _ = build("bert")
     other, other_twin, _ = build("vit")
     wrong = []
 
@@ -122,51 +122,56 @@ def test_threads_on_streams_of_their_own():
                     wrong.append((name, length, seed))
             torch.cuda.current_stream().synchronize()
 
-    jobs = [("bert", ours, twin, 7), ("bert", ours, twin, 9), ("bert", ours, twin, 7), ("vit", other, other_twin, 7)]
+    jobs = [
+        ("bert", prepared, twin, 7),
+        ("bert", prepared, twin, 9),
+        ("bert", prepared, twin, 7),
+        ("vit", other, other_twin, 7),
+    ]
     threads = [threading.Thread(target=work, args=job) for job in jobs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and counted(ours)[1] > 40 and counted(other)[1] > 20
+    assert not wrong and counted(prepared)[1] > 40 and counted(other)[1] > 20
 
 
-def test_beside_a_model_that_decodes():
+def test_together_with_a_decoding_model():
     from tests.generation.conftest import make as make_decoder
 
     decoder = make_decoder("llama").cuda()
     decoder = hf_rocm.prepare(decoder, force=True)
-    ours, twin, _ = build("bert")
+    prepared, twin, _ = build("bert")
     ids = torch.randint(3, 61, (2, 7), device="cuda")
     expected = decoder.generate(ids, max_new_tokens=12, do_sample=False)
     for seed in range(8):
         given = on_gpu(inputs("bert", seed=seed))
-        assert equal(call(ours, given), call(twin, given))
+        assert equal(call(prepared, given), call(twin, given))
         assert torch.equal(decoder.generate(ids, max_new_tokens=12, do_sample=False), expected)
-    assert counted(ours)[1] > 3
+    assert counted(prepared)[1] > 3
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_the_host_does_not_wait_without_a_mask():
-    ours, _, _ = build("vit")
+    prepared, _, _ = build("vit")
     given = on_gpu(inputs("vit"))
     for _ in range(12):
-        call(ours, given)
+        call(prepared, given)
     torch.cuda.synchronize()
-    replayed = counted(ours)[1]
+    replayed = counted(prepared)[1]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            call(ours, given)
+            call(prepared, given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert counted(ours)[1] == replayed + 3
+    assert counted(prepared)[1] == replayed + 3
 
 
 def test_memory_stays_within_the_limit():
-    ours, _, _ = build("bert")
+    prepared, _, _ = build("bert")
     with options.override(graphs_memory="2MiB"):
         for length in range(3, 40):
             for seed in range(3):
-                call(ours, on_gpu(inputs("bert", length=length, seed=seed)))
-            assert known(ours).summary()[1] <= 2 * 2**20
+                call(prepared, on_gpu(inputs("bert", length=length, seed=seed)))
+            assert known(prepared).summary()[1] <= 2 * 2**20

@@ -1,4 +1,4 @@
-"""Random calls of `generate` over real recordings: stock's tokens in fp32, and memory that does not grow."""
+"""Random calls of `generate` with real recordings: stock's tokens in fp32, and constant memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.generation.soak import same_tokens
 
 pytestmark = [
     pytest.mark.gpu,
-    # of the compiler, which stock runs where a call names a static cache
+    # warnings of the compiler, which stock runs if a call names a static cache
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
     pytest.mark.filterwarnings(
         "ignore:(TensorFloat32 tensor cores|The CUDA Graph is empty|\\s*Online softmax):UserWarning"
@@ -32,11 +32,11 @@ def test_random_calls(kind, monkeypatch):
     monkeypatch.setattr(pool, "_AHEAD", 32)
     stock = make(kind, **SIZES).to("cuda")
     with options.override(probe=False):
-        ours = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=True)
-        assert same_tokens(ours, stock, range(20), device="cuda") == []
+        prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=True)
+        assert same_tokens(prepared, stock, range(20), device="cuda") == []
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        assert same_tokens(ours, stock, range(40), device="cuda") == []
+        assert same_tokens(prepared, stock, range(40), device="cuda") == []
         torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + 32 * 2**20
-    assert counted(ours)[1] > 200
+    assert counted(prepared)[1] > 200

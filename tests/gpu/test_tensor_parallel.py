@@ -1,4 +1,4 @@
-"""A model that two GPUs share: stock's tokens from recorded steps, sums over the ranks included."""
+"""A model sharded over two GPUs: stock's tokens from recorded steps that include the all-reduces."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = [
 ]
 
 
-def test_recorded_steps_hold_the_sums(tmp_path: Path) -> None:
+def test_recorded_steps_include_the_all_reduces(tmp_path: Path) -> None:
     make("llama", hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=504).save_pretrained(
         tmp_path / "model"
     )
     script = Path(__file__).with_name("tensor_parallel_ranks.py")
     succeeded(run_ranks(script, tmp_path / "model", tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0,1"}))
     for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found["ours"] == found["stock"]
-        assert (found["recorded"], found["replayed"]) == (1, 23 - 3 + 11), found
+        data = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert data["ours"] == data["stock"]
+        assert (data["recorded"], data["replayed"]) == (1, 23 - 3 + 11), data

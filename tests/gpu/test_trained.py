@@ -1,4 +1,4 @@
-"""The trained model on a GPU: our kernels, in recorded steps."""
+"""The trained model on a GPU: hf_rocm's kernels in recorded steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def trained(tmp_path_factory):
     return Trained(out, "cuda", graphs=True)
 
 
-def test_512_greedy_tokens_are_stocks(trained):
-    ours, served = generates_stocks_tokens(trained)
-    recorded, replayed = counted(ours)
+def test_512_greedy_tokens_equal_stock(trained):
+    prepared, served = generates_stocks_tokens(trained)
+    recorded, replayed = counted(prepared)
     assert recorded > 0 and replayed >= NEW - 4 * recorded
-    assert served >= KERNELS  # attention of fp32 is not ours on a GPU
+    assert served >= KERNELS  # on a GPU, fp32 attention is left to PyTorch
 
 
 def test_bf16_teacher_forced(trained):

@@ -1,4 +1,4 @@
-"""Our Triton kernels on a GPU, where they are compiled: the numbers of the interpreter, rounding, recorded graphs."""
+"""Triton kernels compiled for a GPU: the interpreter's results, rounding, and recorded graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def random(*shape, dtype, seed=0):
 def routed(tier, operation, *arguments, **keywords):
     with options.override(tier=tier), ops.recording() as routes, torch.no_grad():
         output = getattr(ops, operation)(*arguments, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [(operation, tier)]
+    assert [(route.operation, route.tier) for route in routes] == [(operation, tier)]
     return output
 
 
@@ -85,12 +85,12 @@ def test_act_and_mul(shape, activation, interleaved, dtype):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("d", "rotated"), [(128, 128), (64, 64), (80, 32), (256, 256), (96, 96)])
 @pytest.mark.parametrize(("b", "s"), [(1, 1), (3, 1), (2, 130)])
-def test_rope_is_the_torch_tiers_bit_for_bit(b, s, d, rotated, interleaved, dtype):
+def test_rope_is_bitwise_equal_to_the_torch_tier(b, s, d, rotated, interleaved, dtype):
     query, key, value = heads(b, s, dtype, d=d)
     tables = angles(b, s, rotated, dtype, interleaved=interleaved)
-    ours = routed("triton", "rope", query, key, *tables, interleaved=interleaved)
+    output = routed("triton", "rope", query, key, *tables, interleaved=interleaved)
     stock = routed("torch", "rope", query, key, *tables, interleaved=interleaved)
-    assert torch.equal(ours[0], stock[0]) and torch.equal(ours[1], stock[1])
+    assert torch.equal(output[0], stock[0]) and torch.equal(output[1], stock[1])
     for counted in (False, True):
         caches = []
         for tier in ("triton", "torch"):
@@ -99,12 +99,12 @@ def test_rope_is_the_torch_tiers_bit_for_bit(b, s, d, rotated, interleaved, dtyp
             cache = {"keys": keys, "values": values, "position": position, "interleaved": interleaved}
             out = routed(tier, "rope_into_cache", query, key, value, *tables, **cache)
             caches.append((out, keys, values, position))
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(*caches, strict=True))
+        assert all(torch.equal(actual, expected) for actual, expected in zip(*caches, strict=True))
 
 
 @pytest.mark.parametrize("b", [1, 3])
 @pytest.mark.parametrize("counted", [False, True])
-def test_a_recorded_graph_writes_where_the_device_says(counted, b):
+def test_a_recorded_graph_writes_at_the_position_on_the_device(counted, b):
     query, key, value = heads(b, 1, torch.bfloat16)
     tables = angles(1, 1, 128, torch.bfloat16)
     keys = torch.zeros(b, 8, 16, 128, device="cuda", dtype=torch.bfloat16)
@@ -132,7 +132,7 @@ def test_a_recorded_graph_writes_where_the_device_says(counted, b):
     assert torch.equal(values[:, :, 3], value[:, :, 0]) and torch.equal(keys[:, :, 3], keys[:, :, 4])
 
 
-def test_what_has_no_place_in_the_cache_is_not_written_and_shows():
+def test_keys_beyond_the_cache_are_not_written_and_the_result_is_nan():
     query, key, value = heads(1, 1, torch.bfloat16)
     room = torch.zeros(2, 1, 8, 4, 128, device="cuda", dtype=torch.bfloat16)
     position = torch.tensor([4], device="cuda")
@@ -141,7 +141,7 @@ def test_what_has_no_place_in_the_cache_is_not_written_and_shows():
     assert out.isnan().all() and not room.any()
 
 
-def test_they_are_chosen_and_checked_in_a_child():
+def test_they_are_selected_and_checked_in_a_child():
     x, weight = random(2, 1032, dtype=torch.bfloat16), random(1032, dtype=torch.bfloat16, seed=1)
     with options.override(tier="triton", probe=True, refresh=True):
         assert torch.isfinite(ops.rms_norm(x, weight, eps=1e-6)).all()

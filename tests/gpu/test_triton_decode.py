@@ -1,4 +1,4 @@
-"""Decode attention by our split kernel on a GPU, in eager and inside a recorded graph, against the float64 oracle."""
+"""Decode attention by the split kernel on a GPU, in eager and in a recorded graph, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tensors(shape, dtype):
 def by_kernel(*arguments, **keywords):
     with torch.no_grad(), options.override(tier="triton", probe=False), ops.recording() as routes:
         output = ops.decode_attention(*arguments, **keywords)
-    assert [each.tier for each in routes] == ["triton"]
+    assert [route.tier for route in routes] == ["triton"]
     return output
 
 
@@ -49,7 +49,7 @@ CASES = {  # shape, lengths, starts, further terms
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_it_is_right_and_reads_nothing_else(case, dtype):
+def test_it_is_correct_and_reads_nothing_else(case, dtype):
     shape, lengths, starts, terms = case
     query, key, value = tensors(shape, dtype)
     lengths = torch.tensor(lengths, device="cuda")
@@ -57,7 +57,7 @@ def test_it_is_right_and_reads_nothing_else(case, dtype):
     how = {"scale": shape[5] ** -0.5, "starts": starts, "window": terms.get("window"), "softcap": terms.get("softcap")}
     sinks = torch.linspace(-2, 2, shape[1], device="cuda", dtype=dtype) if terms.get("sinks") else None
     eager = eager_decode(query, key, value, lengths, sinks=sinks, **how)
-    wide = (each.double() for each in (query, key, value))
+    wide = (tensor.double() for tensor in (query, key, value))
     expected = eager_decode(*wide, lengths, sinks=None if sinks is None else sinks.double(), **how)
     seen = seen_keys(shape[3], shape[4], lengths, starts, how["window"])[:, 0].any(1)
     unseen = ~seen.expand(shape[0], -1)[:, None, :, None]
@@ -67,7 +67,7 @@ def test_it_is_right_and_reads_nothing_else(case, dtype):
     assert_as_good_as_eager(output, eager, expected)
 
 
-def test_a_recorded_graph_follows_the_lengths():
+def test_a_recorded_graph_reads_the_current_lengths():
     query, key, value = tensors((2, 32, 8, 1, 3000, 128, 128), BF16)
     lengths, starts = torch.tensor([900], device="cuda"), torch.tensor([0, 37], device="cuda")
     by_kernel(query, key, value, lengths, scale=0.1, starts=starts)
@@ -83,7 +83,7 @@ def test_a_recorded_graph_follows_the_lengths():
 
 @pytest.mark.parametrize("mask", [None, torch.bool, BF16], ids=str)
 @pytest.mark.parametrize("few_queries", [False, True])
-def test_every_form_of_attention_passes_its_own_check(few_queries, mask):
+def test_every_kind_of_attention_passes_its_check(few_queries, mask):
     device = torch.device("cuda", torch.cuda.current_device())
     dims = (BF16, device, 32, 8, 128, 128)
     spec = AttentionSpec(

@@ -1,4 +1,4 @@
-"""Routed experts by our kernels on a GPU: every layout at the sizes of models, and recorded in a graph."""
+"""Routed experts by the Triton kernels on a GPU: every layout at the sizes of models, and in a recorded graph."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def unprobed():
 
 def on_gpu(shape, dtype, layout):
     tensors, keywords = drawn(shape, dtype, layout)
-    moved = {key: each.cuda() if isinstance(each, torch.Tensor) else each for key, each in keywords.items()}
-    return [each.cuda() for each in tensors], moved
+    moved = {key: tensor.cuda() if isinstance(tensor, torch.Tensor) else tensor for key, tensor in keywords.items()}
+    return [tensor.cuda() for tensor in tensors], moved
 
 
 @each_dtype
@@ -36,14 +36,14 @@ def test_experts(tokens, sizes, layout, dtype):
     tensors, keywords = on_gpu((tokens, *sizes), dtype, layout)
     with ops.recording() as routes:
         output = ops.experts(*tensors, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [("experts", "triton")]
+    assert [(route.operation, route.tier) for route in routes] == [("experts", "triton")]
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
 
 @pytest.mark.parametrize("layout", ["plain", "gpt_oss"])
 @pytest.mark.parametrize("tokens", [1, 8])
-def test_replayed_with_other_choices(tokens, layout):
-    """Nothing is read on the host: a recorded call reads the experts that its ids name then."""
+def test_replayed_with_other_selections(tokens, layout):
+    """Nothing is read on the host: a replay uses the experts of its current ids."""
     (x, gate_up, down, ids, weights), keywords = on_gpu((tokens, 16, 4, 1024, 512), torch.bfloat16, LAYOUTS[layout])
     ops.experts(x, gate_up, down, ids, weights, **keywords)
     graph = torch.cuda.CUDAGraph()
@@ -57,8 +57,8 @@ def test_replayed_with_other_choices(tokens, layout):
     assert not torch.equal(output, before)
 
 
-def test_they_are_chosen_and_checked_in_a_child():
+def test_they_are_selected_and_checked_in_a_child():
     tensors, _ = on_gpu((2, 8, 2, 256, 128), torch.bfloat16, {})
     with options.override(tiers={"experts": "triton"}, probe=True, refresh=True), ops.recording() as routes:
         assert torch.isfinite(ops.experts(*tensors)).all()
-    assert [each.name for each in routes] == ["chosen_experts"]
+    assert [route.name for route in routes] == ["chosen_experts"]

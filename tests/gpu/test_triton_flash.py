@@ -1,4 +1,4 @@
-"""Attention of many queries and over pages by our kernels on a GPU, and batches of a prepared model over them."""
+"""Attention of many queries and paged attention by the Triton kernels on a GPU, and batches of a prepared model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def drawing(dtype):
 def by_kernel(operation, *arguments, **keywords):
     with torch.no_grad(), options.override(tier="triton", probe=False), ops.recording() as routes:
         output = getattr(ops, operation)(*arguments, **keywords)
-    assert [each.tier for each in routes] == ["triton"]
+    assert [route.tier for route in routes] == ["triton"]
     return output
 
 
@@ -106,7 +106,7 @@ def test_pages_inside_a_recorded_graph(terms, page):
         query64, *pages64 = parts
         expected = eager_paged(query64, *pages64, table, lengths, key.double(), value.double(), **wide)
         assert_as_good_as_eager(output, eager, expected)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(pages, copies, strict=True))
+        assert all(torch.equal(actual, expected) for actual, expected in zip(pages, copies, strict=True))
         lengths[:2] += 1 + step
         lengths[2] = step
         table.copy_(table.roll(1, 0))
@@ -114,7 +114,7 @@ def test_pages_inside_a_recorded_graph(terms, page):
 
 @pytest.mark.skipif(RELEASE.release < (5, 9), reason="not run: this release has no flash attention over pages")
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_batches_run_over_pages_with_graphs_and_give_the_tokens_of_a_run_alone(kind):
+def test_batches_run_on_pages_with_graphs_and_return_the_tokens_of_single_runs(kind):
     from transformers.generation import ContinuousBatchingConfig
 
     stock = make(kind).to("cuda", BF16)
@@ -127,14 +127,14 @@ def test_batches_run_over_pages_with_graphs_and_give_the_tokens_of_a_run_alone(k
             continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32),
             progress_bar=False,
         ).values()
-    attention = {(each.operation, each.tier) for each in routes if each.operation.endswith("attention")}
+    attention = {(route.operation, route.tier) for route in routes if route.operation.endswith("attention")}
     assert attention == {("varlen_attention", "triton"), ("paged_attention", "triton")}
-    found = {tuple(each.prompt_ids): list(each.generated_tokens) for each in results}
+    actual = {tuple(result.prompt_ids): list(result.generated_tokens) for result in results}
     expected = one_by_one(stock, prompts())
-    # bf16 rounds another way, so that a close decision may differ; most tokens may not
+    # bf16 rounds differently, so that close decisions may differ, but not most tokens
     equal = [
         a == b
         for prompt, row in zip(prompts(), expected, strict=True)
-        for a, b in zip(found[tuple(prompt)], row, strict=True)
+        for a, b in zip(actual[tuple(prompt)], row, strict=True)
     ]
     assert sum(equal) > 0.6 * len(equal)

@@ -1,4 +1,4 @@
-"""Products of few rows by our kernels on a GPU: every form, compiled, and recorded in a graph."""
+"""GEMMs of few rows by the Triton kernels on a GPU: every variant, compiled, and in a recorded graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_linear(m, n, k, dtype):
     x, weight, bias = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5, random(n, dtype=dtype)
     with ops.recording() as routes:
         output = ops.linear(x, weight, bias)
-    assert [each.tier for each in routes] == ["triton"]
+    assert [route.tier for route in routes] == ["triton"]
     expected = eager_linear(x.double(), weight.double(), bias.double())
     assert_as_good_as_eager(output, eager_linear(x, weight, bias), expected)
 
@@ -42,7 +42,7 @@ def test_linear(m, n, k, dtype):
 @pytest.mark.parametrize("k", [4096, 520])
 @pytest.mark.parametrize("m", [1, 2, 8])
 @pytest.mark.parametrize("form", ["norm", "1 + w", "gate", "all"])
-def test_what_rides_along(form, m, k, dtype):
+def test_fused_norm_activation_and_residual(form, m, k, dtype):
     n = 2048
     x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5
     by = random(k, dtype=dtype, seed=2) if form in ("norm", "1 + w", "all") else None
@@ -52,16 +52,16 @@ def test_what_rides_along(form, m, k, dtype):
     keywords: dict[str, Any] = {"norm": None if by is None else ops.Norm(by, 1e-5, one_plus), "activation": activation}
     with ops.recording() as routes:
         output = ops.fused_linear(x, weight, residual=residual, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [("fused_linear", "triton")]
+    assert [(route.operation, route.tier) for route in routes] == [("fused_linear", "triton")]
     tensors = (x, weight, None, by, residual)
-    wide = (None if each is None else each.double() for each in tensors)
+    wide = (None if tensor is None else tensor.double() for tensor in tensors)
     expected = eager_fused_linear(*wide, 1e-5, one_plus, activation)
     assert_as_good_as_eager(output, eager_fused_linear(*tensors, 1e-5, one_plus, activation), expected)
 
 
 @pytest.mark.parametrize("m", [1, 8])
 def test_replayed_with_other_inputs(m):
-    """Nothing is read on the host: a recorded call computes with what its tensors hold then."""
+    """Nothing is read on the host: a replay uses the current values of its tensors."""
     dtype = torch.bfloat16
     x, weight, by = (
         random(m, 1024, dtype=dtype),

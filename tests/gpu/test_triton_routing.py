@@ -1,4 +1,4 @@
-"""The choice of experts by our kernel on a GPU: the experts of torch.topk, also among equal scores, and in a graph."""
+"""Expert selection by the Triton kernel on a GPU: the experts of torch.topk, also with equal scores, and in a graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unprobed():
 def routed(tier, logits, **keywords):
     with options.override(tiers={"experts": tier}), ops.recording() as routes:
         output = ops.choose_experts(logits, **keywords)
-    assert [each.tier for each in routes] == [tier]
+    assert [route.tier for route in routes] == [tier]
     return output
 
 
@@ -32,14 +32,14 @@ def routed(tier, logits, **keywords):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_choose_experts(form, dtype):
     logits, keywords = drawn(65, form, dtype)
-    moved = {key: each.cuda() if isinstance(each, torch.Tensor) else each for key, each in keywords.items()}
+    moved = {key: tensor.cuda() if isinstance(tensor, torch.Tensor) else tensor for key, tensor in keywords.items()}
     check(routed("triton", logits.cuda(), **moved), logits.cuda(), moved)
 
 
 @pytest.mark.parametrize("scores", routing.SCORES)
 @pytest.mark.parametrize(("experts", "top"), SIZES)
-def test_the_experts_of_topk_also_among_equal_scores(experts, top, scores):
-    """Logits as of a product in bf16: every second token or so has equal ones at the limit of the top k."""
+def test_the_experts_equal_those_of_topk_also_with_equal_scores(experts, top, scores):
+    """Logits like those of a bf16 GEMM: about half of the tokens have equal scores at the limit of the top k."""
     generator = torch.Generator("cuda").manual_seed(0)
     for spread in (0.01, 0.5, 3.0):
         logits = (torch.randn(2048, experts, generator=generator, device="cuda") * spread).bfloat16()
@@ -51,12 +51,12 @@ def test_the_experts_of_topk_also_among_equal_scores(experts, top, scores):
         torch.testing.assert_close(weights.sort(-1).values, expected.sort(-1).values, rtol=2**-7, atol=0)
 
 
-def test_equal_groups_too():
+def test_groups_with_equal_scores():
     generator = torch.Generator("cuda").manual_seed(0)
     logits = torch.randn(2048, 256, generator=generator, device="cuda").mul(4).round().div(4)
     form = {"top": 8, "scores": "sigmoid", "groups": 8, "chosen_groups": 4, "bias": torch.zeros(256, device="cuda")}
-    ours, theirs = (routed(tier, logits, **form)[1].sort(-1).values for tier in ("triton", "torch"))
-    assert torch.equal(ours, theirs)
+    actual, expected = (routed(tier, logits, **form)[1].sort(-1).values for tier in ("triton", "torch"))
+    assert torch.equal(actual, expected)
 
 
 def test_replayed_with_other_logits():
@@ -75,4 +75,4 @@ def test_replayed_with_other_logits():
 def test_they_are_checked_in_a_child():
     with options.override(tiers={"experts": "triton"}, probe=True, refresh=True), ops.recording() as routes:
         ops.choose_experts(torch.randn(2, 128, device="cuda").bfloat16(), top=8, normalise=True)
-    assert [each.name for each in routes] == ["routing_kernel"]
+    assert [route.name for route in routes] == ["routing_kernel"]

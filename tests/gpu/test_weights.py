@@ -1,4 +1,4 @@
-"""Fused weights on a real GPU: what loading costs in memory and time, and that every move is followed."""
+"""Fused weights on a real GPU: memory and time of loading, and moves of the model."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def large(tmp_path_factory):
 
 @pytest.fixture
 def model(tmp_path):
-    """A small one, loaded by us and moved to the GPU, fused."""
+    """A small model, loaded by hf_rocm and moved to the GPU, with fused weights."""
     models.build().save_pretrained(tmp_path)
     loaded = hf_rocm.from_pretrained(tmp_path, force=True).eval().cuda()
-    assert blocks(loaded) == GROUPS  # by moving, before any call
+    assert blocks(loaded) == GROUPS  # fused by the move, before any call
     return loaded
 
 
@@ -61,7 +61,7 @@ def load(folder, *, ours):
 
 
 def follows(model, groups):
-    """As stock with the present weights, with so many fused products."""
+    """Equal to stock with the current weights, with this number of fused GEMMs."""
     twin = models.stock_with_weights_of(model).cuda()  # and with its rotary frequencies, which `.half()` rounds
     with torch.inference_mode(), ops.recording() as routes:
         actual = model(IDS.cuda(), use_cache=False).logits
@@ -69,7 +69,7 @@ def follows(model, groups):
         eager = twin(IDS.cuda(), use_cache=False).logits
         expected = twin.double()(IDS.cuda(), use_cache=False).logits
     assert_as_good_as_eager(actual, eager, expected)
-    products = [each.shapes[1] for each in routes if each.operation in ("linear", "fused_linear")]
+    products = [route.shapes[1] for route in routes if route.operation in ("linear", "fused_linear")]
     config = model.config
     joined = {
         (config.hidden_size + 2 * config.num_key_value_heads * config.head_dim, config.hidden_size),
@@ -79,7 +79,7 @@ def follows(model, groups):
 
 
 def measure(folder, tmp_path, *, ours):
-    """(allocated, reserved) after loading, the peaks of it, and those of saving, above what there was."""
+    """(allocated, reserved) after loading, the peaks of loading, and those of saving, above the initial memory."""
     gc.collect()
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -96,10 +96,11 @@ def measure(folder, tmp_path, *, ours):
 
 
 def test_memory_of_loading_and_saving(large, tmp_path, monkeypatch):
-    """After: stock ± 1 %, allocated and reserved. Peaks of loading and saving: stock's and one layer.
+    """After loading: stock ± 1 %, allocated and reserved.
 
-    Loaded in the order of the checkpoint. The threads of transformers 5 may exchange neighbours in its one allocation;
-    then some blocks lie beside it, which costs reserved memory alone.
+    Peaks of loading and saving: stock's plus one layer. The weights are loaded in the order of the checkpoint. The
+    threads of transformers 5 may swap neighbours in its single allocation; then some blocks are allocated separately,
+    which only increases the reserved memory.
     """
     load(large, ours=True)  # kernels, handles and the like
     print("in threads", measure(large, tmp_path, ours=True))
@@ -113,7 +114,7 @@ def test_memory_of_loading_and_saving(large, tmp_path, monkeypatch):
         assert own[0] <= theirs[0] + LAYER + SLACK and own[1] <= theirs[1] + LAYER + SLACK
 
 
-def test_loading_onto_the_gpu_takes_no_more_than_a_tenth_longer(large):
+def test_loading_to_the_gpu_takes_at_most_a_tenth_longer(large):
     def spent(*, ours):
         start = time.perf_counter()
         loaded = load(large, ours=ours)
@@ -137,7 +138,7 @@ def test_loading_onto_the_gpu_takes_no_more_than_a_tenth_longer(large):
 
 
 def test_weights_on_the_cpu_wait_for_the_gpu(tmp_path, monkeypatch):
-    """As on ROCm without force: nothing is fused on the CPU, everything by the move."""
+    """As on ROCm without force: nothing is fused on the CPU, and everything by the move."""
     models.build().save_pretrained(tmp_path)
     monkeypatch.setattr(preparing, "is_rocm", lambda: True)
     monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
@@ -177,7 +178,7 @@ def test_a_replaced_weight_and_a_copy(model):
     follows(model, GROUPS - 1)
 
 
-def test_what_a_captured_graph_replays_follows_writes_and_a_stale_group_is_left_while_capturing():
+def test_replays_see_writes_and_a_stale_group_is_not_used_while_capturing():
     group, x = Group(16, 8, 4).cuda().requires_grad_(False), torch.randn(3, 16, device="cuda")
     with torch.no_grad():
         assert fuse.fuse(group, group.names) is None
@@ -198,7 +199,7 @@ def test_what_a_captured_graph_replays_follows_writes_and_a_stale_group_is_left_
         torch.cuda.synchronize()
         again = torch.cuda.CUDAGraph()
         with torch.cuda.graph(again):
-            outputs = group(x)  # forgets the block; its parts move out at another time
+            outputs = group(x)  # drops the block; its parts are moved later
         assert group.a.weight.data_ptr() == kept
         again.replay()
         for actual, wanted in zip(outputs, one_by_one(group, x), strict=True):
@@ -217,6 +218,6 @@ def test_compiled(model):
             change()
             expected = model(IDS.cuda(), attention_mask=mask, use_cache=False).logits
             torch.testing.assert_close(run(IDS.cuda()), expected, rtol=1e-3, atol=1e-3)
-    # the eager run beside it forgets the block that has moved, and the compiler notices that once
+    # the eager run drops the moved block, which causes one recompilation
     assert counter.frame_count <= 2
     torch._dynamo.reset()

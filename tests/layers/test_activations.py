@@ -1,4 +1,4 @@
-"""An activation that is a plain function, in a module or by a config, is called as stock calls it."""
+"""An activation that is a plain function, set on a module or by a config, is called as in stock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.weights import models
 
 
 class Counting:
-    """A bound method as an activation, which counts its calls."""
+    """An activation whose bound method counts its calls."""
 
     calls = 0
 
@@ -51,23 +51,23 @@ def products(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_that_was_put_into_a_module_runs(name, dtype):
+def test_a_function_set_on_a_module_is_called(name, dtype):
     stock = models.build().to(dtype)
-    ours = models.prepared().to(dtype)
-    ours.load_state_dict(stock.state_dict())
-    before = products(ours)
-    for model in (ours, stock):
+    actual = models.prepared().to(dtype)
+    actual.load_state_dict(stock.state_dict())
+    before = products(actual)
+    for model in (actual, stock):
         put(model, FUNCTIONS[name]())
     expected = models.logits(stock)
-    assert_as_good_as_eager(models.logits(ours), expected, models.logits(copy.deepcopy(stock).double()))
-    assert products(ours) == before  # its weights run fused
-    for model in (ours, stock):
+    assert_as_good_as_eager(models.logits(actual), expected, models.logits(copy.deepcopy(stock).double()))
+    assert products(actual) == before  # its weights run fused
+    for model in (actual, stock):
         put(model, torch.relu)
-    assert not torch.allclose(models.logits(ours), expected, atol=0.05)
+    assert not torch.allclose(models.logits(actual), expected, atol=0.05)
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["gate and up", "joined"])
-def test_a_config_may_name_a_function(joined, monkeypatch):
+def test_a_function_set_by_a_config_is_called(joined, monkeypatch):
     import transformers
 
     monkeypatch.setitem(activations.ACT2FN, "beside", lambda: lambda x: torch.tanh(x) * 0.5)
@@ -78,42 +78,42 @@ def test_a_config_may_name_a_function(joined, monkeypatch):
     )
     torch.manual_seed(0)
     stock = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    actual = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     expected = models.logits(stock)
     with ops.recording() as routes:
-        actual = models.logits(ours)
+        actual = models.logits(actual)
     torch.testing.assert_close(actual, expected)
     assert any(route.operation == "rms_norm" for route in routes)
 
 
-def test_mixtures_leave_it_to_stock(recorded_on_cpu):  # noqa: F811
+def test_experts_with_such_an_activation_stay_stock(recorded_on_cpu):  # noqa: F811
     stock = make("mixtral")
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-    for model in (stock, ours):
+    actual = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    for model in (stock, actual):
         for module in model.modules():
             if "act_fn" in module._modules:
                 del module.act_fn
                 module.act_fn = torch.tanh
     inputs = prompt()
     with torch.no_grad(), ops.recording() as routes:
-        torch.testing.assert_close(ours(**inputs).logits, stock(**inputs).logits)
+        torch.testing.assert_close(actual(**inputs).logits, stock(**inputs).logits)
     assert not any(route.operation == "experts" for route in routes)
 
 
-def test_a_function_of_the_users_own_runs_at_every_step(pair):  # noqa: F811
-    ours, stock = pair(graphs=None)
-    generate(ours)
-    replayed = counted(ours)[1]
+def test_a_users_function_runs_in_every_decode_step(pair):  # noqa: F811
+    actual, stock = pair(graphs=None)
+    generate(actual)
+    replayed = counted(actual)[1]
     assert replayed
-    put(ours, (one := Counting()).act)
+    put(actual, (one := Counting()).act)
     put(stock, (other := Counting()).act)
-    assert torch.equal(generate(ours), generate(stock))
-    assert one.calls == other.calls and counted(ours)[1] == replayed
+    assert torch.equal(generate(actual), generate(stock))
+    assert one.calls == other.calls and counted(actual)[1] == replayed
 
 
-def test_a_function_of_torchs_is_recorded(pair):  # noqa: F811
-    ours, stock = pair()
-    for model in (ours, stock):
+def test_a_torch_function_is_recorded(pair):  # noqa: F811
+    actual, stock = pair()
+    for model in (actual, stock):
         put(model, F.gelu if hasattr(F.gelu, "__code__") else F.relu)
-    assert torch.equal(generate(ours), generate(stock))
-    assert counted(ours)[1] > 0
+    assert torch.equal(generate(actual), generate(stock))
+    assert counted(actual)[1] > 0

@@ -1,4 +1,4 @@
-"""Heads of fused layers; rotary positions where the model's own function must be given a part of the dims only."""
+"""Heads of fused layers, and rotary embeddings that cover only part of the head dim."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def expected(query, key, position_embeddings):
     return [torch.cat((part, whole[..., R:]), dim=-1) for part, whole in zip(rotated, (query, key), strict=True)]
 
 
-def test_our_op_where_the_dtypes_agree(case):
+def test_the_kernel_runs_if_the_dtypes_are_equal(case):
     query, key, position_embeddings = case
     with ops.recording() as routes:
         actual = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
@@ -33,19 +33,19 @@ def test_our_op_where_the_dtypes_agree(case):
     torch.testing.assert_close(list(actual), expected(*case))
 
 
-def test_the_models_function_where_they_differ(case):
-    """As under autocast: the projections are bf16, cos and sin are not."""
+def test_the_models_function_runs_if_the_dtypes_differ(case):
+    """As under autocast: the projections are bf16, and cos and sin are fp32."""
     query, key, position_embeddings = case
     query, key = query.bfloat16(), key.bfloat16()
     with ops.recording() as routes:
         actual = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
     assert routes == []
-    for mine, theirs in zip(actual, expected(query, key, position_embeddings), strict=True):
-        assert torch.equal(mine, theirs)
+    for left, reference in zip(actual, expected(query, key, position_embeddings), strict=True):
+        assert torch.equal(left, reference)
 
 
 @pytest.mark.parametrize("s", [1, 63])
-def test_heads_of_fused_layers_are_those_of_the_layers(s):
+def test_heads_of_fused_layers_equal_those_of_separate_layers(s):
     """Values, sizes and strides, with fewer key heads than query heads."""
     names, heads = ("q_proj", "k_proj", "v_proj"), (6, 2, 2)
     module = torch.nn.Module()
@@ -58,13 +58,13 @@ def test_heads_of_fused_layers_are_those_of_the_layers(s):
         actual = layers.heads(module, x, *names, head_dim=D)
         plain = layers.split_heads(layers.project(module, x, *names), D)
     assert len({part.untyped_storage().data_ptr() for part in actual}) == 1  # one product
-    for mine, theirs, view, count in zip(actual, expected, plain, heads, strict=True):
-        assert mine.shape == (B, count, s, D) and mine.storage_offset() == view.storage_offset()
-        assert s == 1 or mine.stride() == view.stride()
-        torch.testing.assert_close(mine, theirs)
+    for left, reference, view, count in zip(actual, expected, plain, heads, strict=True):
+        assert left.shape == (B, count, s, D) and left.storage_offset() == view.storage_offset()
+        assert s == 1 or left.stride() == view.stride()
+        torch.testing.assert_close(left, reference)
 
 
-def test_a_head_size_that_does_not_fit_raises_as_it_does_unfused():
+def test_a_wrong_head_size_raises_as_in_separate_layers():
     module = torch.nn.Module()
     for name in ("q_proj", "k_proj"):
         module.add_module(name, torch.nn.Linear(7, 12))

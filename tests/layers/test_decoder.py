@@ -1,4 +1,4 @@
-"""Decoder layers: what rides along with the products of few rows, what many rows are given, and what a user put in."""
+"""Decoder layers: fusion into the GEMMs for few rows and for many rows, and modules that a user changed."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ TOUCHABLE = {
 
 
 def build(name: str) -> Any:
-    further = (
-        {"attn_logit_softcapping": None} if name == "Gemma2" else {}
-    )  # stock leaves it out under sdpa in old releases
+    further = {"attn_logit_softcapping": None} if name == "Gemma2" else {}  # old releases omit it under sdpa
     config = getattr(transformers, f"{name}Config")(**SMALL, **further)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -70,13 +68,13 @@ def pair():
 
 @pytest.fixture
 def few(monkeypatch):
-    """As on a GPU whose kernels take norms and sums along; here the parts run one by one."""
+    """As on a GPU whose GEMMs include norms and residual sums; on the CPU the parts run one by one."""
     monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
 
 
 @torch.no_grad()
 def run(model: Any, **arguments: Any) -> tuple[Any, list[str]]:
-    """The model's output, with what each layer returned as `layers`, and the operations that ran."""
+    """The model's output, with the results of all layers as `layers`, and the operations that ran."""
     returned: list[torch.Tensor] = []
     hooks = [
         layer.register_forward_hook(lambda module, args, output: returned.append(_hidden(output)))
@@ -87,7 +85,7 @@ def run(model: Any, **arguments: Any) -> tuple[Any, list[str]]:
     for hook in hooks:
         hook.remove()
     return SimpleNamespace(logits=output.logits, layers=returned, attentions=output.attentions), [
-        each.operation for each in routes
+        route.operation for route in routes
     ]
 
 
@@ -95,41 +93,41 @@ def _hidden(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def assert_same(ours: Any, stock: Any) -> None:
-    """Sums in another order; the layers' own outputs, one by one."""
-    assert len(ours.layers) == len(stock.layers) == LAYERS
-    for mine, its in zip((ours.logits, *ours.layers), (stock.logits, *stock.layers), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-4)
+def assert_same(actual: Any, stock: Any) -> None:
+    """Compare the output of every layer. Sums may be computed in another order."""
+    assert len(actual.layers) == len(stock.layers) == LAYERS
+    for left, its in zip((actual.logits, *actual.layers), (stock.logits, *stock.layers), strict=True):
+        torch.testing.assert_close(left, its, rtol=1e-4, atol=1e-4)
 
 
-def test_few_rows_are_one_product_for_each_part(each_pair, few):
-    stock, ours = each_pair
-    output, routes = run(ours)
+def test_few_rows_run_one_gemm_per_part(each_pair, few):
+    stock, actual = each_pair
+    output, routes = run(actual)
     assert_same(output, run(stock)[0])
     assert routes.count(FUSED) == 4 * LAYERS
 
 
-def test_few_rows_give_what_many_rows_give_bit_for_bit(each_pair, monkeypatch):
-    _, ours = each_pair
-    many, routes = run(ours)
+def test_few_rows_and_many_rows_are_bitwise_equal(each_pair, monkeypatch):
+    _, actual = each_pair
+    many, routes = run(actual)
     assert FUSED not in routes
     monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
-    together, routes = run(ours)
+    together, routes = run(actual)
     assert FUSED in routes
     assert all(map(torch.equal, together.layers, many.layers))
 
 
-def test_many_rows_have_the_first_sum_and_the_second_norm_in_one(each_pair):
-    stock, ours = each_pair
-    output, routes = run(ours)
+def test_with_many_rows_the_residual_sum_and_the_second_norm_are_fused(each_pair):
+    stock, actual = each_pair
+    output, routes = run(actual)
     assert_same(output, run(stock)[0])
     assert routes.count("add_rms_norm") == LAYERS
 
 
 @pytest.mark.parametrize("part", TOUCHABLE)
 @pytest.mark.parametrize("how", ["hook", "forward"])
-def test_what_a_user_changes_takes_effect(pair, few, part, how):
-    """Each part of the first layer in turn: it is called, once, and what it returns is what counts."""
+def test_a_changed_module_takes_effect(pair, few, part, how):
+    """Replace every part of the first layer in turn: it is called once, and its result is used."""
     outputs = []
     for model in pair:
         calls: list[int] = []
@@ -151,7 +149,7 @@ def _changed(output: Any, calls: list[int]) -> Any:
 
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
 def test_a_wrapped_projection_is_called(pair, few, name):
-    """As adapters wrap them."""
+    """As adapters do."""
 
     class Wrapped(nn.Module):
         def __init__(self, base: nn.Module) -> None:
@@ -185,16 +183,16 @@ def test_hooks_on_all_modules_see_every_module(pair, few):
     assert seen[0] == seen[1]
 
 
-def test_attention_weights_are_stocks(pair, few):
+def test_attention_weights_equal_stock(pair, few):
     for model in pair:
         model.config._attn_implementation = "eager"
-    mine, its = (run(model, output_attentions=True)[0] for model in reversed(pair))
-    assert_same(mine, its)
-    assert len(mine.attentions) == LAYERS
-    torch.testing.assert_close(mine.attentions, its.attentions, rtol=1e-4, atol=1e-4)
+    actual, its = (run(model, output_attentions=True)[0] for model in reversed(pair))
+    assert_same(actual, its)
+    assert len(actual.attentions) == LAYERS
+    torch.testing.assert_close(actual.attentions, its.attentions, rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_alone_is_called_as_its_stock_forward_is(pair, few):
+def test_a_single_layer_is_called_like_its_stock_forward(pair, few):
     x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(2))
     positions = torch.arange(3)[None]
     results = []
@@ -207,15 +205,15 @@ def test_a_layer_alone_is_called_as_its_stock_forward_is(pair, few):
 
 
 def test_generating_with_a_cache(each_pair, few):
-    stock, ours = each_pair
+    stock, actual = each_pair
     arguments: dict[str, Any] = {"min_new_tokens": 12, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     with ops.recording() as routes:
-        output = ours.generate(TOKENS, **arguments)
+        output = actual.generate(TOKENS, **arguments)
     assert torch.equal(output, stock.generate(TOKENS, **arguments))
-    assert sum(each.operation == FUSED for each in routes) == 4 * LAYERS * 12
+    assert sum(route.operation == FUSED for route in routes) == 4 * LAYERS * 12
 
 
-def test_gradients_are_those_of_the_separate_layers(pair, few):
+def test_gradients_equal_those_of_separate_layers(pair, few):
     gradients = []
     for model in pair:
         model.requires_grad_(True).train()
@@ -225,18 +223,18 @@ def test_gradients_are_those_of_the_separate_layers(pair, few):
                 partial(checkpoint, use_reentrant=False),
             )
         model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
-        gradients.append([each.grad for each in model.parameters()])
+        gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
 
 
 def test_a_restored_model_is_stock(pair, few):
-    stock, ours = pair
-    output, routes = run(hf_rocm.restore(ours))
+    stock, actual = pair
+    output, routes = run(hf_rocm.restore(actual))
     assert routes == []
     assert torch.equal(output.logits, run(stock)[0].logits)
 
 
-def test_no_row_is_fused_on_a_cpu_or_with_gradients():
+def test_nothing_is_fused_on_a_cpu_or_with_gradients():
     x = torch.randn(1, 1, 64)
     assert not norm.can_fuse(x)  # gradients are on
     with torch.no_grad():

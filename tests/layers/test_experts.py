@@ -15,23 +15,23 @@ pytest.importorskip("transformers.integrations.moe", reason="not run: this trans
 @pytest.mark.parametrize(
     ("most", "pairs", "served"), [(32, 32, True), (32, 34, False), (64, 64, True), (64, 66, False)]
 )
-def test_what_generate_switches_to_is_ours_for_few_pairs(most, pairs, served, monkeypatch):
+def test_batched_experts_of_generate_are_served_for_few_pairs(most, pairs, served, monkeypatch):
     monkeypatch.setattr(experts, "most_pairs", lambda x: most)
     reason = asked("batched_mm", torch.device("meta"), pairs)
     assert (reason is None) is served
     assert served or "for a few tokens" in str(reason)
 
 
-def test_on_a_cpu_it_is_stocks():
+def test_on_a_cpu_it_stays_stock():
     assert "batched_mm" in str(asked("batched_mm", torch.device("cpu"), 2))
 
 
-def test_grouped_products_are_ours_for_any_number():
+def test_grouped_experts_are_served_for_any_number_of_pairs():
     assert asked("grouped_mm", torch.device("cpu"), 2) is None
     assert asked("grouped_mm", torch.device("meta"), 4096) is None
 
 
-def test_whoever_asks_for_another_gets_it():
+def test_other_implementations_stay_stock():
     assert "only 'grouped_mm' and 'batched_mm' are served" in str(asked("eager", torch.device("meta"), 2))
 
 

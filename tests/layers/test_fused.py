@@ -1,4 +1,4 @@
-"""The argument `fused`: functions that take it leave the norm before and the sum after to the shared layers."""
+"""The argument `fused`: functions that take it leave the norm and the residual sum to the shared layers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 OVERLAYS = sorted((Path(__file__).resolve().parents[2] / "overlays").glob("transformers-*/models/*/modeling_*.py"))
-# what normalises its input itself when it gets `fused`; the decoder layer passes a stock forward that does
+# normalise their input themselves if they get `fused`; the decoder layer passes a stock forward that does
 NORMALISE = {"layers.heads", "layers.project", "layers.latent_heads", "gated.forward"}
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and "fused" in [
-            each.arg for each in (*node.args.args, *node.args.kwonlyargs)
+            kwonlyarg.arg for kwonlyarg in (*node.args.args, *node.args.kwonlyargs)
         ]:
             yield node
 
@@ -30,7 +30,7 @@ def test_some_overlays_take_it() -> None:
 
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: "/".join((path.parts[-4], path.parts[-2])))
-def test_an_input_that_is_not_normalised_goes_to_the_shared_layers_alone(path: Path) -> None:
+def test_an_input_that_is_not_normalised_is_only_passed_to_shared_layers(path: Path) -> None:
     for function in functions(path):
         x = function.args.args[2].arg
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
@@ -43,5 +43,5 @@ def test_an_input_that_is_not_normalised_goes_to_the_shared_layers_alone(path: P
         assert set(loads(function, x)) == set(taken), f"{function.name} uses {x} itself"
         for name, call in taken.values():
             assert name == "stock" or name in NORMALISE, f"{function.name} passes {x} to {name}"
-            given = [ast.unparse(each) for each in (*call.args, *(keyword.value for keyword in call.keywords))]
+            given = [ast.unparse(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
             assert name == "stock" or "fused" in given, f"{function.name} keeps `fused` from {name}"

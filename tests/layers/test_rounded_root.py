@@ -1,4 +1,4 @@
-"""GPT-J and CodeGen keep the root of their heads' size as a tensor up to transformers 4.57; kernels take a number."""
+"""GPT-J and CodeGen keep the square root of the head dim as a tensor up to transformers 4.57; kernels take a number."""
 
 import pytest
 import torch
@@ -10,10 +10,8 @@ from tests.coverage.cases import CASES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "case", [each for each in CASES if each.overlay in ("gptj", "codegen")], ids=lambda case: case.id
-)
-def test_the_scale_is_stocks_as_a_number(case, dtype, monkeypatch):
+@pytest.mark.parametrize("case", [row for row in CASES if row.overlay in ("gptj", "codegen")], ids=lambda case: case.id)
+def test_the_scale_is_the_number_in_stocks_tensor(case, dtype, monkeypatch):
     scales = []
     attention = ops.attention
 

@@ -1,4 +1,4 @@
-"""The rows that `slot` finds in a cache are those that its `update` would write, in every release."""
+"""`slot` returns the cache rows that `update` would write, in every release."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hf_rocm.layers.slots import slot
 
 B, H, KV, D, LENGTH = 2, 4, 2, 8, 12
 RELEASE = Version(transformers.__version__)
-FROM = Version("4.56")  # before it, static layers aren't told from those that offload
+FROM = Version("4.56")  # before it, static layers can't be distinguished from offloaded ones
 
-since = pytest.mark.skipif(RELEASE < FROM, reason="static layers are asked before 4.56")
+since = pytest.mark.skipif(RELEASE < FROM, reason="before 4.56, static layers are updated by their own method")
 
 
 def static_cache():
@@ -44,8 +44,8 @@ class Module:
 
 
 @since
-def test_they_are_those_that_update_writes():
-    ours, stock = static_cache(), static_cache()
+def test_the_rows_are_those_that_update_writes():
+    actual, stock = static_cache(), static_cache()
     for seed, (first, length) in enumerate(((0, 3), (3, 1), (4, 2))):
         query, key, value, angles = call(seed, length)
         arguments = {"cache_position": torch.arange(first, first + length)}
@@ -53,23 +53,23 @@ def test_they_are_those_that_update_writes():
             expected = layers.rotate_and_update_cache(
                 Module(), apply_rotary_pos_emb, query, key, value, angles, stock, arguments
             )
-            found = slot(ours, 0, key, value, arguments)
+            result = slot(actual, 0, key, value, arguments)
             if not seed:
-                assert found is None  # nothing is allocated yet
+                assert result is None  # nothing is allocated yet
                 rotate = layers.rotate_and_update_cache
-                rotate(Module(), apply_rotary_pos_emb, query, key, value, angles, ours, arguments)
+                rotate(Module(), apply_rotary_pos_emb, query, key, value, angles, actual, arguments)
                 continue
             rotated = ops.rope_into_cache(
-                query, key, value, *angles, keys=found.keys, values=found.values, position=found.position
+                query, key, value, *angles, keys=result.keys, values=result.values, position=result.position
             )
-        for one, other in zip((rotated, found.keys, found.values), expected, strict=True):
+        for one, other in zip((rotated, result.keys, result.values), expected, strict=True):
             assert torch.equal(one, other)
-    counters = [getattr(cache.layers[0], "cumulative_length", None) for cache in (ours, stock)]
+    counters = [getattr(cache.layers[0], "cumulative_length", None) for cache in (actual, stock)]
     assert counters[0] is counters[1] is None or int(counters[0]) == int(counters[1]) == 6
 
 
 @since
-def test_another_dtype_batch_or_place_is_asked():
+def test_another_dtype_batch_or_device_has_no_slot():
     cache = static_cache()
     _, key, value, _ = call(0, 1)
     place = {"cache_position": torch.tensor([0])}
@@ -85,16 +85,16 @@ def test_another_dtype_batch_or_place_is_asked():
 
 
 @pytest.mark.parametrize("cache", [DynamicCache(), None], ids=["dynamic", "none"])
-def test_a_cache_without_fixed_rows_is_asked(cache):
+def test_a_cache_without_fixed_rows_has_no_slot(cache):
     query, key, value, angles = call(0, 3)
     with options.override(tier="torch"), ops.recording() as routes:
         results = layers.rotate_and_update_cache(Module(), apply_rotary_pos_emb, query, key, value, angles, cache, {})
-    assert [each.operation for each in routes] == ["rope"]
+    assert [route.operation for route in routes] == ["rope"]
     assert torch.equal(results[1], layers.rotate(apply_rotary_pos_emb, query, key, angles)[1])
 
 
-@pytest.mark.skipif(RELEASE >= FROM, reason="4.56 and later have layers that say where they write")
-def test_earlier_static_caches_are_asked():
+@pytest.mark.skipif(RELEASE >= FROM, reason="from 4.56 on, cache layers have their own position")
+def test_earlier_static_caches_have_no_slot():
     cache = static_cache()
     _, key, value, _ = call(0, 1)
     place = {"cache_position": torch.tensor([0])}

@@ -1,4 +1,4 @@
-"""auto_prepare: what plain transformers loads is prepared, others' encoders stay stock, and nothing of it remains."""
+"""auto_prepare: models loaded by transformers are prepared, encoders of other libraries stay stock."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def bert(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def undone():
-    found = PreTrainedModel.__dict__["from_pretrained"]
+    result = PreTrainedModel.__dict__["from_pretrained"]
     yield
     auto.auto_prepare(False)
-    assert PreTrainedModel.__dict__["from_pretrained"] is found
+    assert PreTrainedModel.__dict__["from_pretrained"] is result
 
 
 @pytest.fixture
 def prepares(monkeypatch):
-    """How often a model was prepared."""
+    """Count how often a model is prepared."""
     from hf_rocm.loading import prepare as preparing
 
     calls, prepare = [], preparing.prepare
@@ -57,7 +57,7 @@ def is_prepared(model):
     return REPORT in model.__dict__
 
 
-def test_every_way_of_loading_gives_a_prepared_model_once(llama, prepares):
+def test_every_way_of_loading_prepares_the_model_once(llama, prepares):
     signature = str(PreTrainedModel.from_pretrained.__doc__)
     assert hf_rocm.auto_prepare(force=True) is True
     assert str(PreTrainedModel.from_pretrained.__doc__) == signature
@@ -85,13 +85,13 @@ def test_pipelines_are_prepared(bert, tmp_path):
 
 
 def test_it_is_undone_completely(llama):
-    found = PreTrainedModel.__dict__["from_pretrained"]
+    result = PreTrainedModel.__dict__["from_pretrained"]
     for _ in range(2):
         hf_rocm.auto_prepare(force=True)
         hf_rocm.auto_prepare(force=True)
-        assert PreTrainedModel.__dict__["from_pretrained"] is not found
+        assert PreTrainedModel.__dict__["from_pretrained"] is not result
         assert hf_rocm.auto_prepare(False) is False
-        assert PreTrainedModel.__dict__["from_pretrained"] is found
+        assert PreTrainedModel.__dict__["from_pretrained"] is result
     assert hf_rocm.auto_prepare(False) is False
     assert not is_prepared(transformers.AutoModel.from_pretrained(llama))
 
@@ -107,8 +107,8 @@ def test_hf_rocms_own_loader_prepares_once_and_keeps_its_arguments(llama, prepar
     assert not is_prepared(hf_rocm.from_pretrained(llama, force=False))
 
 
-def test_without_rocm_nothing_happens_and_one_line_says_so(caplog, monkeypatch):
-    found = PreTrainedModel.__dict__["from_pretrained"]
+def test_without_rocm_nothing_happens_and_one_line_is_logged(caplog, monkeypatch):
+    result = PreTrainedModel.__dict__["from_pretrained"]
     monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
     monkeypatch.setattr(auto, "_warned", set())
     monkeypatch.setattr("hf_rocm.device.is_rocm", lambda: False)
@@ -116,7 +116,7 @@ def test_without_rocm_nothing_happens_and_one_line_says_so(caplog, monkeypatch):
         assert [hf_rocm.auto_prepare() for _ in range(3)] == [False] * 3
     assert len(caplog.records) == 1 and "stay stock" in caplog.text
     assert hf_rocm.auto_prepare(force=False) is False
-    assert PreTrainedModel.__dict__["from_pretrained"] is found
+    assert PreTrainedModel.__dict__["from_pretrained"] is result
 
 
 def test_composite_models_are_prepared_once_as_a_whole(bert, prepares, tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def diffusers(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_text_encoders_of_a_diffusion_pipeline_stay_stock_unless_asked(diffusers, bert):
+def test_text_encoders_of_a_diffusion_pipeline_stay_stock_by_default(diffusers, bert):
     hf_rocm.auto_prepare(force=True)
     assert not is_prepared(diffusers.DiffusionPipeline.from_pretrained(bert).text_encoder)
     assert is_prepared(transformers.BertModel.from_pretrained(bert))
@@ -195,23 +195,23 @@ def test_text_encoders_of_a_diffusion_pipeline_stay_stock_unless_asked(diffusers
     assert is_prepared(diffusers.DiffusionPipeline.from_pretrained(bert).text_encoder)
 
 
-def test_a_wrapper_of_someone_else_stays_and_is_spoken_of(llama, caplog):
-    found = PreTrainedModel.__dict__["from_pretrained"]
+def test_another_librarys_wrapper_stays_and_is_reported(llama, caplog):
+    result = PreTrainedModel.__dict__["from_pretrained"]
     hf_rocm.auto_prepare(force=True)
-    ours = PreTrainedModel.__dict__["from_pretrained"].__func__
-    PreTrainedModel.from_pretrained = classmethod(lambda cls, *args, **kwargs: ours(cls, *args, **kwargs))
+    wrapper = PreTrainedModel.__dict__["from_pretrained"].__func__
+    PreTrainedModel.from_pretrained = classmethod(lambda cls, *args, **kwargs: wrapper(cls, *args, **kwargs))
     try:
         with caplog.at_level(logging.WARNING, "hf_rocm"):
             hf_rocm.auto_prepare(False)
         assert "replaced by other code" in caplog.text
         assert not is_prepared(transformers.LlamaModel.from_pretrained(llama))
     finally:
-        PreTrainedModel.from_pretrained = found
+        PreTrainedModel.from_pretrained = result
 
 
 @pytest.mark.parametrize(("wanted", "prepared"), [("1", True), ("yes", False)])
 def test_the_environment_switches_it_on_from_an_installed_block(llama, wanted, prepared):
-    """A child process whose modeling file ends in a block, as the import system sees it."""
+    """In a child process whose modeling file ends with an installed block."""
     program = textwrap.dedent(
         f"""
         import sys, warnings

@@ -1,4 +1,4 @@
-"""Weights are copied through ordinary memory on the machines with a known fault, and on no other."""
+"""Weights are copied through ordinary memory only on machines with a known fault."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_pagemap = pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reaso
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch):
-    """Set the facts that the choice depends on."""
+    """Set the facts on which the choice depends."""
 
     def make(kernel: str, *gpus: str) -> None:
         monkeypatch.setattr(heap_copies, "machine", lambda: heap_copies.Machine(kernel, gpus))
@@ -33,7 +33,7 @@ def on(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A tiny Llama whose embedding fills pages of its own."""
+    """A tiny Llama whose embedding fills whole pages."""
     config = transformers.LlamaConfig(
         vocab_size=2000,
         hidden_size=64,
@@ -68,7 +68,7 @@ MACHINES = [
     (USUAL, ("gfx1200",), None),
     (STALLS, ("gfx1151",), "stalls"),
     (USUAL, ("gfx1100",), None),
-    (USUAL, ("gfx1100", "gfx1036"), None),  # the weights go to the card, and the CPU's graphics is beside it
+    (USUAL, ("gfx1100", "gfx1036"), None),  # the weights go to the card; the CPU has an integrated GPU too
     ("7.0.0-280-generic", ("gfx1100",), None),
     ("7.0.0-14-generic", ("gfx1100",), None),
     ("7.0.120", ("gfx1100",), None),
@@ -79,10 +79,10 @@ MACHINES = [
 
 @pytest.mark.parametrize(("kernel", "gpus", "name"), MACHINES)
 def test_the_choice_by_kernel_and_gpus(kernel: str, gpus: tuple[str, ...], name: str | None) -> None:
-    found = mapped_copy_fault(kernel, gpus)
-    assert (found and found.name) == name
-    if found is not None:
-        assert found.link.startswith("https://github.com/") and (kernel[:6] in found.what or gpus[0] in found.what)
+    result = mapped_copy_fault(kernel, gpus)
+    assert (result and result.name) == name
+    if result is not None:
+        assert result.link.startswith("https://github.com/") and (kernel[:6] in result.what or gpus[0] in result.what)
 
 
 @needs_pagemap
@@ -91,7 +91,7 @@ def test_the_choice_by_kernel_and_gpus(kernel: str, gpus: tuple[str, ...], name:
     [(STALLS, ("gfx1100",), True), (USUAL, ("gfx1151",), True), (USUAL, ("gfx1100",), False), (STALLS, (), False)],
 )
 @pytest.mark.parametrize("way", ["from_pretrained", "auto_prepare"])
-def test_loaded_weights_are_no_mapped_file(on, folder, kernel, gpus, copied, way) -> None:
+def test_loaded_weights_are_not_a_mapped_file(on, folder, kernel, gpus, copied, way) -> None:
     on(kernel, *gpus)
     stock = vars(modeling_utils)["safe_open"]
     if way == "auto_prepare":
@@ -110,7 +110,7 @@ def test_loaded_weights_are_no_mapped_file(on, folder, kernel, gpus, copied, way
 
 
 @needs_pagemap
-def test_a_model_that_stays_stock_is_loaded_as_stock_loads_it(on, folder) -> None:
+def test_a_model_that_stays_stock_is_loaded_like_stock(on, folder) -> None:
     on(STALLS, "gfx1100")
     model = hf_rocm.from_pretrained(folder, force=False)
     assert mmap_pages.is_mapped(model.get_input_embeddings().weight)
@@ -129,21 +129,21 @@ def test_pages_that_were_copied_leave_memory(on, large) -> None:
     assert not mmap_pages.is_mapped(weight) and weight[-1, -1] == SIZE // 4 - 1
 
 
-def test_files_and_parts_are_read_as_before(on, large) -> None:
+def test_whole_tensors_and_slices_are_read_as_before(on, large) -> None:
     on(STALLS, "gfx1100")
     with modeling_utils.safe_open(large, framework="pt") as file:
         names, shape, dtype = file.keys(), file.get_slice("weight").get_shape(), file.get_slice("weight").get_dtype()
         row, part = file.get_slice("weight")[3], file.get_slice("weight")[:, 5:9]
     with heap_copies.where_needed(), modeling_utils.safe_open(large, framework="pt", device="cpu") as file:
-        found = file.get_slice("weight")
-        assert (file.keys(), found.get_shape(), found.get_dtype()) == (names, shape, dtype)
-        assert torch.equal(found[3], row) and torch.equal(found[:, 5:9], part)
+        result = file.get_slice("weight")
+        assert (file.keys(), result.get_shape(), result.get_dtype()) == (names, shape, dtype)
+        assert torch.equal(result[3], row) and torch.equal(result[:, 5:9], part)
         assert torch.equal(file.get_tensor("weight")[3], row)
-        assert found[:, 5:9].is_contiguous()
+        assert result[:, 5:9].is_contiguous()
         assert file.metadata() is None or isinstance(file.metadata(), dict)
 
 
-def test_another_device_gets_the_copy(on, large) -> None:
+def test_the_copy_is_moved_to_another_device(on, large) -> None:
     on(STALLS, "gfx1100")
     with heap_copies.where_needed():
         file = modeling_utils.safe_open(large, framework="pt", device="meta")
@@ -151,7 +151,7 @@ def test_another_device_gets_the_copy(on, large) -> None:
         assert file._wrapped.get_slice("weight")[:2].device.type == "cpu"  # the file is read on the CPU
 
 
-def test_the_facts_are_those_of_this_machine() -> None:
+def test_the_facts_describe_this_machine() -> None:
     kernel, gpus = heap_copies.machine()
     assert kernel == Path("/proc/sys/kernel/osrelease").read_text().strip()
     assert all(gfx.startswith("gfx") for gfx in gpus) and (heap_copies.fault() is None or gpus)

@@ -1,4 +1,4 @@
-"""from_pretrained: which class, which dtype, what it says without ROCm, and clear errors."""
+"""from_pretrained: the class, the dtype, the message without ROCm, and clear errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bert(tmp_path_factory):
 
 
 def change_config(folder, target, **changes):
-    """A copy of a checkpoint with other words in its config; None removes a word."""
+    """A copy of a checkpoint with changed config entries; None removes an entry."""
     target.mkdir()
     for file in folder.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
@@ -63,7 +63,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("named", HOSTILE, ids=repr)
-def test_an_architecture_that_is_no_class_for_this_model_changes_nothing(named, llama, tmp_path):
+def test_an_unusable_architecture_is_ignored(named, llama, tmp_path):
     checkpoint = change_config(llama, tmp_path / "llama", architectures=named)
     try:
         stock = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -82,7 +82,7 @@ def test_auto_class_decides(llama, auto_class):
     assert bind.mode_of(model.layers[0].self_attn) == bind.ON
 
 
-def test_the_dtype_is_the_checkpoints_unless_one_is_given(llama):
+def test_the_dtype_defaults_to_the_checkpoints(llama):
     assert hf_rocm.from_pretrained(llama, force=True).dtype == torch.bfloat16
     assert hf_rocm.from_pretrained(llama, force=True, dtype=torch.float32).dtype == torch.float32
     assert hf_rocm.from_pretrained(llama, force=True, dtype="float16").dtype == torch.float16
@@ -94,7 +94,7 @@ def test_arguments_of_transformers_pass_through(llama):
     assert bind.mode_of(model.model.layers[0].mlp) == bind.ON
 
 
-def test_without_rocm_it_is_the_stock_model_and_one_line_says_so(llama, caplog):
+def test_without_rocm_the_model_is_stock_and_one_line_is_logged(llama, caplog):
     with caplog.at_level(logging.INFO, logger="hf_rocm"):
         model = hf_rocm.from_pretrained(llama)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -106,7 +106,7 @@ def test_without_rocm_it_is_the_stock_model_and_one_line_says_so(llama, caplog):
     assert "stock, because this PyTorch is not a ROCm build" in hf_rocm.explain(model).details()
 
 
-def test_force_false_is_stock_even_where_the_environment_forces(llama, monkeypatch):
+def test_force_false_overrides_the_environment(llama, monkeypatch):
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
     model = hf_rocm.from_pretrained(llama, force=False)
     assert bind.mode_of(model.model.layers[0].self_attn) == bind.OFF
@@ -126,7 +126,7 @@ def test_a_model_without_an_overlay_comes_back_stock_with_the_reason(tmp_path):
     assert explanation.without_overlay == {"openai": "hf_rocm has no overlay for this model"}
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_a_missing_folder(tmp_path):
     with pytest.raises(LoadError) as caught:
         hf_rocm.from_pretrained(tmp_path / "nothing", force=True, local_files_only=True)
     assert str(tmp_path / "nothing") in str(caught.value) and "hint:" in str(caught.value)
@@ -134,7 +134,7 @@ def test_a_folder_that_is_not_there(tmp_path):
     assert caught.value.facts == {"found": "the folder does not exist"}
 
 
-def test_a_name_on_the_hub_keeps_the_error_of_transformers():
+def test_a_missing_hub_repository_raises_transformers_error():
     with pytest.raises(LoadError) as caught:
         hf_rocm.from_pretrained("somebody/nothing", force=True, local_files_only=True)
     assert "transformers error" in caught.value.facts
@@ -149,7 +149,7 @@ def test_missing_weights(llama, tmp_path):
     assert "safetensors" in str(caught.value)
 
 
-def test_an_option_that_transformers_does_not_take(llama):
+def test_an_option_that_transformers_does_not_accept(llama):
     with pytest.raises(OptionError) as caught:
         hf_rocm.from_pretrained(llama, force=True, flavour="sweet")
     assert "flavour" in str(caught.value) and "auto_class, force, preshuffle" in str(caught.value)
@@ -165,7 +165,7 @@ def test_prepare_takes_models_only(llama):
         hf_rocm.prepare("llama", force=True)
 
 
-def test_our_own_arguments_never_reach_transformers(llama):
+def test_hf_rocms_arguments_are_not_passed_to_transformers(llama):
     model = hf_rocm.from_pretrained(llama, force=True, preshuffle="off", budget="25%", linear_backend="auto")
     report = model.__dict__[REPORT]
     assert report["preshuffle"]["mode"] == "off" and report["preshuffle"]["budget"] > 0

@@ -1,4 +1,4 @@
-"""Attention in every tier against one float64 definition written out key by key."""
+"""Attention in every tier against a float64 reference that loops over the keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = {  # B, H, Hkv, S_q, S_k, D, D_v
 
 
 def reference(query, key, value, *, scale, causal=False, mask=None, window=None, softcap=None, sinks=None):
-    """The definition, one query at a time, in float64."""
+    """The reference, one query at a time, in float64."""
     query, key, value = query.double(), key.double(), value.double()
     b, h, s_q, _ = query.shape
     s_k, group = key.shape[2], h // key.shape[1]
@@ -66,7 +66,7 @@ def reference(query, key, value, *, scale, causal=False, mask=None, window=None,
 def tensors(shape, dtype, seed=0):
     b, h, kv_heads, s_q, s_k, d, value_dim = shape
     generator = torch.Generator().manual_seed(seed)
-    # [B, S, H, D] transposed, as the layers hand it over
+    # [B, S, H, D] transposed, as in the layers
     query = torch.randn(b, s_q, h, d, generator=generator).to(dtype).transpose(1, 2)
     key = torch.randn(b, s_k, kv_heads, d, generator=generator).to(dtype).transpose(1, 2)
     value = torch.randn(b, s_k, kv_heads, value_dim, generator=generator).to(dtype).transpose(1, 2)
@@ -76,7 +76,7 @@ def tensors(shape, dtype, seed=0):
 def run(tier, *arguments, **keywords):
     with options.override(tiers={"attention": tier}), ops.recording() as routes:
         output, weights = ops.attention(*arguments, **keywords)
-    assert [each.tier for each in routes] == [tier]
+    assert [route.tier for route in routes] == [tier]
     return output, weights
 
 
@@ -93,14 +93,14 @@ def check(tier, shape, dtype, **keywords):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("tier", TIERS)
-def test_plain(tier, shape, causal, dtype):
+def test_plain_attention(tier, shape, causal, dtype):
     check(tier, shape, dtype, causal=causal)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("window", [1, 4, 100])
 @pytest.mark.parametrize("tier", TIERS)
-def test_window(tier, window, shape):
+def test_windows(tier, window, shape):
     check(tier, shape, torch.float32, causal=True, window=window)
 
 
@@ -109,11 +109,11 @@ def test_window(tier, window, shape):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("tier", TIERS)
-def test_mask(tier, shape, causal, kind, heads):
+def test_masks(tier, shape, causal, kind, heads):
     b, h, _, s_q, s_k, _, _ = shape
     generator = torch.Generator().manual_seed(1)
     visible = torch.rand(b, h if heads == "each" else 1, s_q, s_k + 2, generator=generator) > 0.3
-    visible[..., 0] = True  # no query is blind: what comes out for one is undefined
+    visible[..., 0] = True  # every query sees a key: otherwise the result is undefined
     if kind == "bool":
         mask = visible
     else:
@@ -129,14 +129,14 @@ def test_a_query_before_the_first_key_is_zero(tier):
     assert (output[:, 2:].abs().amax((-1, -2)) > 0).all()
 
 
-def test_a_query_that_a_mask_blinds_is_zero_in_eager_and_finite_elsewhere():
+def test_a_fully_masked_query_is_zero_in_eager_and_finite_elsewhere():
     query, key, value = tensors(SHAPES["square"], torch.float32)
     mask = torch.ones(1, 1, 7, 7, dtype=torch.bool)
     mask[..., 2, :] = False
     for tier in TIERS:
         output, _ = run(tier, query, key, value, scale=0.25, mask=mask)
         assert torch.isfinite(output).all()
-    assert torch.equal(output[:, 2], torch.zeros_like(output[:, 2]))  # eager, the last
+    assert torch.equal(output[:, 2], torch.zeros_like(output[:, 2]))  # eager is the last one
     assert output[:, 3].abs().max() > 0
 
 
@@ -148,12 +148,12 @@ def test_softcap_and_sinks_run_in_eager(shape):
     extras = {"softcap": 3.0, "sinks": torch.linspace(-1, 1, shape[1])}
     with ops.recording() as routes:
         output, _ = ops.attention(query, key, value, scale=0.3, causal=True, **extras)
-    assert [each.tier for each in routes] == ["eager"]
+    assert [route.tier for route in routes] == ["eager"]
     expected = reference(query, key, value, scale=0.3, causal=True, **extras)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
 
 
-def test_weights_are_the_softmax():
+def test_attention_weights_are_the_softmax():
     query, key, value = tensors(SHAPES["square"], torch.float32)
     output, weights = ops.attention(query, key, value, scale=0.25, causal=True, weights=True)
     assert weights.shape == (2, 4, 7, 7)
@@ -173,7 +173,7 @@ def test_a_named_tier_raises_with_its_reason(keywords):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("s_q", [1, 5, STACKED_QUERIES + 4])
 def test_keys_and_values_are_never_expanded(tier, masked, s_q, monkeypatch):
-    """No tensor as large as the expanded keys is made on the way."""
+    """No intermediate tensor is as large as the expanded keys."""
     b, h, kv_heads, s_k, d = 1, 8, 2, 64, 32
     query, key, value = tensors((b, h, kv_heads, s_q, s_k, d, d), torch.float32)
     mask = torch.ones(b, 1, s_q, s_k, dtype=torch.bool) if masked else None

@@ -1,4 +1,4 @@
-"""Kernels run with their tensors' device as the current one."""
+"""Kernels run with the device of their tensors as the current device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_rocm.ops import custom_op
 @pytest.mark.parametrize(
     ("several", "index", "switched"), [(False, 1, []), (True, 0, []), (True, 1, [1]), (True, None, [])]
 )
-def test_the_device_is_switched_only_where_it_differs(monkeypatch, several, index, switched):
+def test_the_device_is_switched_only_if_it_differs(monkeypatch, several, index, switched):
     entered = []
 
     @contextmanager
@@ -30,5 +30,5 @@ def test_the_device_is_switched_only_where_it_differs(monkeypatch, several, inde
     assert entered == switched
 
 
-def test_one_device_or_none_is_not_several():
+def test_several_devices_are_detected():
     assert custom_op.several_devices() is (torch.cuda.is_available() and torch.cuda.device_count() > 1)

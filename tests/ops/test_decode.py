@@ -1,4 +1,4 @@
-"""decode_attention in the torch and eager tiers against the definition, and what our kernel's predicate says."""
+"""decode_attention in the torch and eager tiers against the reference, and the refusals of the Triton kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ATTENTION = AttentionSpec(
 def run(tier, *arguments, **keywords):
     with options.override(tiers={"attention": tier}), ops.recording() as routes:
         output = ops.decode_attention(*arguments, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [("decode_attention", tier)]
+    assert [(route.operation, route.tier) for route in routes] == [("decode_attention", tier)]
     return output
 
 
@@ -47,22 +47,22 @@ def run(tier, *arguments, **keywords):
 @pytest.mark.parametrize("s_q", [1, 3, 17])
 @pytest.mark.parametrize("window", [None, 4])
 def test_starts_lengths_and_windows(window, s_q, tier, dtype):
-    """Row by row, the real keys alone are what plain causal attention would see."""
+    """Every row equals plain causal attention over its real keys."""
     query, key, value = tensors((3, 4, 2, s_q, 30, 8, 12), dtype)
     lengths, starts = torch.tensor([30, 20, 17]), torch.tensor([0, 20 - s_q, 0])
     how = {"scale": 0.3, "starts": starts, "window": window}
     output = run(tier, query, key, value, lengths, **how)
     rows = []
     for row, (end, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
-        own = (each[[row]] for each in (query, key[:, :, start:end], value[:, :, start:end]))
+        own = (tensor[[row]] for tensor in (query, key[:, :, start:end], value[:, :, start:end]))
         rows.append(reference(*own, scale=0.3, causal=True, window=window))
     eager = run("eager", query, key, value, lengths, **how)
     assert_as_good_as_eager(output, eager, torch.cat(rows), summed=value)
 
 
 @pytest.mark.parametrize("tier", ["torch", "eager"])
-def test_a_rolling_cache_holds_the_last_keys(tier):
-    """All rows have had 25 keys, of which the cache holds 8; the padding of the second reached into these."""
+def test_a_rolling_cache_has_the_last_keys(tier):
+    """All rows had 25 keys, and the cache has the last 8; the padding of the second row extends into them."""
     query, key, value = tensors((2, 4, 2, 2, 8, 8, 8), torch.float32)
     how = {"scale": 0.3, "starts": torch.tensor([3, 20]), "window": 8}
     output = run(tier, query, key, value, torch.tensor([25]), **how)
@@ -71,14 +71,14 @@ def test_a_rolling_cache_holds_the_last_keys(tier):
     torch.testing.assert_close(output.double(), torch.cat((first, second)), rtol=0, atol=1e-6)
 
 
-def test_numbers_in_place_of_a_mask():
-    """`CacheRows` through `ops.attention`: the same as the mask that they stand for."""
+def test_lengths_instead_of_a_mask():
+    """`CacheRows` in `ops.attention` equals the equivalent mask."""
     query, key, value = tensors((2, 4, 2, 1, 12, 8, 8), torch.float32)
     lengths, starts = torch.tensor([10]), torch.tensor([0, 7])
     mask = seen_keys(1, 12, lengths, starts, 5)
     with ops.recording() as routes:
         actual, _ = ops.attention(query, key, value, scale=0.3, padded=CacheRows(lengths, starts, window=5))
-    assert [each.operation for each in routes] == ["decode_attention"]
+    assert [route.operation for route in routes] == ["decode_attention"]
     torch.testing.assert_close(actual, ops.attention(query, key, value, scale=0.3, mask=mask)[0])
 
 
@@ -112,7 +112,7 @@ def test_refusals(case, monkeypatch):
         ("gfx1151", {"value_dim": 256, "dtype": torch.float16}),
     ],
 )
-def test_what_would_spill_registers_on_radeon(arch, changes, monkeypatch):
+def test_calls_that_would_spill_registers_on_radeon(arch, changes, monkeypatch):
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
     spec = DECODING._replace(**changes)
     assert "would spill registers" in decode.refuses(spec, Device("cuda", rocm=True, arch=arch))
@@ -121,7 +121,7 @@ def test_what_would_spill_registers_on_radeon(arch, changes, monkeypatch):
     assert decode.refuses(DECODING, Device("cuda", rocm=True, arch=arch)) is None
 
 
-def test_where_pytorch_splits_the_keys_itself(monkeypatch):
+def test_calls_for_which_pytorch_splits_the_keys(monkeypatch):
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
     nvidia, amd = Device("cuda", rocm=False), Device("cuda", rocm=True, arch="gfx942")
     assert "PyTorch's kernel also splits the keys" in decode.attention_refuses(ATTENTION, nvidia)
@@ -130,19 +130,19 @@ def test_where_pytorch_splits_the_keys_itself(monkeypatch):
         assert decode.attention_refuses(ATTENTION._replace(**restricted), nvidia) is None
     with options.override(tier="triton"):
         assert decode.attention_refuses(ATTENTION, nvidia) is None
-    assert decode.refuses(DECODING, nvidia) is None  # lengths would be a mask to it
+    assert decode.refuses(DECODING, nvidia) is None  # PyTorch needs a mask for lengths
 
 
-def test_prefill_is_not_its_work(monkeypatch):
-    """The specifications that `ops.attention` makes, not ones made up here."""
+def test_prefill_is_refused(monkeypatch):
+    """With the specifications that `ops.attention` builds."""
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
-    spoken, asked = {}, []
-    monkeypatch.setattr(MODULE._operation, "calls", registry.Table(lambda spec: asked.append(spec) or _answer))
+    spoken, requested = {}, []
+    monkeypatch.setattr(MODULE._operation, "calls", registry.Table(lambda spec: requested.append(spec) or _answer))
     for s_q, s_k in ((1, 1), (1, 9), (2, 9), (16, 17), (16, 16), (17, 40), (9, 5)):
         query, key, value = tensors((1, 4, 2, s_q, s_k, 8, 8), torch.bfloat16)
         ops.attention(query, key, value, scale=1.0, causal=True)
         device = Device("cuda", rocm=True, arch="gfx942")
-        spoken[s_q, s_k] = decode.attention_refuses(AttentionSpec(*asked[-1]), device) is None
+        spoken[s_q, s_k] = decode.attention_refuses(AttentionSpec(*requested[-1]), device) is None
     assert spoken == {
         (1, 1): True,
         (1, 9): True,
@@ -164,10 +164,10 @@ def _answer(*_, **__):
 def test_every_plan_fits(dim, size, arch):
     for b, keys, rows in ((1, 1, 1), (1, 1024, 4), (8, 32768, 4), (64, 131072, 128), (256, 100, 16)):
         how = decode.plan(b, 8, rows, keys, dim, size, 304, arch)
-        assert how.pieces * how.rows >= rows and how.rows >= 16 and how.keys >= 16  # a product's least
+        assert how.pieces * how.rows >= rows and how.rows >= 16 and how.keys >= 16  # the minimum of tl.dot
         assert 1 <= how.splits <= tiles.MOST_SPLITS and (how.splits - 1) * how.keys < max(1, keys)
         wide = max(16, 1 << (dim - 1).bit_length())
-        assert 2 * how.keys * wide * size <= 64 * 1024  # a block of keys and one of values in local memory
+        assert 2 * how.keys * wide * size <= 64 * 1024  # a block of keys and a block of values in LDS
 
 
 def test_small_work_is_split_and_large_work_is_not():
@@ -178,14 +178,14 @@ def test_small_work_is_split_and_large_work_is_not():
     assert decode.plan(1, 8, 4, 40, 128, 2, 132, None).splits == 1
 
 
-def test_what_kernels_are_specialised_on_is_told_apart():
+def test_specialised_arguments_have_different_keys():
     usual = decode._form_of((4096, 128, 1024, 65536, 0, 16))
     assert usual == decode._form_of((131072, 256, 16, 32, 48, 64))
     others = [(4096, 1, 1024), (4096, 120, 1024), (4096, 128, 2**31), (1, 128, 4096)]
     assert len({usual, *map(decode._form_of, others)}) == 5
 
 
-def test_a_mask_that_a_kernel_takes_is_not_read(monkeypatch):
+def test_a_mask_that_a_kernel_supports_is_not_read(monkeypatch):
     query, key, value = tensors((2, 4, 2, 1, 9, 16, 16), torch.float32)
     mask = seen_keys(1, 9, torch.tensor([9]), torch.tensor([0, 4]), None)
     monkeypatch.setattr(MODULE, "kernel_serves", lambda *_: True)

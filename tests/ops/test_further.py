@@ -27,7 +27,7 @@ def random(*shape, dtype, seed=0):
 def routed(family, tier, operation, *arguments, **keywords):
     with options.override(tiers={family: tier}), ops.recording() as routes:
         output = getattr(ops, operation)(*arguments, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [(operation, tier)]
+    assert [(route.operation, route.tier) for route in routes] == [(operation, tier)]
     return output
 
 
@@ -43,7 +43,7 @@ def test_varlen_attention(tier, dtype, window):
     eager = routed("attention", "eager", "varlen_attention", query, key, value, ends, key_ends, **how)
     pieces = []
     for (a, b), (c, d) in [((0, 3), (0, 3)), ((3, 4), (3, 9)), ((4, 9), (9, 14))]:
-        one = (each.transpose(0, 1)[None] for each in (query[a:b], key[c:d], value[c:d]))
+        one = (tensor.transpose(0, 1)[None] for tensor in (query[a:b], key[c:d], value[c:d]))
         pieces.append(reference(*one, scale=0.3, causal=True, window=window)[0])
     assert_as_good_as_eager(output, eager, torch.cat(pieces), summed=value)
 
@@ -62,7 +62,7 @@ def test_softcap_of_packed_sequences_runs_in_eager():
 
 @each_dtype
 @each_tier
-def test_decode_attention_ignores_what_is_unwritten(tier, dtype):
+def test_decode_attention_ignores_unwritten_keys(tier, dtype):
     query, key, value = random(3, 4, 1, 8, dtype=dtype), *(random(3, 2, 6, 8, dtype=dtype, seed=s) for s in (1, 2))
     for row, length in enumerate((1, 6, 3)):
         key[row, :, length:] = value[row, :, length:] = 1e4
@@ -105,7 +105,7 @@ def test_add_rms_norm(tier, dtype, one_plus, shape):
 @each_tier
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [2, 6, 8])
-def test_rope_turns_each_pair_by_its_angle(tier, dtype, interleaved, rotated):
+def test_rope_rotates_every_pair_by_its_angle(tier, dtype, interleaved, rotated):
     query, key = random(2, 3, 5, 8, dtype=dtype), random(2, 1, 5, 8, dtype=dtype, seed=1)
     angles = torch.rand(2, 5, rotated // 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 6
     doubled = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
@@ -117,12 +117,12 @@ def test_rope_turns_each_pair_by_its_angle(tier, dtype, interleaved, rotated):
         expected = x.double().clone()
         for pair in range(rotated // 2):
             a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotated // 2)
-            cos, sin = (each[:, None, :, a].double() for each in tables)
+            cos, sin = (table[:, None, :, a].double() for table in tables)
             expected[..., a] = x[..., a].double() * cos - x[..., b].double() * sin
             expected[..., b] = x[..., b].double() * cos + x[..., a].double() * sin
         if tier == "eager":
             assert_as_good_as_eager(output, measure, expected)
-        else:  # three roundings, as the unfused layers do
+        else:  # three roundings, as in unfused layers
             allowed = 3 * torch.finfo(dtype).eps * expected.abs().max() + 1e-12
             assert (output.double() - expected).abs().max() <= allowed
 
@@ -151,7 +151,7 @@ def test_shuffled_linear(tier, bias):
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((15, 32), torch.bfloat16), ((16, 48), torch.bfloat16), ((16, 32), torch.float32)]
 )
-def test_what_cannot_be_shuffled(shape, dtype):
+def test_weights_that_cannot_be_shuffled(shape, dtype):
     with pytest.raises(OptionError, match="can't be shuffled"):
         ops.shuffle(torch.zeros(shape, dtype=dtype))
 
@@ -160,12 +160,12 @@ def test_what_cannot_be_shuffled(shape, dtype):
 def test_sinks_and_empty_packed_sequences(dtype):
     """Queries without keys, and those after the last sequence, are zero."""
     query, key = random(9, 4, 8, dtype=dtype), random(7, 2, 8, dtype=dtype, seed=1)
-    ends, key_ends = (torch.tensor(each, dtype=torch.int32) for each in ([0, 3, 3, 5], [0, 3, 7, 7]))
+    ends, key_ends = (torch.tensor(sums, dtype=torch.int32) for sums in ([0, 3, 3, 5], [0, 3, 7, 7]))
     sinks = torch.linspace(-1, 1, 4).to(dtype)
     how = {"longest_query": 3, "longest_key": 4, "scale": 0.3, "causal": True}
     output = routed("attention", "eager", "varlen_attention", query, key, key, ends, key_ends, sinks=sinks, **how)
     assert output.shape == (9, 4, 8) and (output[3:] == 0).all()
-    one = (each.transpose(0, 1)[None] for each in (query[:3], key[:3], key[:3]))
+    one = (tensor.transpose(0, 1)[None] for tensor in (query[:3], key[:3], key[:3]))
     expected, _ = ops.attention(*one, scale=0.3, causal=True, sinks=sinks)
     assert torch.equal(output[:3], expected[0])
     with options.override(tier="torch"), pytest.raises(TierUnavailable, match="SDPA has no sinks"):
@@ -174,8 +174,8 @@ def test_sinks_and_empty_packed_sequences(dtype):
 
 @each_dtype
 @each_tier
-def test_paged_attention_writes_and_reads_through_the_table(tier, dtype):
-    """What nobody wrote is NaN; a row without a request is zero and writes nothing."""
+def test_paged_attention_uses_the_page_table(tier, dtype):
+    """Unwritten slots are NaN. A row without a request is zero and writes nothing."""
     query, new = random(3, 4, 1, 8, dtype=dtype), random(3, 2, 1, 8, dtype=dtype, seed=1)
     pages = torch.full((7, 4, 2, 8), torch.nan, dtype=dtype)
     table = torch.tensor([[5, 2], [0, -1], [-1, -1]], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Masks that say no more than packed sequences or lengths could are recognised, exactly, and no others."""
+"""Exactly the masks that packed sequences or lengths can express are recognised."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PADDING = {  # real keys of two rows of 9
 
 @pytest.fixture(autouse=True)
 def kernels_serve(monkeypatch):
-    """As if a kernel took packed sequences and lengths; their torch tier computes them here."""
+    """Simulate kernels for packed sequences and lengths with the torch tier."""
     monkeypatch.setattr(mask_patterns, "_kernel_serves", lambda *_: True)
 
 
@@ -37,13 +37,13 @@ def qkv(s_q, s_k, b=2):
 
 
 def check(mask, s_q, s_k, **layer):
-    """Recognised, and the same as under the mask wherever a query sees anything."""
+    """The mask is recognised, and results are equal for all queries that see a key."""
     query, key, value = qkv(s_q, s_k)
-    found = recognise(mask, query, key, value, **layer)
-    assert found is not None
+    result = recognise(mask, query, key, value, **layer)
+    assert result is not None
     with ops.recording() as routes:
-        actual, _ = ops.attention(query, key, value, scale=0.25, mask=mask, padded=found)
-    assert [each.operation for each in routes] == ["decode_attention" if s_q == 1 else "varlen_attention"]
+        actual, _ = ops.attention(query, key, value, scale=0.25, mask=mask, padded=result)
+    assert [route.operation for route in routes] == ["decode_attention" if s_q == 1 else "varlen_attention"]
     expected, _ = ops.attention(query, key, value, scale=0.25, mask=mask)
     seen = mask if mask.dtype == torch.bool else mask == 0
     sighted = seen[:, 0, :, :s_k].any(-1).expand(2, s_q)
@@ -54,14 +54,14 @@ def check(mask, s_q, s_k, **layer):
 
 @pytest.mark.parametrize("s_q", [9, 4])
 @pytest.mark.parametrize("padding", ["left", "none", "one"])
-def test_left_padding_under_causality(padding, s_q):
+def test_left_padding_with_a_causal_mask(padding, s_q):
     route = check(causal_mask(PADDING[padding], s_q), s_q, 9)
     real = sum(map(sum, PADDING[padding]))
-    assert route.shapes[1][0] == real  # padding keys are left out, not masked
+    assert route.shapes[1][0] == real  # padding keys are dropped instead of masked
 
 
 @pytest.mark.parametrize("padding", PADDING)
-def test_keys_that_nobody_sees(padding):
+def test_keys_that_no_query_sees(padding):
     real = torch.tensor(PADDING[padding], dtype=torch.bool)
     check(real[:, None, None].expand(2, 1, 6, 9), 6, 9)
 
@@ -87,7 +87,7 @@ def windowed(real, s_q, window):
 def test_a_sliding_window(padding, s_q):
     mask = windowed(PADDING[padding], s_q, 3)
     check(mask, s_q, 9, window=3)
-    assert recognise(mask, *qkv(s_q, 9)) is None  # who doesn't know of the window can't tell
+    assert recognise(mask, *qkv(s_q, 9)) is None  # without the window the mask can't be recognised
     assert recognise(mask, *qkv(s_q, 9), window=4) is None
 
 
@@ -120,8 +120,8 @@ def altered():
         "one key less": window,
         "one element of one row": other_row,
         "one future key": future,
-        "right padding, whose queries see something": causal_mask(PADDING["right"], 9),
-        "a gap, whose queries see something": causal_mask(PADDING["gap"], 9),
+        "right padding, whose queries see keys": causal_mask(PADDING["right"], 9),
+        "a gap, whose queries see keys": causal_mask(PADDING["gap"], 9),
         "a blind last query": causal_mask([[1] * 9, [0] * 9], 9),
         "one per head": causal_mask(PADDING["left"], 9).expand(2, 4, 9, 9),
         "additive, weighing keys": torch.full((2, 1, 9, 9), -3.0),
@@ -129,17 +129,17 @@ def altered():
 
 
 @pytest.mark.parametrize("name", altered())
-def test_anything_else_stays_a_mask(name):
+def test_other_masks_are_not_replaced(name):
     assert recognise(altered()[name], *qkv(9, 9)) is None
 
 
 @pytest.mark.parametrize("real", [[0, 1, 1], [1, 0, 1], [0, 0, 0]])
-def test_a_single_query_that_sees_other_than_the_first_keys(real):
+def test_a_single_query_that_does_not_see_the_first_keys(real):
     mask = torch.tensor([real, [1, 1, 1]], dtype=torch.bool)[:, None, None]
     assert recognise(mask, *qkv(1, 3)) is None
 
 
-def test_it_is_read_once_and_again_after_a_change(monkeypatch):
+def test_a_mask_is_read_once_and_again_after_a_change(monkeypatch):
     mask, arguments = causal_mask(PADDING["left"], 9), qkv(9, 9)
     first = recognise(mask, *arguments)
     monkeypatch.setattr(mask_patterns, "_packed", lambda *_: pytest.fail("read again"))
@@ -150,22 +150,22 @@ def test_it_is_read_once_and_again_after_a_change(monkeypatch):
     assert recognise(mask, *arguments) is None
 
 
-def test_masks_that_can_not_be_watched_and_calls_that_no_kernel_serves(monkeypatch):
+def test_masks_without_a_version_and_calls_without_a_kernel(monkeypatch):
     with torch.inference_mode():
         assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is None
     monkeypatch.undo()
-    assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is None  # the torch tier takes masks
+    assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is None  # the torch tier supports masks
 
 
-def test_gradients_pass():
-    query, key, value = (each.detach().requires_grad_() for each in qkv(9, 9))
+def test_gradients():
+    query, key, value = (tensor.detach().requires_grad_() for tensor in qkv(9, 9))
     mask = causal_mask(PADDING["left"], 9)
     output = recognise(mask, query, key, value).attend(query, key, value, scale=0.25)
     output.square().sum().backward()
-    grads = [each.grad.clone() for each in (query, key, value)]
+    grads = [tensor.grad.clone() for tensor in (query, key, value)]
     for each in (query, key, value):
         each.grad = None
     other, _ = ops.attention(query, key, value, scale=0.25, mask=mask)
     other[mask[:, 0].any(-1)].square().sum().backward()
-    for mine, each in zip(grads, (query, key, value), strict=True):
-        torch.testing.assert_close(mine, each.grad)
+    for actual, each in zip(grads, (query, key, value), strict=True):
+        torch.testing.assert_close(actual, each.grad)

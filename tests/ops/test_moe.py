@@ -75,7 +75,7 @@ def eager(tensors, keywords):
 
 
 def reference(tensors, keywords):
-    return eager([doubled(each) for each in tensors], {key: doubled(each) for key, each in keywords.items()})
+    return eager([doubled(tensor) for tensor in tensors], {key: doubled(value) for key, value in keywords.items()})
 
 
 def arguments_of(tensors, keywords):
@@ -92,14 +92,14 @@ def test_the_torch_tier(dtype, layout, shape):
     tensors, keywords = drawn(shape, dtype, layout)
     with options.override(tiers={"experts": "torch"}), ops.recording() as routes:
         output = ops.experts(*tensors, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [("experts", "torch")]
+    assert [(route.operation, route.tier) for route in routes] == [("experts", "torch")]
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
 
 @each_dtype
 @each_layout
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_each_implementation(name, dtype, layout):
+def test_every_implementation(name, dtype, layout):
     if name == "grouped_mm" and moe_torch._grouped_mm is None:
         pytest.skip("not run: this PyTorch has no grouped_mm")
     tensors, keywords = drawn(SHAPES["odd"], dtype, layout)
@@ -108,7 +108,7 @@ def test_each_implementation(name, dtype, layout):
 
 
 def test_the_oracle_follows_the_formula():
-    """Two experts by hand: silu(gate) · up, down, weighted, summed."""
+    """Two experts computed manually: silu(gate) · up, down, weighted, summed."""
     x = torch.tensor([[1.0, 2.0]])
     gate_up = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 1.0]]])
     down = torch.tensor([[[1.0], [0.0]], [[0.5], [2.0]]])
@@ -122,7 +122,7 @@ def test_the_oracle_follows_the_formula():
 
 @needs_grouped_mm
 @each_dtype
-def test_grouped_mm_serves_where_it_fits(dtype):
+def test_grouped_mm_serves_supported_sizes(dtype):
     tensors, keywords = drawn(SHAPES["odd"], dtype, {})
     with ops.recording() as routes:
         ops.experts(*tensors, **keywords)
@@ -138,14 +138,14 @@ def test_grouped_mm_serves_where_it_fits(dtype):
     ],
     ids=["hidden", "intermediate", "dtype"],
 )
-def test_the_loop_serves_what_grouped_mm_refuses(shape, dtype, reason):
+def test_the_loop_serves_calls_that_grouped_mm_refuses(shape, dtype, reason):
     tensors, keywords = drawn(shape, dtype, {}, weights_dtype=dtype)
     with ops.recording() as routes:
         output = ops.experts(*tensors, **keywords)
     assert routes[0].name == "sorted tokens, loop"
     if moe_torch._grouped_mm is not None:
         choice = registry.operations()["experts"].choose(moe.specification(arguments_of(tensors, {})))
-        assert any(reason in each.reason for each in choice.refusals)
+        assert any(reason in refusal.reason for refusal in choice.refusals)
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
 
@@ -158,12 +158,14 @@ def test_gradients(name, layout):
 
     def gradients(function, convert):
         inputs = [
-            convert(each).clone().requires_grad_() if each is not None and each.is_floating_point() else each
-            for each in arguments_of(tensors, keywords)[:-1]
+            convert(keyword).clone().requires_grad_()
+            if keyword is not None and keyword.is_floating_point()
+            else keyword
+            for keyword in arguments_of(tensors, keywords)[:-1]
         ]
         output = function(moe_torch.ExpertsCall(*inputs, form=arguments_of(tensors, keywords).form))
         ramp = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-        wanted = [each for each in inputs if each is not None and each.requires_grad]
+        wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
         return torch.autograd.grad((output * ramp).sum(), wanted)
 
     actual = gradients(IMPLEMENTATIONS[name], torch.Tensor.float)
@@ -174,7 +176,7 @@ def test_gradients(name, layout):
         assert_as_good_as_eager(one, its_measure, its_expected)
 
 
-def test_gradients_take_no_gathered_weights():
+def test_with_gradients_no_weights_are_gathered():
     spec = moe.ExpertsSpec(*key_of("one token"))._replace(grad=True)
     assert "gradients" in moe_torch.gathered_refuses(spec, registry.describe(torch.device("meta")))
 
@@ -185,7 +187,7 @@ def key_of(shape, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize(("tokens", "bound"), [(0, 32), (1, 32), (16, 32), (17, 64), (32, 64), (33, moe.MANY)])
-def test_few_tokens_are_told_apart(tokens, bound):
+def test_few_tokens_are_distinguished(tokens, bound):
     tensors, _ = drawn((tokens, 4, 2, 16, 8), torch.bfloat16, {})
     spec = moe.ExpertsSpec(*moe.specification(arguments_of(tensors, {})))
     assert spec.pairs == bound
@@ -194,23 +196,23 @@ def test_few_tokens_are_told_apart(tokens, bound):
     assert reason is None or "more than 32 pairs" in reason
 
 
-def test_kernels_are_asked_before_copies():
-    """And the loops after both."""
-    tiers = [(each.tier, each.name) for each in registry.operations()["experts"].implementations]
+def test_kernels_are_preferred_to_copies():
+    """The loops are last."""
+    tiers = [(route.tier, route.name) for route in registry.operations()["experts"].implementations]
     assert tiers[:3] == [("aiter", "fused_moe"), ("triton", "chosen_experts"), ("torch", "gathered weights, bmm")]
 
 
 @pytest.mark.parametrize(("size", "smaller"), [(48, 48), (512, 512), (2880, 832), (2048, 512), (5120, 512)])
-def test_a_check_is_small_and_as_divisible_as_the_model(size, smaller):
+def test_a_check_is_small_and_has_the_divisibility_of_the_model(size, smaller):
     spec = moe.ExpertsSpec(*key_of("odd"))._replace(hidden=size)
     assert moe.ExpertsSpec(*probe_cases.kind("experts", spec)).hidden == smaller
 
 
 @needs_grouped_mm
 def test_nothing_is_read_back_from_the_device():
-    """On the meta device a read-back raises: what passes can be recorded in a graph."""
+    """A read-back raises on the meta device: without one, the call can be recorded in a graph."""
     tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
-    on_meta = arguments_of([each.to("meta") for each in tensors], {})
+    on_meta = arguments_of([tensor.to("meta") for tensor in tensors], {})
     for name in ("grouped_mm", "gathered weights, bmm"):
         assert IMPLEMENTATIONS[name](on_meta).shape == tensors[0].shape
     with pytest.raises((NotImplementedError, RuntimeError)):
@@ -224,8 +226,8 @@ def test_no_tokens():
             assert ops.experts(*tensors, **keywords).shape == (0, 16)
 
 
-def test_experts_that_nobody_chose_are_left_alone():
-    """Their weights may hold anything."""
+def test_unselected_experts_are_not_read():
+    """Their weights are NaN."""
     (x, gate_up, down, ids, weights), _ = drawn((5, 6, 2, 16, 16), torch.float32, {})
     ids = torch.tensor([[1, 3]] * 5)
     expected = eager((x, gate_up, down, ids, weights), {})
@@ -239,14 +241,14 @@ def test_experts_that_nobody_chose_are_left_alone():
 
 
 @needs_grouped_mm
-def test_compiled_without_a_break():
+def test_fullgraph_compilation():
     tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
-    compiled = torch.compile(lambda *each: ops.experts(*each), fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda *value: ops.experts(*value), fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(*tensors), ops.experts(*tensors))
 
 
-def test_the_aiter_tier_wants_shuffled_weights(monkeypatch):
+def test_the_aiter_tier_requires_shuffled_weights(monkeypatch):
     tensors, keywords = drawn(SHAPES["odd"], torch.bfloat16, {})
     with options.override(tiers={"experts": "aiter"}), pytest.raises(TierUnavailable, match="aiter tier"):
         ops.experts(*tensors, **keywords)
@@ -260,7 +262,7 @@ def test_shuffled_weights():
         assert torch.equal(first.data[expert], ops.shuffle(gate_up[expert]).data)
     with ops.recording() as routes:
         output = ops.shuffled_experts(x, first, second, ids, weights)
-    assert [(each.operation, each.tier) for each in routes] == [("shuffled_experts", "torch")]
+    assert [(route.operation, route.tier) for route in routes] == [("shuffled_experts", "torch")]
     expected = reference((x, gate_up, down, ids, weights), {})
     assert_as_good_as_eager(output, eager((x, gate_up, down, ids, weights), {}), expected)
 
@@ -279,7 +281,7 @@ def test_the_probe_finds_a_wrong_implementation(monkeypatch):
 @pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_grouped_mm_passes_its_check(layout, grad, dtype):
-    """The gradient of a bias sums hundreds of rows; that of the clamp jumps, which rounding must not decide."""
+    """The gradient of a bias sums hundreds of rows. That of the clamp jumps, so rounding must not decide it."""
     spec = moe.ExpertsSpec(*key_of("odd"))._replace(dtype=dtype, weight_dtype=dtype, grad=grad)
     layout = {name: value for name, value in layout.items() if name not in ("limit", "alpha")}
     spec = spec._replace(bias=layout.pop("biases", False), **layout)
@@ -290,7 +292,7 @@ def test_grouped_mm_passes_its_check(layout, grad, dtype):
 def test_the_check_of_gradients_clamps_some_values_and_not_others():
     spec = moe.ExpertsSpec(*key_of("odd"))._replace(activation="clamped_swiglu", bias=True, grad=True)
     for case in moe.cases(moe.kind(spec)):
-        x, gate_up, _, _, _, bias, _ = (each if each is None else each.double() for each in case.tensors)
+        x, gate_up, _, _, _, bias, _ = (tensor if tensor is None else tensor.double() for tensor in case.tensors)
         values = torch.einsum("th,enh->ten", x, gate_up) + bias
         limit = case.others[0].limit
         assert (values.abs() - limit).abs().min() > 0.1
@@ -298,8 +300,8 @@ def test_the_check_of_gradients_clamps_some_values_and_not_others():
 
 
 @needs_grouped_mm
-def test_a_failed_check_is_about_its_own_terms(monkeypatch):
-    """What failed with gradients serves calls without, which nobody had made before."""
+def test_a_failed_check_affects_only_calls_with_its_terms(monkeypatch):
+    """An implementation that failed with gradients still serves calls without gradients."""
     operation = registry.operations()["experts"]
     check = probe_cases.check
     monkeypatch.setattr(
@@ -317,7 +319,7 @@ def test_a_failed_check_is_about_its_own_terms(monkeypatch):
         operation.forget()
 
 
-def test_what_it_refuses():
+def test_refusals():
     tensors, _ = drawn(SHAPES["odd"], torch.float32, {})
     with pytest.raises(OptionError, match="no activation"):
         ops.experts(*tensors, activation="relu")

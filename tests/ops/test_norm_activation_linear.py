@@ -28,7 +28,7 @@ def random(*shape, dtype, seed=0):
 def routed(operation, tier, *arguments, **keywords):
     with options.override(tiers={operation: tier}), ops.recording() as routes:
         output = getattr(ops, operation)(*arguments, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [(operation, tier)]
+    assert [(route.operation, route.tier) for route in routes] == [(operation, tier)]
     return output
 
 
@@ -60,7 +60,7 @@ def test_rms_norm_follows_the_formula():
 
 
 def test_gemma_weights_are_not_rounded_before_the_one_is_added():
-    """1 + 2⁻¹⁰ is 1 in bf16: the small weight must survive."""
+    """1 + 2⁻¹⁰ is 1 in bf16: the small weight must have an effect."""
     x = torch.full((1, 64), 1024.0, dtype=torch.float32).to(torch.bfloat16)
     x[0, 0] = 0.0
     weight = torch.full((64,), 2.0**-10).to(torch.bfloat16)
@@ -70,7 +70,7 @@ def test_gemma_weights_are_not_rounded_before_the_one_is_added():
         assert torch.equal(output, expected)
 
 
-def test_a_weight_of_another_dtype_goes_to_eager():
+def test_a_weight_of_another_dtype_runs_in_eager():
     with ops.recording() as routes:
         ops.rms_norm(torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4), eps=1e-6)
     assert routes[0].tier == "eager"
@@ -84,13 +84,13 @@ def test_act_and_mul(tier, dtype, shape, activation):
     x = random(*shape[:-1], 2 * shape[-1], dtype=dtype) * 4
     output = routed("act_and_mul", tier, x, activation=activation)
     expected = eager_act_and_mul(x.double(), activation)
-    # the torch tier rounds the activation before the product, as the stock layers do: that run is its measure
+    # the torch tier rounds the activation before the product, as stock does: compare with that run
     gate, up = x.chunk(2, -1)
     stock = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh")}[activation](gate)
     compare(output, stock * up, expected)
 
 
-def test_the_formulas_are_pytorchs():
+def test_the_formulas_equal_pytorchs():
     x = torch.linspace(-6, 6, 101, dtype=torch.float64)
     ones = torch.ones_like(x)
     for name, function in {"silu": F.silu, "gelu": F.gelu}.items():

@@ -1,4 +1,4 @@
-"""The process that checks kernels starts while a model loads, where it will be needed; importing it stays cheap."""
+"""The process that checks kernels is started while a model loads, if it will be needed, and is cheap to import."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def started(monkeypatch, tmp_path):
     return calls
 
 
-def test_it_starts_where_nothing_was_checked_yet(started):
+def test_it_starts_if_nothing_was_checked_yet(started):
     probe.ahead()
     probe.ahead(torch.device("cpu"))
     probe.ahead(torch.device("cuda", 1))
     assert started == [None, None, torch.device("cuda", 1)]
 
 
-def test_it_does_not_start_where_something_has_passed(started, tmp_path):
+def test_it_does_not_start_if_a_check_has_passed(started, tmp_path):
     (tmp_path / "probes").mkdir()
     (tmp_path / "probes" / "0.json").write_text("{}")
     probe.ahead()
@@ -49,7 +49,7 @@ def test_it_does_not_start_without_a_gpu_or_without_checks(started, monkeypatch)
     assert not started
 
 
-def test_starting_twice_is_starting_once(monkeypatch):
+def test_starting_is_idempotent(monkeypatch):
     made = []
 
     class Worker:
@@ -78,12 +78,12 @@ def question():
     return probe_worker.request("rms_norm", "torch", "F.rms_norm", kind)
 
 
-def test_it_wakes_up_once_on_each_device_and_answers_as_ever():
+def test_it_warms_up_once_per_device_and_answers_as_before():
     worker = probe_worker._Worker(warm=True)
     sent = []
     worker._send = lambda question, send=worker._send: sent.append(question) or send(question)
     try:
-        for device in ("cuda:97", "cuda:97", "cuda:96"):  # which aren't there: whoever asks about them is told so
+        for device in ("cuda:97", "cuda:97", "cuda:96"):  # missing devices: questions about them get an error
             worker.wake(torch.device(device))
         assert sent == [{"wake": "cuda:97"}, {"wake": "cuda:96"}]
         assert worker.ask(question(), 60.0) == {"reason": None}
@@ -91,7 +91,7 @@ def test_it_wakes_up_once_on_each_device_and_answers_as_ever():
         worker.kill()
 
 
-def test_waking_up_uses_the_device(monkeypatch):
+def test_warming_up_uses_the_device(monkeypatch):
     made = []
     monkeypatch.setattr(torch, "mm", lambda *args: made.append(args[0].device) or args[0])
     probe_child._wake_on("cpu")
@@ -99,8 +99,8 @@ def test_waking_up_uses_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("ending", ["os.abort", "lambda: time.sleep(60)"])
-def test_a_child_that_dies_or_hangs_while_it_wakes_up_is_no_kernels_fault(ending, monkeypatch):
-    """The one that takes its place asks nothing of the compiler before the first question."""
+def test_a_child_that_dies_or_hangs_in_its_warm_up_disables_no_kernel(ending, monkeypatch):
+    """Its replacement does not run the compiler before the first question."""
     code = "from hf_rocm.ops import probe_child as w; import os, time; w.WAKING = 1; "
     start = probe_worker._START.replace(
         "from hf_rocm.ops.probe_child import serve; serve(", f"{code}w._wake = {ending}; w.serve("
@@ -116,7 +116,7 @@ def test_a_child_that_dies_or_hangs_while_it_wakes_up_is_no_kernels_fault(ending
         probe_worker.stop()
 
 
-def test_preparing_starts_it_and_staying_stock_does_not(started):
+def test_prepare_starts_it_unless_the_model_stays_stock(started):
     hf_rocm.prepare(make("llama"), force=False)
     assert not started
     hf_rocm.prepare(make("llama"), force=True)
@@ -124,7 +124,7 @@ def test_preparing_starts_it_and_staying_stock_does_not(started):
 
 
 def test_no_process_can_be_started(started, monkeypatch):
-    """Then the check itself says so, if it comes to it."""
+    """The error is reported by the check, if there is one."""
 
     def start(device):
         raise OSError(12, "Cannot allocate memory")
@@ -139,7 +139,7 @@ def test_the_operations_are_imported_without_the_compiler():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_mark_of_a_constant_is_still_the_compilers():
+def test_constants_are_still_marked_for_the_compiler():
     def function():
         """Nothing."""
 

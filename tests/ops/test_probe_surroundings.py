@@ -1,4 +1,4 @@
-"""Whatever surrounds a first-use check: it runs without what is missing, or the kernel is off with the reason."""
+"""First-use checks in difficult environments: they run without the missing part, or the kernel is off with a reason."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ def alone(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """The child's side, in this process: every question gets through."""
+def child_requests(monkeypatch):
+    """Run the child's code in this process: every question is answered."""
     questions = []
     monkeypatch.setattr(probe_worker, "ask", lambda question, timeout: questions.append(question))
     return questions
 
 
-def passes_twice(asked):
-    """The check passes once in this process, and nothing of it is on disk."""
+def passes_twice(child_requests):
+    """The check passes once in this process, and nothing is written to disk."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert CHECK(SPEC, CPU) is None and CHECK(SPEC, CPU) is None
-        assert len(asked) == 1
+        assert len(child_requests) == 1
         probe.forget()
         assert CHECK(SPEC, CPU) is None
-        assert len(asked) == 2, "a pass was remembered where that can't be"
+        assert len(child_requests) == 2, "a pass was cached although that is impossible"
         probe.ahead()
 
 
 @pytest.fixture
 def nobody():
-    """A user who may not look into pytest's folders, as in a container that is run under any uid."""
+    """A user who can't access pytest's folders, as in a container that runs with an arbitrary uid."""
     if os.geteuid() == 0:
         os.seteuid(65534)
         yield
@@ -72,16 +72,16 @@ def nobody():
 
 
 @pytest.mark.parametrize("inner", ["", "cache"])
-def test_a_cache_that_can_not_be_reached(inner, asked, monkeypatch, tmp_path, nobody):
+def test_an_inaccessible_cache(inner, child_requests, monkeypatch, tmp_path, nobody):
     if os.geteuid() != 65534:
         (tmp_path / "locked").mkdir(mode=0)
         monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "locked" / inner))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(probe_worker, "start", lambda device: None)
-    passes_twice(asked)
+    passes_twice(child_requests)
 
 
-def test_no_home_folder(asked, monkeypatch):
+def test_no_home_folder(child_requests, monkeypatch):
     def nobody(uid):
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
@@ -92,7 +92,7 @@ def test_no_home_folder(asked, monkeypatch):
     monkeypatch.setattr(probe_worker, "start", lambda device: None)
     with pytest.raises(OSError, match="home folder"):
         options.cache_folder()
-    passes_twice(asked)
+    passes_twice(child_requests)
 
 
 def test_no_temporary_folder(monkeypatch):
@@ -126,7 +126,7 @@ def test_no_process_can_be_started(number, monkeypatch):
 
 
 def test_no_more_files():
-    """The system's own limit: no pipe can be made, and later there is room again."""
+    """The limit of the system: no pipe can be opened until files are closed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = min(set(range(3, 4096)) - {int(file.name) for file in Path("/proc/self/fd").iterdir()})
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
@@ -150,12 +150,12 @@ def test_a_process_with_thousands_of_open_files(monkeypatch):
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10, 0.5])
-def test_a_time_limit_of_any_size_reaches_the_alarm(timeout, monkeypatch):
+def test_time_limits_of_any_size_work(timeout, monkeypatch):
     set_to = []
     monkeypatch.setattr(signal, "alarm", set_to.append)
     probe_child._alarm(timeout)
     assert 0 < set_to[0] < 2**31
-    signal.setitimer(signal.ITIMER_REAL, set_to[0])  # raises where the system can't
+    signal.setitimer(signal.ITIMER_REAL, set_to[0])  # raises if the system doesn't support it
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -164,7 +164,7 @@ def test_without_a_time_limit_a_check_passes():
         assert CHECK(SPEC, CPU) is None
 
 
-def test_half_an_answer_is_the_childs_end(monkeypatch):
+def test_half_an_answer_means_that_the_child_ended(monkeypatch):
     monkeypatch.setattr(probe_worker, "_START", "print('{{\"rea', end='', flush=True); raise SystemExit(7)")
     with pytest.warns(RuntimeWarning, match="exit code 7"):
         assert CHECK(SPEC, CPU) is not None
@@ -176,11 +176,11 @@ def passed_file(tmp_path) -> Path:
 
 
 @pytest.fixture
-def remembered(asked, tmp_path):
-    """A pass on disk, as another process finds it."""
+def remembered(child_requests, tmp_path):
+    """A pass on disk, as read by another process."""
     assert CHECK(SPEC, CPU) is None
     probe.forget()
-    assert CHECK(SPEC, CPU) is None and len(asked) == 1
+    assert CHECK(SPEC, CPU) is None and len(child_requests) == 1
     probe.forget()
     return passed_file(tmp_path)
 
@@ -219,18 +219,18 @@ FORGED = [emptied, of_another_check, writable_by_others, of_another_user, linked
 
 
 @pytest.mark.parametrize("forge", FORGED)
-def test_a_pass_that_others_may_have_written_counts_for_nothing(forge, remembered, asked):
+def test_a_pass_that_others_could_have_written_is_ignored(forge, remembered, child_requests):
     if forge is of_another_user and os.geteuid() != 0:
         pytest.skip("not run: needs root")
     forge(remembered)
     assert CHECK(SPEC, CPU) is None
-    assert len(asked) == 2
+    assert len(child_requests) == 2
     probe.forget()
     assert CHECK(SPEC, CPU) is None
-    assert len(asked) == 2, "it was not put right"
+    assert len(child_requests) == 2, "the permissions were not corrected"
 
 
-def test_a_pass_is_nobody_elses_to_write_whatever_the_umask(asked, tmp_path):
+def test_a_pass_is_only_writable_by_its_owner_with_any_umask(child_requests, tmp_path):
     before = os.umask(0)
     try:
         assert CHECK(SPEC, CPU) is None
@@ -240,22 +240,22 @@ def test_a_pass_is_nobody_elses_to_write_whatever_the_umask(asked, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not run: needs root")
-def test_what_root_checked_serves_everybody(asked, monkeypatch, tmp_path):
-    """An image is warmed up at its build; users of one folder keep their own passes beside it."""
+def test_checks_by_root_are_used_by_all_users(child_requests, monkeypatch, tmp_path):
+    """An image is warmed up when it is built; users of a shared folder store their own passes next to it."""
     tmp_path.chmod(0o777)
-    assert CHECK(SPEC, CPU) is None and len(asked) == 1
+    assert CHECK(SPEC, CPU) is None and len(child_requests) == 1
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     probe.forget()
-    assert CHECK(SPEC, CPU) is None and len(asked) == 1
+    assert CHECK(SPEC, CPU) is None and len(child_requests) == 1
     os.chown(passed_file(tmp_path), 4712, 4712)
     probe.forget()
-    assert CHECK(SPEC, CPU) is None and len(asked) == 2
+    assert CHECK(SPEC, CPU) is None and len(child_requests) == 2
     names = [file.stem.rpartition("-")[2] for file in (tmp_path / "cache" / "probes").iterdir()]
     assert sorted(names) == ["0", "4711"]
 
 
 @pytest.mark.parametrize("fact", ["driver", "units", "arch"])
-def test_another_driver_or_gpu_is_checked_anew(fact, remembered, asked, monkeypatch):
+def test_another_driver_or_gpu_is_checked_again(fact, remembered, child_requests, monkeypatch):
     device = CPU
     if fact == "driver":
         monkeypatch.setattr(probe_cache, "_driver", lambda: "6.99")
@@ -264,7 +264,7 @@ def test_another_driver_or_gpu_is_checked_anew(fact, remembered, asked, monkeypa
     else:
         device = Device("cpu", rocm=False, arch="gfx942")
     assert CHECK(SPEC, device) is None
-    assert len(asked) == 2
+    assert len(child_requests) == 2
 
 
 def test_the_driver_is_named(monkeypatch, tmp_path):
@@ -276,7 +276,7 @@ def test_the_driver_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_a_lock_that_leads_to_another_file_leaves_that_alone(link, tmp_path):
+def test_a_lock_that_links_to_another_file_does_not_change_it(link, tmp_path):
     precious, lock = tmp_path / "thesis.tex", tmp_path / "x.lock"
     precious.write_text("precious")
     link(precious, lock)
@@ -286,7 +286,7 @@ def test_a_lock_that_leads_to_another_file_leaves_that_alone(link, tmp_path):
     assert precious.read_text() == "precious" and lock.exists()
 
 
-def test_a_lock_of_another_user_tells_nothing(tmp_path):
+def test_a_lock_of_another_user_is_not_read(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("not run: needs root")
     lock = tmp_path / "x.lock"

@@ -1,4 +1,4 @@
-"""quantized_linear: within the bound of its format in every tier, rows of zeros and NaN, and what is refused."""
+"""quantized_linear: errors within the bound of the format in every tier, rows of zeros and NaN, and refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def checked():
 
 
 def routed(tier, x, data, scale, bias=None, **further):
-    """Run it in this tier. Where PyTorch has no such product, the tier must refuse it and the eager one serve."""
+    """Run it in this tier. If PyTorch has no such GEMM, the tier must refuse it, and eager serves."""
     name = eight_bit.product(data.dtype, x.dtype) if tier == "torch" else eight_bit.EAGER
     with options.override(tiers={"linear": tier}), ops.recording() as routes:
         if name is None:
@@ -67,15 +67,15 @@ def routed(tier, x, data, scale, bias=None, **further):
         with ops.recording() as routes:
             output = ops.quantized_linear(x, data, scale, bias, **further)
         tier, name = "eager", eight_bit.EAGER
-    assert [(each.operation, each.tier, each.name) for each in routes] == [("quantized_linear", tier, name)]
+    assert [(route.operation, route.tier, route.name) for route in routes] == [("quantized_linear", tier, name)]
     return output
 
 
 def within_the_bound(output, x, weight, bias, format):
-    """No element is further from the product of the unrounded numbers than the roundings allow.
+    """Check that no element differs from the product of the unrounded numbers by more than the rounding errors.
 
-    (|x| + e_x)(|w| + e_w) - |x||w|, summed over K, where e is half a step of the format; then the output and the bias
-    are rounded to its dtype, once each.
+    The bound is (|x| + e_x)(|w| + e_w) - |x||w|, summed over K, where e is half a step of the format. Then the output
+    and the bias are rounded to its dtype, once each.
     """
     rows, wide = x.reshape(-1, x.shape[-1]).double(), weight.double()
     off_x, off_w = eight_bit.rounding_error(rows, format), eight_bit.rounding_error(wide, format)
@@ -85,8 +85,8 @@ def within_the_bound(output, x, weight, bias, format):
     bound += torch.finfo(output.dtype).eps * (exact.abs() + expected.abs() + bound)
     assert torch.isfinite(output).all()
     error = (output.reshape(expected.shape).double() - expected).abs()
-    assert (error <= bound).all(), f"off by {(error / bound).max():.2f} times what is allowed"
-    assert (error > 0).any() or not error.numel()  # it is not the product of the unrounded numbers
+    assert (error <= bound).all(), f"off by {(error / bound).max():.2f} times the bound"
+    assert (error > 0).any() or not error.numel()  # it differs from the product of the unrounded numbers
 
 
 @pytest.mark.parametrize(("shape", "n"), SHAPES, ids=str)
@@ -118,13 +118,13 @@ def whole(rows, weight):
 
 
 def scaled_inside_alone(rows, weight, *, scale_a, scale_b, out_dtype):
-    """oneDNN on a CPU with AMX: one scale for the whole of a tensor is its case, and of that format it has none."""
+    """oneDNN on a CPU with AMX: it supports one scale per tensor, but not for this format."""
     if scale_a.numel() == scale_b.numel() == 1 and rows.dtype == FP8_FNUZ:
         refuse()
     return scaled(rows, weight, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
 
 
-# What PyTorch's two private products may be like on some CPU, and by which name each is served then
+# The possible behaviour of PyTorch's two private GEMMs on a CPU, and the name of the serving implementation
 CPUS = {
     "all": (scaled, whole, lambda format, dtype: True),
     "none": (refuse, refuse, lambda format, dtype: False),
@@ -134,7 +134,7 @@ CPUS = {
 
 @pytest.fixture(params=CPUS)
 def has(request, monkeypatch):
-    """Another CPU: whether it multiplies a format for a dtype. The package has checked its products."""
+    """Simulate another CPU: whether it supports a format for a dtype. The package has checked its GEMMs."""
     fp8, int8, has = CPUS[request.param]
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_scaled_mm", fp8)
@@ -150,13 +150,13 @@ def has(request, monkeypatch):
 @each_dtype
 @each_format
 def test_the_route_on_other_cpus(format, dtype, has):
-    """What the CPU of this machine has, the other tests show; here is every branch of theirs."""
+    """The other tests cover the CPU of this machine; this one covers every branch."""
     x, weight, bias = tensors((5, 64), 16, dtype, True)
     assert (eight_bit.product(format, dtype) is not None) == has(format, dtype)
     within_the_bound(routed("torch", x, *rounded(weight, format), bias), x, weight, bias, format)
 
 
-def test_what_this_cpu_refuses_is_warned_of_once(monkeypatch):
+def test_a_refusal_of_this_cpu_causes_one_warning(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     probe.forget()
     registry.forget_choices()
@@ -202,7 +202,7 @@ def test_rows_of_zeros_tiny_rows_and_rows_with_nan(format, tier, dtype):
     assert output[2].isnan().all() and not torch.isfinite(output[3]).any()
     clean = x.clone()
     clean[2:4] = 0
-    assert torch.equal(routed(tier, clean, data, scale, bias)[[0, 1, 4]], output[[0, 1, 4]])  # no other row is touched
+    assert torch.equal(routed(tier, clean, data, scale, bias)[[0, 1, 4]], output[[0, 1, 4]])  # no other row is affected
 
 
 @each_tier
@@ -217,7 +217,7 @@ def test_a_weight_row_with_nan_makes_one_output_nan(format, tier):
 @each_format
 @pytest.mark.parametrize("factor", [2.0**-100, 1.0, 2.0**100])
 def test_rows_are_rounded_to_the_nearest_number(format, factor):
-    """The largest of a row is exact, and what is a number of the format already stays."""
+    """The largest number of a row is exact, and numbers of the format are unchanged."""
     x = random(64, 33, dtype=torch.float64) * factor
     rows, scale = quantize_rows(x, format)
     assert rows.dtype == format and scale.shape == (64, 1)
@@ -241,7 +241,7 @@ def test_the_shuffled_order_has_an_inverse(format, n, k):
 
 @each_tier
 @each_format
-def test_a_shuffled_weight_gives_the_same(format, tier):
+def test_a_shuffled_weight_has_the_same_results(format, tier):
     x, weight, bias = tensors((5, 64), 32, BF16, True)
     data, scale = rounded(weight, format)
     expected = routed(tier, x, data, scale, bias)
@@ -258,7 +258,7 @@ def test_it_compiles_into_one_graph(format, rows):
         assert torch.equal(compiled(x, data, scale, bias), ops.quantized_linear(x, data, scale, bias))
 
 
-def test_gradients_are_refused_in_words():
+def test_gradients_are_refused_with_a_reason():
     data, scale = rounded(random(8, 16), INT8)
     x = random(2, 16).requires_grad_()
     with pytest.raises(OptionError, match="quantised layers have no gradient"):
@@ -270,7 +270,11 @@ def test_gradients_are_refused_in_words():
 SPEC = QuantizedSpec(dtype=BF16, format=FP8, device=torch.device("cpu"), n=64, k=64, bias_dtype=None, shuffled=False)
 ROCM = Device("cuda", rocm=True, arch="gfx950")
 PLAIN, AFTER, WHOLE = (
-    next(each for each in registry.operations()["quantized_linear"].implementations if each.name == name).refuses
+    next(
+        implementation
+        for implementation in registry.operations()["quantized_linear"].implementations
+        if implementation.name == name
+    ).refuses
     for name in ("_scaled_mm", "_scaled_mm, scaled after", "_int_mm")
 )
 
@@ -314,7 +318,7 @@ def test_the_fp8_of_a_device(device, format):
     assert fp8_of(device) == format
 
 
-def test_a_wrong_product_of_this_pytorch_is_found(monkeypatch):
+def test_a_wrong_gemm_of_this_pytorch_is_found(monkeypatch):
     monkeypatch.setattr(torch, "_int_mm", lambda one, other: whole(one, other) + 1000)
     probe.forget()
     registry.forget_choices()
@@ -326,16 +330,16 @@ def test_a_wrong_product_of_this_pytorch_is_found(monkeypatch):
         ops.recording() as routes,
     ):
         output = ops.quantized_linear(x, *rounded(weight, INT8))
-    assert [(each.tier, each.name) for each in routes] == [("eager", eight_bit.EAGER)]
+    assert [(route.tier, route.name) for route in routes] == [("eager", eight_bit.EAGER)]
     within_the_bound(output, x, weight, None, INT8)
     probe.forget()
     registry.forget_choices()
 
 
 def test_few_rows_are_padded_on_a_gpu(monkeypatch):
-    """The vendor libraries want more than 16 rows: what they are given, and what comes back."""
-    asked = []
-    monkeypatch.setattr(torch, "_int_mm", lambda one, other: asked.append(len(one)) or whole(one, other))
+    """The vendor libraries need more than 16 rows: the padded input and the result."""
+    requests = []
+    monkeypatch.setattr(torch, "_int_mm", lambda one, other: requests.append(len(one)) or whole(one, other))
 
     class OnGpu(torch.Tensor):
         is_cuda = True
@@ -343,5 +347,5 @@ def test_few_rows_are_padded_on_a_gpu(monkeypatch):
     x, weight, _ = tensors((3, 32), 16, BF16, False)
     data, scale = rounded(weight, INT8)
     output = quantized_torch.int_mm(QuantizedCall(x.as_subclass(OnGpu), data, scale, None, INT8, False))
-    assert asked == [32] and output.shape == (3, 16)
+    assert requests == [32] and output.shape == (3, 16)
     within_the_bound(output.as_subclass(torch.Tensor), x, weight, None, INT8)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def operation(monkeypatch):
-    """An operation of our own, under the name of one whose options exist, with aiter, torch and eager candidates."""
+    """A test operation, under the name of one with options, with aiter, torch and eager candidates."""
     monkeypatch.setattr(registry, "_operations", dict(registry._operations))
     made = Operation("linear", Spec, lambda spec: iter(()))
     made.probes = []
@@ -41,8 +41,8 @@ def operation(monkeypatch):
     return made
 
 
-def test_tiers_are_tried_in_order_whatever_the_order_of_registration(operation):
-    assert [each.tier for each in operation.implementations] == ["aiter", "torch", "eager"]
+def test_tiers_are_tried_in_order_for_any_order_of_registration(operation):
+    assert [route.tier for route in operation.implementations] == ["aiter", "torch", "eager"]
     assert operation.calls[(CPU, 2)]() == "aiter"
 
 
@@ -79,7 +79,7 @@ def test_a_named_tier_serves_or_raises_with_every_reason(operation):
     assert "size=3" in str(caught.value)
 
 
-def test_a_tier_without_an_implementation_says_so(operation):
+def test_a_tier_without_an_implementation_raises(operation):
     with options.override(tier="triton"), pytest.raises(TierUnavailable, match="no triton implementation of linear"):
         operation.calls[(CPU, 2)]
 
@@ -92,7 +92,7 @@ def test_required_aiter_raises_instead_of_falling_back(operation):
             operation.calls[(CPU, 3)]
 
 
-def test_switched_off_aiter_is_passed_over(operation):
+def test_switched_off_aiter_is_skipped(operation):
     off = {**options.current().aiter, "linear": options.Switch.OFF}
     with options.override(aiter=off):
         choice = operation.choose((CPU, 2))
@@ -100,26 +100,26 @@ def test_switched_off_aiter_is_passed_over(operation):
     assert choice.refusals[0].reason == "switched off by an environment variable"
 
 
-def test_options_changed_mean_choices_made_anew(operation):
+def test_changed_options_renew_all_choices(operation):
     assert operation.calls[(CPU, 2)]() == "aiter"
     with options.override(tier="eager"):
         assert operation.calls[(CPU, 2)]() == "eager"
     assert operation.calls[(CPU, 2)]() == "aiter"
 
 
-def test_recording_sees_only_its_own_block():
+def test_recording_is_limited_to_its_block():
     x = torch.ones(2, 4)
     with ops.recording() as outer:
         ops.act_and_mul(x, activation="silu")
         with ops.recording() as inner:
             ops.rms_norm(x, torch.ones(4), eps=1e-6)
     ops.rms_norm(x, torch.ones(4), eps=1e-6)
-    assert [each.operation for each in outer] == ["act_and_mul", "rms_norm"]
-    assert [each.operation for each in inner] == ["rms_norm"]
+    assert [route.operation for route in outer] == ["act_and_mul", "rms_norm"]
+    assert [route.operation for route in inner] == ["rms_norm"]
     assert inner[0].shapes == ((2, 4), (4,))
 
 
-CALLS = {  # a call of an operation, and the shapes that are recorded: not always those of its first arguments
+CALLS = {  # a call of an operation, and the recorded shapes, which are not always those of its first arguments
     "linear": (lambda: ops.linear(ONES(2, 4), ONES(3, 4)), ((2, 4), (3, 4))),
     "add_rms_norm": (lambda: ops.add_rms_norm(ONES(2, 4), ONES(2, 4), ONES(4), eps=0.1), ((2, 4), (4,))),
     "act_and_mul": (lambda: ops.act_and_mul(ONES(2, 4), activation="silu"), ((2, 4),)),
@@ -149,14 +149,14 @@ ANGLES = (ONES(1, 1, 8), ONES(1, 1, 8))
 @pytest.mark.parametrize("name", CALLS)
 def test_recording_collects_the_shapes_of_every_call(name):
     call, shapes = CALLS[name]
-    call()  # the choice is made, and the function known, before anything is recorded
+    call()  # the implementation is selected before anything is recorded
     with torch.no_grad(), ops.recording() as routes:
         call()
         call()
-    assert [each.shapes for each in routes if each.operation == name] == [shapes] * 2
+    assert [route.shapes for route in routes if route.operation == name] == [shapes] * 2
 
 
-def test_a_lookup_runs_no_python_and_what_recording_put_there_is_gone_afterwards(operation):
+def test_a_lookup_runs_no_python_and_recording_leaves_nothing(operation):
     plain = operation.calls[CPU, 2]
     assert plain is operation.implementations[0].call
     with ops.recording() as outer:
@@ -169,7 +169,7 @@ def test_a_lookup_runs_no_python_and_what_recording_put_there_is_gone_afterwards
     assert operation.calls[CPU, 2] is plain
 
 
-def test_watchers_get_the_results_of_operations_that_were_called_before():
+def test_watchers_get_results_of_operations_that_were_called_before():
     x, results = torch.ones(2, 4), []
     expected = ops.act_and_mul(x, activation="silu")
     with registry.watching(lambda name, result: results.append((name, result))) as routes:
@@ -179,7 +179,7 @@ def test_watchers_get_the_results_of_operations_that_were_called_before():
     assert name == "act_and_mul" and torch.equal(result, expected) and len(routes) == 1
 
 
-def test_a_kept_choice_serves_until_choices_are_dropped(operation):
+def test_a_cached_choice_is_used_until_choices_are_dropped(operation):
     assert operation.calls[CPU, 2]() == "aiter"
     operation.keep(registry.Choice(Spec(CPU, 2), operation.implementations[1], ()))
     assert operation.calls[CPU, 2]() == "torch"

@@ -1,4 +1,4 @@
-"""choose_experts in PyTorch: the stock routers' numbers, and the lower of two experts with equal scores."""
+"""choose_experts in PyTorch: the results of stock routers, and the lower of two experts with equal scores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORMS = {
 
 
 def drawn(tokens, form, dtype, *, experts=16, seed=0):
-    """(logits, keywords): distinct logits in an order of their own for every token."""
+    """(logits, keywords): distinct logits in a random order per token."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(tokens, experts, generator=generator).argsort(-1)
     keywords = dict(form)
@@ -57,8 +57,8 @@ def check(actual, logits, keywords):
     (weights, ids), (expected, right) = eager(logits, keywords), reference(logits, keywords)
     assert torch.equal(ids, right)
     assert torch.equal(actual[1].sort().values, right.sort().values)
-    order, theirs = actual[1].argsort(-1), right.argsort(-1)
-    aligned = actual[0].gather(1, order), weights.gather(1, theirs), expected.gather(1, theirs)
+    order, expected_order = actual[1].argsort(-1), right.argsort(-1)
+    aligned = actual[0].gather(1, order), weights.gather(1, expected_order), expected.gather(1, expected_order)
     assert_as_good_as_eager(*aligned)
 
 
@@ -68,18 +68,20 @@ def test_the_torch_tier(form, dtype):
     logits, keywords = drawn(5, form, dtype)
     with options.override(tiers={"experts": "torch"}), ops.recording() as routes:
         actual = ops.choose_experts(logits, **keywords)
-    assert [(each.operation, each.tier, each.shapes) for each in routes] == [("choose_experts", "torch", ((5, 16),))]
+    assert [(route.operation, route.tier, route.shapes) for route in routes] == [
+        ("choose_experts", "torch", ((5, 16),))
+    ]
     assert actual[0].dtype == keywords.get("dtype", dtype) and actual[1].dtype == torch.int64
     check(actual, logits, keywords)
 
 
-def test_the_oracle_by_hand():
+def test_the_oracle_against_a_manual_example():
     logits = torch.tensor([[0.0, 1.0, 1.0, -1.0]])
     weights, ids = eager(logits, {"top": 2, "normalise": True})
     assert ids.tolist() == [[1, 2]] and weights.tolist() == [[0.5, 0.5]]
     weights, ids = eager(logits, {"top": 1, "scores": routing.SIGMOID, "bias": torch.tensor([1.0, 0.0, 0.0, 0.0])})
     assert ids.tolist() == [[0]] and weights.tolist() == [[0.5]]
-    # the second group has the better pair, though not the best expert
+    # the second group has the better pair, but not the best expert
     logits = torch.tensor([[3.0, -9.0, 2.0, 2.0]])
     weights, ids = eager(logits, {"top": 1, "scores": routing.SIGMOID, "groups": 2, "chosen_groups": 1})
     assert ids.tolist() == [[2]] and weights.item() == torch.tensor(2.0).sigmoid().item()

@@ -31,7 +31,7 @@ BUILDERS = {  # the operation: the function that builds its specification
     "rope_into_cache": "rope_into_cache._specification",
     "varlen_attention": "varlen.varlen_attention",
 }
-SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts"}  # built as those of another operation
+SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts"}  # built like those of another operation
 
 
 def test_every_operation_is_listed():

@@ -1,4 +1,4 @@
-"""Implementations that users register: preferred, traced, checked, named, and taken away again."""
+"""Implementations that users register: preferred, traced, checked, named, and removed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def linear(k=8):
     return output, (routes[0].tier, routes[0].name)
 
 
-def test_it_is_preferred_and_taken_away_again(register):
+def test_it_is_preferred_until_it_is_removed(register):
     remove = register()
     assert linear()[1] == ("user", "mine")
     remove()
@@ -80,12 +80,12 @@ def test_one_that_is_wrong_in_one_dtype_still_serves_others(register):
     assert probe.failed("linear", "user", "mine", torch.bfloat16) is None
 
 
-def test_it_can_go_unchecked(register):
+def test_the_check_can_be_disabled(register):
     register(call=lambda x, w, b: x, check=False)
     assert linear()[1] == ("user", "mine")
 
 
-def test_gradients_are_checked_where_they_are_asked_for(register):
+def test_gradients_are_checked_if_requested(register):
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight, bias):
@@ -105,7 +105,7 @@ def test_gradients_are_checked_where_they_are_asked_for(register):
     assert torch.equal(x.grad, torch.full((2, 8), 4.0))
 
 
-def test_what_cannot_be_registered(register):
+def test_invalid_registrations(register):
     with pytest.raises(OptionError, match="no operation 'softmax'"):
         register("softmax")
     register()
@@ -113,8 +113,8 @@ def test_what_cannot_be_registered(register):
         register()
 
 
-def test_one_of_an_operation_of_many_arguments_takes_them_one_by_one(register):
-    """As documented: what the operation takes, by position; not the object in which they are passed within."""
+def test_an_implementation_gets_all_arguments_by_position(register):
+    """As documented: the arguments of the operation by position, not the internal object."""
     arguments = []
 
     def experts(x, gate_up, down, ids, weights, gate_up_bias, down_bias, form):

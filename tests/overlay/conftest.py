@@ -1,4 +1,4 @@
-"""Copies of the installed transformers to write into; the installed one itself is only ever read."""
+"""Copies of the installed transformers to write into; the installed one is only read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_rocm.overlay import catalog as catalogs
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.locate import Installation, locate
 
-# Enough for a site: every release has them, and the machinery is the same for all. The other models are absent there.
+# The models of a site: every release has them, and the code is the same for all models. The site has no other models.
 MODELS = ("bert", "gemma", "llama", "qwen3")
 
 
@@ -44,13 +44,13 @@ class Site:
         return self.root / "models" / name / f"modeling_{name}.py"
 
     def release(self, version: str) -> None:
-        """Make it another release: what a package manager would leave, without changing a model."""
+        """Make it another release, as a package manager would, without changing a model."""
         file = self.root / "__init__.py"
         file.write_text(file.read_text().replace(self.installation.version, version))
         self.metadata.rename(self.metadata.with_name(f"transformers-{version}.dist-info"))
 
     def forget_record(self) -> None:
-        """As a package manager that records no hashes, or a release whose file is another one from the start."""
+        """As a package manager that records no hashes, or a release with a different file."""
         (self.metadata / "RECORD").unlink()
 
 
@@ -61,7 +61,7 @@ def installed_package() -> Path:
 
 
 def hashes(folder: Path) -> dict[str, tuple[str, int]]:
-    """Content and mode of every file below a folder; bytecode, which any import writes, left out."""
+    """Content and mode of every file below a folder, except bytecode, which any import writes."""
     return {
         path.relative_to(folder).as_posix(): (
             hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder",
@@ -73,16 +73,16 @@ def hashes(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def fingerprint(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Inode, size and modification time of every file: what a run that writes nothing leaves alone."""
-    found = {}
+    """Inode, size and modification time of every file: unchanged by a run that writes nothing."""
+    results = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
-        found[path.relative_to(folder).as_posix()] = (status.st_ino, status.st_size, status.st_mtime_ns)
-    return found
+        results[path.relative_to(folder).as_posix()] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return results
 
 
 def next_release(version: str) -> str:
-    """A release that nobody has seen, in the range of the same overlays."""
+    """An unknown release in the range of the same overlays."""
     return ".".join([*version.split(".")[:2], "99"])
 
 
@@ -104,9 +104,9 @@ def make_site(path: Path) -> Site:
 
 @cache
 def _template() -> tempfile.TemporaryDirectory[str]:
-    """What every site is a copy of. The files to copy follow from the catalog, so they are looked up once."""
+    """The original of every site. The files to copy follow from the catalog, so they are looked up once."""
     folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory(prefix="hf-rocm-site-")
-    path, source = Path(folder.name) / "site", installed_package()  # copies have its mode, and not a private folder's
+    path, source = Path(folder.name) / "site", installed_package()  # copies get its mode instead of a private folder's
     (path / "transformers" / "models").mkdir(parents=True)
     shutil.copy2(source / "__init__.py", path / "transformers" / "__init__.py")
     for model in MODELS:
@@ -137,10 +137,10 @@ def _copy_module(module: str, source: Path, target: Path) -> None:
 
 @pytest.fixture(scope="session")
 def whole_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The whole installed transformers, copied once; tests leave it as they found it."""
+    """The whole installed transformers, copied once. Tests must not change it permanently."""
     path = tmp_path_factory.mktemp("whole")
     source = installed_package()
-    # a module that another process is just compiling comes and goes
+    # temporary files of modules that another process compiles
     shutil.copytree(source, path / "transformers", ignore=shutil.ignore_patterns("*.pyc.*"))
     metadata = next(source.parent.glob("transformers-*.dist-info"))
     shutil.copytree(metadata, path / metadata.name)

@@ -1,4 +1,4 @@
-"""Models that the installed transformers does not have, or has in a form that no overlay is made for."""
+"""Models that the installed transformers does not have, or has in a version without an overlay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Here = Callable[..., Catalog]
 
 @pytest.fixture
 def here(tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> Here:
-    """Make every command take its overlays from a catalog of our own: those of MODELS, and what is added to them."""
+    """Make every command use a test catalog: the overlays of MODELS, and those added to them."""
 
     def make(*, newcomer: str = "", releases: tuple[str, ...] = (), limits: dict[str, Limit] | None = None) -> Catalog:
         root = tmp_path / "overlays"
@@ -55,7 +55,7 @@ def here(tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> H
     return make
 
 
-def test_a_model_that_this_transformers_does_not_have_is_left_out(site: Site, here: Here) -> None:
+def test_a_model_that_transformers_does_not_have_is_skipped(site: Site, here: Here) -> None:
     made = here(newcomer="gemma9", releases=("5.90.0", "5.91.0"))
     assert "gemma9" in made.models()
     assert [state.model for state in survey(site.installation, made)] == list(MODELS)
@@ -68,7 +68,9 @@ def test_a_model_that_this_transformers_does_not_have_is_left_out(site: Site, he
 
 
 @pytest.mark.parametrize("command", [install, uninstall, status])
-def test_naming_it_says_where_it_is(site: Site, here: Here, command: Callable[..., object]) -> None:
+def test_naming_it_raises_with_the_releases_that_have_it(
+    site: Site, here: Here, command: Callable[..., object]
+) -> None:
     here(newcomer="gemma9", releases=("5.90.0", "5.91.0"))
     before = fingerprint(site.path)
     with pytest.raises(OverlayError) as refused:
@@ -79,7 +81,7 @@ def test_naming_it_says_where_it_is(site: Site, here: Here, command: Callable[..
     assert fingerprint(site.path) == before
 
 
-def test_in_memory_it_is_left_out_too(site: Site, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activate_skips_it_too(site: Site, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     here(newcomer="gemma9", releases=("5.90.0",))
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
     monkeypatch.setattr("hf_rocm.overlay.activate.locate", lambda: site.installation)
@@ -91,21 +93,21 @@ def test_in_memory_it_is_left_out_too(site: Site, here: Here, monkeypatch: pytes
         deactivate()
 
 
-def test_a_file_that_was_taken_away_is_missing_and_not_absent(site: Site, here: Here) -> None:
+def test_a_removed_file_is_reported_as_missing(site: Site, here: Here) -> None:
     made = here()
     site.model("llama").unlink()
     (state,) = survey(site.installation, made, ["llama"])
     assert (state.installed, state.match) == (Installed.NO, Match.CHANGED)
     assert left_out(site.installation, made).absent == ()
     site.forget_record()
-    assert left_out(site.installation, made).absent == (), "its folder is still there"
+    assert left_out(site.installation, made).absent == (), "its folder was removed"
     for file in site.model("llama").parent.iterdir():
         file.unlink()
     site.model("llama").parent.rmdir()
     assert left_out(site.installation, made).absent == ("llama",)
 
 
-def test_a_form_that_the_text_does_not_serve_stays_stock_with_the_reason(
+def test_an_unserved_version_of_a_model_stays_stock_with_the_reason(
     site: Site, here: Here, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = here(limits={"gemma": Limit("<4", REASON)})
@@ -123,7 +125,7 @@ def test_a_form_that_the_text_does_not_serve_stays_stock_with_the_reason(
     assert shown.count('"left_out"') == 2 and shown.count(REASON) == 2
 
 
-def test_a_block_that_was_left_in_a_model_that_is_no_longer_served_is_seen(site: Site, here: Here) -> None:
+def test_a_leftover_block_of_an_unserved_model_is_reported(site: Site, here: Here) -> None:
     install(["gemma"], transformers_path=site.path)
     made = here(limits={"gemma": Limit("<4", REASON)})
     (state,) = survey(site.installation, made, ["gemma"])
@@ -132,7 +134,7 @@ def test_a_block_that_was_left_in_a_model_that_is_no_longer_served_is_seen(site:
     assert [action.model for action in plan.writes] == ["gemma"]
 
 
-def test_commands_say_it_in_one_line(site: Site, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_report_it_in_one_line(site: Site, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
     here(newcomer="gemma9", releases=("5.90.0",))
     release = site.installation.version
     line = f"1 model with an overlay is not in transformers {release}"

@@ -1,4 +1,4 @@
-"""The same overlay in memory: checked first, bound to the stock classes, and taken off again."""
+"""The same overlay in memory: checked first, bound to the stock classes, and unbound."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pointed_at(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """Let activation read a copy's files in place of the installed ones."""
+    """Make activation read the files of a copy instead of the installed ones."""
     monkeypatch.setattr("hf_rocm.overlay.activate.locate", lambda: site.installation)
     return site
 
@@ -64,7 +64,7 @@ def test_the_loader_binds_without_turning_any_class_on() -> None:
     assert {binding.mode for binding in llama_bindings().values()} == {bind.OFF}
 
 
-def test_activating_twice_is_activating_once(forced: None) -> None:
+def test_activate_is_idempotent(forced: None) -> None:
     activate("llama")
     first = {name: binding.replacement for name, binding in llama_bindings().items()}
     activate("llama", everywhere=False)
@@ -85,7 +85,7 @@ def test_only_the_named_model_is_bound(forced: None) -> None:
     assert {binding.model for binding in bind.bindings()} == {"llama"}
 
 
-def test_the_module_that_was_executed_says_where_its_lines_are(forced: None) -> None:
+def test_tracebacks_show_the_lines_of_the_overlay(forced: None) -> None:
     activate("llama")
     (name,) = (name for name in sys.modules if name.startswith("hf_rocm._active.") and name.endswith(".llama"))
     module = sys.modules[name]
@@ -112,7 +112,7 @@ def test_a_mismatch_of_another_model_does_not_matter(forced: None, pointed_at: S
     assert activate("llama") == ["llama"]
 
 
-def test_the_stock_part_of_an_installed_file_is_what_counts(forced: None, pointed_at: Site) -> None:
+def test_only_the_stock_part_of_an_installed_file_is_checked(forced: None, pointed_at: Site) -> None:
     install(["llama"], transformers_path=pointed_at.path)
     assert activate("llama") == ["llama"]
     pointed_at.model("llama").write_bytes(pointed_at.model("llama").read_bytes() + b"x = 1\n")
@@ -148,8 +148,8 @@ def test_an_overlay_that_fails_leaves_nothing_bound(
     assert activate("llama") == ["llama"]
 
 
-def test_a_binding_is_known_by_its_text_whatever_is_wrapped_around_it(forced: None) -> None:
-    """A profiler or a counter puts a function of its own, with other globals, in the place of ours."""
+def test_a_wrapped_binding_is_recognised_by_its_source(forced: None) -> None:
+    """A profiler or a counter replaces the bound function by a wrapper with other globals."""
     activate("llama")
     binding = llama_bindings()["LlamaMLP"]
     space: dict[str, object] = {"inner": binding.replacement, "calls": []}
@@ -162,7 +162,7 @@ def test_a_binding_is_known_by_its_text_whatever_is_wrapped_around_it(forced: No
     assert binding.replacement is space["counted"], "the overlay was executed again"
 
 
-def test_a_function_that_was_wrapped_before_it_was_bound_is_its_texts(forced: None) -> None:
+def test_a_function_wrapped_before_binding_belongs_to_its_source(forced: None) -> None:
     from transformers.models.llama import modeling_llama
 
     elsewhere: dict[str, object] = {"__name__": "somewhere.else"}

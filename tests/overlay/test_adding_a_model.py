@@ -1,4 +1,4 @@
-"""The commands of docs/adding-a-model.md, as far as they run without a network: they are there and do what it says."""
+"""The commands of docs/adding-a-model.md that run without a network: they exist and work as described."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ COMMANDS = [
     for line in re.findall(r"^    ((?:scripts|pytest|python|hf-rocm)\b.*)$", PAGE, re.M)
 ]
 
-_SOURCES = {"scripts/test": "scripts/lib/testing.py"}  # where its options are
+_SOURCES = {"scripts/test": "scripts/lib/testing.py"}  # the file with its options
 
 
-def test_every_command_takes_the_options_that_the_page_gives() -> None:
+def test_every_command_accepts_the_options_on_the_page() -> None:
     assert {command[0] for command in COMMANDS} >= {
         "scripts/new-overlay",
         "scripts/refresh-digests",
@@ -37,7 +37,7 @@ def test_every_command_takes_the_options_that_the_page_gives() -> None:
             assert (ROOT / command[0]).stat().st_mode & 0o111
             options = [word for word in command if word.startswith("--")]
             text = (ROOT / _SOURCES.get(command[0], command[0])).read_text(encoding="utf-8")
-            options = options[: options.index("--")] if "--" in options else options  # what follows is pytest's
+            options = options[: options.index("--")] if "--" in options else options  # the rest are options of pytest
             assert all(option in text for option in options), command
         elif command[0] == "hf-rocm":
             help_of = [sys.executable, "-m", "hf_rocm", command[1], "--help"]
@@ -51,7 +51,7 @@ def test_every_command_takes_the_options_that_the_page_gives() -> None:
 @pytest.mark.parametrize(
     ("model", "drafted"), [("jais2", "layers.PreNormLayer()"), ("exaone_moe", "layers.StackedExperts()")]
 )
-def test_the_draft_prints_what_the_page_shows(
+def test_the_draft_prints_the_output_on_the_page(
     model: str, drafted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if not (installed_package() / "models" / model).is_dir():
@@ -68,7 +68,7 @@ def test_the_draft_prints_what_the_page_shows(
     assert set(expected) <= set(shown) and bool(expected) == (model == "jais2")
 
 
-def test_a_reason_as_on_the_page_is_read(tmp_path: Path) -> None:
+def test_the_reason_on_the_page_is_valid(tmp_path: Path) -> None:
     from hf_rocm.overlay import manifest
 
     (example,) = re.findall(r"^    \[jais2\]\n((?:    .*\n)+)", PAGE, re.M)

@@ -1,4 +1,4 @@
-"""The dispatcher on stand-in stock classes: who gets which forward, and how it is taken away."""
+"""The dispatcher on stand-in stock classes: which calls get which forward, and how it is removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_rocm.overlay import bind
 
 class Layer(nn.Module):
     def forward(self, x, *, extra: int = 0):
-        """The stock words."""
+        """The stock docstring."""
         return "stock", extra
 
 
@@ -30,7 +30,7 @@ def binding(monkeypatch):
     stock = Layer.forward
 
     @bind.replaces(Layer, fuses=("a", "b"))
-    def ours(self, stock, x, **arguments):
+    def dispatcher(self, stock, x, **arguments):
         return "ours", *stock(self, x, **arguments)
 
     yield bind._bindings[Layer]
@@ -42,7 +42,7 @@ def served(layer):
     return layer(torch.ones(1))[0] == "ours"
 
 
-def test_an_installed_binding_reaches_gpu_inputs_only(binding, monkeypatch):
+def test_an_installed_binding_serves_gpu_inputs_only(binding, monkeypatch):
     assert binding.mode == bind.GPU
     assert not served(Layer())
 
@@ -54,7 +54,7 @@ def test_an_installed_binding_reaches_gpu_inputs_only(binding, monkeypatch):
     assert Layer().forward(x=torch.ones(1)) == ("stock", 0)
 
 
-def test_force_reaches_every_input(monkeypatch):
+def test_with_force_every_input_is_served(monkeypatch):
     monkeypatch.setattr(bind, "_bindings", {})
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
     bind.replaces(Layer)(lambda self, stock, x: ("ours",))
@@ -62,7 +62,7 @@ def test_force_reaches_every_input(monkeypatch):
     bind.unbind(Layer)
 
 
-def test_an_instances_mode_wins(binding):
+def test_an_instances_mode_has_precedence(binding):
     on, off = Layer(), Layer()
     bind.set_mode(on, bind.ON)
     binding.mode = bind.ON
@@ -70,30 +70,30 @@ def test_an_instances_mode_wins(binding):
     assert served(on) and served(Layer()) and not served(off)
     bind.set_mode(off, None)
     assert served(off)
-    assert [bind.mode_of(each) for each in (on, off, Child())] == [bind.ON, bind.ON, bind.OFF]
+    assert [bind.mode_of(variant) for variant in (on, off, Child())] == [bind.ON, bind.ON, bind.OFF]
 
 
-def test_a_subclass_keeps_the_forward_it_was_written_against(binding):
+def test_a_subclass_keeps_the_stock_forward(binding):
     binding.mode = bind.ON
     assert not served(Child())
 
 
-def test_the_mode_travels_with_copies_and_pickles_and_stays_out_of_the_state_dict(binding):
+def test_copies_and_pickles_keep_the_mode_and_the_state_dict_does_not_contain_it(binding):
     layer = Layer()
     bind.set_mode(layer, bind.ON)
     assert served(copy.deepcopy(layer)) and served(pickle.loads(pickle.dumps(layer)))
     assert layer.state_dict() == {}
 
 
-def test_signature_and_words_are_stocks(binding):
+def test_signature_and_docstring_equal_stock(binding):
     assert list(inspect.signature(Layer.forward).parameters) == ["self", "x", "extra"]
-    assert Layer.forward.__doc__ == "The stock words." and Layer.forward.__name__ == "forward"
+    assert Layer.forward.__doc__ == "The stock docstring." and Layer.forward.__name__ == "forward"
 
 
 def test_unbinding_and_binding_again_keeps_one_dispatcher(binding):
     layer = Layer()
     bind.set_mode(layer, bind.ON)
-    layer.forward = layer.forward  # transformers and accelerate leave the bound method on instances
+    layer.forward = layer.forward  # transformers and accelerate store the bound method on instances
     assert served(layer)
     assert bind.unbind(Layer) is None
     assert not served(layer) and list(bind.bindings()) == []
@@ -101,9 +101,9 @@ def test_unbinding_and_binding_again_keeps_one_dispatcher(binding):
     assert served(layer)
 
 
-def test_unbinding_under_someone_elses_patch_leaves_theirs_and_says_so(binding):
-    ours = Layer.forward
-    Layer.forward = lambda self, x: ("theirs", *ours(self, x))
+def test_unbinding_keeps_another_librarys_patch_and_reports_it(binding):
+    dispatcher = Layer.forward
+    Layer.forward = lambda self, x: ("theirs", *dispatcher(self, x))
     binding.mode = bind.ON
     try:
         assert "replaced by other code" in bind.unbind(Layer)
@@ -112,7 +112,7 @@ def test_unbinding_under_someone_elses_patch_leaves_theirs_and_says_so(binding):
         Layer.forward = binding.stock
 
 
-def test_attached_methods_go_with_the_binding(binding):
+def test_attached_methods_are_removed_with_the_binding(binding):
     bind.attach(Layer, "_apply", lambda self, function: self)
     assert "_apply" in vars(Layer)
     bind.unbind(Layer)

@@ -1,4 +1,4 @@
-"""A block comes off exactly as it went on, whatever the file above it is like."""
+"""Removing a block restores the file exactly, for any content above it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def render(stock: bytes, text: str = TEXT) -> bytes:
 
 
 @given(anything, texts)
-def test_what_was_appended_comes_off_byte_for_byte(stock: bytes, text: str) -> None:
+def test_removing_a_block_restores_every_byte(stock: bytes, text: str) -> None:
     if block.refuses(stock, text) is not None:
         with pytest.raises(OverlayError):
             render(stock, text)
@@ -44,7 +44,7 @@ def test_a_file_without_markers_has_no_block(stock: bytes) -> None:
 
 
 @given(st.data())
-def test_every_one_byte_edit_is_noticed(data: st.DataObject) -> None:
+def test_every_one_byte_edit_is_detected(data: st.DataObject) -> None:
     stock = data.draw(stocks)
     installed = render(stock)
     place = data.draw(st.integers(0, len(installed) - 1))
@@ -54,7 +54,7 @@ def test_every_one_byte_edit_is_noticed(data: st.DataObject) -> None:
         parts = block.split(bytes(edited))
     except OverlayError:
         return
-    assert parts is None, "an edited file was taken for an intact one"
+    assert parts is None, "an edited file was considered intact"
     assert block.START.rstrip() not in edited and block.END.rstrip() not in edited
 
 
@@ -71,7 +71,7 @@ def test_every_one_byte_edit_is_noticed(data: st.DataObject) -> None:
         (lambda data: data.replace(b"\n", b"\r\n"), "marker"),
     ],
 )
-def test_an_edited_file_is_refused_with_what_was_edited(edit, reason: str) -> None:
+def test_an_edited_file_is_refused_and_the_edited_part_is_named(edit, reason: str) -> None:
     with pytest.raises(OverlayError, match=reason):
         block.split(edit(render(b"import os\n")))
 
@@ -87,7 +87,7 @@ def test_an_edited_file_is_refused_with_what_was_edited(edit, reason: str) -> No
         "y = '# >>> hf-rocm overlay >>>'\n",
     ],
 )
-def test_a_text_that_would_do_harm_is_not_appended(text: str) -> None:
+def test_a_text_that_would_break_the_file_is_not_appended(text: str) -> None:
     with pytest.raises(OverlayError, match="can't be appended"):
         render(b"import os\n", text)
 
@@ -97,14 +97,14 @@ def test_a_second_block_is_not_appended() -> None:
         render(render(b"import os\n"))
 
 
-def test_the_block_tells_who_wrote_it_when_it_is_executed() -> None:
+def test_an_executed_block_passes_its_version() -> None:
     namespace: dict[str, object] = {}
     exec(render(b"import os"), namespace)
     assert namespace["__hf_rocm_block__"] == "1.2.3"
     assert namespace["x"] == 1
 
 
-def test_the_block_says_how_to_take_it_off() -> None:
+def test_the_block_explains_how_to_remove_it() -> None:
     header = render(b"import os\n").decode().split("__hf_rocm_block__")[0]
     assert "hf-rocm uninstall-overlays" in header
     assert "delete everything from the first marker to the last" in header

@@ -1,4 +1,4 @@
-"""The directory is chosen per model: the newest that has the model and covers the release."""
+"""The directory is selected per model: the newest that has the model and covers the release."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ def made_up(tmp_path: Path) -> Catalog:
         ("not a version", []),
     ],
 )
-def test_the_newest_directory_that_covers_the_release_serves(
+def test_the_newest_directory_that_covers_the_release_is_used(
     made_up: Catalog, release: str, expected: list[str]
 ) -> None:
     assert [overlay.id for overlay in made_up.for_release(release)] == expected
 
 
 def test_directories_are_ordered_as_versions(made_up: Catalog) -> None:
-    assert [found.name for found in made_up.directories] == [
+    assert [result.name for result in made_up.directories] == [
         "transformers-4.9",
         "transformers-4.10",
         "transformers-5.0",
     ]
 
 
-def test_an_overlay_without_digests_is_not_offered_and_an_older_one_does_not_stand_in(tmp_path: Path) -> None:
+def test_an_overlay_without_digests_is_not_offered_and_an_older_one_is_not_used_instead(tmp_path: Path) -> None:
     directory(tmp_path, "5.0", ">=5.0,<6", "llama")
     directory(tmp_path, "5.4", ">=5.4,<6", "llama", recorded=False)
     assert Catalog(tmp_path).find("llama", "5.5.0") is None
     assert Catalog(tmp_path).find("llama", "5.3.0") is not None
 
 
-def test_a_symbolic_link_is_no_overlay(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_an_overlay(tmp_path: Path) -> None:
     directory(tmp_path, "5.0", ">=5.0,<6", "llama")
     file = tmp_path / "transformers-5.0/models/llama/modeling_llama.py"
     file.rename(tmp_path / "elsewhere.py")
@@ -81,7 +81,7 @@ def test_an_invalid_range_is_refused_by_name(tmp_path: Path) -> None:
     assert refused.value.facts["file"].endswith("transformers-5.0/manifest.toml")
 
 
-def test_every_release_that_has_a_model_is_served_or_left_out_with_a_reason(catalog: Catalog) -> None:
+def test_every_release_with_the_model_is_served_or_excluded_with_a_reason(catalog: Catalog) -> None:
     recorded = {
         release
         for directory in catalog.directories
@@ -107,24 +107,24 @@ def limit(root: Path, first: str, model: str, requires: str, reason: str) -> Non
     )
 
 
-def test_a_model_may_have_a_range_of_its_own_and_an_older_directory_serves_the_rest(tmp_path: Path) -> None:
+def test_a_model_may_have_its_own_range_and_an_older_directory_serves_the_rest(tmp_path: Path) -> None:
     directory(tmp_path, "4.9", ">=4.9,<6", "bert", "llama")
     directory(tmp_path, "5.0", ">=5.0,<6", "bert")
-    limit(tmp_path, "5.0", "bert", ">=5.2,!=5.3.1", "its head is another one")
-    limit(tmp_path, "4.9", "llama", ">=4.10", "4.9 has it in another form")
-    found = Catalog(tmp_path)
+    limit(tmp_path, "5.0", "bert", ">=5.2,!=5.3.1", "it has another head")
+    limit(tmp_path, "4.9", "llama", ">=4.10", "it differs in 4.9")
+    result = Catalog(tmp_path)
     serving = {
         release: overlay.directory
         for release in ("4.9.0", "5.1.0", "5.2.0", "5.3.0", "5.3.1", "5.4.0")
-        if (overlay := found.find("bert", release))
+        if (overlay := result.find("bert", release))
     }
     old, new = "transformers-4.9", "transformers-5.0"
     assert serving == {"4.9.0": old, "5.1.0": old, "5.2.0": new, "5.3.0": new, "5.3.1": old, "5.4.0": new}
-    assert found.find("llama", "4.9.3") is None and found.find("llama", "5.0.0") is not None
-    assert found.leaves_out("llama", "4.9.3") == "4.9 has it in another form"
-    assert found.leaves_out("llama", "5.0.0") is None
-    assert found.ranges("llama") == [">=4.9,<6,>=4.10"]
-    assert found.leaves_out("llama", "6.0.0") is None, "the directory's own range needs no reason"
+    assert result.find("llama", "4.9.3") is None and result.find("llama", "5.0.0") is not None
+    assert result.leaves_out("llama", "4.9.3") == "it differs in 4.9"
+    assert result.leaves_out("llama", "5.0.0") is None
+    assert result.ranges("llama") == [">=4.9,<6,>=4.10"]
+    assert result.leaves_out("llama", "6.0.0") is None, "the directory's own range needs no reason"
 
 
 def test_an_invalid_range_of_a_model_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of a decoder layer that has a forward of ours: as with stock, prepared and beside it."""
+"""Gradient checkpointing of a decoder layer with a bound forward works as in stock, in prepared and stock models."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.tolerance import assert_run_as_good_as_eager
 
 
 @pytest.mark.parametrize("prepared", [True, False])
-def test_each_layer_runs_again_in_the_backward_pass(prepared, tmp_path):
+def test_every_layer_runs_again_in_the_backward_pass(prepared, tmp_path):
     folder = models.save_checkpoint("llama", tmp_path, torch.float32)
-    other = hf_rocm.from_pretrained(folder, force=True)  # binds the overlay, for all that comes later
+    other = hf_rocm.from_pretrained(folder, force=True)  # binds the overlay for all later models
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     plain = transformers.LlamaForCausalLM.from_pretrained(folder)
     if prepared:
@@ -30,6 +30,8 @@ def test_each_layer_runs_again_in_the_backward_pass(prepared, tmp_path):
     plain.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     wide = transformers.LlamaForCausalLM.from_pretrained(folder).double().train()
     wide(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    mine, eager, expected = ({name: each.grad for name, each in one.named_parameters()} for one in (model, plain, wide))
-    assert_run_as_good_as_eager(mine, eager, expected, least=1e-3)
+    actual, eager, expected = (
+        {name: parameter.grad for name, parameter in one.named_parameters()} for one in (model, plain, wide)
+    )
+    assert_run_as_good_as_eager(actual, eager, expected, least=1e-3)
     del other

@@ -1,4 +1,4 @@
-"""Digests see what a definition does and nothing else, on every Python alike."""
+"""Digests depend only on what a definition does, and are the same on every Python."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def documented_only():
     """Nothing else."""
 '''
 
-# Written down once: every Python that runs this test must find the same ones.
+# Fixed values: every Python must compute the same digests.
 EXPECTED = {
     "renamed": "15e05ef59b02860a",
     "LIMIT": "e01f7daf6a12b750",
@@ -69,7 +69,7 @@ BASE = "def f(a, b=1):\n    return a + b\n"
         "x = 1\n\ndef g(): pass\n\ndef f(a, b=0x1):\n    return a + b\n",
     ],
 )
-def test_layout_comments_docstrings_and_annotations_do_not_count(same: str) -> None:
+def test_layout_comments_docstrings_and_annotations_are_ignored(same: str) -> None:
     assert one(same.encode()) == one(BASE)
 
 
@@ -90,20 +90,20 @@ def test_layout_comments_docstrings_and_annotations_do_not_count(same: str) -> N
         "from m import f\n",
     ],
 )
-def test_everything_else_counts(other: str) -> None:
+def test_everything_else_changes_the_digest(other: str) -> None:
     assert one(other) not in (one(BASE), None)
 
 
-def test_a_name_that_is_not_bound_has_no_digest() -> None:
+def test_an_unbound_name_has_no_digest() -> None:
     assert digests("def f(): pass\ng.h = 1\n", ["h", "F"]) == {"h": None, "F": None}
 
 
-def test_the_origin_of_an_import_counts() -> None:
+def test_the_origin_of_an_import_changes_the_digest() -> None:
     assert one("from .a import f") != one("from ..a import f") != one("from .b import f")
     assert one("from .a import x as f") != one("from .a import f")
 
 
-def test_conditions_count() -> None:
+def test_conditions_change_the_digest() -> None:
     assert one("if a:\n f = 1\nelse:\n f = 2") != one("if a:\n f = 2\nelse:\n f = 1")
     assert one("try:\n import f\nexcept ImportError:\n f = None") != one(
         "try:\n import f\nexcept Exception:\n f = None"
@@ -115,18 +115,18 @@ def test_broken_source_raises() -> None:
         one("def f(:\n")
 
 
-def test_a_method_has_a_digest_of_its_own() -> None:
-    found = digests(SOURCE, ["Norm.forward", "Norm.eps", "Norm.backward", "forward", "Norm"])
-    assert found["Norm.backward"] is None
-    assert found["forward"] is None
+def test_a_method_has_its_own_digest() -> None:
+    result = digests(SOURCE, ["Norm.forward", "Norm.eps", "Norm.backward", "forward", "Norm"])
+    assert result["Norm.backward"] is None
+    assert result["forward"] is None
     other = SOURCE.replace("scale=1.5j", "scale=2.5j")
     changed = digests(other, ["Norm.forward", "Norm.eps", "Norm"])
-    assert changed["Norm.eps"] == found["Norm.eps"]
-    assert changed["Norm.forward"] != found["Norm.forward"]
-    assert changed["Norm"] != found["Norm"]
+    assert changed["Norm.eps"] == result["Norm.eps"]
+    assert changed["Norm.forward"] != result["Norm.forward"]
+    assert changed["Norm"] != result["Norm"]
 
 
-def test_of_several_names_the_first_that_is_bound_counts() -> None:
+def test_the_first_bound_name_of_several_is_used() -> None:
     source = "class Old: pass\ndef new(): return 1\n"
     both, second = digests(source, ["new|Old", "absent|Old", "absent|other", "Old"]), one(source, "Old")
     assert both == {"new|Old": one(source, "new"), "absent|Old": second, "absent|other": None, "Old": second}

@@ -1,4 +1,4 @@
-"""scripts/new-overlay drafts overlays that work: they run in place of the shipped ones and give what stock gives."""
+"""scripts/new-overlay drafts working overlays: they run instead of the shipped ones and return stock's results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.overlay.conftest import installed_package
 from tests.overlay.test_scripts import load
 from tests.tolerance import assert_run_as_good_as_eager
 
-DIRECTORY = "transformers-4.0"  # none that is shipped, so that nothing shipped can be taken for a draft
+DIRECTORY = "transformers-4.0"  # not a shipped directory, so that a shipped overlay can't be mistaken for a draft
 DRAFTED = ("cohere", "gemma2", "glm4", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 WHOLE = [case for case in CASES if case.overlay in DRAFTED and case.here and not case.variant]
 NEWEST = transformers.__version__.startswith("5.23")
@@ -48,7 +48,7 @@ def overlays(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def unbound() -> Iterator[None]:
-    deactivate()  # a model that an earlier test left active would be served by what is shipped
+    deactivate()  # a model that an earlier test activated would be served by the shipped overlay
     yield
     deactivate()
 
@@ -75,9 +75,9 @@ def test_a_draft_works(case, script: ModuleType, overlays: Path, monkeypatch: py
     made = Catalog(overlays)
     monkeypatch.setattr(catalogs, "load", lambda *_, **__: made)
     stock = case.build()
-    exact, ours = copy.deepcopy(stock).double(), hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    exact, prepared = copy.deepcopy(stock).double(), hf_rocm.prepare(copy.deepcopy(stock), force=True)
     bound = {binding.home["__file__"] for binding in hf_rocm.overlay.bind.bindings()}
-    assert bound == {str(file)}, "the draft runs, not what is shipped"
+    assert bound == {str(file)}, "the shipped overlay ran instead of the draft"
 
     def run(model):
         first = model(input_ids=tokens(2, 9), use_cache=True)
@@ -86,24 +86,24 @@ def test_a_draft_works(case, script: ModuleType, overlays: Path, monkeypatch: py
 
     with torch.inference_mode():
         with recording() as routes, counted() as hits:
-            actual = run(ours)
+            actual = run(prepared)
         same_dtype = run(stock)
         with in_float64():
             expected = run(exact)
-    assert_served(ours, case.classes(), routes, hits)
+    assert_served(prepared, case.classes(), routes, hits)
     assert_run_as_good_as_eager(actual, same_dtype, expected)
 
 
 @pytest.mark.skipif(not NEWEST, reason="the shipped texts were written after this release")
 @pytest.mark.parametrize("model", ["granite", "llama", "mistral", "qwen2"])
-def test_a_draft_is_what_is_shipped(model: str, script: ModuleType, overlays: Path, catalog: Catalog) -> None:
+def test_a_draft_equals_the_shipped_overlay(model: str, script: ModuleType, overlays: Path, catalog: Catalog) -> None:
     shipped = catalog.find(model, transformers.__version__)
     assert shipped is not None
 
     def bound(text: str) -> set[str]:
         nodes = list(ast.walk(ast.parse(text)))
         calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "overlay.binds"]
-        return {ast.unparse(node) for node in (*calls, *(each for each in nodes if isinstance(each, ast.FunctionDef)))}
+        return {ast.unparse(node) for node in (*calls, *(item for item in nodes if isinstance(item, ast.FunctionDef)))}
 
     draft_binds = bound(drafted(script, overlays, model).read_text())
     assert draft_binds == bound(shipped.text)
@@ -150,34 +150,32 @@ def draft(script: ModuleType, stock: Path):
 GATED = "self.act_fn(self.gate_proj(x)) * self.up_proj(x)"
 
 
-def test_what_has_no_known_shape_is_left_out_with_the_line_that_is_new(script: ModuleType, tmp_path: Path) -> None:
-    found = draft(
+def test_an_unknown_forward_is_not_drafted_and_the_new_line_is_named(script: ModuleType, tmp_path: Path) -> None:
+    result = draft(
         script, demo(tmp_path, "query = query * torch.sigmoid(self.gate(hidden_states))", "", "self.up_proj(x)")
     )
-    assert found.served == ("DemoRMSNorm",)
-    assert found.left["DemoAttention"] == "query = query * torch.sigmoid(self.gate(hidden_states))"
-    assert found.left["DemoMLP"] == "return self.down_proj(self.up_proj(x))"
-    assert "DemoExperts" in found.left
-    assert dependencies(found.text) == ["transformers.models.demo.modeling_demo:DemoRMSNorm"]
+    assert result.served == ("DemoRMSNorm",)
+    assert result.left["DemoAttention"] == "query = query * torch.sigmoid(self.gate(hidden_states))"
+    assert result.left["DemoMLP"] == "return self.down_proj(self.up_proj(x))"
+    assert "DemoExperts" in result.left
+    assert dependencies(result.text) == ["transformers.models.demo.modeling_demo:DemoRMSNorm"]
 
 
-def test_a_term_of_the_attention_interface_that_is_not_known_is_never_dropped(
-    script: ModuleType, tmp_path: Path
-) -> None:
-    found = draft(script, demo(tmp_path, "", ", scaling=self.scaling, new_term=self.bias", GATED))
-    assert "new_term" in found.left["DemoAttention"] and found.served == ("DemoRMSNorm", "DemoMLP")
+def test_an_unknown_argument_of_the_attention_interface_is_never_dropped(script: ModuleType, tmp_path: Path) -> None:
+    result = draft(script, demo(tmp_path, "", ", scaling=self.scaling, new_term=self.bias", GATED))
+    assert "new_term" in result.left["DemoAttention"] and result.served == ("DemoRMSNorm", "DemoMLP")
 
 
-def test_terms_that_are_known_are_handed_on(script: ModuleType, tmp_path: Path) -> None:
-    found = draft(script, demo(tmp_path, "", ", scaling=self.s, softcap=self.cap, s_aux=self.sinks", GATED))
-    assert found.left.keys() == {"DemoExperts"}
-    assert "scale=self.s, softcap=softcap, sinks=sinks, **seen" in found.text
-    assert "beyond_sdpa=True" in found.text and "overlay.binds(DemoMLP, layers.GatedMLP())" in found.text
+def test_known_arguments_are_passed_on(script: ModuleType, tmp_path: Path) -> None:
+    result = draft(script, demo(tmp_path, "", ", scaling=self.s, softcap=self.cap, s_aux=self.sinks", GATED))
+    assert result.left.keys() == {"DemoExperts"}
+    assert "scale=self.s, softcap=softcap, sinks=sinks, **seen" in result.text
+    assert "beyond_sdpa=True" in result.text and "overlay.binds(DemoMLP, layers.GatedMLP())" in result.text
 
 
 def test_a_factor_of_the_queries_becomes_the_scale(script: ModuleType, tmp_path: Path) -> None:
-    found = draft(script, demo(tmp_path, "query = query * self.scaling", ", scaling=1.0", GATED))
-    assert "ops.attention(query, key, value, scale=self.scaling, **seen)" in found.text
+    result = draft(script, demo(tmp_path, "query = query * self.scaling", ", scaling=1.0", GATED))
+    assert "ops.attention(query, key, value, scale=self.scaling, **seen)" in result.text
     for number, (line, terms) in enumerate(
         (
             ("query = query * self.scaling", ", scaling=self.scaling"),  # both
@@ -189,8 +187,8 @@ def test_a_factor_of_the_queries_becomes_the_scale(script: ModuleType, tmp_path:
         assert "DemoAttention" in draft(script, demo(tmp_path / str(number), line, terms, GATED)).left
 
 
-def test_a_norm_after_the_rotation_is_not_drafted_before_it(script: ModuleType, tmp_path: Path) -> None:
-    """A norm without a weight gives the same number on either side, unless the rotation scales."""
+def test_a_norm_after_the_rotary_embedding_is_not_drafted_before_it(script: ModuleType, tmp_path: Path) -> None:
+    """A norm without a weight commutes with the rotary embedding, unless the latter scales."""
     rotate = "cos, sin = position_embeddings; query, key = apply_rotary_pos_emb(query, key, cos, sin)"
     norm = "query = self.q_norm(query); key = self.k_norm(key)"
     before = draft(script, demo(tmp_path / "before", f"{norm}; {rotate}", ", scaling=1.0", GATED))
@@ -210,7 +208,7 @@ def test_experts_of_transformers_interface_are_declared(script: ModuleType, tmp_
     assert "has_bias=True" in draft(script, stock).left["DemoExperts"]
 
 
-@pytest.mark.skipif(not NEWEST, reason="the shape is that of the newest release")
+@pytest.mark.skipif(not NEWEST, reason="only the newest release has this form")
 def test_a_mask_after_the_cache_is_a_parameter_of_the_draft(script: ModuleType) -> None:
     text = script.from_stock("opt", DIRECTORY, installed_package()).text
     head = next(
@@ -219,7 +217,7 @@ def test_a_mask_after_the_cache_is_a_parameter_of_the_draft(script: ModuleType) 
     assert "past_key_values=None, attention_mask=None" in head and "scale=self.scaling" in text
 
 
-def test_a_table_of_classes_is_pointed_at(script: ModuleType, tmp_path: Path) -> None:
+def test_a_table_of_classes_is_reported(script: ModuleType, tmp_path: Path) -> None:
     stock = demo(tmp_path, "", "", GATED)
     file = stock / "models/demo/modeling_demo.py"
     file.write_text(file.read_text() + 'DEMO_CLASSES = {"eager": DemoAttention, "sdpa": DemoSdpaAttention}\n')
@@ -237,7 +235,7 @@ def test_a_release_is_read_from_the_cached_wheel(
     assert (overlays / DIRECTORY / "models/demo/modeling_demo.py").is_file()
 
 
-def test_releases_and_directory_are_those_of_the_wheels(
+def test_releases_and_directory_follow_from_the_wheels(
     script: ModuleType,
     overlays: Path,
     tmp_path: Path,
@@ -264,7 +262,7 @@ def test_releases_and_directory_are_those_of_the_wheels(
     assert "no release has a model 'nothing'" in capsys.readouterr().err
 
 
-def test_an_attention_with_the_forward_of_bart_is_drafted_as_bart_is(script: ModuleType, catalog: Catalog) -> None:
+def test_an_attention_with_the_forward_of_bart_is_drafted_like_bart(script: ModuleType, catalog: Catalog) -> None:
     draft = script.from_stock("pegasus", "transformers-4.53", installed_package())
     shipped = catalog.find("pegasus", transformers.__version__)
     assert shipped is not None and draft.text == shipped.text

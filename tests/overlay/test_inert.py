@@ -1,4 +1,4 @@
-"""What an inert block costs when its module is imported; `test_running` shows that it changes nothing."""
+"""The cost of an inert block when its module is imported; `test_running` checks that it changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.overlay.conftest import MODELS, Site
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# torch stands in for itself, with the modules of Python's own that the real one has always imported by then
+# a stand-in for torch, with the standard modules that torch imports
 TIMED = """
 import dataclasses, inspect, json, pathlib, sys, time, types, typing, warnings
 torch = sys.modules["torch"] = types.ModuleType("torch")
@@ -42,16 +42,16 @@ def blocks(site: Site) -> str:
     return json.dumps({model: str(site.model(model)) for model in MODELS})
 
 
-# What a block imports where it serves nothing.
+# The modules that an inert block imports.
 IMPORTED = ("", ".budget", ".errors", ".options", ".overlay", ".overlay.bind", ".overlay.declare", ".patches")
 
 
-def test_an_inert_block_costs_little_and_imports_the_dispatcher_alone(blocks: str, tmp_path: Path) -> None:
-    """5 ms for the first block and 1 ms for any other one, or what Python's own asyncio says of a slower machine."""
+def test_an_inert_block_is_cheap_and_imports_only_the_dispatcher(blocks: str, tmp_path: Path) -> None:
+    """At most 5 ms for the first block and 1 ms for any other; on slower machines, relative to importing asyncio."""
     unwanted = ("HF_ROCM", "PYTHONDONTWRITEBYTECODE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     runs = []
-    for _ in range(40):  # the first compiles what an installer would have; then the best: caches are shared too
+    for _ in range(40):  # the first run compiles what an installer would compile; then the best of several
         done = subprocess.run(
             [sys.executable, "-c", TIMED, blocks],
             env={**variables, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")},

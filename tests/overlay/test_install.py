@@ -1,4 +1,4 @@
-"""Writing to an installed transformers: all or nothing, nobody else's files, and back to the byte."""
+"""Writing to an installed transformers: all or nothing, no other files, and an exact uninstall."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_uninstall_restores_content_and_mode_of_the_whole_tree(whole_site: Site)
         f"transformers/models/{state.model}/modeling_{state.model}.py"
         for state in status(transformers_path=whole_site.path).states
     }
-    assert before.keys() == between.keys(), "nothing of ours lies beside the files"
+    assert before.keys() == between.keys(), "there are other files"
     uninstall(transformers_path=whole_site.path)
     assert hashes(whole_site.path) == before
 
@@ -68,13 +68,13 @@ def test_a_second_run_writes_nothing(site: Site) -> None:
         assert fingerprint(site.path) == before
 
 
-def test_stock_bytes_stay_where_they_were(site: Site) -> None:
+def test_stock_bytes_are_unchanged(site: Site) -> None:
     stock = site.model("qwen3").read_bytes()
     install(["qwen3"], transformers_path=site.path)
     assert site.model("qwen3").read_bytes().startswith(stock)
 
 
-def test_a_dry_run_plans_the_same_and_writes_nothing(site: Site) -> None:
+def test_a_dry_run_has_the_same_plan_and_writes_nothing(site: Site) -> None:
     before = fingerprint(site.path)
     planned, _ = install(transformers_path=site.path, dry_run=True)
     assert fingerprint(site.path) == before
@@ -92,7 +92,7 @@ def test_a_partial_selection_composes(site: Site) -> None:
     assert hashes(site.path) == before
 
 
-def test_one_bad_file_stops_all(site: Site) -> None:
+def test_one_bad_file_prevents_all_writes(site: Site) -> None:
     site.model("llama").write_bytes(site.model("llama").read_bytes() + b"#")
     before = fingerprint(site.path)
     plan, _ = install(transformers_path=site.path)
@@ -126,13 +126,13 @@ def test_a_block_of_another_release_is_replaced(site: Site, monkeypatch: pytest.
     assert site.model("llama").read_bytes().startswith(stock)
 
 
-def test_the_openpi_trap_a_reinstalled_transformers_is_not_called_installed(site: Site, tmp_path: Path) -> None:
+def test_a_reinstalled_transformers_is_not_reported_as_installed(site: Site, tmp_path: Path) -> None:
     install(transformers_path=site.path)
-    # what pip does: it removes the files of RECORD and whatever folders that empties, then unpacks the wheel again
+    # as pip does: remove the files of RECORD and empty folders, then unpack the wheel again
     fresh = make_site(tmp_path / "fresh")
     for file in [path for path in fresh.path.rglob("*") if path.is_file()]:
         (site.path / file.relative_to(fresh.path)).unlink()
-    assert [path for path in site.path.rglob("*") if not path.is_dir()] == [], "nothing of ours is left behind"
+    assert [path for path in site.path.rglob("*") if not path.is_dir()] == [], "files of hf-rocm remain"
     fresh_again = make_site(site.path / "again")
     for name in ("transformers", fresh_again.metadata.name):
         subprocess.run(["cp", "-r", str(fresh_again.path / name), str(site.path)], check=True)
@@ -182,7 +182,7 @@ def test_a_read_only_folder_is_refused_before_anything_is_written(site: Site, mo
     assert fingerprint(site.path) == before
 
 
-def test_every_compiled_form_is_dropped(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_compiled_file_is_removed(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = site.model("bert")
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
     prefixed = Path(importlib.util.cache_from_source(str(source)))
@@ -207,7 +207,7 @@ def test_every_compiled_form_is_dropped(site: Site, tmp_path: Path, monkeypatch:
 
 
 class Faulty(Disk):
-    """Fails at the n-th call, of whatever kind, with one errno; counts the calls."""
+    """Fail at the n-th call of any kind with one errno, and count the calls."""
 
     def __init__(self, fail_at: int = 0, fault: Callable[[], BaseException] | None = None) -> None:
         self.calls, self.fail_at, self.fault = 0, fail_at, fault
@@ -221,7 +221,7 @@ class Faulty(Disk):
             self.calls += 1
             if self.calls == self.fail_at and self.fault is not None:
                 if name == "close":
-                    value(*arguments)  # the descriptor is gone even when close reports an error
+                    value(*arguments)  # the descriptor is closed even if close reports an error
                 raise self.fault()
             return value(*arguments)
 
@@ -288,14 +288,14 @@ def test_a_signal_at_any_call_undoes_the_run(site: Site, catalog: Catalog, numbe
 
 
 @pytest.mark.parametrize("command", [install, uninstall])
-def test_what_a_killed_run_left_is_swept_by_any_next_run(site: Site, command: Callable[..., Any]) -> None:
+def test_any_next_run_removes_the_files_of_a_killed_run(site: Site, command: Callable[..., Any]) -> None:
     left = site.model("llama").with_name(f".modeling_llama.py.0123456789abcdef{LEFTOVER}")
     left.write_bytes(b"half")
-    theirs = site.model("llama").with_name(".modeling_llama.py.swp")
-    theirs.write_bytes(b"")
+    swap_file = site.model("llama").with_name(".modeling_llama.py.swp")
+    swap_file.write_bytes(b"")
     command(["bert"], transformers_path=site.path)
     assert not left.exists()
-    assert theirs.exists()
+    assert swap_file.exists()
 
 
 def test_temporary_files_never_look_like_modules(site: Site, catalog: Catalog) -> None:
@@ -320,7 +320,7 @@ def test_a_file_that_changes_between_plan_and_write_is_refused(site: Site, catal
     assert hashes(site.path) == before
 
 
-def test_what_someone_else_writes_meanwhile_is_noticed_and_left_alone(site: Site, catalog: Catalog) -> None:
+def test_a_concurrent_write_is_detected_and_kept(site: Site, catalog: Catalog) -> None:
     before = hashes(site.path)
 
     class Shared(Disk):
@@ -339,7 +339,7 @@ def test_what_someone_else_writes_meanwhile_is_noticed_and_left_alone(site: Site
     assert site.model("bert").read_bytes() == b"theirs"
 
 
-def test_an_undo_that_fails_says_so(site: Site, catalog: Catalog) -> None:
+def test_a_failed_undo_is_reported(site: Site, catalog: Catalog) -> None:
     import errno
 
     class Broken(Disk):
@@ -359,8 +359,8 @@ def test_an_undo_that_fails_says_so(site: Site, catalog: Catalog) -> None:
     assert set(states(site).values()) == {"no"}
 
 
-def test_a_folder_that_can_only_be_appended_to(site: Site, catalog: Catalog) -> None:
-    """Its files can be made, and neither replaced nor removed: what is left there is named."""
+def test_an_append_only_folder(site: Site, catalog: Catalog) -> None:
+    """Files can be created there, but neither replaced nor removed: the remaining ones are named."""
     import errno
 
     class AppendOnly(Disk):
@@ -379,4 +379,4 @@ def test_a_folder_that_can_only_be_appended_to(site: Site, catalog: Catalog) -> 
     assert "chattr -a" in (failed.value.hint or "")
     install(transformers_path=site.path)
     uninstall(transformers_path=site.path)
-    assert hashes(site.root) == before, "the next run sweeps"
+    assert hashes(site.root) == before, "the next run did not remove them"

@@ -1,4 +1,4 @@
-"""Which transformers is meant, and which must not be written to: every refusal with its fix."""
+"""Finding the transformers to write to, and every refusal with its fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _find_spec = PathFinder.find_spec
 
 @pytest.fixture
 def path_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make these folders the whole search path, and a plain interpreter of this one."""
+    """Make these folders the whole search path, and hide the virtual environment."""
 
     def use(*folders: Path) -> None:
         monkeypatch.setattr(sys, "path", [str(folder) for folder in folders])
@@ -34,17 +34,17 @@ def path_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def refusal(path: Path | None = None) -> OverlayError:
     with pytest.raises(OverlayError) as refused:
         check_writable(locate(path))
-    assert refused.value.hint, "a refusal names the next step"
+    assert refused.value.hint, "the refusal names no next step"
     return refused.value
 
 
 def test_the_installed_one_is_found_without_importing_it() -> None:
-    found = locate()
-    assert found.root == installed_package()
-    assert found.metadata is not None and found.version in found.metadata.name
+    result = locate()
+    assert result.root == installed_package()
+    assert result.metadata is not None and result.version in result.metadata.name
 
 
-def test_a_path_may_be_the_package_or_what_holds_it(site: Site) -> None:
+def test_a_path_may_be_the_package_or_its_parent(site: Site) -> None:
     assert locate(site.path).root == locate(site.root).root == site.root
     check_writable(locate(site.path))
 
@@ -53,7 +53,7 @@ def test_a_path_without_transformers_is_refused(tmp_path: Path) -> None:
     assert "no transformers at this path" in refusal(tmp_path).message
 
 
-def test_recorded_hashes_are_read_from_record(site: Site) -> None:
+def test_hashes_are_read_from_record(site: Site) -> None:
     import hashlib
 
     installation = site.installation
@@ -62,12 +62,12 @@ def test_recorded_hashes_are_read_from_record(site: Site) -> None:
     assert installation.recorded_sha256(site.root / "nothing.py") is None
 
 
-def test_none_at_all(tmp_path: Path, path_only: Callable[..., None]) -> None:
+def test_no_transformers(tmp_path: Path, path_only: Callable[..., None]) -> None:
     path_only(tmp_path)
     assert "not installed" in refusal().message
 
 
-def test_a_folder_that_an_uninstall_left(tmp_path: Path, path_only: Callable[..., None]) -> None:
+def test_a_folder_left_by_an_uninstall(tmp_path: Path, path_only: Callable[..., None]) -> None:
     (tmp_path / "transformers" / "models").mkdir(parents=True)
     path_only(tmp_path)
     assert "only a leftover folder" in refusal().message
@@ -96,7 +96,7 @@ def test_an_install_from_a_local_folder_is_not_editable(site: Site) -> None:
     check_writable(locate(site.path))
 
 
-def test_an_editable_install_whose_record_lies_elsewhere(
+def test_an_editable_install_with_its_record_elsewhere(
     make: Callable[[str], Site], tmp_path: Path, path_only: Callable[..., None]
 ) -> None:
     source, target = make("checkout"), tmp_path / "site-packages"
@@ -141,16 +141,16 @@ def test_more_than_one_on_the_path(make: Callable[[str], Site], path_only: Calla
     refused = refusal()
     assert "more than one" in refused.message
     assert {str(first.root), str(second.root)} <= set(refused.facts.values())
-    check_writable(locate(first.path))  # naming one settles it
+    check_writable(locate(first.path))  # naming one resolves the ambiguity
 
 
-def test_the_same_one_twice_on_the_path(site: Site, tmp_path: Path, path_only: Callable[..., None]) -> None:
+def test_the_same_transformers_twice_on_the_path(site: Site, tmp_path: Path, path_only: Callable[..., None]) -> None:
     (tmp_path / "link").symlink_to(site.path)
     path_only(site.path, site.path, tmp_path / "link")
     check_writable(locate())
 
 
-def test_one_that_belongs_to_another_environment(
+def test_a_transformers_of_another_environment(
     site: Site, tmp_path: Path, path_only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path_only(site.path)
@@ -175,9 +175,9 @@ def test_no_version(site: Site) -> None:
     assert "version" in refusal(site.path).message
 
 
-def test_a_package_record_is_not_needed(site: Site) -> None:
+def test_an_installation_without_a_package_record(site: Site) -> None:
     shutil.rmtree(site.metadata)
-    found = locate(site.path)
-    assert found.metadata is None
-    assert found.recorded_sha256(site.model("llama")) is None
-    check_writable(found)
+    result = locate(site.path)
+    assert result.metadata is None
+    assert result.recorded_sha256(site.model("llama")) is None
+    check_writable(result)

@@ -23,7 +23,7 @@ def hold(path: Path) -> int:
     return descriptor
 
 
-def test_the_lock_leaves_nothing_behind(site: Site) -> None:
+def test_the_lock_leaves_no_files(site: Site) -> None:
     before = hashes(site.path)
     with exclusive(site.root) as notices:
         assert notices == []
@@ -43,7 +43,7 @@ def test_a_second_writer_waits_and_then_gives_up(site: Site) -> None:
 
 
 @pytest.mark.parametrize("settings", ["home = /usr\nuv = 0.9.0\n", "home = /usr\n"])
-def test_the_lock_of_uv_is_taken_where_uv_manages_the_environment(site: Site, settings: str) -> None:
+def test_uvs_lock_is_used_if_uv_manages_the_environment(site: Site, settings: str) -> None:
     (site.path / "pyvenv.cfg").write_text(settings)
     lock = site.path / ".lock"
     with exclusive(site.root):
@@ -57,7 +57,7 @@ def test_the_lock_of_uv_is_taken_where_uv_manages_the_environment(site: Site, se
             os.close(descriptor)
 
 
-def test_a_file_system_without_locks_gets_a_notice(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_causes_a_notice(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -66,7 +66,7 @@ def test_a_file_system_without_locks_gets_a_notice(site: Site, monkeypatch: pyte
         assert len(notices) == 1 and "without locks" in notices[0]
 
 
-def test_many_installers_at_once_end_in_one_of_their_results(site: Site) -> None:
+def test_concurrent_installers_end_in_the_result_of_one_of_them(site: Site) -> None:
     command = "from hf_rocm.overlay.commands import {0}; {0}(transformers_path={1!r})[0].check()"
     running = [
         subprocess.Popen([sys.executable, "-c", command.format(verb, str(site.path))], stderr=subprocess.PIPE)

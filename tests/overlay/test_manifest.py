@@ -1,4 +1,4 @@
-"""Manifests survive writing and reading, and each overlay's manifest covers exactly what the overlay imports."""
+"""Manifests are read as they were written, and every overlay's manifest covers exactly what the overlay imports."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ if ops:
 """
 
 
-def test_dependencies_are_what_is_imported_from_transformers_anywhere_in_the_text() -> None:
+def test_dependencies_are_all_imports_from_transformers_in_the_source() -> None:
     assert manifest.dependencies(IMPORTS) == ["transformers.a.b:X", "transformers.a.b:Y", "transformers:W"]
 
 
-def test_names_that_releases_call_differently_are_one_dependency() -> None:
+def test_alternative_names_of_releases_are_one_dependency() -> None:
     text = 'overlay.binds_first("transformers.models.demo.modeling_demo", NewNorm=norm, OldNorm=norm)'
     name = "transformers.models.demo.modeling_demo:NewNorm|OldNorm"
     assert manifest.dependencies(text) == [name]

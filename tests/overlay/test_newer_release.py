@@ -1,4 +1,4 @@
-"""A release one newer than those that were tested: only models whose definitions changed are refused, and it shows."""
+"""A release that is newer than the tested ones: only models whose definitions changed are refused and reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_rocm.overlay.scan import survey
 from hf_rocm.overlay.state import FileState, Match
 from tests.overlay.conftest import MODELS, Site, hashes, next_release
 
-# What upstream might do: another default, another step of the computation, another method, another name.
+# Possible upstream changes: another default, another computation, another method, another name.
 EDITS: dict[str, tuple[str, str, str]] = {
     "gemma": ("GemmaRMSNorm", "eps: float = 1e-6", "eps: float = 1e-5"),
     "llama": ("LlamaMLP", "self.act_fn(self.gate_proj(x)) * self.up_proj(x)", "self.act_fn(self.gate_proj(x))"),
@@ -33,7 +33,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
 
 @pytest.fixture
 def newer(site: Site, make: Callable[[str], Site]) -> Site:
-    """The site as a release that nobody has seen, every file of it new, and some of its definitions changed."""
+    """The site as an unknown release: every file is new, and some definitions have changed."""
     site.forget_record()
     site.release(next_release(site.installation.version))
     for model in MODELS:
@@ -48,13 +48,13 @@ def states(site: Site, catalog: Catalog) -> dict[str, FileState]:
     return {state.model: state for state in survey(site.installation, catalog)}
 
 
-def test_only_what_changed_is_refused(newer: Site, catalog: Catalog) -> None:
-    found = states(newer, catalog)
-    assert {model for model, state in found.items() if state.match is Match.CHANGED} == set(EDITS)
-    assert found["bert"].match is Match.COMPATIBLE
+def test_only_changed_models_are_refused(newer: Site, catalog: Catalog) -> None:
+    result = states(newer, catalog)
+    assert {model for model, state in result.items() if state.match is Match.CHANGED} == set(EDITS)
+    assert result["bert"].match is Match.COMPATIBLE
     for model, (name, _, _) in EDITS.items():
-        assert [difference.name for difference in found[model].differences] == [name]
-        assert found[model].outgrown
+        assert [difference.name for difference in result[model].differences] == [name]
+        assert result[model].outgrown
 
 
 @pytest.mark.parametrize("model", EDITS)
@@ -73,7 +73,7 @@ def test_the_message_names_the_definition_its_digests_and_the_releases(
 
 @pytest.mark.parametrize("packed", [True, False], ids=["wheel", "folder"])
 @pytest.mark.parametrize("model", EDITS)
-def test_the_change_itself_is_shown_against_a_release_that_is_at_hand(
+def test_the_change_is_shown_against_a_cached_release(
     newer: Site,
     make: Callable[[str], Site],
     model: str,
@@ -95,7 +95,7 @@ def test_the_change_itself_is_shown_against_a_release_that_is_at_hand(
     assert name in shown and len(added) <= 2 and known.is_dir()
 
 
-def test_what_is_no_transformers_can_not_be_compared_with(newer: Site, catalog: Catalog, tmp_path: Path) -> None:
+def test_a_path_without_transformers_can_not_be_compared_with(newer: Site, catalog: Catalog, tmp_path: Path) -> None:
     (tmp_path / "other.whl").write_bytes(b"")
     for path in (tmp_path / "other.whl", tmp_path / "nothing", tmp_path):
         with pytest.raises(OverlayError, match="no such file of transformers"):
@@ -103,7 +103,7 @@ def test_what_is_no_transformers_can_not_be_compared_with(newer: Site, catalog: 
     assert main(["status", "--against", str(tmp_path), "--transformers-path", str(newer.path)]) == 2
 
 
-def test_all_or_none_unless_the_changed_ones_are_left_out(newer: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_or_none_unless_changed_models_are_skipped(newer: Site, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--transformers-path", str(newer.path)]
     before = hashes(newer.path)
     assert main(["install-overlays", *place]) == 1
@@ -150,7 +150,7 @@ def test_an_edited_block_is_not_skipped(site: Site) -> None:
     assert len(plan.refusals) == 1 and hashes(site.path) == before
 
 
-def test_in_memory_the_others_are_bound(newer: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activate_binds_the_other_models(newer: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
     monkeypatch.setattr("hf_rocm.overlay.activate.locate", lambda: newer.installation)
     try:

@@ -1,4 +1,4 @@
-"""transformers reads the text of its own files: with a block in it, it must read the same."""
+"""transformers reads its own source files: a block must not change the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_rocm.overlay.commands import install
 from tests.overlay.conftest import MODELS, Site, installed_package
 
 
-def test_all_and_the_import_structure_are_read_the_same(site: Site) -> None:
+def test_all_and_the_import_structure_are_unchanged(site: Site) -> None:
     from transformers.utils import import_utils
 
     models = site.root / "models"
@@ -28,7 +28,7 @@ def test_all_and_the_import_structure_are_read_the_same(site: Site) -> None:
 
 
 def verdicts(code: str) -> dict[str, bool]:
-    """What `set_attn_implementation` and its like look for in a module's text, as in 4.56–4.57 and in 5.x."""
+    """The searches of `set_attn_implementation` and similar functions in a module's source, in 4.56–4.57 and 5.x."""
     has_attention = bool(re.search(r"class \w+Attention\(nn.Module\)", code))
     is_attention = bool(re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE))
     return {
@@ -43,13 +43,13 @@ def verdicts(code: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_search_for_the_attention_interface_finds_the_same(site: Site, model: str) -> None:
+def test_the_search_for_the_attention_interface_is_unchanged(site: Site, model: str) -> None:
     before = verdicts(site.model(model).read_text(encoding="utf-8"))
     install([model], transformers_path=site.path)
     assert verdicts(site.model(model).read_text(encoding="utf-8")) == before
 
 
-def test_no_overlay_of_any_release_has_a_word_that_transformers_looks_for(catalog: Catalog) -> None:
+def test_no_overlay_contains_a_text_that_transformers_searches_for(catalog: Catalog) -> None:
     empty = verdicts("")
     for directory in catalog.directories:
         for path in directory.files.values():
@@ -82,14 +82,14 @@ def test_a_block_binds_no_name_that_the_stock_file_uses(site: Site, model: str) 
     assert bound(block) - own - names == bound(block) - own, bound(block) & names
 
 
-def test_these_are_the_searches_of_the_installed_release() -> None:
-    """A new release that searches for something else must be noticed here."""
+def test_the_searches_are_those_of_the_installed_release() -> None:
+    """Detects a new release that searches for something else."""
     source = (installed_package() / "modeling_utils.py").read_text(encoding="utf-8")
     patterns = {
         r"class \w+Attention\(nn.Module\)",
         r"^class \w*Attention\w*\(nn\.Module\):",
     }
-    searches = {found for found in re.findall(r"re\.search\(r\"([^\"]*)\", code", source)}
+    searches = {result for result in re.findall(r"re\.search\(r\"([^\"]*)\", code", source)}
     assert searches <= patterns
     literals = set(re.findall(r"\"([^\"]+)\" in code\b", source))
     known = set(re.findall(r"\"([^\"]+)\" in code\b", Path(__file__).read_text(encoding="utf-8")))

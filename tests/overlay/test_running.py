@@ -1,4 +1,4 @@
-"""What an installed overlay does when transformers is imported: nothing without force, everything with it."""
+"""The effect of an installed overlay when transformers is imported: none without force, and full with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(whole_site, tmp_path_factory) -> Site:
-    """A transformers of its own with every overlay in it."""
+    """A separate transformers with every overlay installed."""
     path = tmp_path_factory.mktemp("installed") / "site"
     shutil.copytree(whole_site.path, path, copy_function=os.link)
     done = run(None, "-m", "hf_rocm", "install-overlays", "--transformers-path", str(path / "transformers"))
@@ -34,7 +34,7 @@ def installed(whole_site, tmp_path_factory) -> Site:
 
 
 def run(site: Site | None, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, in which the site's transformers comes first and hf_rocm is the one that is tested."""
+    """A separate Python process with the site's transformers first on the path and the tested hf_rocm."""
     paths = [*([str(site.path)] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {key: value for key, value in os.environ.items() if not key.startswith("HF_ROCM")}
     return subprocess.run(
@@ -51,7 +51,7 @@ def run(site: Site | None, *arguments: str, **environment: str) -> subprocess.Co
 def report(
     site: Site, checkpoints: dict[str, Path], body: str, first: str = "", **environment: str
 ) -> dict[str, object]:
-    """Run a script that fills `facts` for each model, and return what it found."""
+    """Run a script that fills `facts` for each model, and return them."""
     script = (
         first
         + textwrap.dedent(
@@ -96,7 +96,7 @@ facts["ours"] = sorted(module for module in sys.modules if module.split(".")[0] 
 
 @pytest.fixture(scope="module")
 def stock(whole_site, checkpoints):
-    """What a transformers without any overlay gives."""
+    """The results of a transformers without overlays."""
     return report(whole_site, checkpoints, INERT)
 
 
@@ -104,7 +104,7 @@ def test_without_force_an_installed_overlay_changes_nothing(installed, whole_sit
     inert = report(installed, checkpoints, INERT)
     imported = inert.pop("ours")
     assert not [name for name in imported if name.startswith(("hf_rocm.ops", "hf_rocm.layers", "aiter"))]
-    assert "hf_rocm.overlay.bind" in imported  # the block did run
+    assert "hf_rocm.overlay.bind" in imported  # the block ran
     assert [name for name in stock["ours"] if name.startswith("hf_rocm")] == []
     text = json.dumps(inert).replace(str(installed.path), str(whole_site.path))
     assert json.loads(text) == {name: stock[name] for name in checkpoints}
@@ -130,19 +130,19 @@ facts["active"] = [name for name in sys.modules if name.startswith("hf_rocm._act
 """
 
 
-def test_forced_plain_auto_models_run_our_attention_on_unexpanded_keys_and_values(installed, checkpoints):
+def test_forced_auto_models_run_hf_rocms_attention_with_unexpanded_keys_and_values(installed, checkpoints):
     facts = report(installed, checkpoints, FORCED, HF_ROCM_FORCE="1")
-    assert facts.pop("active") == []  # it is the installed block that runs, not an activation
+    assert facts.pop("active") == []  # the installed block runs, not an activation
     assert facts.keys() == checkpoints.keys()
-    for name, found in facts.items():
-        heads, kv_heads = found["expected"]
-        assert found["calls"] == found["layers"] == 2
-        assert found["heads"] == [heads] and found["kv_heads"] == [kv_heads]
-        assert (found["norms"] > 0) == (name != "bert")
+    for name, result in facts.items():
+        heads, kv_heads = result["expected"]
+        assert result["calls"] == result["layers"] == 2
+        assert result["heads"] == [heads] and result["kv_heads"] == [kv_heads]
+        assert (result["norms"] > 0) == (name != "bert")
 
 
 def test_without_hf_rocm_an_installed_overlay_is_stock(installed, checkpoints, stock):
-    """hf-rocm was uninstalled and its blocks stayed behind."""
+    """hf-rocm was uninstalled, but its blocks remain."""
     body = INERT.replace('facts["ours"]', "hidden")
     gone = "import sys; sys.modules['hf_rocm'] = None\n"
     without = report(installed, checkpoints, body, gone, HF_ROCM_FORCE="1")
@@ -152,7 +152,7 @@ def test_without_hf_rocm_an_installed_overlay_is_stock(installed, checkpoints, s
 
 
 @at_the_ends
-def test_a_block_of_another_release_stays_stock_and_says_so_once(installed, checkpoints):
+def test_with_a_block_of_another_release_the_model_stays_stock_with_one_message(installed, checkpoints):
     script = "import hf_rocm\nhf_rocm.__version__ = '99.0'\n"
     done = run(
         installed,
@@ -168,7 +168,7 @@ def test_a_block_of_another_release_stays_stock_and_says_so_once(installed, chec
 
 
 @at_the_ends
-def test_a_bad_environment_does_not_make_the_module_unimportable(installed):
+def test_an_invalid_variable_does_not_break_the_import(installed):
     done = run(
         installed, "-W", "always", "-c", "import transformers.models.llama.modeling_llama", HF_ROCM_FORCE="maybe"
     )

@@ -1,4 +1,4 @@
-"""The maintainers' script that reads digests off released wheels."""
+"""The maintainers' script that computes digests from released wheels."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(refresh: ModuleType, overlays: Path, *arguments: str) -> int:
     return result
 
 
-def test_each_directory_records_the_releases_that_it_serves(refresh: ModuleType, overlays: Path) -> None:
+def test_every_directory_records_the_releases_that_it_serves(refresh: ModuleType, overlays: Path) -> None:
     assert run(refresh, overlays) == 0
     old, new = Catalog(overlays).directories
     attention = "transformers.models.demo.modeling_demo:DemoAttention"
@@ -103,7 +103,7 @@ def test_check_writes_nothing_and_fails_on_a_difference(
     assert capsys.readouterr().out == ""
 
 
-def test_a_new_form_is_shown_as_text_and_as_what_differs_from_the_form_before(
+def test_a_new_form_is_shown_as_source_and_as_a_diff(
     refresh: ModuleType, overlays: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(refresh, overlays)
@@ -120,7 +120,7 @@ def test_a_new_form_is_shown_as_text_and_as_what_differs_from_the_form_before(
     assert "-        return 3" in form and "+        return 4" in form
 
 
-def test_texts_of_a_release_leave_out_what_digests_ignore(refresh: ModuleType) -> None:
+def test_the_shown_source_omits_what_digests_ignore(refresh: ModuleType) -> None:
     one = 'class A:\n    """Doc."""\n    def f(self, x: int = 1) -> int:\n        return x  # why\n'
     assert refresh.forms.text_of(one, "A") == "class A:\n\n    def f(self, x=1):\n        return x"
     assert refresh.forms.text_of(one, "B|A.f") == "def f(self, x=1):\n    return x"
@@ -131,7 +131,7 @@ def test_texts_of_a_release_leave_out_what_digests_ignore(refresh: ModuleType) -
     assert refresh.forms.text_of(one, "C") == ""
 
 
-def test_only_the_models_that_are_named_are_recorded(
+def test_only_named_models_are_recorded(
     refresh: ModuleType, overlays: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(refresh, overlays)
@@ -152,7 +152,7 @@ def test_only_the_models_that_are_named_are_recorded(
     assert "there is no overlay of 'absent'" in capsys.readouterr().err
 
 
-def test_wheels_that_are_missing_are_announced_with_their_size_and_kept(
+def test_missing_wheels_are_downloaded_with_a_message_and_kept(
     refresh: ModuleType, overlays: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = overlays.parent / "wheels"
@@ -164,14 +164,14 @@ def test_wheels_that_are_missing_are_announced_with_their_size_and_kept(
         return ""
 
     monkeypatch.setattr(sys.modules["lib.wheels"], "_pip", pip)
-    found = refresh.download(Catalog(overlays), folder)
-    assert list(found) == ["5.0.0", "5.12.0", "5.13.0"]
+    result = refresh.download(Catalog(overlays), folder)
+    assert list(result) == ["5.0.0", "5.12.0", "5.13.0"]
     assert f"fetching 2 wheels, about 22 MB, into {folder}" in capsys.readouterr().err
     refresh.download(Catalog(overlays), folder)
     assert capsys.readouterr().err == ""
 
 
-def test_a_second_run_gives_the_same_bytes(refresh: ModuleType, overlays: Path) -> None:
+def test_a_second_run_writes_the_same_bytes(refresh: ModuleType, overlays: Path) -> None:
     run(refresh, overlays)
     first = (overlays / "transformers-5.2/manifest.toml").read_bytes()
     run(refresh, overlays)
@@ -191,7 +191,7 @@ def test_a_release_that_lacks_a_name_is_refused(
     assert "hint: leave that release out in the manifest (a range and a reason under [demo])" in error
 
 
-def test_releases_without_the_model_are_passed_over(refresh: ModuleType, overlays: Path) -> None:
+def test_releases_without_the_model_are_skipped(refresh: ModuleType, overlays: Path) -> None:
     path = wheel(overlays.parent / "wheels", "5.0.1", "1")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("transformers/models/other/modeling_other.py", "")
@@ -199,19 +199,21 @@ def test_releases_without_the_model_are_passed_over(refresh: ModuleType, overlay
     assert "5.0.1" not in (overlays / "transformers-5.0/manifest.toml").read_text()
 
 
-def test_a_range_of_the_models_own_is_kept_and_followed(refresh: ModuleType, overlays: Path) -> None:
+def test_the_range_of_a_model_is_kept_and_used(refresh: ModuleType, overlays: Path) -> None:
     file = overlays / "transformers-5.2/manifest.toml"
     own = '\n[demo]\ntransformers = ">=5.10"\nreason = "it had \\"another\\" form before"\n'
     file.write_text(file.read_text() + own)
     assert run(refresh, overlays) == 0
     old, new = Catalog(overlays).directories
     assert new.manifest.records["demo"].releases() == {"5.10.0"}
-    assert old.manifest.records["demo"].releases() == {"5.0.0", "5.1.0", "5.2.0"}, "the older text serves the rest"
+    assert old.manifest.records["demo"].releases() == {"5.0.0", "5.1.0", "5.2.0"}, (
+        "the older overlay does not serve the rest"
+    )
     assert own in file.read_text()
     assert run(refresh, overlays, "--check") == 0
 
 
-def test_each_wheel_is_opened_once(refresh: ModuleType, overlays: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_wheel_is_opened_once(refresh: ModuleType, overlays: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
     real = zipfile.ZipFile
 
@@ -224,7 +226,7 @@ def test_each_wheel_is_opened_once(refresh: ModuleType, overlays: Path, monkeypa
     assert len(opened) == len(set(opened)) == 4
 
 
-def test_the_parts_that_features_lean_on_are_recorded_in_every_release(
+def test_the_parts_that_features_depend_on_are_recorded_for_every_release(
     refresh: ModuleType, overlays: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = ("transformers.models.demo.modeling_demo:DemoAttention.forward", "transformers.generation.utils:Absent")

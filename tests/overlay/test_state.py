@@ -1,4 +1,4 @@
-"""Each file on two axes: is our block in it, and does the overlay match what is above it."""
+"""The state of a file on two axes: whether it has a block, and whether the overlay matches the stock part."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.overlay.conftest import MODELS, Site, fingerprint, next_release
 
 
 def state(site: Site, catalog: Catalog, model: str = "llama") -> FileState:
-    (found,) = survey(site.installation, catalog, [model])
-    return found
+    (finding,) = survey(site.installation, catalog, [model])
+    return finding
 
 
 def edit(site: Site, old: str, new: str, model: str = "llama") -> None:
@@ -31,23 +31,19 @@ def test_the_installed_transformers_is_verified_for_every_model(catalog: Catalog
     from hf_rocm.overlay.locate import locate
 
     states = survey(locate(), catalog)
-    assert {found.model for found in states} >= set(MODELS)
-    assert {found.match for found in states} == {Match.VERIFIED}
+    assert {result.model for result in states} >= set(MODELS)
+    assert {result.match for result in states} == {Match.VERIFIED}
 
 
-def test_the_digests_of_the_installed_transformers_are_accepted_where_the_whole_file_is_not_known(
-    site: Site, catalog: Catalog
-) -> None:
+def test_known_digests_are_accepted_if_the_whole_file_is_unknown(site: Site, catalog: Catalog) -> None:
     site.forget_record()
     site.release(next_release(site.installation.version))
     for model in MODELS:
         site.model(model).write_bytes(site.model(model).read_bytes() + b"# another release\n")
-    assert {found.match for found in survey(site.installation, catalog)} == {Match.COMPATIBLE}
+    assert {result.match for result in survey(site.installation, catalog)} == {Match.COMPATIBLE}
 
 
-def test_a_file_that_its_package_recorded_is_compatible_when_only_comments_are_new(
-    site: Site, catalog: Catalog
-) -> None:
+def test_a_recorded_file_is_compatible_if_only_comments_changed(site: Site, catalog: Catalog) -> None:
     file = site.model("llama")
     before = state(site, catalog).stock
     file.write_bytes(before + b"# a distributor's note\n")
@@ -69,13 +65,13 @@ def _record_hash(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("with_record", [True, False])
-def test_one_byte_more_in_a_known_release_is_an_edit(site: Site, catalog: Catalog, with_record: bool) -> None:
+def test_one_more_byte_in_a_known_release_is_an_edit(site: Site, catalog: Catalog, with_record: bool) -> None:
     if not with_record:
         site.forget_record()
     site.model("llama").write_bytes(site.model("llama").read_bytes() + b"\n")
-    found = state(site, catalog)
-    assert found.match is Match.CHANGED
-    error = found.mismatch()
+    result = state(site, catalog)
+    assert result.match is Match.CHANGED
+    error = result.mismatch()
     assert isinstance(error, DigestMismatch)
     assert error.facts["file"] == str(site.model("llama"))
     assert error.facts["expected"] != error.facts["found"]
@@ -94,12 +90,12 @@ def test_a_changed_definition_is_named_with_its_digests(site: Site, catalog: Cat
     site.forget_record()
     site.release(next_release(site.installation.version))
     edit(site, "class LlamaMLP(nn.Module):", "class LlamaMLP(nn.Module):\n    changed = True\n")
-    found = state(site, catalog)
-    assert found.match is Match.CHANGED
-    (difference,) = found.differences
+    result = state(site, catalog)
+    assert result.match is Match.CHANGED
+    (difference,) = result.differences
     assert difference.name == "LlamaMLP"
     assert difference.found not in difference.expected
-    error = found.mismatch()
+    error = result.mismatch()
     assert isinstance(error, DigestMismatch)
     assert error.facts["file"] == str(site.model("llama"))
     assert error.facts["expected"].startswith("LlamaMLP as in transformers")
@@ -107,7 +103,7 @@ def test_a_changed_definition_is_named_with_its_digests(site: Site, catalog: Cat
     assert "status --diff llama" in (error.hint or "")
 
 
-def test_a_definition_that_is_gone_is_changed(site: Site, catalog: Catalog) -> None:
+def test_a_removed_definition_counts_as_changed(site: Site, catalog: Catalog) -> None:
     site.forget_record()
     site.release(next_release(site.installation.version))
     edit(site, "class LlamaMLP(", "class LlamaFeedForward(")
@@ -115,18 +111,18 @@ def test_a_definition_that_is_gone_is_changed(site: Site, catalog: Catalog) -> N
     assert error is not None and "no such definition" in error.facts["found"]
 
 
-def test_a_file_that_is_no_python_is_changed_not_a_crash(site: Site, catalog: Catalog) -> None:
+def test_a_file_with_a_syntax_error_counts_as_changed(site: Site, catalog: Catalog) -> None:
     site.forget_record()
     site.release(next_release(site.installation.version))
     site.model("llama").write_bytes(b"def (:\n\x00")
     assert state(site, catalog).match is Match.CHANGED
 
 
-def test_a_missing_file_is_changed(site: Site, catalog: Catalog) -> None:
+def test_a_missing_file_counts_as_changed(site: Site, catalog: Catalog) -> None:
     site.model("llama").unlink()
-    found = state(site, catalog)
-    assert found.match is Match.CHANGED
-    assert found.mismatch() is not None and found.mismatch().facts["found"] == "none"  # type: ignore[union-attr]
+    result = state(site, catalog)
+    assert result.match is Match.CHANGED
+    assert result.mismatch() is not None and result.mismatch().facts["found"] == "none"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("release", ["4.52.4", "6.1.0"])
@@ -142,17 +138,17 @@ def test_an_unknown_release_is_refused_with_the_known_ranges(site: Site, catalog
 def test_a_block_in_an_unknown_release_is_unsupported(site: Site, catalog: Catalog) -> None:
     install(["llama"], transformers_path=site.path)
     site.release("6.1.0")
-    (found,) = survey(site.installation, catalog)
-    assert (found.installed, found.match) == (Installed.OLD, Match.UNSUPPORTED)
+    (finding,) = survey(site.installation, catalog)
+    assert (finding.installed, finding.match) == (Installed.OLD, Match.UNSUPPORTED)
 
 
-def test_a_model_that_nobody_knows_is_an_error(site: Site, catalog: Catalog) -> None:
+def test_an_unknown_model_is_an_error(site: Site, catalog: Catalog) -> None:
     with pytest.raises(OverlayError, match="no overlay for 'mistrall'") as refused:
         state(site, catalog, "mistrall")
     assert " models, such as mistral" in refused.value.facts["expected"]
 
 
-def test_installed_is_read_off_the_file(site: Site, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_is_determined_from_the_file(site: Site, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     assert state(site, catalog).installed is Installed.NO
     install(["llama"], transformers_path=site.path)
     assert (state(site, catalog).installed, state(site, catalog).match) == (Installed.YES, Match.VERIFIED)
@@ -162,7 +158,7 @@ def test_installed_is_read_off_the_file(site: Site, catalog: Catalog, monkeypatc
     assert (state(site, catalog).installed, state(site, catalog).match) == (Installed.EDITED, Match.VERIFIED)
 
 
-def test_an_edit_of_the_stock_part_of_an_installed_file_shows_on_both_axes(site: Site, catalog: Catalog) -> None:
+def test_an_edit_of_the_stock_part_changes_both_axes(site: Site, catalog: Catalog) -> None:
     install(["llama"], transformers_path=site.path)
     edit(site, "class LlamaMLP", "\nclass LlamaMLP")
     assert (state(site, catalog).installed, state(site, catalog).match) == (Installed.EDITED, Match.CHANGED)
@@ -190,18 +186,18 @@ def test_a_fifo_is_refused_and_does_not_hang(site: Site, catalog: Catalog) -> No
         state(site, catalog)
 
 
-def test_every_release_that_is_recorded_has_one_file_per_model(catalog: Catalog) -> None:
+def test_every_recorded_release_has_one_file_per_model(catalog: Catalog) -> None:
     for directory in catalog.directories:
         for model, record in directory.manifest.records.items():
-            releases = [release for found in record.files.values() for release in found]
+            releases = [release for result in record.files.values() for release in result]
             assert len(releases) == len(set(releases)), (directory.name, model)
             for seen in record.names.values():
-                assert sorted(r for found in seen.values() for r in found) == sorted(releases)
+                assert sorted(r for result in seen.values() for r in result) == sorted(releases)
 
 
 def test_the_rendered_file_is_stock_and_block(site: Site, catalog: Catalog) -> None:
-    found = state(site, catalog)
-    assert found.rendered().startswith(found.stock)
-    parts = block.split(found.rendered())
-    assert parts is not None and found.overlay is not None
-    assert found.overlay.text.encode() in parts.block
+    result = state(site, catalog)
+    assert result.rendered().startswith(result.stock)
+    parts = block.split(result.rendered())
+    assert parts is not None and result.overlay is not None
+    assert result.overlay.text.encode() in parts.block

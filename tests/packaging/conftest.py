@@ -1,4 +1,4 @@
-"""The wheel of this checkout, and fresh interpreters to try it in."""
+"""The wheel of this checkout, and fresh interpreters to test it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def wheel(build: Callable[[str, Path, Path], Path], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="session")
 def installed(wheel: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds nothing but the installed wheel."""
+    """A folder with only the installed wheel."""
     target = tmp_path_factory.mktemp("installed")
     done = run("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target, wheel)
     assert done.returncode == 0, done.stdout + done.stderr

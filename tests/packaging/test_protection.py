@@ -1,4 +1,4 @@
-"""Installing hf-rocm beside a ROCm PyTorch leaves that PyTorch and its Triton alone."""
+"""Installing hf-rocm beside a ROCm PyTorch does not change that PyTorch and its Triton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.packaging.conftest import Run
 
 pytestmark = pytest.mark.slow
 
-# what breaks a ROCm PyTorch when it comes from the ordinary index
+# packages of the default index that break a ROCm PyTorch
 FORBIDDEN = ("torch", "triton", "pytorch-triton", "pytorch-triton-rocm")
 
 # the two ways in which ROCm builds of PyTorch name their Triton
@@ -25,14 +25,14 @@ ROCM_TRITON = {"older": ("pytorch-triton-rocm", "3.5.0"), "newer": ("triton", "3
 
 @pytest.fixture(scope="module", autouse=True)
 def index(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A package index to resolve against: without one nothing here can be asked."""
+    """A package index to resolve against; the tests need one."""
     out = tmp_path_factory.mktemp("index")
     if run("-m", "pip", "download", "--quiet", "--no-deps", "--dest", out, "packaging").returncode:
         pytest.skip("not run: needs a package index to resolve against")
 
 
 def environment(folder: Path, *distributions: tuple[str, str, str]) -> Path:
-    """A virtual environment in which (name, version, requirement) look installed; returns its Python."""
+    """A virtual environment in which (name, version, requirement) appear installed. Returns its Python."""
     venv.create(folder, with_pip=False, symlinks=True)
     (site_packages,) = folder.glob("lib/python*/site-packages")
     for name, version, requirement in distributions:
@@ -50,9 +50,9 @@ def environment(folder: Path, *distributions: tuple[str, str, str]) -> Path:
 
 
 def would_install(python: Path, requirement: str, report: Path, *options: str) -> dict[str, str]:
-    """Name → version of what pip would install; nothing is installed.
+    """Name → version of the packages that pip would install.
 
-    An empty file takes the place of constraints that this machine's pip is configured with.
+    Nothing is installed. An empty file overrides the constraints that pip is configured with on this machine.
     """
     unconstrained = report.with_name("no-constraints.txt")
     unconstrained.touch()
@@ -61,8 +61,8 @@ def would_install(python: Path, requirement: str, report: Path, *options: str) -
     environ = {**os.environ, "PIP_CONSTRAINT": str(unconstrained)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = (item["metadata"] for item in json.loads(report.read_text())["install"])
-    return {metadata["name"].lower(): metadata["version"] for metadata in found}
+    data = (item["metadata"] for item in json.loads(report.read_text())["install"])
+    return {metadata["name"].lower(): metadata["version"] for metadata in data}
 
 
 @pytest.mark.parametrize("naming", ROCM_TRITON)
@@ -70,16 +70,17 @@ def test_a_rocm_torch_and_its_triton_are_left_alone(naming: str, wheel: Path, tm
     name, version = ROCM_TRITON[naming]
     torch = ("torch", "2.9.0+rocm7.0", f"{name}=={version}")
     python = environment(tmp_path / "environment", torch, (name, version, ""))
-    found = would_install(python, f"hf-rocm[rocm] @ {wheel.as_uri()}", tmp_path / "report.json")
-    assert {"hf-rocm", "amd-aiter", "transformers", "accelerate"} <= found.keys()
-    assert not found.keys() & set(FORBIDDEN), found
-    assert not [name for name in found if name.startswith("nvidia-")], found
+    result = would_install(python, f"hf-rocm[rocm] @ {wheel.as_uri()}", tmp_path / "report.json")
+    assert {"hf-rocm", "amd-aiter", "transformers", "accelerate"} <= result.keys()
+    assert not result.keys() & set(FORBIDDEN), result
+    assert not [name for name in result if name.startswith("nvidia-")], result
 
 
 def test_without_a_torch_one_would_be_installed(wheel: Path, tmp_path: Path) -> None:
-    """The test above can fail: pip's report names a torch when it would install one.
+    """Proves that the test above can fail: pip's report names torch if it would be installed.
 
-    It is a newer one without contents: the index's own would be downloaded, with gigabytes of libraries.
+    The wheel is a newer version without contents, because that of the index would be downloaded with gigabytes of
+    libraries.
     """
     with zipfile.ZipFile(tmp_path / "torch-99.0-py3-none-any.whl", "w") as made:
         information = "torch-99.0.dist-info"

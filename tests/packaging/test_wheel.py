@@ -1,4 +1,4 @@
-"""What users install is complete, and nothing but it."""
+"""The wheel is complete and contains nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_wheel_has_the_package_and_the_overlays_and_nothing_else(wheel: Path
     assert files_of(wheel) == sources("hf_rocm", "hf_rocm") | overlays
 
 
-def test_the_wheel_carries_the_licence(wheel: Path) -> None:
+def test_the_wheel_contains_the_licence(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/licenses/LICENSE"))
         assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
@@ -57,9 +57,13 @@ def test_the_wheel_made_from_the_sdist_is_the_same(
 
 def test_no_requirement_pins_torch_or_names_triton(wheel: Path) -> None:
     requirements = [Requirement(text) for text in metadata_of(wheel).get_all("Requires-Dist")]
-    assert "torch" in {each.name for each in requirements}
-    assert [str(each) for each in requirements if each.name == "torch"] == ["torch"]
-    assert not [each.name for each in requirements if "triton" in each.name or each.name.startswith("nvidia")]
+    assert "torch" in {requirement.name for requirement in requirements}
+    assert [str(requirement) for requirement in requirements if requirement.name == "torch"] == ["torch"]
+    assert not [
+        requirement.name
+        for requirement in requirements
+        if "triton" in requirement.name or requirement.name.startswith("nvidia")
+    ]
 
 
 @pytest.mark.parametrize("command", [["-m", "hf_rocm"], ["bin/hf-rocm"]], ids=["python -m hf_rocm", "hf-rocm"])
@@ -73,13 +77,13 @@ def test_the_command_line_starts(command: list[str], installed: Path, run: Run) 
 def test_the_installed_wheel_finds_its_overlays(installed: Path, run: Run) -> None:
     code = "from hf_rocm.overlay import catalog; print(*sorted(catalog.load().models()))"
     done = run("-c", code, path=installed)
-    ours = {file.parent.name for file in (ROOT / "overlays").glob("*/models/*/modeling_*.py")}
-    assert set(done.stdout.split()) == ours and len(ours) > 60, done.stderr
+    models = {file.parent.name for file in (ROOT / "overlays").glob("*/models/*/modeling_*.py")}
+    assert set(done.stdout.split()) == models and len(models) > 60, done.stderr
 
 
-def test_what_is_being_tested_is_the_wheel() -> None:
+def test_the_tests_run_against_the_wheel() -> None:
     if not sys.flags.isolated:
-        pytest.skip("only scripts/test promises to test the installed wheel")
+        pytest.skip("only scripts/test tests the installed wheel")
     package = Path(hf_rocm.__file__).parent
     assert package.parent.name == "site-packages"
     assert (package / "_overlays").is_dir()

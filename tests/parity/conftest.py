@@ -1,4 +1,4 @@
-"""Checkpoints and loaded models, made once for each type and dtype."""
+"""Checkpoints and loaded models, made once per type and dtype."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trio(checkpoint):
-    """(ours, stock in the same dtype, stock in float64) of one checkpoint."""
+    """(prepared, stock in the same dtype, stock in float64) models of one checkpoint."""
     made = {}
 
     def load(name, dtype):

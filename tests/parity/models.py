@@ -1,4 +1,4 @@
-"""Small models of each served type, saved as checkpoints, and what a run of one of them gives."""
+"""Small models of every served type, saved as checkpoints, and helpers to run them."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ ATTENTION = {"llama": "LlamaAttention", "qwen3": "Qwen3Attention", "gemma": "Gem
 
 
 def bert_attention() -> str:
-    """The class that BERT builds for sdpa: a subclass reached through a table until 4.57."""
+    """The class that BERT builds for sdpa: up to 4.57 a subclass, selected through a table."""
     return "BertSdpaSelfAttention" if transformers.__version__.startswith("4.") else "BertSelfAttention"
 
 
 def save_checkpoint(name: str, folder: Path, dtype: torch.dtype) -> Path:
-    """Save a model of this type with weights large enough that every part of it shows in the output."""
+    """Save a model of this type with weights large enough that every part affects the output."""
     class_name, config_name, arguments = MODELS[name]
     config = getattr(transformers, config_name)(**arguments)
     torch.manual_seed(len(name))
     model = getattr(transformers, class_name)(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases: keep their mean, add a spread
+            if parameter.ndim == 1:  # norms and biases: keep the mean and add noise
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.normal_(0, 0.15)
@@ -61,13 +61,13 @@ def save_checkpoint(name: str, folder: Path, dtype: torch.dtype) -> Path:
 
 
 def load_stock(name: str, folder: Path, **arguments: Any) -> Any:
-    """The model as plain transformers loads it, in the checkpoint's dtype."""
+    """The stock model in the checkpoint's dtype."""
     model = getattr(transformers, MODELS[name][0]).from_pretrained(folder, torch_dtype="auto", **arguments)
     return model.eval()
 
 
 def in_float64(model: Any) -> Any:
-    """The same weights in float64, also in the norms, which stock computes in float32 whatever comes in."""
+    """The same weights in float64, including the norms, which stock always computes in float32."""
     for module in model.double().modules():
         if type(module).__name__.endswith("RMSNorm"):
             one_plus = not hasattr(module, "variance_epsilon")
@@ -77,12 +77,12 @@ def in_float64(model: Any) -> Any:
 
 
 def load_ours(folder: Path, **arguments: Any) -> Any:
-    """The model through our loader, forced."""
+    """The model loaded by hf_rocm with force=True."""
     return hf_rocm.from_pretrained(folder, force=True, **arguments).eval()
 
 
 def static_cache(model: Any, batch: int, length: int) -> Any:
-    """A static cache under whatever arguments this release's class takes."""
+    """A static cache, with the arguments of this release's class."""
     known = inspect.signature(transformers.StaticCache.__init__).parameters
     offered = {
         "config": model.config,
@@ -99,13 +99,13 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def served(name: str, model: Any, routes: list[ops.registry.Route], calls: int) -> None:
-    """Assert that our attention ran in every layer of every call, on unexpanded keys and values."""
+    """Assert that hf_rocm's attention ran in every layer of every call, with unexpanded keys and values."""
     config = model.config
-    attended = [each for each in routes if each.operation == "attention"]
+    attended = [route for route in routes if route.operation == "attention"]
     assert len(attended) == config.num_hidden_layers * calls
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    for each in attended:
-        query, key, value = each.shapes
+    for route in attended:
+        query, key, value = route.shapes
         assert query[1] == config.num_attention_heads and key[1] == value[1] == kv_heads
     expected = ATTENTION.get(name) or bert_attention()
     modules = [module for module in model.modules() if type(module).__name__ == expected]
@@ -115,11 +115,11 @@ def served(name: str, model: Any, routes: list[ops.registry.Route], calls: int) 
 
 
 def fused_ran(model: Any, routes: list[ops.registry.Route]) -> None:
-    """Assert that the products of fused weights are among the routes: rows of q, k and v together."""
+    """Assert that the fused GEMMs are among the routes: rows of q, k and v together."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    weights = [each.shapes[1] for each in routes if each.operation in ("linear", "fused_linear")]
+    weights = [route.shapes[1] for route in routes if route.operation in ("linear", "fused_linear")]
     assert ((config.num_attention_heads + 2 * kv_heads) * head_dim, config.hidden_size) in weights
     if hasattr(config, "num_key_value_heads"):
         assert (2 * config.intermediate_size, config.hidden_size) in weights

@@ -1,4 +1,4 @@
-"""Forward passes equal stock's within the derived tolerance, in every served situation, and our path ran."""
+"""Forward passes equal stock's within the derived tolerance in every served situation, and hf_rocm's path ran."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ PADDING = {
 
 
 def compare(name, trio, tier, dtype, run, calls, attended=None):
-    """Run `run(model)`, giving named tensors, on all three and hold ours against stock's own error."""
-    ours, stock, exact = trio(name, dtype)
+    """Run `run(model)`, which returns named tensors, on all three models, and compare our error with stock's."""
+    prepared, stock, exact = trio(name, dtype)
     with options.override(tier=tier), ops.recording() as routes:
-        actual = run(ours)
-    assert {each.tier for each in routes} == {tier}
-    served(name, ours, routes, calls)
-    fused_ran(ours, routes)
+        actual = run(prepared)
+    assert {route.tier for route in routes} == {tier}
+    served(name, prepared, routes, calls)
+    fused_ran(prepared, routes)
     with ops.recording() as routes:
         same_dtype, expected = run(stock), run(exact)
-    assert routes == []  # the stock models beside ours stayed stock
+    assert routes == []  # the other two models stayed stock
     assert_run_as_good_as_eager(actual, same_dtype, expected)
 
 
 def outputs(result, keep=None):
-    """Logits and every hidden state; keep selects the positions that count."""
+    """Return logits and every hidden state. keep: selects the positions to compare."""
     named = {"logits": result.logits}
     named.update({f"hidden {layer}": state for layer, state in enumerate(result.hidden_states)})
     if keep is None:
@@ -54,7 +54,7 @@ def outputs(result, keep=None):
 @pytest.mark.parametrize("padding", PADDING)
 def test_forward(name, dtype, tier, padding, trio):
     mask = torch.tensor(PADDING[padding])
-    # what a padding token computes is nobody's business: stock itself differs there between implementations
+    # outputs at padding tokens are not compared: stock's implementations differ there too
     keep = mask.bool()
 
     def run(model):
@@ -103,7 +103,7 @@ def test_prefill_decode_and_a_chunk_on_a_filled_cache(name, dtype, tier, cache, 
 @each_tier
 @each_decoder
 def test_a_static_prefill_without_a_mask(name, tier, trio):
-    """Newer releases drop the mask there and lean on sdpa's top-left alignment; ours is bottom-right."""
+    """Newer releases drop the mask and rely on sdpa's top-left alignment; hf_rocm's attention aligns bottom-right."""
 
     def run(model):
         past = static_cache(model, 1, 32)
@@ -115,47 +115,47 @@ def test_a_static_prefill_without_a_mask(name, tier, trio):
 
 
 @each_model
-def test_attentions_of_an_eager_model_are_stocks(name, checkpoint):
-    """Whoever asks for eager gets stock's eager attention, weights included, bit for bit up to the fused product."""
+def test_attention_weights_of_an_eager_model_equal_stock(name, checkpoint):
+    """An eager model runs stock's eager attention; up to the fused GEMM, its weights are bitwise equal."""
     folder = checkpoint(name, torch.float32)
-    ours = models.load_ours(folder, attn_implementation="eager")
+    prepared = models.load_ours(folder, attn_implementation="eager")
     stock = models.load_stock(name, folder, attn_implementation="eager")
     with ops.recording() as routes:
-        actual = ours(input_ids=tokens(2, 9), output_attentions=True)
-    assert not [each for each in routes if each.operation == "attention"]
+        actual = prepared(input_ids=tokens(2, 9), output_attentions=True)
+    assert not [route for route in routes if route.operation == "attention"]
     expected = stock(input_ids=tokens(2, 9), output_attentions=True)
     assert len(actual.attentions) == len(expected.attentions) == 2
-    for mine, theirs in zip(actual.attentions, expected.attentions, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for left, reference in zip(actual.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(left, reference, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")
 @each_model
-def test_attentions_asked_of_sdpa_are_what_stock_gives(name, trio):
-    ours, stock, _ = trio(name, torch.float32)
-    actual = ours(input_ids=tokens(2, 9), output_attentions=True)
+def test_attention_weights_of_an_sdpa_model_equal_stock(name, trio):
+    prepared, stock, _ = trio(name, torch.float32)
+    actual = prepared(input_ids=tokens(2, 9), output_attentions=True)
     expected = stock(input_ids=tokens(2, 9), output_attentions=True)
     assert type(actual.attentions) is type(expected.attentions)
-    for mine, theirs in zip(actual.attentions or (), expected.attentions or (), strict=True):
-        assert (mine is None) == (theirs is None)
-        if theirs is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for left, reference in zip(actual.attentions or (), expected.attentions or (), strict=True):
+        assert (left is None) == (reference is None)
+        if reference is not None:
+            torch.testing.assert_close(left, reference, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_bert_decoder_with_a_cache(checkpoint):
-    """Served where the release hands the layer a Cache object of its own line; stock before, with the reason."""
+    """Served in releases that pass a Cache object to the layer; stock in earlier ones, with the reason."""
     folder = checkpoint("bert", torch.float32)
-    ours = models.load_ours(folder, is_decoder=True, auto_class="BertLMHeadModel")
+    prepared = models.load_ours(folder, is_decoder=True, auto_class="BertLMHeadModel")
     stock = transformers.BertLMHeadModel.from_pretrained(folder, is_decoder=True, torch_dtype="auto").eval()
     ids = tokens(2, 7)
     results = []
-    for model in (ours, stock):
+    for model in (prepared, stock):
         first = model(input_ids=ids[:, :6], use_cache=True)
         second = model(input_ids=ids[:, 6:], past_key_values=first.past_key_values, use_cache=True)
         results.append(torch.cat([first.logits, second.logits], dim=1))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-    stayed = hf_rocm.explain(ours).parts[0].stayed_stock
+    stayed = hf_rocm.explain(prepared).parts[0].stayed_stock
     if transformers.__version__.startswith("4."):
         assert list(stayed.values()) == [2] and "stock" in next(iter(stayed))
     else:
@@ -164,13 +164,13 @@ def test_a_bert_decoder_with_a_cache(checkpoint):
 
 @each_model
 def test_under_autocast(name, checkpoint):
-    """Mixed precision of an fp32 model: the same dtypes as stock, and no further from float64 than stock is."""
+    """Mixed precision of an fp32 model: the same dtypes as stock, and at most stock's error against float64."""
     folder = checkpoint(name, torch.float32)
-    ours, stock = models.load_ours(folder), models.load_stock(name, folder)
+    prepared, stock = models.load_ours(folder), models.load_stock(name, folder)
     exact = models.in_float64(models.load_stock(name, folder))(input_ids=tokens(2, 9), output_hidden_states=True)
     with torch.autocast("cpu", torch.bfloat16):
         with ops.recording() as routes:
-            actual = ours(input_ids=tokens(2, 9), output_hidden_states=True)
+            actual = prepared(input_ids=tokens(2, 9), output_hidden_states=True)
         expected = stock(input_ids=tokens(2, 9), output_hidden_states=True)
-    served(name, ours, routes, calls=1)
+    served(name, prepared, routes, calls=1)
     assert_run_as_good_as_eager(outputs(actual), outputs(expected), outputs(exact))

@@ -1,4 +1,4 @@
-"""Generation: the same greedy tokens in fp32; in bf16 every token is one that stock would stand by."""
+"""Generation: the same greedy tokens in fp32; in bf16, every token is within tolerance of stock's best."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ def greedy(model, ids, mask, **arguments):
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_greedy_tokens_are_equal_in_fp32(name, tier, cache, padded, trio):
-    ours, stock, _ = trio(name, torch.float32)
+    prepared, stock, _ = trio(name, torch.float32)
     ids = tokens(2, 8)
     mask = torch.ones_like(ids)
     if padded:
         mask[0, :3] = 0
     arguments = {} if cache is None else {"cache_implementation": cache}
     with options.override(tier=tier), ops.recording() as routes:
-        actual = greedy(ours, ids, mask, **arguments)
-    served(name, ours, routes, calls=NEW)
+        actual = greedy(prepared, ids, mask, **arguments)
+    served(name, prepared, routes, calls=NEW)
     assert torch.equal(actual, greedy(stock, ids, mask, **arguments))
 
 
 @each_tier
 @each_decoder
-def test_bf16_tokens_are_stocks_within_tolerance(name, tier, trio):
-    """Teacher-forced: for each chosen token, stock's own logit lies within tolerance of stock's maximum there."""
-    ours, stock, exact = trio(name, torch.bfloat16)
+def test_bf16_tokens_equal_stock_within_tolerance(name, tier, trio):
+    """Teacher-forced: the stock logit of every chosen token is within tolerance of stock's maximum."""
+    prepared, stock, exact = trio(name, torch.bfloat16)
     ids = tokens(2, 8)
     with options.override(tier=tier):
-        chosen = greedy(ours, ids, torch.ones_like(ids))
+        chosen = greedy(prepared, ids, torch.ones_like(ids))
     logits = stock(input_ids=chosen).logits[:, 7:-1]
     reference = exact(input_ids=chosen).logits[:, 7:-1]
     picked = logits.gather(-1, chosen[:, 8:, None])[..., 0]
-    # both our choice and stock's maximum carry an error of this size
+    # both the chosen logit and stock's maximum have an error of this size
     allowed = 2 * allowed_error(logits, reference)
     assert (logits.amax(-1) - picked).max().item() <= allowed
 
 
 @each_decoder
-def test_beams_and_sampling_follow_stock(name, trio):
-    ours, stock, _ = trio(name, torch.float32)
+def test_beam_search_and_sampling_equal_stock(name, trio):
+    prepared, stock, _ = trio(name, torch.float32)
     ids = tokens(2, 8)
     for arguments in ({"num_beams": 3, "do_sample": False}, {"do_sample": True, "top_k": 20}):
         results = []
-        for model in (ours, stock):
+        for model in (prepared, stock):
             torch.manual_seed(0)
             results.append(model.generate(input_ids=ids, max_new_tokens=6, **arguments))
         assert torch.equal(*results)

@@ -1,4 +1,4 @@
-"""One forced model leaves the rest of the process stock, and restore gives back what was there."""
+"""Forcing one model keeps the rest of the process stock, and restore returns the original state."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def routes_of(model, **arguments):
 
 
 def assert_stock(model, folder, name):
-    """Same modules and classes, same bytes, same outputs as the stock model, and no route of ours."""
+    """Check that modules, classes, bytes and outputs equal the stock model's, and that no kernel of hf_rocm ran."""
     fresh = models.load_stock(name, folder)
     assert [type(module) for module in model.modules()] == [type(module) for module in fresh.modules()]
     assert list(model.state_dict()) == list(fresh.state_dict())
-    for mine, theirs in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, expected in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True):
+        assert torch.equal(actual, expected)
     assert not [key for module in model.modules() for key in vars(module) if key.startswith("_hf_rocm")]
     routes, result = routes_of(model)
     assert routes == []
-    # of copies: a product's last bit may depend on where a mapped weight lies
-    alike = [copy.deepcopy(each)(input_ids=tokens(2, 9)).logits for each in (model, fresh)]
+    # of copies: the last bit of a GEMM may depend on the address of a mapped weight
+    alike = [copy.deepcopy(variant)(input_ids=tokens(2, 9)).logits for variant in (model, fresh)]
     assert torch.equal(*alike)
     torch.testing.assert_close(result.logits, alike[0])
 
@@ -82,7 +82,7 @@ def test_restore_after_output_attentions_hooks_and_deepcopy(name, checkpoint):
     assert hf_rocm.restore(model) is model
     assert_stock(model, folder, name)
 
-    # the copy is a forced model of its own, and is restored on its own
+    # the copy is a separate forced model and is restored separately
     next(module for module in duplicate.modules() if isinstance(module, torch.nn.Linear))._forward_hooks.clear()
     routes, _ = routes_of(duplicate)
     served(name, duplicate, routes, calls=1)
@@ -92,22 +92,22 @@ def test_restore_after_output_attentions_hooks_and_deepcopy(name, checkpoint):
 
 
 @each_model
-def test_restored_weights_have_memory_of_their_own(name, checkpoint):
+def test_restored_weights_have_separate_memory(name, checkpoint):
     model = models.load_ours(checkpoint(name, torch.float32))
     hf_rocm.restore(model)
     parameters = list(dict.fromkeys(model.parameters()))
-    spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in parameters)
+    spans = sorted((parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes) for parameter in parameters)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    assert all(each.untyped_storage().nbytes() == each.nbytes for each in parameters)
+    assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters)
 
 
 @each_model
-def test_preparing_twice_is_preparing_once_and_restoring_twice_too(name, checkpoint):
+def test_preparing_and_restoring_are_idempotent(name, checkpoint):
     folder = checkpoint(name, torch.float32)
     model = models.load_ours(folder)
-    pointers = [each.data_ptr() for each in model.parameters()]
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
     hf_rocm.prepare(model, force=True)
-    assert [each.data_ptr() for each in model.parameters()] == pointers
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
     routes, _ = routes_of(model)
     served(name, model, routes, calls=1)
     hf_rocm.restore(hf_rocm.restore(model))
@@ -117,7 +117,7 @@ def test_preparing_twice_is_preparing_once_and_restoring_twice_too(name, checkpo
     fused_ran(model, routes)
 
 
-def test_deactivate_gives_the_classes_back_and_activate_binds_them_again(checkpoint):
+def test_deactivate_restores_the_classes_and_activate_binds_them_again(checkpoint):
     model = models.load_ours(checkpoint("llama", torch.float32))
     attention = type(model.model.layers[0].self_attn)
     dispatcher = attention.forward
@@ -135,7 +135,7 @@ def test_deactivate_gives_the_classes_back_and_activate_binds_them_again(checkpo
 
 
 def test_a_subclass_stays_stock(checkpoint):
-    """Remote code that subclasses a stock layer keeps the forward that it was written against."""
+    """Remote code that subclasses a stock layer keeps the stock forward."""
 
     class Remote(transformers.models.llama.modeling_llama.LlamaMLP):
         pass
@@ -144,7 +144,7 @@ def test_a_subclass_stays_stock(checkpoint):
     mlp = model.model.layers[0].mlp
     mlp.__class__ = Remote
     routes, _ = routes_of(model)
-    assert sum(each.operation == "act_and_mul" for each in routes) == 1
+    assert sum(route.operation == "act_and_mul" for route in routes) == 1
     assert bind.mode_of(mlp) == bind.OFF
 
 

@@ -1,4 +1,4 @@
-"""The recorder of docs/performance.md: its matrix is measurable, its tables and the page agree."""
+"""The recorder of docs/performance.md: its segments can be measured, and its tables equal those on the page."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ def lib(monkeypatch):
     return bench_plan, bench_render, data_sheets
 
 
-def test_every_segment_names_what_there_is(lib):
+def test_every_segment_names_existing_shapes_and_operations(lib):
     plan, render, _ = lib
-    for name, each in plan.SEGMENTS.items():
-        assert each.shape in SHAPES and set(each.sides) <= set(LABELS) and each.rounds > 0
-        assert each.cases or each.run == "kernels", name
-        assert each.dtype is None or getattr(torch, each.dtype).is_floating_point
-        assert all(Case(*case).kind in KINDS for case in each.cases)
+    for name, value in plan.SEGMENTS.items():
+        assert value.shape in SHAPES and set(value.sides) <= set(LABELS) and value.rounds > 0
+        assert value.cases or value.run == "kernels", name
+        assert value.dtype is None or getattr(torch, value.dtype).is_floating_point
+        assert all(Case(*case).kind in KINDS for case in value.cases)
     shown = {name for names in render.TABLES.values() for name in names} | {"start", "kernels"}
     assert shown == set(plan.SEGMENTS)
 
 
-def test_a_segment_is_measured_and_kept_and_not_measured_again(lib, tmp_path, monkeypatch, capsys):
+def test_a_segment_is_measured_once_and_kept(lib, tmp_path, monkeypatch, capsys):
     plan, _, _ = lib
     tiny = plan.Plan("small", (("prefill", 1, 8, 0),), rounds=1, layers=1)
     monkeypatch.setattr(plan, "SEGMENTS", {"tiny": tiny})
     file = tmp_path / "runs.json"
     main = runpy.run_path(str(ROOT / "scripts" / "bench"))["main"]
-    asked = ["bench", "--segment", "all", "--device", "cpu", "--output", str(file), "--commit", "0123456789ab"]
-    monkeypatch.setattr("sys.argv", asked)
+    requested = ["bench", "--segment", "all", "--device", "cpu", "--output", str(file), "--commit", "0123456789ab"]
+    monkeypatch.setattr("sys.argv", requested)
     assert main() == 0
     (measured,) = record.load(file)
     assert (measured.name, measured.commit) == ("tiny", "0123456789ab")
-    assert [each.side for each in measured.results[0].timings] == ["stock", "hf_rocm"]
+    assert [timing.side for timing in measured.results[0].timings] == ["stock", "hf_rocm"]
     before = file.read_bytes()
-    monkeypatch.setattr("sys.argv", [*asked, "--resume"])
+    monkeypatch.setattr("sys.argv", [*requested, "--resume"])
     assert main() == 0 and file.read_bytes() == before
     assert "tiny: there already" in capsys.readouterr().err
 
 
-def test_the_tables_say_what_the_segments_say(lib, tmp_path):
+def test_the_tables_show_the_segments(lib, tmp_path):
     _, render, _ = lib
     (tmp_path / "docs" / "performance").mkdir(parents=True)
     page = tmp_path / "docs" / "performance.md"
@@ -75,7 +75,7 @@ def test_the_tables_say_what_the_segments_say(lib, tmp_path):
         ],
     )
     files = render.render(tmp_path)
-    assert {each.name for each in files} >= {"performance.md", "decode.svg"}
+    assert {file.name for file in files} >= {"performance.md", "decode.svg"}
     text = page.read_text(encoding="utf-8")
     assert (
         "| decode, batch 1, prompt 1024, 128 new tokens | 4.00 | 16.00 | 8.00 | 7.00 | **5.00** | 1.25 | 3.20 | 1.40 |"
@@ -103,21 +103,21 @@ def kernel(implementation, microseconds):
     }
 
 
-def test_the_page_is_as_the_recorded_segments_render_it(lib, tmp_path):
-    """What stands in the repository's page was not edited by hand."""
+def test_the_page_equals_the_rendered_segments(lib, tmp_path):
+    """The tables on the page were not edited by hand."""
     _, render, _ = lib
     docs = tmp_path / "docs"
     (docs / "performance").mkdir(parents=True)
-    for each in (ROOT / "docs" / "performance").glob("*.json"):
-        (docs / "performance" / each.name).write_bytes(each.read_bytes())
+    for path in (ROOT / "docs" / "performance").glob("*.json"):
+        (docs / "performance" / path.name).write_bytes(path.read_bytes())
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     (docs / "performance.md").write_text(text, encoding="utf-8")
     render.render(tmp_path)
     assert (docs / "performance.md").read_text(encoding="utf-8") == text
 
 
-def test_the_computed_table_is_what_the_shapes_give(lib):
-    """Bytes and operations of the named shapes, from their settings."""
+def test_the_computed_table_follows_from_the_shapes(lib):
+    """Bytes and operations of the named shapes, from their configs."""
     _, _, sheets = lib
     for name, (read, cached, whole, flops) in sheets.MODELS.items():
         shape = SHAPES[name].settings

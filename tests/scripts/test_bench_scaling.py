@@ -1,4 +1,4 @@
-"""docs/multi-gpu.md: its tables are what the arithmetic gives, and a run over several GPUs has its own."""
+"""docs/multi-gpu.md: its tables equal the computed ones, and a run on several GPUs has a separate table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lib(monkeypatch):
     return bench_plan, bench_render, bench_scaling, data_sheets
 
 
-def test_the_page_is_what_the_arithmetic_gives(lib):
+def test_the_page_equals_the_computed_tables(lib):
     _, render, tables, _ = lib
     page = (ROOT / "docs" / "multi-gpu.md").read_text(encoding="utf-8")
     assert render.replaced(page, "computed", tables.tables()) == page, "run scripts/bench --render"
@@ -39,22 +39,22 @@ def test_the_numbers_of_the_tables_follow_from_the_data_sheet(lib):
     assert tables.allowed().splitlines()[-1] == "| Llama-405B | does not fit | does not fit | needed to fit | 38 µs |"
 
 
-def test_the_segments_can_be_shared_by_so_many(lib):
+def test_the_segments_can_be_sharded_over_their_ranks(lib):
     plan, _, _, _ = lib
-    shared = {name: each for name, each in plan.SEGMENTS.items() if each.tp > 1}
+    shared = {name: value for name, value in plan.SEGMENTS.items() if value.tp > 1}
     assert set(shared) == {"tp-2", "tp-4", "tp-2-fp32"}
-    for each in shared.values():
-        settings = known_shapes.SHAPES[each.shape].settings
-        assert settings["num_key_value_heads"] % each.tp == 0 and each.layers < settings["num_hidden_layers"]
-        assert "hf_rocm" in each.sides and "stock" in each.sides
+    for tensor in shared.values():
+        settings = known_shapes.SHAPES[tensor.shape].settings
+        assert settings["num_key_value_heads"] % tensor.tp == 0 and tensor.layers < settings["num_hidden_layers"]
+        assert "hf_rocm" in tensor.sides and "stock" in tensor.sides
 
 
-def test_a_recorded_run_over_several_gpus_says_over_what(lib):
+def test_a_recorded_run_on_several_gpus_names_the_interconnect(lib):
     _, render, _, _ = lib
     case = Case("decode", 1, 1024, 128)
-    told = {"case": case.title, "sums": 33, "message": 16384, "gathered": 0, "sent": 540672.0}
+    info = {"case": case.title, "sums": 33, "message": 16384, "gathered": 0, "sent": 540672.0}
     parallel = {"tp": 2, "world": 2, "backend": "NCCL 2.27.7", "apart": [], "wire": 2e11}
-    parallel["exchanges"] = [{**told, "sent_per_token": 540672.0, "sum_microseconds": 12.34}]
+    parallel["exchanges"] = [{**info, "sent_per_token": 540672.0, "sum_microseconds": 12.34}]
     machine = {"device": "NVIDIA H200", "hf_rocm": "0.1.0", "torch": "2.11.0", "transformers": "5.17.0"}
     one = segment("tp-2", result(case, stock=16.0, hf_rocm=8.0), parallel=parallel, machine=machine)
     text = "\n".join(render.times([one]))

@@ -1,4 +1,4 @@
-"""scripts/demo: what it removes with --clean, and the process that runs beside other steps."""
+"""scripts/demo: the files that --clean removes, and the background process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lib(monkeypatch, tmp_path):
     return SimpleNamespace(demo=demo, runs=demo_runs, folder=tmp_path / ".demo")
 
 
-def test_clean_removes_the_folder_and_nothing_beside_it(lib, capsys):
+def test_clean_removes_only_the_folder(lib, capsys):
     (lib.folder / "bin").mkdir(parents=True)
     (lib.folder / "bin" / "big").write_bytes(bytes(3_000_000))
     outside = lib.folder.parent / "outside"
@@ -39,7 +39,7 @@ def test_clean_removes_the_folder_and_nothing_beside_it(lib, capsys):
     assert "nothing to remove" in capsys.readouterr().out
 
 
-def test_a_background_process_is_shown_and_its_failure_raised(lib, capsys):
+def test_a_background_process_is_shown_and_its_failure_is_raised(lib, capsys):
     lib.folder.mkdir()
     environment = SimpleNamespace(python=Path(sys.executable))
     code = "print('one'); print('two'); raise SystemExit({})"

@@ -1,4 +1,4 @@
-"""The scripts' own judgement: what counts as failed, what as not run, and whether every byte is back."""
+"""The scripts' decisions: failed and skipped tests, exit codes, and the check that a tree is unchanged."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def outcome(lib: SimpleNamespace, code: int, report: str | None, **suite: bool):
 
 
 def test_a_report_is_counted(lib: SimpleNamespace) -> None:
-    found = outcome(lib, 1, JUNIT)
-    assert (found.passed, found.failed, found.skipped) == (2, 2, 2)
-    assert dict(found.not_run) == {"needs an AMD GPU": 1}
+    result = outcome(lib, 1, JUNIT)
+    assert (result.passed, result.failed, result.skipped) == (2, 2, 2)
+    assert dict(result.not_run) == {"needs an AMD GPU": 1}
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5, -9])
-def test_no_exit_code_but_zero_passes(code: int, lib: SimpleNamespace) -> None:
+def test_only_exit_code_zero_passes(code: int, lib: SimpleNamespace) -> None:
     assert outcome(lib, code, None).failed == (0 if code == 0 else 1)
 
 
-def test_a_test_that_hangs_ends_its_suite_and_is_named(
+def test_a_hanging_test_ends_its_suite_and_is_named(
     lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "test_hanging.py"
@@ -67,7 +67,9 @@ def test_a_selection_of_the_user_may_be_empty(lib: SimpleNamespace) -> None:
     assert outcome(lib, 5, None, may_be_empty=True).failed == 0
 
 
-def test_the_total_is_the_last_line_and_decides(lib: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_total_is_the_last_line_and_determines_the_result(
+    lib: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     good, bad = lib.suites.Outcome("good", passed=3, skipped=1), lib.suites.Outcome("bad", passed=1, failed=1)
     assert lib.testing.summarise([good], 0.0, everything=True) == 0
     assert capsys.readouterr().out.endswith("\n3 passed, 0 failed, 1 skipped\n")
@@ -85,11 +87,11 @@ def planned(lib: SimpleNamespace, *, quick: bool) -> dict[str, set[str]]:
         ignored = {words[place + 1] for place, word in enumerate(words) if word == "--ignore"}
         places = [ROOT / word for word in words if word != "--ignore" and word not in ignored]
         assert all((ROOT / word).exists() for word in ignored) and all(place.exists() for place in places), suite.name
-        tests = {str(each.relative_to(ROOT)) for place in places for each in [place, *place.rglob("test_*.py")]}
+        tests = {str(path.relative_to(ROOT)) for place in places for path in [place, *place.rglob("test_*.py")]}
         files[suite.name] = {
-            each
-            for each in tests
-            if each.endswith(".py") and not any(Path(each).is_relative_to(word) for word in ignored)
+            test
+            for test in tests
+            if test.endswith(".py") and not any(Path(test).is_relative_to(word) for word in ignored)
         }
     return files
 
@@ -104,12 +106,10 @@ def test_every_test_file_runs_once_with_the_newest_release(quick: bool, lib: Sim
 
 
 @pytest.mark.parametrize("version", ["4.53.3", "5.23.0"])
-def test_one_release_runs_the_paths_that_are_given(
-    version: str, lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_release_runs_the_given_paths(version: str, lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, dict[str, bool]]] = []
     suites = []
-    monkeypatch.setattr(lib.testing, "lock", nullcontext)  # whoever runs this test may hold it
+    monkeypatch.setattr(lib.testing, "lock", nullcontext)  # the process that runs this test may hold the lock
     monkeypatch.setattr(lib.testing, "base", lambda: None)
     monkeypatch.setattr(lib.testing, "wheel", lambda *_: None)
     monkeypatch.setattr(lib.testing, "release", lambda name, *_, **more: made.append((name, more)))
@@ -121,7 +121,7 @@ def test_one_release_runs_the_paths_that_are_given(
     assert "mistral" in suite.arguments and "--ignore" not in suite.arguments
 
 
-def test_the_order_names_suites_and_left_out_paths_exist(lib: SimpleNamespace) -> None:
+def test_the_order_names_suites_and_omitted_paths_exist(lib: SimpleNamespace) -> None:
     suites = planned(lib, quick=False)
     assert next(iter(suites)).endswith(lib.testing.LONGEST[0])
     for name in lib.testing.LONGEST:
@@ -142,7 +142,7 @@ def test_the_types_of_every_script_and_overlay_are_checked(
 
 
 @pytest.mark.parametrize("change", ["content", "mode", "added", "removed"])
-def test_every_change_of_a_tree_is_seen(change: str, lib: SimpleNamespace, tmp_path: Path) -> None:
+def test_every_change_of_a_tree_is_detected(change: str, lib: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "kept.py").write_text("1\n")
     file = tmp_path / "file.py"
     file.write_text("1\n")
@@ -162,7 +162,7 @@ def test_every_change_of_a_tree_is_seen(change: str, lib: SimpleNamespace, tmp_p
     assert after.digest != before.digest
 
 
-def test_a_file_that_differs_from_its_wheel_is_seen(lib: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_file_that_differs_from_its_wheel_is_detected(lib: SimpleNamespace, tmp_path: Path) -> None:
     file = tmp_path / "package" / "file.py"
     file.parent.mkdir()
     file.write_text("1\n")
@@ -176,7 +176,7 @@ def test_a_file_that_differs_from_its_wheel_is_seen(lib: SimpleNamespace, tmp_pa
 
 
 @pytest.mark.parametrize("script", ["test", "check", "demo"])
-def test_a_script_explains_itself_and_refuses_what_it_does_not_know(script: str) -> None:
+def test_every_script_has_help_and_refuses_unknown_options(script: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / script)]
     done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and f"scripts/{script}" in done.stdout, done.stderr

@@ -27,16 +27,16 @@ def lib(monkeypatch):
     return serving
 
 
-def test_stock_is_stock_and_ours_runs_over_flash_attention(lib):
+def test_stock_runs_stock_and_hf_rocm_runs_flash_attention(lib):
     load = replace(lib.SMALL, requests=3, new=4)
     with ops.recording() as routes:
         outcome = lib.measure(torch.device("cpu"), load, lambda side: routes.clear() if side == "stock" else None)
-    assert {each.operation for each in routes if "attention" in each.operation} == {"varlen_attention"}
+    assert {route.operation for route in routes if "attention" in route.operation} == {"varlen_attention"}
     assert outcome.same == 1.0 and not outcome.wrong and outcome.ours.tokens == 12
     assert "flash_attention_2" in outcome.ours.how and "times stock" in lib.table(outcome)
 
 
-def test_wrong_tokens_are_found(lib, monkeypatch):
+def test_wrong_tokens_are_detected(lib, monkeypatch):
     from hf_rocm.layers import flash_functions
 
     stock = flash_functions.flash_attn_varlen_func
@@ -47,7 +47,7 @@ def test_wrong_tokens_are_found(lib, monkeypatch):
 
 
 @pytest.mark.parametrize(("rate", "code"), [(2.0, 0), (0.5, 1)])
-def test_the_command_fails_if_ours_is_slower(lib, rate, code, monkeypatch, capsys):
+def test_the_command_fails_if_hf_rocm_is_slower(lib, rate, code, monkeypatch, capsys):
     sides = (lib.Side("stock", 1.0, 10, 0.0, ""), lib.Side("hf_rocm", 1 / rate, 10, 0.0, ""))
     monkeypatch.setattr(lib, "measure", lambda *arguments: lib.Outcome(*sides, same=1.0, spread=1.0))
     main = runpy.run_path(str(ROOT / "scripts" / "bench"))["main"]

@@ -1,4 +1,4 @@
-"""scripts/support-matrix writes what the records say, and nothing else."""
+"""scripts/support-matrix writes exactly the records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECORDS = {
 }
 
 
-def test_the_page_has_a_table_for_each_release_and_every_reason(script: ModuleType) -> None:
+def test_the_page_has_a_table_per_release_and_every_reason(script: ModuleType) -> None:
     page = script.page(RECORDS)
     assert "| phi3 | 4.53 | ● | ◐ |" in page and "| siglip | 4.53 | ● | ● | – |" in page
     assert page.index("## transformers 5.23.0") < page.index("## transformers 4.53.3")
@@ -42,7 +42,7 @@ def test_the_page_has_a_table_for_each_release_and_every_reason(script: ModuleTy
     assert "Models that are served by their parts: `llava` by siglip." in page
 
 
-def test_a_model_counts_in_full_only_where_all_three_are_ours(script: ModuleType) -> None:
+def test_a_model_is_served_in_full_only_if_all_three_parts_are_served(script: ModuleType) -> None:
     assert script.full(RECORDS["5.23.0"]["phi3"])
     assert not script.full(RECORDS["5.23.0"]["whisper"]) and not script.full(RECORDS["5.23.0"]["siglip"])
     assert script.full(row("mixtral", gate=NONE)), "its gates are the experts'"

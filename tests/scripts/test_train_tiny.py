@@ -1,4 +1,4 @@
-"""The checkpoint that the demo trains and the tests use is a real one."""
+"""The checkpoint that the demo trains and the tests use is a real trained model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def test_the_checkpoint_loads_and_its_tokenizer_keeps_the_text(tiny_checkpoint: Path) -> None:
+def test_the_checkpoint_loads_and_its_tokenizer_preserves_text(tiny_checkpoint: Path) -> None:
     config = json.loads((tiny_checkpoint / "config.json").read_text())
     assert config["num_key_value_heads"] < config["num_attention_heads"]
     assert (tiny_checkpoint / "model.safetensors").exists()
@@ -22,8 +22,8 @@ def test_the_checkpoint_loads_and_its_tokenizer_keeps_the_text(tiny_checkpoint: 
     assert torch.isfinite(logits).all()
 
 
-def test_training_learned_something(tiny_checkpoint: Path) -> None:
-    """Words of the text are likelier than the uniform guess, on average."""
+def test_the_model_is_trained(tiny_checkpoint: Path) -> None:
+    """On average, the words of a text are more likely than under a uniform distribution."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
     tokens = tokenizer("The statement is executed in the following example.", return_tensors="pt")["input_ids"]
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""run-upstream-tests' own judgement: what is a regression, what a crash costs, what must be listed."""
+"""run-upstream-tests: what counts as a regression, the effect of a crash, and what must be listed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PREFIX = "tests/models/llama/test_modeling_llama.py::LlamaModelTest::"
 
-# Tests as transformers has them, one for each thing that can happen to one.
+# Tests like those of transformers, one for every outcome.
 TESTS = """
 import os, random, signal, time, unittest, urllib.request
 
@@ -91,7 +91,7 @@ def settings(lib: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_one_bad_test_does_not_cost_the_others(lib: SimpleNamespace, settings) -> None:
+def test_one_bad_test_does_not_affect_the_others(lib: SimpleNamespace, settings) -> None:
     results = lib.passes.run(settings)
     assert {test.split("::test_")[1]: result.outcome for test, result in results.items()} == {
         "a_passes": "passed",
@@ -125,24 +125,24 @@ def results(lib: SimpleNamespace, hits: int = 1, **outcomes: str):
 
 
 @pytest.mark.parametrize("after", ["failed", "skipped", "network", "timeout", "crashed", "absent"])
-def test_whatever_passed_must_pass(after: str, lib: SimpleNamespace) -> None:
+def test_tests_that_passed_stock_must_pass(after: str, lib: SimpleNamespace) -> None:
     overlaid = results(lib, one="passed") | ({} if after == "absent" else results(lib, two=after))
-    found = lib.differences.compare("5.23.0", results(lib, one="passed", two="passed"), overlaid, [])
-    assert found.regressions == (f"{PREFIX}test_two",) and found.failed
+    result = lib.differences.compare("5.23.0", results(lib, one="passed", two="passed"), overlaid, [])
+    assert result.regressions == (f"{PREFIX}test_two",) and result.failed
 
 
 @pytest.mark.parametrize("before", ["failed", "skipped", "timeout"])
-def test_what_did_not_pass_stock_is_no_regression(before: str, lib: SimpleNamespace) -> None:
+def test_tests_that_failed_stock_are_no_regression(before: str, lib: SimpleNamespace) -> None:
     stock, overlaid = results(lib, one="passed", two=before), results(lib, one="passed", two="passed")
-    found = lib.differences.compare("5.23.0", stock, overlaid, [])
-    assert found.repaired == (f"{PREFIX}test_two",) and not found.failed
+    result = lib.differences.compare("5.23.0", stock, overlaid, [])
+    assert result.repaired == (f"{PREFIX}test_two",) and not result.failed
 
 
 def test_a_listed_difference_needs_its_model_and_release(lib: SimpleNamespace) -> None:
     stock, overlaid = results(lib, one="passed", two="passed"), results(lib, one="passed", two="failed")
     entry = lib.differences.Unavoidable(("lla*",), ("5.*",), "test_two", "it reads the source")
-    found = lib.differences.compare("5.23.0", stock, overlaid, [entry])
-    assert not found.failed and found.unavoidable == {f"{PREFIX}test_two": entry}
+    result = lib.differences.compare("5.23.0", stock, overlaid, [entry])
+    assert not result.failed and result.unavoidable == {f"{PREFIX}test_two": entry}
     assert lib.differences.compare("4.57.6", stock, overlaid, [entry]).failed
     other = lib.differences.Unavoidable(("gemma",), ("5.*",), "test_two", "it reads the source")
     assert lib.differences.compare("5.23.0", stock, overlaid, [other]).failed
@@ -150,18 +150,18 @@ def test_a_listed_difference_needs_its_model_and_release(lib: SimpleNamespace) -
 
 def test_a_listed_difference_that_no_longer_occurs_fails(lib: SimpleNamespace) -> None:
     entry = lib.differences.Unavoidable(("*",), ("*",), "test_two", "it reads the source")
-    found = lib.differences.compare("5.23.0", results(lib, two="passed"), results(lib, two="passed"), [entry])
-    assert found.stale == (entry,) and found.failed
-    # its test was not among those that ran
+    result = lib.differences.compare("5.23.0", results(lib, two="passed"), results(lib, two="passed"), [entry])
+    assert result.stale == (entry,) and result.failed
+    # its test did not run
     assert not lib.differences.compare("5.23.0", results(lib, a="passed"), results(lib, a="passed"), [entry]).failed
 
 
 def test_an_overlay_that_never_ran_fails(lib: SimpleNamespace) -> None:
-    found = lib.differences.compare("5.23.0", results(lib, a="passed"), results(lib, hits=0, a="passed"), [])
-    assert found.idle == ("llama",) and found.failed
+    result = lib.differences.compare("5.23.0", results(lib, a="passed"), results(lib, hits=0, a="passed"), [])
+    assert result.idle == ("llama",) and result.failed
 
 
-def test_the_list_gives_a_reason_for_each(lib: SimpleNamespace, tmp_path: Path) -> None:
+def test_every_listed_difference_has_a_reason(lib: SimpleNamespace, tmp_path: Path) -> None:
     assert all(entry.reason for entry in lib.differences.listed())
     file = tmp_path / "differences.toml"
     file.write_text('[[difference]]\nmodels = ["a"]\nreleases = ["*"]\ntest = "b"\nreason = " "\n')
@@ -169,9 +169,9 @@ def test_the_list_gives_a_reason_for_each(lib: SimpleNamespace, tmp_path: Path) 
         lib.differences.listed(file)
 
 
-def test_every_outcome_reaches_the_json(lib: SimpleNamespace) -> None:
-    found = lib.differences.compare("5.23.0", results(lib, a="passed", b="failed"), results(lib, a="passed"), [])
-    data = json.loads(lib.differences.as_json(found, {"tests": "commit"}))
+def test_the_json_has_every_outcome(lib: SimpleNamespace) -> None:
+    result = lib.differences.compare("5.23.0", results(lib, a="passed", b="failed"), results(lib, a="passed"), [])
+    data = json.loads(lib.differences.as_json(result, {"tests": "commit"}))
     assert data["tests"][PREFIX.removesuffix("::")] == {
         "test_a": {"stock": "passed", "overlaid": "passed", "hits": 1},
         "test_b": {"stock": "failed", "overlaid": "absent"},
@@ -186,7 +186,7 @@ def test_a_folder_without_the_tests_is_refused(lib: SimpleNamespace, tmp_path: P
         lib.tree.from_mixins(tmp_path / "tree", tmp_path, ["nobodys"])
 
 
-def test_a_model_without_a_thin_class_gets_that_of_a_causal_model(lib: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_model_without_a_tester_class_uses_that_of_a_causal_model(lib: SimpleNamespace, tmp_path: Path) -> None:
     files = lib.tree.from_mixins(tmp_path / "tree", ROOT / "tests" / "upstream" / "standins", ["qwen2", "mixtral"])
     plain, own = ((tmp_path / "tree" / file).read_text() for file in files)
     assert "class Qwen2ModelTest(CausalTest, unittest.TestCase):" in plain and "model_type = 'qwen2'" in plain
@@ -194,13 +194,13 @@ def test_a_model_without_a_thin_class_gets_that_of_a_causal_model(lib: SimpleNam
 
 
 @pytest.mark.parametrize("arguments", [[], ["5.23.0"], ["9.9", "llama"], ["5.23.0", "../llama"], ["--no-such"]])
-def test_wrong_usage_is_told_apart(arguments: list[str]) -> None:
+def test_wrong_usage_has_its_own_exit_code(arguments: list[str]) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "run-upstream-tests"), *arguments]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("paths", "expected"),
     [
         (
             [],
@@ -217,7 +217,7 @@ def test_wrong_usage_is_told_apart(arguments: list[str]) -> None:
         (["tests/upstream/test_mixin.py"], {"upstream": "tests/upstream/test_mixin.py"}),
     ],
 )
-def test_they_are_a_suite_of_their_own(asked, expected, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_a_separate_suite(paths, expected, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from lib import environments, testing
 
@@ -229,24 +229,24 @@ def test_they_are_a_suite_of_their_own(asked, expected, monkeypatch: pytest.Monk
         **{f"{testing.NEWEST}, {part}": part for part in testing.PARTS},
     }
     nowhere = environments.Environment(Path("nowhere"))
-    suites = testing.plan(dict.fromkeys((testing.NEWEST, testing.UPSTREAM), nowhere), asked, quick=False)
-    found = {names[suite.name.removeprefix("transformers ")]: " ".join(suite.arguments) for suite in suites}
-    assert found.keys() == expected.keys()
-    assert all(words in found[name] for name, words in expected.items())
+    suites = testing.plan(dict.fromkeys((testing.NEWEST, testing.UPSTREAM), nowhere), paths, quick=False)
+    text = {names[suite.name.removeprefix("transformers ")]: " ".join(suite.arguments) for suite in suites}
+    assert text.keys() == expected.keys()
+    assert all(words in text[name] for name, words in expected.items())
 
 
 @pytest.mark.parametrize("release", ["5.23.0", "4.57.6"])
-def test_the_recorded_runs_are_as_the_documentation_says(release: str) -> None:
+def test_the_documentation_shows_the_recorded_runs(release: str) -> None:
     recorded = json.loads((ROOT / "docs" / "upstream-tests" / f"{release}.json").read_text())
     assert recorded["regressions"] == recorded["stale"] == recorded["idle"] == []
     page = (ROOT / "docs" / "upstream-tests.md").read_text()
     assert recorded["sources"]["tests"].split()[-1] in page
     for model, hits in recorded["hits"].items():
         pairs = [
-            (each["stock"], each["overlaid"])
+            (test["stock"], test["overlaid"])
             for place, tests in recorded["tests"].items()
             if place.split("/")[2] == model
-            for each in tests.values()
+            for test in tests.values()
         ]
         passed, failed, skipped = (pairs.count((outcome,) * 2) for outcome in ("passed", "failed", "skipped"))
         cells = (release, model, len(pairs), passed, passed, 0, failed, skipped, sum(hits.values()))

@@ -1,4 +1,4 @@
-"""Planted faults: each changes the calls that it reaches and no others, and tests that notice are counted."""
+"""Injected faults: every fault changes only its own calls, and the tests that detect it are counted."""
 
 from __future__ import annotations
 
@@ -68,32 +68,34 @@ def test_a_fault_changes_its_own_calls_and_no_others(fault: str) -> None:
     assert changed == CHANGED[fault] and reached == len(changed)
 
 
-def test_every_fault_is_tried_here(lib: SimpleNamespace) -> None:
+def test_every_fault_is_tested(lib: SimpleNamespace) -> None:
     assert list(lib.faults.FAULTS) == list(CHANGED)
 
 
-def test_only_tests_that_pass_and_ran_ours_are_run_again(lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_passing_tests_that_ran_hf_rocm_are_run_again(
+    lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = lib.passes.Result
-    ours = Counter({"LlamaMLP": 1})
+    hits = Counter({"LlamaMLP": 1})
     stock = {LLAMA + name: result("passed") for name in "abcd"} | {LLAMA + "e": result("failed")}
-    overlaid = {LLAMA + "a": result("passed", hits=ours), LLAMA + "b": result("passed")}
-    overlaid |= {LLAMA + "c": result("failed", hits=ours), LLAMA + "d": result("passed", hits=ours)}
-    overlaid |= {LLAMA + "e": result("passed", hits=ours)}
-    asked = []
+    overlaid = {LLAMA + "a": result("passed", hits=hits), LLAMA + "b": result("passed")}
+    overlaid |= {LLAMA + "c": result("failed", hits=hits), LLAMA + "d": result("passed", hits=hits)}
+    overlaid |= {LLAMA + "e": result("passed", hits=hits)}
+    requests = []
 
     def run(settings):
-        asked.append(settings)
+        requests.append(settings)
         return {LLAMA + "a": result("failed", reached=2), LLAMA + "d": result("passed", reached=1)}
 
     monkeypatch.setattr(lib.detected, "run", run)
     settings = lib.passes.Pass(lib.passes.Interpreter(Path(sys.executable)), Path(), (), Path())
-    found = lib.detected.detect(settings, stock, overlaid)
-    assert [each.fault for each in asked] == list(lib.faults.FAULTS)
-    assert all(set(each.left_out) == {LLAMA + "b", LLAMA + "c", LLAMA + "e"} for each in asked)
-    assert {(each.model, each.reached, each.noticed) for each in found} == {("llama", 2, 1)}
+    actual = lib.detected.detect(settings, stock, overlaid)
+    assert [options.fault for options in requests] == list(lib.faults.FAULTS)
+    assert all(set(options.left_out) == {LLAMA + "b", LLAMA + "c", LLAMA + "e"} for options in requests)
+    assert {(outcome.model, outcome.reached, outcome.noticed) for outcome in actual} == {("llama", 2, 1)}
 
 
-def test_a_test_that_a_fault_does_not_reach_says_nothing_about_it(lib: SimpleNamespace) -> None:
+def test_a_test_that_does_not_reach_a_fault_is_not_counted(lib: SimpleNamespace) -> None:
     result = lib.passes.Result
     results = {
         LLAMA + "a": result("failed"),
@@ -104,7 +106,7 @@ def test_a_test_that_a_fault_does_not_reach_says_nothing_about_it(lib: SimpleNam
     assert lib.detected.count("x", "gemma", results)[2:] == ("gemma", 1, 0)
 
 
-def test_the_log_of_our_own_tests_is_read_by_what_changed_in_each(lib: SimpleNamespace) -> None:
+def test_the_log_of_hf_rocms_tests_is_compared_test_by_test(lib: SimpleNamespace) -> None:
     one, other, third, fourth = "t[m-torch.f]", "t[m-left]", "t[m-right]", "t[m2-left]"
     phases = [(one, "passed", 0), (one, "failed", 3), (one, "passed", 3), (other, "passed", 3), (third, "passed", 4)]
     phases += [(fourth, "failed", 9)]
@@ -113,11 +115,11 @@ def test_the_log_of_our_own_tests_is_read_by_what_changed_in_each(lib: SimpleNam
     assert lib.detected.count_parity("x", "m2", lines)[2:] == ("m2", 1, 1)
 
 
-def test_the_page_has_what_was_recorded(lib: SimpleNamespace) -> None:
+def test_the_page_shows_the_recorded_results(lib: SimpleNamespace) -> None:
     recorded = json.loads((ROOT / "docs" / "upstream-tests" / "faults.json").read_text())
     page = (ROOT / "docs" / "upstream-tests.md").read_text()
-    columns = list(dict.fromkeys((each["tests"], each["model"]) for each in recorded))
+    columns = list(dict.fromkeys((cell["tests"], cell["model"]) for cell in recorded))
     for fault in lib.faults.FAULTS:
-        cells = {(each["tests"], each["model"]): each for each in recorded if each["fault"] == fault}
+        cells = {(cell["tests"], cell["model"]): cell for cell in recorded if cell["fault"] == fault}
         row = [f"{cells[column]['noticed']} of {cells[column]['reached']}" for column in columns]
         assert f"| {fault} | {' | '.join(row)} |" in page

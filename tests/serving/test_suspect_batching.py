@@ -69,7 +69,7 @@ def test_without_a_known_fault_transformers_decides(caplog):
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["config", "no-config"])
-def test_nothing_is_recorded_on_a_suspect_stack(given, suspect_gpu, caplog):  # noqa: F811
+def test_nothing_is_recorded_with_a_known_fault(given, suspect_gpu, caplog):  # noqa: F811
     model = prepared()
     config, arguments = configs()
     arguments = arguments if given else {}

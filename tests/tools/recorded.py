@@ -1,4 +1,4 @@
-"""Machines as files: what their tools print, which files they have, what the children answered. No GPU is needed."""
+"""Recorded machines: the output of their tools, their files, and the results of child processes. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 
 class Recorded:
-    """One machine of the folder. `base` names another one, of which it says only what differs; "-" takes away."""
+    """One machine of the folder.
+    `base` names another machine; only the differences are stored, and "-" removes an entry.
+    """
 
     def __init__(self, name: str) -> None:
         self.told = read(name)
@@ -62,8 +64,8 @@ class Recorded:
         return self.told.get("resolves")
 
     def run(self, *command: str, timeout: float) -> Ran | None:
-        found = self.told.get("commands", {}).get(command[0])
-        return None if found is None else Ran(found.get("code", 0), found.get("out", ""), found.get("err", ""))
+        results = self.told.get("commands", {}).get(command[0])
+        return None if results is None else Ran(results.get("code", 0), results.get("out", ""), results.get("err", ""))
 
     def packages(self) -> Mapping[str, str]:
         return self.told.get("packages", {})
@@ -97,22 +99,22 @@ class Recorded:
 
 
 def read(name: str) -> dict[str, Any]:
-    told = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
-    base = told.pop("base", None)
+    data = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    base = data.pop("base", None)
     if base is None:
-        return told
+        return data
     below = read(base)
     below.pop("expect")
-    return merged(below, told)
+    return merged(below, data)
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    found = dict(below)
+    results = dict(below)
     for key, value in above.items():
         if value == "-":
-            found.pop(key, None)
-        elif isinstance(value, dict) and isinstance(found.get(key), dict) and key != "expect":
-            found[key] = merged(found[key], value)
+            results.pop(key, None)
+        elif isinstance(value, dict) and isinstance(results.get(key), dict) and key != "expect":
+            results[key] = merged(results[key], value)
         else:
-            found[key] = value
-    return found
+            results[key] = value
+    return results

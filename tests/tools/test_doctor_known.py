@@ -1,4 +1,4 @@
-"""Faults that were reported: each rule on facts that it is about and on facts next to them, with source and remedy."""
+"""Known faults: every rule on matching facts and on facts just outside its range, with source and remedy."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def good() -> Facts:
 
 
 def applied(facts: Facts) -> list[Finding]:
-    """What the rules say of these facts; every rule gives a line, shown or not."""
-    found = list(known(facts))
-    assert {finding.check for finding in found} == {rule.name for rule in RULES}
-    for finding in found:
+    """The findings of the rules for these facts. Every rule returns a line, shown or not."""
+    findings = list(known(facts))
+    assert {finding.check for finding in findings} == {rule.name for rule in RULES}
+    for finding in findings:
         assert finding.shown or (finding.level.value == "ok" and finding.link.startswith("https://github.com/"))
         if finding.level.value != "ok":
             assert finding.means and finding.fix and finding.link.startswith("https://github.com/"), finding
-    return [finding for finding in found if finding.shown]
+    return [finding for finding in findings if finding.shown]
 
 
 def with_gpu(facts: Facts, gfx: str, **torch_facts: str | None) -> Facts:
@@ -52,10 +52,11 @@ def test_a_machine_without_any_of_them(good: Facts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gfx", "torch_facts", "system", "bundled", "found"),
+    ("gfx", "torch_facts", "system", "bundled", "reported"),
     [
         ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.0", True, True),
-        ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", True, True),  # torch has its own
+        # torch includes its own copy
+        ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", True, True),
         ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", False, False),
         ("gfx942", {"version": "2.9.1", "hip": "7.2.26015"}, "7.2.1", False, True),
         ("gfx942", {"version": "2.11.0+rocm7.1", "hip": "7.1.25424"}, "7.1.1", True, False),
@@ -64,22 +65,22 @@ def test_a_machine_without_any_of_them(good: Facts) -> None:
         ("gfx1201", {"version": "2.11.0+rocm7.1", "hip": "7.1.25424"}, None, True, True),
     ],
 )
-def test_graph_replays(good: Facts, gfx: str, torch_facts, system: str | None, bundled: bool, found: bool) -> None:
+def test_graph_replays(good: Facts, gfx: str, torch_facts, system: str | None, bundled: bool, reported: bool) -> None:
     facts = replace(
         with_gpu(good, gfx, **torch_facts),
         rocm=replace(good.rocm, version=system),
         files={**good.files, "torch_rocm": bundled},
     )
     shown = applied(facts)
-    assert [finding.check for finding in shown] == ["graphs"] * found
-    if found:
+    assert [finding.check for finding in shown] == ["graphs"] * reported
+    if reported:
         assert gfx in shown[0].what and "HF_ROCM_GRAPHS=0" in shown[0].fix
         off = applied(replace(facts, environment={"HF_ROCM_GRAPHS": "0"}))
         assert [finding.level.value for finding in off] == ["ok"]
 
 
-def test_the_builds_of_torch_that_are_recommended() -> None:
-    """ROCm 7.2 on a GPU whose graph replays it breaks is not; where every release breaks them, the newest is."""
+def test_recommended_builds_of_torch() -> None:
+    """A release is not recommended for a GPU whose graph replays it breaks, unless every release breaks them."""
     releases = {gfx: install(gfx).rpartition("rocm")[2] for gfx in ("gfx942", "gfx950", "gfx1100", "gfx1201")}
     assert releases == {"gfx942": "7.1", "gfx950": "7.1", "gfx1100": "7.2", "gfx1201": "7.2"}
     assert install().endswith("7.2") and install("gfx1100", "gfx942").endswith("7.1")
@@ -96,13 +97,13 @@ def test_the_builds_of_torch_that_are_recommended() -> None:
 )
 def test_copies_from_mapped_files(good: Facts, kernel: str, gfx: str, level: str | None) -> None:
     facts = replace(with_gpu(good, gfx), system=System("Linux", kernel, "3.12.3"))
-    found = [finding for finding in applied(facts) if finding.check == "mapped-copies"]
-    assert [finding.level.value for finding in found] == [level] * (level is not None)
-    if found:
-        assert "through ordinary memory" in found[0].what + found[0].means
+    findings = [finding for finding in applied(facts) if finding.check == "mapped-copies"]
+    assert [finding.level.value for finding in findings] == [level] * (level is not None)
+    if findings:
+        assert "through ordinary memory" in findings[0].what + findings[0].means
 
 
-def test_bitsandbytes_is_judged_by_its_numbers(good: Facts) -> None:
+def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     facts = replace(good, packages={**good.packages, "bitsandbytes": "0.49.0"}, files={"bitsandbytes_rocm": True})
     right = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": None}}))
     assert [finding.level.value for finding in applied(right)] == ["ok"]
@@ -113,7 +114,7 @@ def test_bitsandbytes_is_judged_by_its_numbers(good: Facts) -> None:
     assert "GPU 1 (gfx942): a product of 8 rows" in finding.what and "BNB_ROCM_ARCH=gfx942" in finding.fix
     crashed = replace(facts, bitsandbytes=Answer({}, "it was killed by signal 11", "a 4-bit product on GPU 0"))
     assert "signal 11" in applied(crashed)[0].what
-    assert any("older than 0.50" in finding.what for finding in packages(facts))  # not tried: its version counts
+    assert any("older than 0.50" in finding.what for finding in packages(facts))  # not tried: its version decides
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_bitsandbytes_is_judged_by_its_numbers(good: Facts) -> None:
         (Answer({"seconds": {"0": [0.003, 0.002]}}), "ok"),
     ],
 )
-def test_a_conv3d_that_embeds_patches(good: Facts, answer: Answer, level: str) -> None:
+def test_a_conv3d_for_patch_embeddings(good: Facts, answer: Answer, level: str) -> None:
     named = ModelFacts("org/qwen-vl", conv3d=True)
     facts = replace(good, model=named, patch_embedding=answer)
     (finding,) = applied(facts)
@@ -142,18 +143,18 @@ def test_a_model_with_a_conv3d_is_recognised_and_tried(tmp_path: Path, good: Fac
     named = model_facts(str(tmp_path), cache=tmp_path, memory=None)
     assert named.sinks and not named.conv3d
 
-    asked = []
+    requests = []
 
     class Asked(Recorded):
         def ask(self, task: str, *, timeout: float) -> Answer:
-            asked.append(task)
+            requests.append(task)
             return super().ask(task, timeout=timeout)
 
     collect(Asked("mi300x"), model=str(tmp_path))
-    assert sorted(asked) == ["aiter", "torch"]
+    assert sorted(requests) == ["aiter", "torch"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     collect(Asked("stalling-kernel"), model=str(tmp_path))
-    assert {"bitsandbytes", "patch-embedding"} <= set(asked)
+    assert {"bitsandbytes", "patch-embedding"} <= set(requests)
 
 
 def test_the_backward_of_rocm_10(good: Facts) -> None:
@@ -164,7 +165,7 @@ def test_the_backward_of_rocm_10(good: Facts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels_here", "hub", "found"),
+    ("kernels_here", "hub", "reported"),
     [
         ("0.17.1", {"hub_rope": 2, "hub_flash": True}, ["hub-rope", "hub-flash"]),
         ("0.17.1", {"hub_rope": 3, "hub_flash": True}, ["hub-flash"]),
@@ -173,14 +174,14 @@ def test_the_backward_of_rocm_10(good: Facts) -> None:
         (None, {"hub_rope": 2, "hub_flash": True}, []),
     ],
 )
-def test_kernels_of_the_hub(good: Facts, kernels_here: str | None, hub, found: list[str]) -> None:
+def test_kernels_of_the_hub(good: Facts, kernels_here: str | None, hub, reported: list[str]) -> None:
     packages = {**good.packages, **({"kernels": kernels_here} if kernels_here else {})}
     facts = replace(
         good,
         packages=packages,
         transformers=replace(good.transformers, version="5.19.0", kernels="kernels>=0.16,<0.18", **hub),
     )
-    assert [finding.check for finding in applied(facts)] == found
+    assert [finding.check for finding in applied(facts)] == reported
 
 
 def test_rows_of_padding_in_fp16(good: Facts) -> None:
@@ -190,7 +191,7 @@ def test_rows_of_padding_in_fp16(good: Facts) -> None:
     assert not applied(replace(good, model=ModelFacts("org/model", dtype="bfloat16")))
 
 
-def test_a_kernels_package_out_of_range_and_what_that_disables(good: Facts) -> None:
+def test_a_kernels_package_out_of_range_and_the_disabled_features(good: Facts) -> None:
     facts = replace(good, packages={**good.packages, "kernels": "0.17.2"})
     (finding,) = (finding for finding in transformers(facts) if finding.check == "kernels")
     assert finding.level.value == "warning"
@@ -199,7 +200,7 @@ def test_a_kernels_package_out_of_range_and_what_that_disables(good: Facts) -> N
     assert finding.link.startswith("https://github.com/huggingface/transformers/")
 
 
-def test_what_this_release_takes_from_the_hub() -> None:
+def test_kernels_that_this_release_loads_from_the_hub() -> None:
     """Read from the installed transformers: 5.16 to 5.22 name version 2 of the rotary kernel."""
     from importlib.util import find_spec
 
@@ -207,16 +208,16 @@ def test_what_this_release_takes_from_the_hub() -> None:
     from packaging.version import Version
 
     root = Path(str(find_spec("transformers").origin)).parent
-    here, found = Version(installed.__version__), hub_facts(root)
+    here, facts = Version(installed.__version__), hub_facts(root)
     if here < Version("5.16"):
-        assert found == {"hub_rope": None, "hub_flash": False}
+        assert facts == {"hub_rope": None, "hub_flash": False}
     else:
-        assert found["hub_rope"] in (2, 3) and found["hub_flash"]
+        assert facts["hub_rope"] in (2, 3) and facts["hub_flash"]
     assert hub_facts(root / "nowhere") == {"hub_rope": None, "hub_flash": False}
 
 
 class Bitsandbytes:
-    """NF4 as bitsandbytes has it, in PyTorch on a CPU, with a fault."""
+    """NF4 as in bitsandbytes, computed in PyTorch on a CPU, with a fault."""
 
     values = torch.tensor(
         [-1.0, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0.0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1.0]
@@ -248,7 +249,7 @@ class Bitsandbytes:
     ("fault", "words"),
     [(None, None), ("one row", "1 row is off"), ("rows", "8 rows is off"), ("absmax", "unpacked weights are off")],
 )
-def test_the_probe_of_4_bit_products(fault: str | None, words: str | None) -> None:
+def test_the_probe_of_4_bit_gemms(fault: str | None, words: str | None) -> None:
     why = kernels.four_bit_product(torch, Bitsandbytes(fault), "cpu")
     assert why is None if words is None else words in str(why)
 
@@ -260,7 +261,7 @@ def test_the_probe_of_a_conv3d(monkeypatch: pytest.MonkeyPatch) -> None:
     assert convolution > 0 and product > 0
 
 
-def test_what_does_not_apply_is_listed_on_request(
+def test_rules_that_do_not_apply_are_listed_on_request(
     good: Facts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(examine, "ThisMachine", lambda: Recorded("mi300x"))
@@ -271,7 +272,7 @@ def test_what_does_not_apply_is_listed_on_request(
     long = capsys.readouterr().out
     for rule in RULES:
         assert f"ok       {rule.name} " in long and rule.link in long
-    assert short.splitlines()[-1] == long.splitlines()[-1]  # the verdict counts what is here
+    assert short.splitlines()[-1] == long.splitlines()[-1]  # the verdict counts only findings
     main(["doctor", "--json"])
     findings = json.loads(capsys.readouterr().out)["findings"]
     main(["doctor", "-v", "--json"])

@@ -1,4 +1,4 @@
-"""Doctor's parts: what tools print, what a model needs, and the checks that a whole machine rarely shows."""
+"""Parts of doctor: the output of tools, the requirements of a model, and checks that few recorded machines trigger."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def with_environment(facts: Facts, **variables: str) -> Facts:
 
 
 def levels(findings) -> list[str]:
-    return [each.level.value for each in findings]
+    return [finding.level.value for finding in findings]
 
 
-def test_architectures_by_the_drivers_number_and_by_the_overrides() -> None:
+def test_architectures_from_the_drivers_number_and_from_overrides() -> None:
     numbers = {90402: "gfx942", 90010: "gfx90a", 110501: "gfx1151", 120001: "gfx1201", 100306: "gfx1036", 0: None}
     assert {number: gfx_of_target(number) for number in numbers} == numbers
     assert (gfx_of_version("9.4.2"), gfx_of_version("9.0.10"), gfx_of_version("11")) == ("gfx942", "gfx90a", None)
@@ -56,8 +56,8 @@ def test_architectures_by_the_drivers_number_and_by_the_overrides() -> None:
 def test_rocminfo_with_trailing_blanks_and_without_agents() -> None:
     text = "*******\nAgent 2\n*******                  \n  Name:                    gfx90a             \n"
     text += "  Marketing Name:          AMD Instinct MI210                 \n  Device Type:             GPU     \n"
-    found = rocminfo.agents(text.replace("Agent 2\n", "Agent 2                  \n"))
-    assert [(each.name, each.card, each.units) for each in found] == [("gfx90a", "AMD Instinct MI210", 0)]
+    result = rocminfo.agents(text.replace("Agent 2\n", "Agent 2                  \n"))
+    assert [(gpu.name, gpu.card, gpu.units) for gpu in result] == [("gfx90a", "AMD Instinct MI210", 0)]
     assert rocminfo.agents("") == () and rocminfo.complaint("all is well") is None
     failed = "hsa api call failure at: rocminfo.cc:1306\nCall returned HSA_STATUS_ERROR_OUT_OF_RESOURCES"
     assert rocminfo.complaint(failed) == "hsa api call failure at: rocminfo.cc:1306"
@@ -65,7 +65,7 @@ def test_rocminfo_with_trailing_blanks_and_without_agents() -> None:
 
 def test_rocminfo_that_hangs_and_tools_that_are_elsewhere(good: Facts) -> None:
     hanging = replace(good, rocm=replace(good.rocm, rocminfo=Ran(None), agents=()))
-    assert any("timed out" in each.what for each in rocm(hanging))
+    assert any("timed out" in finding.what for finding in rocm(hanging))
     none = replace(good, rocm=replace(good.rocm, rocminfo=None, version=None))
     assert "torch includes the libraries of ROCm 7.1" in next(rocm(none)).what
     packaged = replace(none, packages={**good.packages, "rocm-sdk-core": "7.10.0"})
@@ -78,24 +78,24 @@ def test_rocminfo_that_hangs_and_tools_that_are_elsewhere(good: Facts) -> None:
     ("container", "fix"),
     [("podman", "podman run --device=/dev/kfd"), ("apptainer", "--rocm"), ("kubernetes", "amd.com/gpu")],
 )
-def test_each_container_is_told_in_its_own_words(good: Facts, container: str, fix: str) -> None:
+def test_every_kind_of_container_has_its_own_advice(good: Facts, container: str, fix: str) -> None:
     cut = replace(good, container=container, driver=replace(good.driver, kfd=None))
     assert fix in next(driver(cut)).fix
 
 
-def test_compute_without_the_render_nodes(good: Facts) -> None:
+def test_compute_access_without_render_nodes(good: Facts) -> None:
     half = replace(good, container="docker", driver=replace(good.driver, render={}))
-    found = next(driver(half))
-    assert found.level.value == "problem" and "--device=/dev/dri" in found.fix
+    finding = next(driver(half))
+    assert finding.level.value == "problem" and "--device=/dev/dri" in finding.fix
     kfd = Node(mode="crw-rw----", group="nogroup", readable=False, writable=False)
     rootless = replace(good, container="podman", driver=replace(good.driver, kfd=kfd))
     assert "keep-groups" in next(driver(rootless)).fix
     some = dict(good.driver.render)
-    some["/dev/dri/renderD130"] = Node(readable=False, writable=False, group="render")  # another container's GPU
+    some["/dev/dri/renderD130"] = Node(readable=False, writable=False, group="render")  # the GPU of another container
     assert next(driver(replace(good, driver=replace(good.driver, render=some)))).level.value == "ok"
 
 
-def test_a_driver_that_is_not_loaded_or_has_no_compute(good: Facts) -> None:
+def test_a_driver_that_is_not_loaded_or_lacks_compute_support(good: Facts) -> None:
     cut = replace(good, driver=replace(good.driver, kfd=None, loaded=False))
     assert "modprobe amdgpu" in next(driver(cut)).fix
     cut = replace(good, driver=replace(good.driver, kfd=None))
@@ -108,30 +108,30 @@ def test_wsl_without_the_windows_drivers_part(good: Facts) -> None:
 
 @pytest.mark.parametrize("value", ["", "-1"])
 def test_variables_that_hide_every_gpu(good: Facts, value: str) -> None:
-    found = list(driver(with_environment(good, HIP_VISIBLE_DEVICES=value)))
-    assert levels(found) == ["ok", "problem"] and found[1].fix == "unset HIP_VISIBLE_DEVICES"
+    findings = list(driver(with_environment(good, HIP_VISIBLE_DEVICES=value)))
+    assert levels(findings) == ["ok", "problem"] and findings[1].fix == "unset HIP_VISIBLE_DEVICES"
 
 
-def test_variables_that_choose_and_variables_that_differ(good: Facts) -> None:
+def test_variables_that_select_gpus_and_variables_that_conflict(good: Facts) -> None:
     assert levels(driver(with_environment(good, ROCR_VISIBLE_DEVICES="1"))) == ["ok", "ok"]
     both = with_environment(good, HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="1")
     assert levels(driver(both)) == ["ok", "ok", "warning"]
 
 
-def test_overrides_that_say_nothing_or_nonsense(good: Facts) -> None:
+def test_empty_and_invalid_overrides(good: Facts) -> None:
     assert levels(override(with_environment(good, HSA_OVERRIDE_GFX_VERSION="9.4.2"))) == ["ok"]
     assert levels(override(with_environment(good, HSA_OVERRIDE_GFX_VERSION="gfx942"))) == ["warning"]
     assert levels(override(good)) == []
 
 
-def test_a_torch_that_is_absent_old_or_multiplies_wrongly(good: Facts) -> None:
+def test_a_torch_that_is_missing_old_or_wrong(good: Facts) -> None:
     assert "torch is not installed" in next(torch(replace(good, torch=replace(good.torch, version=None)))).what
     old = replace(good, torch=replace(good.torch, version="2.4.1+rocm6.1"))
     assert "older than 2.6" in next(torch(old)).what
     device = {**good.devices[0], "product": "a 64 × 64 product is wrong by up to 3"}
     wrong = replace(good.torch_answer, facts={**good.torch_answer.facts, "devices": [device]})
-    found = {each.check: each for each in torch(replace(good, torch_answer=wrong))}
-    assert found["torch-gpu"].level.value == "problem" and "wrong by up to 3" in found["torch-gpu"].what
+    result = {finding.check: finding for finding in torch(replace(good, torch_answer=wrong))}
+    assert result["torch-gpu"].level.value == "problem" and "wrong by up to 3" in result["torch-gpu"].what
 
 
 def test_a_generic_build_serves_its_family(good: Facts) -> None:
@@ -143,10 +143,10 @@ def test_a_generic_build_serves_its_family(good: Facts) -> None:
 
 def test_flags_that_a_build_lacks_and_flags_of_nvidia(good: Facts) -> None:
     facts = {**good.torch_answer.facts, "flags": {"backends.cuda.matmul.allow_tf32": "AttributeError: no"}}
-    found = list(torch_settings(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
-    assert found[0].level.value == "warning" and "setup_environment" in found[0].fix
-    said = [each.what for each in torch_settings(with_environment(good, NVIDIA_TF32_OVERRIDE="1"))]
-    assert any("NVIDIA_TF32_OVERRIDE=1: without effect" in each for each in said)
+    findings = list(torch_settings(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
+    assert findings[0].level.value == "warning" and "setup_environment" in findings[0].fix
+    changed = [row.what for row in torch_settings(with_environment(good, NVIDIA_TF32_OVERRIDE="1"))]
+    assert any("NVIDIA_TF32_OVERRIDE=1: without effect" in line for line in changed)
     tuned = with_environment(good, PYTORCH_TUNABLEOP_ENABLED="1", PYTORCH_TUNABLEOP_TUNING="0")
     assert set(levels(torch_settings(tuned))) == {"ok"}
 
@@ -156,16 +156,16 @@ def with_packages(facts: Facts, **versions: str) -> Facts:
     return replace(facts, packages={**facts.packages, **named})
 
 
-def with_answer(facts: Facts, **told: object) -> Facts:
+def with_answer(facts: Facts, **info: object) -> Facts:
     answer = facts.torch_answer
-    return replace(facts, torch_answer=replace(answer, facts={**answer.facts, **told}))
+    return replace(facts, torch_answer=replace(answer, facts={**answer.facts, **info}))
 
 
 def radeon(facts: Facts, *gpus: str) -> Facts:
     return replace(facts, driver=replace(facts.driver, gpus=gpus))
 
 
-def test_aiter_on_cards_that_it_does_not_know(good: Facts) -> None:
+def test_aiter_on_unsupported_cards(good: Facts) -> None:
     old = radeon(with_packages(good, amd_aiter="0.1.9.post1"), "gfx1201")
     first = next(aiter(old))
     assert first.level.value == "warning" and "older than 0.1.19, the first release that supports gfx1201" in first.what
@@ -185,10 +185,10 @@ def test_aiter_on_cards_that_it_does_not_know(good: Facts) -> None:
         ("KeyError: 'gfx1151'", "python -c 'import aiter' shows the whole error"),
     ],
 )
-def test_each_failed_import_of_aiter_has_its_own_fix(good: Facts, error: str, fix: str) -> None:
+def test_every_failed_import_of_aiter_has_its_own_fix(good: Facts, error: str, fix: str) -> None:
     failed = replace(good, aiter=replace(good.aiter, answer=Answer({}, error, "import")))
-    (found,) = (each for each in aiter(failed) if each.check == "aiter-import")
-    assert found.level.value == "problem" and found.fix.startswith(fix)
+    (match,) = (row for row in aiter(failed) if row.check == "aiter-import")
+    assert match.level.value == "problem" and match.fix.startswith(fix)
 
 
 @pytest.mark.parametrize(
@@ -202,32 +202,32 @@ def test_each_failed_import_of_aiter_has_its_own_fix(good: Facts, error: str, fi
     ],
 )
 def test_triton(good: Facts, versions: dict[str, str], level: str, words: str) -> None:
-    (found,) = triton(replace(good, packages=versions))
-    assert found.level.value == level and words in f"{found.what}; {found.means}"
+    (finding,) = triton(replace(good, packages=versions))
+    assert finding.level.value == level and words in f"{finding.what}; {finding.means}"
 
 
-def test_the_oldest_triton_is_the_one_that_the_kernels_ask_for() -> None:
+def test_the_oldest_triton_is_the_one_that_the_kernels_require() -> None:
     from hf_rocm.ops.triton import detect
     from hf_rocm.tools.doctor.checks.triton import OLDEST
 
     assert OLDEST == detect.OLDEST
 
 
-def test_an_allocator_that_was_not_tried_or_failed(good: Facts) -> None:
-    asked = with_environment(good, PYTORCH_ALLOC_CONF="max_split_size_mb:128")
-    assert "not tested: there is no GPU" in next(allocator(with_answer(asked, allocator=None))).what
-    failed = with_answer(asked, allocator={"error": "ArithmeticError: a live block was overwritten"})
-    (found,) = allocator(failed)
-    assert found.level.value == "problem" and "fails with max_split_size_mb:128: ArithmeticError" in found.what
+def test_an_allocator_that_was_not_tested_or_failed(good: Facts) -> None:
+    changed = with_environment(good, PYTORCH_ALLOC_CONF="max_split_size_mb:128")
+    assert "not tested: there is no GPU" in next(allocator(with_answer(changed, allocator=None))).what
+    failed = with_answer(changed, allocator={"error": "ArithmeticError: a live block was overwritten"})
+    (finding,) = allocator(failed)
+    assert finding.level.value == "problem" and "fails with max_split_size_mb:128: ArithmeticError" in finding.what
 
 
 def test_an_override_for_a_card_that_torch_does_not_know(good: Facts) -> None:
     laptop = with_environment(radeon(good, "gfx1103"), HSA_OVERRIDE_GFX_VERSION="11.0.0")
-    (found,) = override(laptop)
-    assert found.level.value == "warning" and "hf-rocm verify" in found.fix
+    (finding,) = override(laptop)
+    assert finding.level.value == "warning" and "hf-rocm verify" in finding.fix
 
 
-def test_packages_of_another_day(good: Facts) -> None:
+def test_packages_of_another_release(good: Facts) -> None:
     old = replace(with_packages(good, bitsandbytes="0.46.1"), files={"bitsandbytes_rocm": True})
     assert "older than 0.50" in next(packages(old)).what
     left = with_packages(good, nvidia_cublas_cu12="12.8", nvidia_cudnn_cu12="9.1")
@@ -236,47 +236,47 @@ def test_packages_of_another_day(good: Facts) -> None:
 
 @pytest.mark.parametrize(("installed", "count"), [("no", "none"), ("yes", "3")])
 def test_a_changed_file_without_a_block_is_a_warning(good: Facts, installed: str, count: str) -> None:
-    told = replace(good.transformers, overlays={f"{installed}/verified": 3, "no/changed": 1})
-    finding = next(each for each in transformers(replace(good, transformers=told)) if each.check == "overlays")
+    facts_here = replace(good.transformers, overlays={f"{installed}/verified": 3, "no/changed": 1})
+    finding = next(row for row in transformers(replace(good, transformers=facts_here)) if row.check == "overlays")
     assert finding.level.value == "warning" and finding.fix.startswith("hf-rocm status")
     assert finding.what == f"1 model file differs from its release; 3 overlays match, {count} installed"
 
 
 def test_overlays_of_another_release_and_a_kernels_package_in_range(good: Facts) -> None:
     older = replace(good, transformers=replace(good.transformers, overlays={"old/verified": 3, "no/verified": 72}))
-    found = {each.check: each for each in transformers(with_packages(older, kernels="0.18.5", unsloth="2026.10.9"))}
-    assert found["overlays"].fix == "hf-rocm install-overlays" and found["overlays"].level.value == "warning"
-    assert found["kernels"].level.value == "ok" and "Unsloth" in found["patches"].what
+    result = {row.check: row for row in transformers(with_packages(older, kernels="0.18.5", unsloth="2026.10.9"))}
+    assert result["overlays"].fix == "hf-rocm install-overlays" and result["overlays"].level.value == "warning"
+    assert result["kernels"].level.value == "ok" and "Unsloth" in result["patches"].what
 
 
 def test_a_mac(good: Facts) -> None:
-    (found,) = system(replace(good, system=replace(good.system, name="Darwin")))
-    assert found.level.value == "problem" and "this is Darwin" in found.what
+    (finding,) = system(replace(good, system=replace(good.system, name="Darwin")))
+    assert finding.level.value == "problem" and "this is Darwin" in finding.what
 
 
-def test_gpus_that_do_not_reach_each_other(good: Facts) -> None:
+def test_gpus_without_peer_access(good: Facts) -> None:
     facts = {**good.torch_answer.facts, "peers": [[True, False], [False, True]], "collectives": None}
     apart = replace(
         good, torch_answer=replace(good.torch_answer, facts=facts), container="docker", shared_memory=64 * 2**20
     )
-    found = list(several(apart))
-    assert levels(found) == ["warning"] * 3
-    assert "no RCCL" in found[0].what and "(0-1)" in found[1].what and "64 MiB" in found[2].what
+    findings = list(several(apart))
+    assert levels(findings) == ["warning"] * 3
+    assert "no RCCL" in findings[0].what and "(0-1)" in findings[1].what and "64 MiB" in findings[2].what
 
 
-def test_variables_of_ours_that_are_wrong_or_hold_back(good: Facts) -> None:
+def test_hf_rocms_variables_that_are_invalid_or_restrict_it(good: Facts) -> None:
     (wrong,) = options(with_environment(good, HF_ROCM_TIER="fastest"))
     assert wrong.level.value == "problem" and "HF_ROCM_TIER=fastest: unknown tier 'fastest'" in wrong.what
-    (held,) = options(with_environment(good, HF_ROCM_PROBE="0", HF_ROCM_TIER="attention=torch"))
-    assert held.level.value == "warning" and held.fix.startswith("unset HF_ROCM_PROBE HF_ROCM_TIER")
+    (finding,) = options(with_environment(good, HF_ROCM_PROBE="0", HF_ROCM_TIER="attention=torch"))
+    assert finding.level.value == "warning" and finding.fix.startswith("unset HF_ROCM_PROBE HF_ROCM_TIER")
     assert levels(options(with_environment(good, HF_ROCM_AUTO="1"))) == ["ok"]
-    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # no row says that none is set
+    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # no line if none is set
     assert misspelt.level.value == "warning" and misspelt.fix == "unset HF_ROCM_FROCE, or name it HF_ROCM_FORCE"
     _, set_too = options(with_environment(good, HF_ROCM_FROCE="1", HF_ROCM_AUTO="1"))
     assert (set_too.level.value, set_too.what) == ("ok", "HF_ROCM_AUTO=1")
 
 
-def test_a_transformers_that_is_newer_than_what_was_checked(good: Facts) -> None:
+def test_a_transformers_newer_than_the_last_checked_release(good: Facts) -> None:
     for verdict, level in (("go on: every overlay can be used", "ok"), ("don't go on: none can be used", "warning")):
         newer = replace(good.transformers, version="5.99.0", outlook=verdict)
         first = next(transformers(replace(good, transformers=newer)))
@@ -293,13 +293,13 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_models_needs_are_read_from_its_folder(checkpoint: Path) -> None:
-    found = model_facts(str(checkpoint), cache=Path("/nowhere"), memory=None)
-    assert (found.weights, found.dtype) == (4000, "bfloat16")
-    assert found.per_token == 2 * 4 * 2 * 64 * 2  # K and V, layers, KV heads, head dim, bytes
+def test_a_models_memory_is_computed_from_its_folder(checkpoint: Path) -> None:
+    facts = model_facts(str(checkpoint), cache=Path("/nowhere"), memory=None)
+    assert (facts.weights, facts.dtype) == (4000, "bfloat16")
+    assert facts.per_token == 2 * 4 * 2 * 64 * 2  # K and V, layers, KV heads, head dim, bytes
 
 
-def test_a_hub_model_is_found_in_the_cache_and_nowhere_else(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_hub_model_is_only_found_in_the_cache(checkpoint: Path, tmp_path: Path) -> None:
     cache = tmp_path / "hub"
     snapshot = cache / "models--org--small" / "snapshots" / "abc"
     snapshot.parent.mkdir(parents=True)
@@ -319,30 +319,30 @@ def test_a_hub_model_is_found_in_the_cache_and_nowhere_else(checkpoint: Path, tm
         (0, "5.23.0", {"model": "problem"}),
     ],
 )
-def test_does_it_fit(good: Facts, weights: int, release: str, expected: dict[str, str]) -> None:
+def test_whether_a_model_fits(good: Facts, weights: int, release: str, expected: dict[str, str]) -> None:
     named = ModelFacts("org/big", "/cache/big", weights, "bfloat16", per_token=131072, memory=40 * GIB)
-    found = model(replace(good, model=named, transformers=replace(good.transformers, version=release)))
-    assert {each.check: each.level.value for each in found} == expected
+    actual = model(replace(good, model=named, transformers=replace(good.transformers, version=release)))
+    assert {finding.check: finding.level.value for finding in actual} == expected
 
 
 @pytest.mark.parametrize(
     ("free", "total", "available", "carved_out", "expected"),
     [
         (63, 64, 120, 0.5, "ok"),
-        (120, 32, 120, 0.5, "problem"),  # more than its total, which bounds it
-        (63, 64, 20, 0.5, "problem"),  # the host's processes have the rest
-        (63, 64, 20, 64, "ok"),  # the firmware took it from the host
+        (120, 32, 120, 0.5, "problem"),  # bounded by its total
+        (63, 64, 20, 0.5, "problem"),  # the rest is used by processes of the host
+        (63, 64, 20, 64, "ok"),  # the firmware reserves it from host memory
     ],
 )
-def test_a_gpu_without_memory_of_its_own_has_what_the_host_leaves_it(
+def test_a_gpu_without_dedicated_memory_has_the_available_host_memory(
     free: int, total: int, available: int, carved_out: float, expected: str
 ) -> None:
     facts = collect(Recorded("strix-halo"))
     device = {**facts.devices[0], "free": free * GIB, "total": total * GIB}
     named = ModelFacts("org/big", "/cache/big", 32 * GIB, "bfloat16", memory=available * GIB)
     driver = replace(facts.driver, carved_out=int(carved_out * GIB))
-    found = model(replace(with_answer(facts, devices=[device]), model=named, driver=driver))
-    assert {each.check: each.level.value for each in found}["model-memory"] == expected
+    actual = model(replace(with_answer(facts, devices=[device]), model=named, driver=driver))
+    assert {finding.check: finding.level.value for finding in actual}["model-memory"] == expected
 
 
 def test_the_range_of_kernels_is_read_from_transformers_table(tmp_path: Path) -> None:
@@ -352,25 +352,27 @@ def test_the_range_of_kernels_is_read_from_transformers_table(tmp_path: Path) ->
     assert required(table, "absent") is None and required(tmp_path / "none.py", "kernels") is None
 
 
-def test_a_transformers_that_is_absent_or_can_not_be_patched(good: Facts) -> None:
+def test_a_missing_transformers_or_one_that_can_not_be_patched(good: Facts) -> None:
     absent = TransformersFacts(refused="transformers is not installed", hint="pip install transformers")
-    (found,) = transformers(replace(good, transformers=absent))
-    assert (found.level.value, found.fix) == ("problem", "pip install transformers")
+    (match,) = transformers(replace(good, transformers=absent))
+    assert (match.level.value, match.fix) == ("problem", "pip install transformers")
     checkout = replace(good.transformers, refused="this is a source checkout", hint="install a release")
-    found = next(each for each in transformers(replace(good, transformers=checkout)) if each.check == "overlays")
-    assert (found.level.value, found.fix) == ("warning", "install a release")
+    match = next(
+        finding for finding in transformers(replace(good, transformers=checkout)) if finding.check == "overlays"
+    )
+    assert (match.level.value, match.fix) == ("warning", "install a release")
 
 
-def test_this_transformers_and_its_overlays_are_read_off_its_files() -> None:
+def test_the_installed_transformers_and_its_overlays_are_read_from_files() -> None:
     import transformers
 
-    found = transformers_facts()
-    assert found.version == transformers.__version__ and found.refused is None
-    assert found.kernels is not None and found.kernels.startswith("kernels>=")
-    assert sum(found.overlays.values()) > 40
+    facts = transformers_facts()
+    assert facts.version == transformers.__version__ and facts.refused is None
+    assert facts.kernels is not None and facts.kernels.startswith("kernels>=")
+    assert sum(facts.overlays.values()) > 40
 
 
-def test_this_machine_answers_for_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_files_and_commands_raise_no_error(tmp_path: Path) -> None:
     here = ThisMachine()
     missing = str(tmp_path / "missing")
     assert (here.text(missing), here.names(missing), here.look(missing), here.free_bytes(missing)) == (
@@ -388,8 +390,8 @@ def test_this_machine_answers_for_what_is_not_there(tmp_path: Path) -> None:
     assert not here.mentions(str(file), b"x") and not here.mentions(missing, b"x")
 
 
-def test_a_block_with_foreign_code_is_a_problem_though_its_file_is_known(good: Facts) -> None:
-    told = replace(good.transformers, overlays={"yes/verified": 70, "foreign/verified": 2, "old/verified": 1})
-    finding = next(each for each in transformers(replace(good, transformers=told)) if each.check == "overlays")
+def test_a_block_with_foreign_code_in_a_known_file_is_a_problem(good: Facts) -> None:
+    changed = replace(good.transformers, overlays={"yes/verified": 70, "foreign/verified": 2, "old/verified": 1})
+    finding = next(row for row in transformers(replace(good, transformers=changed)) if row.check == "overlays")
     assert finding.level.value == "problem" and finding.what.startswith("2 blocks with code that is not from")
     assert finding.fix.startswith("hf-rocm install-overlays")

@@ -1,4 +1,4 @@
-"""Doctor on several GPUs: what holds RCCL back, and the variables that tell ranks their place."""
+"""Doctor on several GPUs: settings that slow down RCCL, and the variables of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_environment(facts: Facts, **variables: str) -> Facts:
 
 
 def levels(findings) -> list[str]:
-    return [each.level.value for each in findings]
+    return [finding.level.value for finding in findings]
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -35,9 +35,9 @@ def with_host(facts: Facts, **changes: object) -> Facts:
     return replace(facts, host=replace(facts.host, **changes))
 
 
-def test_ranks_as_torchrun_numbers_them_are_fine(good: Facts) -> None:
-    found = list(several(with_environment(good, **TORCHRUN, LOCAL_WORLD_SIZE="2")))
-    assert levels(found) == ["ok", "ok"] and found[0].what == "RANK 1, WORLD_SIZE 2, LOCAL_RANK 1"
+def test_variables_of_torchrun_are_fine(good: Facts) -> None:
+    findings = list(several(with_environment(good, **TORCHRUN, LOCAL_WORLD_SIZE="2")))
+    assert levels(findings) == ["ok", "ok"] and findings[0].what == "RANK 1, WORLD_SIZE 2, LOCAL_RANK 1"
     assert list(ranks(good)) == []
 
 
@@ -62,9 +62,13 @@ def test_ranks_as_torchrun_numbers_them_are_fine(good: Facts) -> None:
         ({"LOCAL_WORLD_SIZE": "4"}, "problem", "4 ranks on this machine, and each sees 2 GPUs", "--nproc-per-node 2"),
     ],
 )
-def test_ranks_that_do_not_fit(good: Facts, changes: dict[str, str], level: str, words: str, fix: str) -> None:
-    found = [each for each in ranks(with_environment(good, **{**TORCHRUN, **changes})) if each.level.value != "ok"]
-    assert levels(found) == [level] and words in found[0].what and fix in found[0].fix and found[0].means
+def test_inconsistent_variables_of_ranks(
+    good: Facts, changes: dict[str, str], level: str, words: str, fix: str
+) -> None:
+    result = [
+        finding for finding in ranks(with_environment(good, **{**TORCHRUN, **changes})) if finding.level.value != "ok"
+    ]
+    assert levels(result) == [level] and words in result[0].what and fix in result[0].fix and result[0].means
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_ranks_that_do_not_fit(good: Facts, changes: dict[str, str], level: str,
     [
         ("GLOO_SOCKET_IFNAME", "eno1", False),
         ("GLOO_SOCKET_IFNAME", "eno1,eno2", True),
-        ("GLOO_SOCKET_IFNAME", "eno", True),  # gloo takes no prefixes
+        ("GLOO_SOCKET_IFNAME", "eno", True),  # gloo accepts no prefixes
         ("NCCL_SOCKET_IFNAME", "en,ib", False),
         ("NCCL_SOCKET_IFNAME", "^lo,docker", False),
         ("NCCL_SOCKET_IFNAME", "=eno", True),
@@ -80,28 +84,28 @@ def test_ranks_that_do_not_fit(good: Facts, changes: dict[str, str], level: str,
         ("NCCL_SOCKET_IFNAME", "ib", True),
     ],
 )
-def test_interfaces_that_are_named(good: Facts, name: str, value: str, wrong: bool) -> None:
+def test_named_network_interfaces(good: Facts, name: str, value: str, wrong: bool) -> None:
     facts = with_environment(with_host(good, interfaces=("eno1", "lo")), **{name: value})
     assert levels(ranks(facts)) == ["problem"] * wrong
 
 
-def test_a_name_that_leads_nowhere_matters_over_several_machines_only(good: Facts) -> None:
+def test_an_unresolved_host_name_matters_on_several_machines_only(good: Facts) -> None:
     lost = with_host(good, resolves=False, interfaces=("lo", "eno1"))
     alone = with_environment(lost, **TORCHRUN, LOCAL_WORLD_SIZE="2")
     assert levels(ranks(alone)) == ["ok"]
     among = {**TORCHRUN, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    found = list(ranks(with_environment(lost, **among)))
-    assert levels(found) == ["ok", "warning"] and "GLOO_SOCKET_IFNAME=eno1" in found[1].fix
+    findings = list(ranks(with_environment(lost, **among)))
+    assert levels(findings) == ["ok", "warning"] and "GLOO_SOCKET_IFNAME=eno1" in findings[1].fix
     assert levels(ranks(with_environment(lost, **among, GLOO_SOCKET_IFNAME="eno1"))) == ["ok"]
     assert levels(ranks(with_environment(with_host(good, resolves=True), **among))) == ["ok"]
 
 
-def test_what_holds_rccl_back(good: Facts) -> None:
+def test_settings_that_slow_down_rccl(good: Facts) -> None:
     assert levels(several(good)) == ["ok"]
     for changes in ({"numa_balancing": True}, {"iommu": ""}, {"iommu": "soft"}):
         assert levels(several(with_host(good, **changes))) == ["ok", "warning"], changes
     assert levels(several(with_host(good, iommu="force,pt"))) == ["ok"]
-    assert levels(several(with_host(good, locked=65536))) == ["ok"]  # nothing to lock it for
+    assert levels(several(with_host(good, locked=65536))) == ["ok"]  # no memory to lock
     assert levels(several(with_host(good, locked=65536, networks=("mlx5_0",)))) == ["ok", "warning"]
     assert levels(several(with_host(good, locked=None, networks=("mlx5_0",)))) == ["ok"]
     assert levels(several(with_environment(good, NCCL_SHM_DISABLE="0", NCCL_DEBUG="WARN"))) == ["ok"]
@@ -114,11 +118,11 @@ def test_what_holds_rccl_back(good: Facts) -> None:
 @pytest.mark.parametrize(("loaded", "fine"), [("2.27.3", True), ("2.22.3", False), ("nonsense", True)])
 def test_rccl_of_another_rocm(good: Facts, loaded: str, fine: bool) -> None:
     facts = {**good.torch_answer.facts, "collectives_loaded": {"path": "/opt/rocm/lib/librccl.so.1", "version": loaded}}
-    found = levels(several(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
-    assert found == (["ok"] if fine else ["ok", "warning"])
+    result = levels(several(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
+    assert result == (["ok"] if fine else ["ok", "warning"])
 
 
-def test_the_library_for_collectives_says_what_it_is(tmp_path: Path) -> None:
+def test_the_collectives_library_is_identified(tmp_path: Path) -> None:
     from hf_rocm.tools.doctor import child
 
     assert [child.version_of(code) for code in (22707, 21805)] == ["2.27.7", "2.18.5"]
@@ -128,7 +132,7 @@ def test_the_library_for_collectives_says_what_it_is(tmp_path: Path) -> None:
     assert child._loaded_collectives(maps) is None
 
 
-def test_the_host_is_read_from_its_files() -> None:
+def test_facts_of_the_host_are_read_from_files() -> None:
     host = collect(Recorded("rccl-held-back")).host
     assert (host.numa_balancing, host.iommu, host.locked, host.networks) == (True, "", 65536, ("mlx5_0",))
     machine = Recorded("mi300x")

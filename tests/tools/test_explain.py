@@ -1,4 +1,4 @@
-"""explain tells what is, in words and as data."""
+"""explain describes the current state, as text and as data."""
 
 from __future__ import annotations
 
@@ -25,39 +25,41 @@ def llama(tmp_path):
 
 
 def part(model, name):
-    return next(each for each in hf_rocm.explain(model).parts if each.cls == name)
+    return next(part for part in hf_rocm.explain(model).parts if part.cls == name)
 
 
 def test_a_served_model(llama):
     with torch.inference_mode():
         explanation = hf_rocm.explain(llama)
     assert explanation.state == "served by hf_rocm, forced on this machine"
-    report = llama.__dict__.pop(REPORT)  # an installed block serves without one
+    report = llama.__dict__.pop(REPORT)  # an installed block needs no activation
     assert hf_rocm.explain(llama).state == explanation.state
     llama.__dict__[REPORT] = report
     assert explanation.machine["ROCm"] == "none" and explanation.machine["dtype"] == "float32"
     attention, mlp, norm = (
-        next(each for each in explanation.parts if each.cls == name)
+        next(part for part in explanation.parts if part.cls == name)
         for name in ("LlamaAttention", "LlamaMLP", "LlamaRMSNorm")
     )
     assert (attention.instances, attention.active, attention.fused) == (2, 2, 2)
     assert attention.group == ("q_proj", "k_proj", "v_proj") and attention.delivery == "in memory"
     assert mlp.fused == 2 and norm.group == () and norm.instances == 5
-    routed = {(each.operation, each.tier) for each in explanation.kernels}
+    routed = {(kernel.operation, kernel.tier) for kernel in explanation.kernels}
     assert {("attention", "torch"), ("linear", "torch"), ("act_and_mul", "torch"), ("rms_norm", "torch")} <= routed
 
 
-def test_the_text_and_the_data_say_the_same(llama):
+def test_text_and_data_agree(llama):
     with torch.inference_mode():
         explanation = hf_rocm.explain(llama)
     data = json.loads(json.dumps(explanation.to_dict()))
     assert data["parts"][0]["cls"] in explanation.details()
-    for each in data["kernels"]:
-        assert f"{each['operation']} ({each['situation']}): {each['tier']}, {each['kernel']}" in explanation.details()
+    for entry in data["kernels"]:
+        assert (
+            f"{entry['operation']} ({entry['situation']}): {entry['tier']}, {entry['kernel']}" in explanation.details()
+        )
     assert "fused 2 of 2: q_proj + k_proj + v_proj" in explanation.details()
 
 
-def test_the_short_form_names_every_class_and_each_reason_once(llama, monkeypatch):
+def test_the_short_form_names_every_class_and_every_reason_once(llama, monkeypatch):
     monkeypatch.setenv("COLUMNS", "72")
     with torch.inference_mode():
         llama(input_ids=tokens(1, 4))
@@ -75,7 +77,7 @@ def test_the_short_form_names_every_class_and_each_reason_once(llama, monkeypatc
 
 
 def stock_reasons(model):
-    return {each.cls: each.reason for each in hf_rocm.explain(model).stock}
+    return {part.cls: part.reason for part in hf_rocm.explain(model).stock}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def stock_reasons(model):
         (False, "the overlay of stablelm is not used on this machine"),
     ],
 )
-def test_what_an_unbound_overlay_serves_is_not_called_unserved(forced, reason, monkeypatch):
+def test_classes_of_an_unbound_overlay_are_not_reported_as_unserved(forced, reason, monkeypatch):
     config = transformers.StableLmConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, pad_token_id=0,
@@ -105,15 +107,15 @@ def test_a_stock_attention_without_weights_of_its_own():
 
 
 def test_every_module_is_counted_once(llama):
-    class Attention(type(llama.model.layers[0].self_attn)):  # as remote code subclasses a stock class
+    class Attention(type(llama.model.layers[0].self_attn)):  # a subclass of a stock class, as in remote code
         pass
 
     llama.model.layers[0].self_attn.__class__ = Attention
     with torch.no_grad():
         explanation = hf_rocm.explain(llama)
     modules = [module for module in llama.modules() if not isinstance(module, nn.ModuleList)]
-    assert sum(each.instances for each in (*explanation.parts, *explanation.stock)) == len(modules)
-    (subclass,) = (each for each in explanation.stock if each.cls == "Attention")
+    assert sum(part.instances for part in (*explanation.parts, *explanation.stock)) == len(modules)
+    (subclass,) = (part for part in explanation.stock if part.cls == "Attention")
     assert subclass.instances == 1 and "a subclass of LlamaAttention" in subclass.reason
     assert "a subclass of LlamaAttention" in " ".join(str(explanation).split())
 
@@ -132,12 +134,12 @@ def test_lora_around_attention_has_its_attention_listed(llama):
     adapted = peft.get_peft_model(llama, config).eval()
     with torch.no_grad():
         explanation = hf_rocm.explain(adapted)
-    assert {each.situation.split(",")[0] for each in explanation.kernels if each.operation == "attention"} == {
+    assert {kernel.situation.split(",")[0] for kernel in explanation.kernels if kernel.operation == "attention"} == {
         "prefill",
         "padded batch",
         "decode",
     }
-    named = {(each.cls, each.reason.split(",")[0]) for each in explanation.stock}
+    named = {(part.cls, part.reason.split(",")[0]) for part in explanation.stock}
     assert ("lora.Linear", "code of peft") in named and "lora.Linear × " in str(explanation)
     assert "Linear" in {cls for cls, reason in named if reason != "code of peft"}
 
@@ -146,13 +148,13 @@ FUNCTIONS = ("compile", "dequantize", "explain", "prepare", "restore", "route_li
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_is_no_model_is_named(name):
+def test_an_object_that_is_not_a_model_is_an_error(name):
     with pytest.raises(OptionError, match=f"{name} takes a model") as caught:
         getattr(hf_rocm, name)("llama")
     assert caught.value.facts["found"] == "str" and "from_pretrained" in caught.value.hint
 
 
-def test_gradients_are_told_apart_from_what_keeps_layers_from_being_fused(llama):
+def test_gradients_are_distinguished_from_reasons_against_fusing(llama):
     attention = part(llama, "LlamaAttention")
     assert attention.gradients and attention.fused == 2 and attention.not_fused == {}
     assert "one by one while gradients are on" in hf_rocm.explain(llama).details()
@@ -163,7 +165,7 @@ def test_gradients_are_told_apart_from_what_keeps_layers_from_being_fused(llama)
         assert "gradients" not in hf_rocm.explain(llama).details()
 
 
-def test_what_changed_after_preparing_is_told(llama):
+def test_changes_after_prepare_are_reported(llama):
     attention = llama.model.layers[0].self_attn
     attention.q_proj.register_forward_hook(lambda *arguments: None)
     llama.model.layers[1].mlp.up_proj = nn.Identity()
@@ -173,7 +175,7 @@ def test_what_changed_after_preparing_is_told(llama):
         assert "Identity" in next(iter(part(llama, "LlamaMLP").not_fused))
 
 
-def test_a_stock_call_leaves_its_reason(llama):
+def test_the_reason_of_a_stock_call_is_reported(llama):
     with torch.no_grad():
         llama(input_ids=tokens(1, 4))
         assert part(llama, "LlamaAttention").stayed_stock == {}
@@ -185,22 +187,22 @@ def test_a_stock_call_leaves_its_reason(llama):
         assert part(llama, "LlamaAttention").stayed_stock == {}
 
 
-def test_a_named_tier_shows_in_every_refusal(llama):
+def test_every_refusal_names_the_selected_tier(llama):
     with torch.no_grad(), options.override(tier="eager"):
         kernels = hf_rocm.explain(llama).kernels
-        assert {each.tier for each in kernels} == {"eager"}
-        assert all("the eager tier was named" in dict(each.refused).values() for each in kernels)
+        assert {kernel.tier for kernel in kernels} == {"eager"}
+        assert all("the eager tier was named" in dict(kernel.refused).values() for kernel in kernels)
     with torch.no_grad(), options.override(tier="triton"):
         kernels = hf_rocm.explain(llama).kernels
-        assert {each.tier for each in kernels} == {"none"}
-        assert all("triton" in " ".join(reason for _, reason in each.refused).lower() for each in kernels)
+        assert {kernel.tier for kernel in kernels} == {"none"}
+        assert all("triton" in " ".join(reason for _, reason in kernel.refused).lower() for kernel in kernels)
 
 
-def test_a_function_in_front_of_ours_is_named(llama, monkeypatch):
+def test_a_wrapper_around_a_bound_forward_is_named(llama, monkeypatch):
     cls = type(llama.model.layers[0].mlp)
     assert f"{cls.__name__}.forward" not in hf_rocm.explain(llama).details()
-    ours = cls.forward
-    monkeypatch.setattr(cls, "forward", lambda self, x: ours(self, x))
+    bound = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, x: bound(self, x))
     explanation = hf_rocm.explain(llama)
     assert explanation.replaced == (f"{cls.__name__}.forward",)
     assert f"  {cls.__name__}.forward" in explanation.details().splitlines()
@@ -210,7 +212,7 @@ def test_a_restored_model(llama):
     hf_rocm.restore(llama)
     explanation = hf_rocm.explain(llama)
     assert explanation.state.startswith("stock") and explanation.kernels == ()
-    assert all(each.active == 0 for each in explanation.parts)
+    assert all(part.active == 0 for part in explanation.parts)
 
 
 def test_explaining_changes_nothing(llama):

@@ -1,4 +1,4 @@
-"""quantization_loss: the numbers are those of their definitions."""
+"""quantization_loss: the numbers agree with their definitions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_rocm.tools import quality
 from tests.weights import models
 
 
-def test_a_model_beside_itself_loses_nothing():
+def test_a_model_compared_with_itself_has_no_loss():
     model = models.build()
     loss = hf_rocm.quantization_loss(model, models.build(), ids=models.IDS)
     assert (loss.tokens, loss.largest, loss.mean, loss.same_choice, loss.ratio) == (14, 0, 0, 1, 1)
@@ -25,7 +25,7 @@ def test_a_model_beside_itself_loses_nothing():
     assert math.isclose(loss.size, logits.std(correction=0), rel_tol=1e-5)
 
 
-def test_8_bits_cost_something(tmp_path):
+def test_8_bits_have_a_small_loss(tmp_path):
     models.build().save_pretrained(tmp_path)
     ids = torch.randint(0, 96, (1100,), generator=torch.Generator().manual_seed(0))
     losses = {}
@@ -33,12 +33,12 @@ def test_8_bits_cost_something(tmp_path):
         quantized = hf_rocm.quantize(models.build(), kind, force=True)
         losses[kind] = hf_rocm.quantization_loss(quantized, tmp_path, ids=ids[:60])
         assert 0 < losses[kind].mean < losses[kind].largest < losses[kind].size and losses[kind].ratio != 1
-    assert losses["int8"].mean < losses["fp8"].mean  # 7 bits of a row's range, and 3 of each number
-    assert [len(each[0]) for each in quality.chunks(ids)] == [512, 512, 76]
+    assert losses["int8"].mean < losses["fp8"].mean  # 7 bits of a row's range, and 3 bits of every number
+    assert [len(chunk[0]) for chunk in quality.chunks(ids)] == [512, 512, 76]
     assert f"× {losses['fp8'].ratio:.4f}" in str(losses["fp8"]) and losses["fp8"].to_dict()["tokens"] == 60
 
 
-def test_a_difference_is_told_as_it_is():
+def test_a_known_difference_is_measured():
     first, second = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
     second[0, 1, 2] = 2.0
     ids = torch.tensor([[0, 2, 2]])
@@ -52,7 +52,7 @@ def test_a_difference_is_told_as_it_is():
     assert quality.compare([second], [first], [ids], predicts=False).perplexity is None
 
 
-def test_what_cannot_be_compared(tmp_path):
+def test_models_that_cannot_be_compared(tmp_path):
     model = models.build()
     with pytest.raises(LoadError, match="there is no tokenizer"):
         hf_rocm.quantization_loss(model, models.build(), text="a text")
@@ -62,7 +62,7 @@ def test_what_cannot_be_compared(tmp_path):
         hf_rocm.quantization_loss(model, model, ids=torch.empty(0, dtype=torch.long))
 
 
-def test_python_brings_a_text():
+def test_the_default_text_is_part_of_python():
     text = quality.python_text()
     assert len(text) > 20_000 and text == quality.python_text()
 

@@ -1,4 +1,4 @@
-"""What doctor says of others' patches: whatever was put there wins, and hf_rocm serves the rest."""
+"""Patches of other libraries, as doctor describes them: they take effect, and hf_rocm serves the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import hf_rocm
 
 @pytest.fixture
 def prepared():
-    """Build a tiny Llama, prepare it, run it; returns how many modules of which class have a forward of others."""
+    """Build, prepare and run a tiny Llama. Returns per class how many modules have a forward of another library."""
 
     def call(change=None) -> dict[str, int]:
         config = transformers.LlamaConfig(
@@ -39,12 +39,12 @@ def prepared():
     hf_rocm.deactivate("llama")
 
 
-def test_alone_it_serves_them_all(prepared) -> None:
+def test_without_other_libraries_every_module_is_served(prepared) -> None:
     served = prepared()
     assert {"LlamaAttention", "LlamaMLP", "LlamaRMSNorm"} <= set(served) and not any(served.values())
 
 
-def test_a_class_that_took_a_stock_ones_place_wins_as_ligers_do(prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_class_takes_effect_as_with_liger(prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     class Norm(nn.Module):
@@ -61,7 +61,7 @@ def test_a_class_that_took_a_stock_ones_place_wins_as_ligers_do(prepared, monkey
     assert len(calls) == 5 and "LlamaAttention" in served and "LlamaRMSNorm" not in served
 
 
-def test_a_forward_of_one_module_wins_as_hub_kernels_do(prepared) -> None:
+def test_a_forward_set_on_a_module_takes_effect_as_with_hub_kernels(prepared) -> None:
     calls = []
 
     def kernel(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_a_forward_of_one_module_wins_as_hub_kernels_do(prepared) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_forward_that_was_set_on_the_class_wins_as_unsloths_do(
+def test_a_forward_set_on_a_class_takes_effect_as_with_unsloth(
     prepared, monkeypatch: pytest.MonkeyPatch, wrapped: bool
 ) -> None:
     import functools

@@ -1,7 +1,7 @@
-"""Our Triton kernels on the CPU, without a GPU: in Triton's interpreter, or as an AMD GPU's machine code.
+"""Triton kernels without a GPU: in Triton's interpreter, or as machine code of an AMD GPU.
 
-A suite apart, where Triton is installed. A process either interprets all kernels or compiles them, which must be
-decided before triton is imported. `--machine-code gfx942` compiles: `tests/amdgcn` executes the code.
+A separate suite, for environments with Triton. A process either interprets all kernels or compiles them, and this must
+be decided before triton is imported. `--machine-code gfx942` compiles: `tests/amdgcn` executes the code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without Triton they are reported as not run, by name."""
+    """Without Triton the tests are reported as not run, by name."""
     if suite.gpu() is not None:
         suite.select(config, items)
         return
@@ -56,7 +56,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def poisoned() -> Iterator[None]:
-    """What nobody wrote to is NaN: torch fills new tensors, so that a kernel that leaves some out is found."""
+    """Fill new tensors with NaN, so that kernels that don't write all elements are found."""
     import torch
 
     if suite.gpu() is None:
@@ -69,7 +69,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def as_on_a_gpu() -> Iterator[None]:
-    """As on a GPU: bf16 is rounded to the nearest, which the interpreter cuts off, and infinity is no warning."""
+    """As on a GPU: round bf16 to nearest, where the interpreter truncates, and don't warn about infinity."""
     if suite.gpu() is not None:
         yield
         return
@@ -93,7 +93,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def counts() -> Iterator[None]:
-    """The interpreter holds numbers as arrays of one element, which NumPy 2.4 no longer takes as bounds of a range."""
+    """The interpreter stores scalars as arrays of one element, which NumPy 2.4 doesn't accept as bounds of a range."""
     if suite.gpu() is not None:
         yield
         return
@@ -112,9 +112,10 @@ def counts() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def patched_once() -> Iterator[None]:
-    """The interpreter patches triton.language at each call of a device function: once for each launch is enough.
+    """Patch triton.language once per launch.
 
-    It makes its table of types at each use, too. Both together are half of the time of the suite.
+    The interpreter does so in each call of a device function, and builds its table of types at each use. Together they
+    take half of the time of the suite.
     """
     if suite.gpu() is not None:
         yield
@@ -123,7 +124,7 @@ def patched_once() -> Iterator[None]:
     from triton.runtime import interpreter
 
     stock_patch, stock_type = interpreter._patch_lang, interpreter._get_np_dtype
-    patched = set[str]()  # modules, in the launch that runs
+    patched = set[str]()  # modules patched in the current launch
 
     @cache
     def named(function: Any) -> frozenset[str]:
@@ -156,7 +157,7 @@ def patched_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def products() -> Iterator[None]:
-    """The interpreter multiplies the bits of bf16 matrices, as if they were integers."""
+    """Fix bf16 matrix products: the interpreter multiplies their bits as integers."""
     if suite.gpu() is not None:
         yield
         return
@@ -179,10 +180,10 @@ def products() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def unprobed() -> Iterator[None]:
-    """Kernels are chosen by their predicates alone: they are what is tested, and a child for each takes seconds."""
+    """Select kernels by their predicates, without first-use checks: a child process per kernel takes seconds."""
     from hf_rocm import options
 
-    # nor is aiter asked where a GPU of AMD's is presented: its tier would look for ROCm
+    # aiter is not used on a simulated AMD GPU either: its tier would look for ROCm
     aiter = dict.fromkeys(options.current().aiter, options.Switch.OFF)
     with options.override(probe=False, **({} if suite.gpu() is None else {"aiter": aiter})):
         yield

@@ -1,4 +1,4 @@
-"""Calls of an operation that must be served by the Triton tier."""
+"""Calls of operations that the Triton tier must serve."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def sizes(m: int, n: int, k: int) -> list[tuple[int, int, int]]:
-    """These sizes of a product, and as machine code others for which the same form of a kernel is compiled.
+    """These sizes of a GEMM, and as machine code other sizes with the same compiled variant of a kernel.
 
-    Of a block that is not filled, most lanes are idle, and what is wrong in them goes unnoticed: so there are full
-    blocks, and tails of other lengths.
+    Most lanes of a partial block are idle, which hides errors in them: so there are full blocks, and tails of other
+    lengths.
     """
     if suite.gpu() is None:
         return [(m, n, k)]
@@ -29,7 +29,7 @@ def sizes(m: int, n: int, k: int) -> list[tuple[int, int, int]]:
 
 
 def assert_apart(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, *, gated: bool = False) -> None:
-    """As machine code: a NaN in some rows of x [M, K] or W [N, K] is one there in the result, and nowhere else."""
+    """As machine code: NaN in some rows of x [M, K] or W [N, K] results in NaN there, and nowhere else."""
     if suite.gpu() is None:
         return
     whole = call(x, weight)
@@ -43,16 +43,16 @@ def assert_apart(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Te
 
 
 def exact(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [rows, k] and W [n, k] of whole numbers, whose product is exact in fp32 in any order, and tells much.
+    """x [rows, k] and W [n, k] of integers whose product is exact in fp32 in any order, and sensitive to errors.
 
-    Large terms cancel, so that a wrong last bit of one shows in the result. Half of the results lie in the middle
-    between two numbers of the dtype, so that another rounding shows.
+    Large terms cancel, so that a wrong last bit of one changes the result. Half of the results are midway between two
+    numbers of the dtype, so that another rounding changes them.
     """
     x = (random(rows, k, dtype=torch.float32) * 40).round().clamp(-127, 127)
     weight = (random(n, k, dtype=torch.float32, seed=1) * 40).round().clamp(-127, 127)
     half = (k - 2) // 2
     x[:, half : 2 * half], weight[:, half : 2 * half] = x[:, :half], -weight[:, :half]
-    middle = 2 / torch.finfo(dtype).eps  # from here on, odd numbers are in the middle
+    middle = 2 / torch.finfo(dtype).eps  # from here on, odd numbers are midway
     x[:, 2 * half :], weight[:, 2 * half :] = 0, 0
     x[:, -2:] = 1 - 2 * (torch.arange(rows) % 2)[:, None]
     weight[:, -2], weight[:, -1] = middle, torch.arange(n) % 64
@@ -60,20 +60,20 @@ def exact(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def here() -> Device:
-    """The device of the tensors of these tests, as predicates see it: the CPU, or the GPU whose code is executed."""
+    """The device of the test tensors for predicates: the CPU, or the GPU whose code is executed."""
     return describe(torch.device("cpu"))
 
 
 def routed(operation: str, *arguments: Any, **keywords: Any) -> Any:
-    """`ops.<operation>`, having proved that the Triton tier served it."""
+    """Call `ops.<operation>`, and check that the Triton tier served it."""
     with options.override(tier="triton"), ops.recording() as routes:
         output = getattr(ops, operation)(*arguments, **keywords)
-    assert [(each.operation, each.tier) for each in routes] == [(operation, "triton")]
+    assert [(route.operation, route.tier) for route in routes] == [(operation, "triton")]
     return output
 
 
 def compiled_once(function: Callable[..., Tensor], *arguments: Tensor) -> list[str]:
-    """The nodes of the one graph that torch.compile makes of it; what it computes is what it computes in eager."""
+    """The nodes of its single torch.compile graph, after comparing the compiled and the eager results."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:

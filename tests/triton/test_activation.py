@@ -1,4 +1,4 @@
-"""act_and_mul by our kernel, interpreted, against float64; its rounding is the torch tier's."""
+"""act_and_mul by the Triton kernel, interpreted, against float64, with the rounding of the torch tier."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TERMS = {"limit": 2.0, "alpha": 1.702}
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(65, 1), (3, 63), (2, 2, 130), (2, 1500)], ids=str)
 def test_act_and_mul(shape, activation, interleaved, dtype):
-    for scale in (3, 60):  # with gates beyond any exponential too
+    for scale in (3, 60):  # including gates whose exponential overflows
         x = random(*shape[:-1], 2 * shape[-1], dtype=dtype) * scale
         output = routed("act_and_mul", x, activation=activation, interleaved=interleaved, **TERMS)
         expected = eager_act_and_mul(x.double(), activation, interleaved, **TERMS)
-        # the unfused layers round in between: that run is the measure
+        # unfused layers round in between: compare with that run
         assert_as_good_as_eager(output, torch_act_and_mul(x, activation, interleaved, **TERMS), expected)
     gates = x.unflatten(-1, (-1, 2))[..., 0] if interleaved else x[..., : shape[-1]]
-    for first in (0, 1):  # a NaN stays where it is
+    for first in (0, 1):  # NaN affects only its own element
         lost = (torch.arange(output.numel()) % 2 == first).view(output.shape)
         gates.masked_fill_(lost, torch.nan)
         apart = routed("act_and_mul", x, activation=activation, interleaved=interleaved, **TERMS)
@@ -37,28 +37,28 @@ def test_act_and_mul(shape, activation, interleaved, dtype):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_it_rounds_where_unfused_layers_do(activation):
-    x = random(64, 256, dtype=torch.bfloat16)  # not so small that the formula itself cancels
-    ours = routed("act_and_mul", x, activation=activation, **TERMS)
+def test_it_rounds_like_unfused_layers(activation):
+    x = random(64, 256, dtype=torch.bfloat16)  # not so small that the formula cancels
+    actual = routed("act_and_mul", x, activation=activation, **TERMS)
     expected = torch_act_and_mul(x, activation, False, **TERMS)
-    if activation != CLAMPED:  # PyTorch's own are approximations on a CPU
+    if activation != CLAMPED:  # PyTorch's functions are approximations on a CPU
         gate, up = x.chunk(2, -1)
         ones = torch.ones_like(gate, dtype=torch.float64)
         expected = eager_act_and_mul(torch.cat((gate.double(), ones), -1), activation).bfloat16() * up
-    # exponentials differ by a last bit, which moves a value across a rounding boundary, but hardly any
-    assert (ours != expected).float().mean() < 2e-3
+    # exponentials differ in the last bit, which moves few values across a rounding boundary
+    assert (actual != expected).float().mean() < 2e-3
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_large_values_saturate_and_nan_stays(activation):
+def test_large_values_saturate_and_nan_is_kept(activation):
     gate = torch.cat([torch.tensor([-1e30, -100.0, 100.0, float("nan")]), torch.linspace(-6, 6, 60)])
     x = torch.cat([gate, torch.ones(64)])[None]
-    ours = routed("act_and_mul", x, activation=activation, **TERMS)
+    actual = routed("act_and_mul", x, activation=activation, **TERMS)
     expected = torch_act_and_mul(x, activation, False, **TERMS)
-    torch.testing.assert_close(ours, expected, equal_nan=True)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
-def test_rows_may_be_apart():
+def test_rows_may_be_strided():
     x = random(4, 40, dtype=torch.float32)
     expected = routed("act_and_mul", x[:, :24].clone(), activation="silu")
     torch.testing.assert_close(expected, torch_act_and_mul(x[:, :24], "silu", False, **TERMS))
@@ -66,32 +66,32 @@ def test_rows_may_be_apart():
     assert torch.equal(routed("act_and_mul", x.t().contiguous().t()[:, :24], activation="silu"), expected)
 
 
-def test_nothing_is_launched_for_nothing():
+def test_nothing_is_launched_for_empty_inputs():
     assert routed("act_and_mul", torch.empty(0, 8), activation="silu").shape == (0, 4)
 
 
 @pytest.mark.parametrize(
     ("x", "word"), [(torch.ones(1, 4, requires_grad=True), "gradient"), (torch.ones(1, 4).double(), "float64")]
 )
-def test_what_it_refuses(x, word):
+def test_refusals(x, word):
     with pytest.raises(TierUnavailable, match=word):
         routed("act_and_mul", x, activation="silu")
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(1, 1), (1, 14336), (4096, 8192)])
-def test_a_tile_is_whole(rows, dim):
+def test_tiles_are_powers_of_two(rows, dim):
     block, threads = wrapper.tile(rows, dim)
     assert block & (block - 1) == 0 and threads & (threads - 1) == 0 and 32 <= threads <= 1024
 
 
-def test_it_is_one_operator_of_a_compiled_graph():
+def test_it_is_one_op_of_a_compiled_graph():
     x = random(2, 16, dtype=torch.float32)
     nodes = compiled_once(lambda x: ops.act_and_mul(x, activation=CLAMPED, limit=1.0) * 2, x)
     assert "hf_rocm.triton_act_and_mul.default" in nodes
 
 
 @pytest.mark.parametrize("name", ["grouped", "gathered"])
-def test_experts_have_it_within(name):
+def test_experts_include_the_activation(name):
     from hf_rocm import options
     from hf_rocm.ops import moe_torch
 
@@ -106,5 +106,5 @@ def test_experts_have_it_within(name):
     for tier in ("triton", "torch"):
         with options.override(tiers={"act_and_mul": tier}), ops.recording() as routes, torch.no_grad():
             results[tier] = getattr(moe_torch, name)(call)
-        assert [each.operation for each in routes] == (["act_and_mul"] if tier == "triton" else [])
+        assert [route.operation for route in routes] == (["act_and_mul"] if tier == "triton" else [])
     torch.testing.assert_close(results["triton"], results["torch"])

@@ -1,7 +1,7 @@
-"""aiter's own Triton kernel for attention, called as our aiter tier calls it, executed as machine code.
+"""aiter's Triton kernel for attention, called like the aiter tier does, executed as machine code.
 
-Our tier calls one Triton kernel of aiter's: `flash_attn_func`, on Radeon, in releases that list Radeon. The release
-that is installed for these tests has the same function, without sinks, and tiles for MI300X and MI350X alone.
+The tier calls one Triton kernel of aiter: `flash_attn_func`, on Radeon, in releases that list Radeon. The release in
+the test environment has the same function, without sinks, and tiles only for MI300X and MI350X.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import random
 
-pytestmark = pytest.mark.skipif(suite.gpu() is None, reason="aiter's kernels are executed as machine code alone")
+pytestmark = pytest.mark.skipif(suite.gpu() is None, reason="aiter's kernels are only executed as machine code")
 
-TILED = ("gfx942", "gfx950")  # the architectures for which this release has a table
+TILED = ("gfx942", "gfx950")  # the architectures in this release's table
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def flash_attn_func(tmp_path_factory):
     from tests.aiter import standins
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # aiter's own, from its imports
+        warnings.simplefilter("ignore")  # warnings of aiter's imports
         for name, value in standins.environment(tmp_path_factory.mktemp("rocm-tools")).items():
             patch.setenv(name, value)
         standins.install()
@@ -62,11 +62,11 @@ def test_attention(flash_attn_func, shape, causal, dtype):
         **further,
     )
     output = output[0] if isinstance(output, (tuple, list)) else output
-    expected, _ = eager_attention(*(each.double() for each in (query, key, value)), **how)
+    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **how)
     assert_as_good_as_eager(output.contiguous(), eager_attention(query, key, value, **how)[0], expected)
 
 
-def test_other_gpus_have_no_tile_in_this_release(flash_attn_func):
+def test_other_gpus_have_no_tiles_in_this_release(flash_attn_func):
     if suite.arch() in TILED:
         pytest.skip("this release has tiles for it")
     x = random(1, 16, 2, 32, dtype=torch.bfloat16)

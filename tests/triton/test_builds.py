@@ -1,4 +1,4 @@
-"""Every kernel compiles for every AMD architecture, without a GPU, and the code is as it should be."""
+"""Every kernel compiles for every AMD architecture, without a GPU, and its machine code has no known problem."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-# with the instructions of another one: one module of kernels is enough here; `scripts/build-kernels` builds all
+# the instructions don't match: one module of kernels is enough in this test; `scripts/build-kernels` builds all
 RELATIVES = ("gfx1150", "gfx1151", "gfx1200")
 
 
@@ -34,11 +34,11 @@ def test_every_kernel_builds_everywhere(modules, built):
     done = build_kernels(*modules, *(word for gfx in built for word in ("--arch", gfx)), "--json")
     assert done.stdout, done.stderr
     builts = json.loads(done.stdout)
-    bad = [f"{each['kernel']} {each['form']} on {each['architecture']}: {each['problems']}" for each in builts]
-    assert done.returncode == 0, [line for line, each in zip(bad, builts, strict=True) if each["problems"]]
-    assert {each["architecture"] for each in builts} == set(built)
-    assert all(each["vgprs"] and each["sgprs"] for each in builts), "the assembler's notes were not found"
-    kernels = {each["kernel"] for each in builts}
+    bad = [f"{built['kernel']} {built['form']} on {built['architecture']}: {built['problems']}" for built in builts]
+    assert done.returncode == 0, [line for line, built in zip(bad, builts, strict=True) if built["problems"]]
+    assert {build["architecture"] for build in builts} == set(built)
+    assert all(built["vgprs"] and built["sgprs"] for built in builts), "the assembler's notes were not found"
+    kernels = {built["kernel"] for built in builts}
     assert {"matrix_vector"} <= kernels if modules else {"rms_norm", "act_and_mul", "rope"} <= kernels
 
 
@@ -58,7 +58,7 @@ def script(monkeypatch):
     return build_kernels
 
 
-def test_what_cannot_be_built_is_refused(script, monkeypatch):
+def test_invalid_builds_are_refused(script, monkeypatch):
     with pytest.raises(script.ScriptError, match="TRITON_INTERPRET is set"):
         next(script._jobs([], None))
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -71,13 +71,13 @@ def judged(script):
     facts = dict.fromkeys(("spilled_vgprs", "spilled_sgprs", "scratch_bytes", "lds_bytes", "matrix_instructions"), 0)
     facts |= {"kernel": "k", "form": "f", "architecture": "gfx942", "warps": 4, "lds_limit": 65536}
 
-    def judge(*, matrix: bool = False, **found: int) -> tuple[str, ...]:
-        return script._judged(SimpleNamespace(matrix=matrix), {**facts, **found}).problems
+    def judge(*, matrix: bool = False, **result: int) -> tuple[str, ...]:
+        return script._judged(SimpleNamespace(matrix=matrix), {**facts, **result}).problems
 
     return judge
 
 
-def test_what_an_amd_gpu_would_suffer_from_in_silence_is_a_problem(judged):
+def test_silent_problems_on_amd_gpus_are_reported(judged):
     assert judged() == () and judged(matrix=True, matrix_instructions=8) == ()
     assert "3 registers spilled" in judged(spilled_vgprs=3)[0]
     assert "16 bytes of scratch" in judged(scratch_bytes=16)[0]
@@ -85,7 +85,7 @@ def test_what_an_amd_gpu_would_suffer_from_in_silence_is_a_problem(judged):
     assert judged(matrix=True) == ("no matrix instruction",)
 
 
-def test_the_notes_of_the_assembler_are_read(script):
+def test_the_metadata_of_the_assembler_is_read(script):
     text = """
 \tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1], v[2:3], 0
 \tv_wmma_f32_16x16x16_bf16 v[0:7], v[8:15], v[16:23], v[0:7]
@@ -107,7 +107,7 @@ def test_the_notes_of_the_assembler_are_read(script):
     }
 
 
-def test_waves_and_local_memory_are_those_of_the_architectures():
+def test_wave_sizes_and_lds_sizes_are_those_of_the_architectures():
     assert {name: lanes for name, lanes in ARCHITECTURES.items() if name.startswith("gfx9")} == dict.fromkeys(
         ("gfx90a", "gfx942", "gfx950"), 64
     )

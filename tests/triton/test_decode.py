@@ -1,6 +1,6 @@
-"""Decode attention by our split kernel, interpreted, against the float64 oracle.
+"""Decode attention by the split kernel, interpreted, against the float64 oracle.
 
-What a row may not see is NaN: a kernel that only weighs it with zero is found, and so is one that reads it.
+Hidden keys are NaN: this finds kernels that read them, even with a weight of zero.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
 
 @pytest.fixture(autouse=True)
 def several_splits(monkeypatch):
-    """As on a GPU of many units: more programs than pieces of work, so that partial results meet."""
+    """As on a GPU with many compute units: more programs than heads, so that partial results are combined."""
     monkeypatch.setattr(decode, "_units", lambda device: 8)
     decode._work.cache_clear()
 
 
 def tensors(shape, dtype):
     b, h, kv_heads, s_q, s_k, d, value_dim = shape
-    query = random(b, s_q, h, d, dtype=dtype).transpose(1, 2)  # as a projection leaves it
+    query = random(b, s_q, h, d, dtype=dtype).transpose(1, 2)  # the layout of a projection
     return (
         query,
         random(b, kv_heads, s_k, d, dtype=dtype, seed=1),
@@ -46,7 +46,7 @@ def tensors(shape, dtype):
 
 
 def check(shape, lengths, *, dtype=USUAL, starts=None, window=None, softcap=None, sinks=False):
-    """The kernel on a cache whose unseen keys are NaN, the oracle on the same without NaN."""
+    """Run the kernel on a cache whose hidden keys are NaN, and the oracle on the same cache without NaN."""
     query, key, value = tensors(shape, dtype)
     s_q, s_k, d = query.shape[2], key.shape[2], query.shape[3]
     lengths = torch.tensor(lengths, dtype=torch.int32)
@@ -54,10 +54,10 @@ def check(shape, lengths, *, dtype=USUAL, starts=None, window=None, softcap=None
     how = {"scale": d**-0.5, "starts": starts, "window": window, "softcap": softcap}
     sink = random(shape[1], dtype=dtype, seed=3) if sinks else None
     eager = eager_decode(query, key, value, lengths, sinks=sink, **how)
-    wide = (each.double() for each in (query, key, value))
+    wide = (tensor.double() for tensor in (query, key, value))
     expected = eager_decode(*wide, lengths, sinks=None if sink is None else sink.double(), **how)
     unseen = ~seen_keys(s_q, s_k, lengths, starts, window).any(2).transpose(1, 2).expand(len(key), s_k, 1)[:, None]
-    key, value = (each.masked_fill(unseen, torch.nan) for each in (key, value))
+    key, value = (tensor.masked_fill(unseen, torch.nan) for tensor in (key, value))
     output = routed("decode_attention", query, key, value, lengths, sinks=sink, **how)
     assert output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected)
@@ -90,7 +90,7 @@ def test_single_queries(shape, dtype):
     check(*shape, dtype=dtype)
 
 
-@pytest.mark.skipif(suite.gpu() is None, reason="fp32 is refused on GPUs alone")
+@pytest.mark.skipif(suite.gpu() is None, reason="fp32 is refused only on GPUs")
 def test_fp32_is_refused_on_a_gpu():
     with pytest.raises(TierUnavailable, match="exponential"):
         check((1, 1, 1, 1, 1, 64, 64), [1], dtype=FP32)
@@ -101,14 +101,14 @@ def test_several_queries_are_causal_among_themselves(s_q):
     check((2, 6, 2, s_q, 150, 32, 32), [149, s_q])
 
 
-def test_more_rows_than_a_block_holds():
+def test_more_rows_than_a_block():
     check((1, 8, 1, 16, 70, 16, 16), [66], dtype=BF16)
 
 
 @pytest.mark.parametrize("s_q", [1, 4])
 @pytest.mark.parametrize("starts", [[0, 0], [5, 60], [99, 128]], ids=str)
 def test_left_padding(starts, s_q):
-    """Up to rows of a single real key; queries that are padding themselves see nothing and are zero."""
+    """Up to rows with a single real key. Queries that are padding have no keys and are zero."""
     output = check((2, 4, 2, s_q, 130, 32, 32), [100, 129], starts=starts)
     if starts[0] == 99 and s_q == 4:
         assert torch.equal(output[:, :3], torch.zeros_like(output[:, :3]))
@@ -123,8 +123,8 @@ def test_windows(window, s_q):
 
 @pytest.mark.parametrize("s_q", [1, 3])
 @pytest.mark.parametrize("length", [64, 65, 300])
-def test_a_rolling_cache_holds_the_last_keys(length, s_q):
-    """Length and start go on counting, and the start has been dropped or has moved to the front."""
+def test_a_rolling_cache_has_the_last_keys(length, s_q):
+    """Length and start count all keys, and the start was dropped or moved to the front."""
     check((2, 4, 2, s_q, 64, 32, 32), [length, length], starts=[20, length - 10], window=64)
 
 
@@ -137,12 +137,12 @@ def test_softcap_and_sinks(s_q, terms, dtype):
     check((2, 4, 2, s_q, 140, 64, 64), [139, 20], dtype=dtype, **terms)
 
 
-def test_softcap_of_scores_beyond_any_exponential():
-    query, key, value = (each * 1e4 for each in tensors((1, 2, 1, 1, 40, 32, 32), USUAL))
+def test_softcap_of_scores_whose_exponential_overflows():
+    query, key, value = (tensor * 1e4 for tensor in tensors((1, 2, 1, 1, 40, 32, 32), USUAL))
     lengths = torch.tensor([40])
     output = routed("decode_attention", query, key, value, lengths, scale=1.0, softcap=30.0)
     expected = eager_decode(
-        *(each.double() for each in (query, key, value)), lengths, scale=1.0, softcap=30.0, sinks=None
+        *(tensor.double() for tensor in (query, key, value)), lengths, scale=1.0, softcap=30.0, sinks=None
     )
     assert_as_good_as_eager(
         output, eager_decode(query, key, value, lengths, scale=1.0, softcap=30.0, sinks=None), expected
@@ -151,7 +151,7 @@ def test_softcap_of_scores_beyond_any_exponential():
 
 @pytest.mark.parametrize("units", [1, 8])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_row_of_nothing_is_zero(units, sinks, monkeypatch):
+def test_a_row_without_keys_is_zero(units, sinks, monkeypatch):
     monkeypatch.setattr(decode, "_units", lambda device: units)
     decode._work.cache_clear()
     query, key, value = tensors((2, 4, 2, 1, 130, 16, 16), USUAL)
@@ -162,7 +162,7 @@ def test_a_row_of_nothing_is_zero(units, sinks, monkeypatch):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_one_program_for_each_head_needs_no_second_kernel(sinks, monkeypatch):
+def test_one_program_per_head_needs_no_second_kernel(sinks, monkeypatch):
     monkeypatch.setattr(decode, "_units", lambda device: 1)
     decode._work.cache_clear()
     shape = (2, 4, 2, 3, 150, 32, 24)
@@ -178,7 +178,7 @@ def test_masks(kind, per, dtype):
     query, key, value = tensors(shape, dtype)
     sizes = {"row": (b, 1, s_q), "head": (b, h, s_q), "query": (1, 1, s_q), "all": (1, 1, 1)}[per]
     mask = torch.rand(*sizes, s_k + 3, generator=torch.Generator().manual_seed(4)) > 0.4
-    mask[..., 64:128] = False  # a block that nobody sees
+    mask[..., 64:128] = False  # a block that no query sees
     mask[..., 0] = True
     hidden = ~mask[..., :s_k].flatten(0, -2).any(0)
     if kind == "additive":
@@ -187,8 +187,8 @@ def test_masks(kind, per, dtype):
     how = {"scale": d**-0.5, "causal": True, "window": 149, "softcap": None, "sinks": None}
     eager, _ = eager_attention(query, key, value, mask=mask, **how)
     wide = mask.double() if kind == "additive" else mask
-    expected, _ = eager_attention(*(each.double() for each in (query, key, value)), mask=wide, **how)
-    key, value = (each.masked_fill(hidden[:, None], torch.nan) for each in (key, value))
+    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), mask=wide, **how)
+    key, value = (tensor.masked_fill(hidden[:, None], torch.nan) for tensor in (key, value))
     output, weights = routed("attention", query, key, value, mask=mask, **how)
     assert weights is None
     assert_as_good_as_eager(output, eager, expected)
@@ -200,31 +200,31 @@ def test_dynamic_caches_and_cross_attention(s_q, causal):
     query, key, value = tensors((2, 4, 2, s_q, 149, 32, 48), USUAL)
     how = {"scale": 0.2, "causal": causal, "mask": None, "window": 70, "softcap": None, "sinks": None}
     output, _ = routed("attention", query, key, value, **how)
-    expected, _ = eager_attention(*(each.double() for each in (query, key, value)), **how)
+    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **how)
     assert_as_good_as_eager(output, eager_attention(query, key, value, **how)[0], expected)
 
 
 def test_any_strides():
-    """Caches laid out position by position, views of a longer cache, and columns apart."""
+    """Caches with positions in the first dim, views of a longer cache, and strided columns."""
     query, key, value = tensors((2, 4, 2, 1, 90, 32, 32), USUAL)
     lengths = torch.tensor([80, 3])
     expected = routed("decode_attention", query, key, value, lengths, scale=0.2)
-    by_position = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (key, value)]
-    part = [torch.cat((each, each), 2)[:, :, :90] for each in (key, value)]
-    apart = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in (key, value)]
+    by_position = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (key, value)]
+    part = [torch.cat((tensor, tensor), 2)[:, :, :90] for tensor in (key, value)]
+    apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (key, value)]
     for pair in (by_position, part, apart):
-        assert not any(each.is_contiguous() for each in pair)
+        assert not any(tensor.is_contiguous() for tensor in pair)
         assert torch.equal(routed("decode_attention", query, *pair, lengths, scale=0.2), expected)
 
 
-def test_lengths_are_read_when_it_runs():
-    """The same call after lengths were advanced in place: what a recorded graph does."""
+def test_lengths_are_read_at_run_time():
+    """The same call after lengths were advanced in place, as in a recorded graph."""
     query, key, value = tensors((2, 4, 2, 1, 200, 32, 32), USUAL)
     lengths, starts = torch.tensor([70, 150]), torch.tensor([0, 149])
     for _ in range(2):
         output = routed("decode_attention", query, key, value, lengths, scale=0.2, starts=starts)
         how = {"scale": 0.2, "starts": starts, "softcap": None, "sinks": None}
-        expected = eager_decode(*(each.double() for each in (query, key, value)), lengths, **how)
+        expected = eager_decode(*(tensor.double() for tensor in (query, key, value)), lengths, **how)
         assert_as_good_as_eager(output, eager_decode(query, key, value, lengths, **how), expected)
         lengths += 49
         starts -= 60
@@ -275,7 +275,7 @@ def test_first_use_checks_pass_and_find_a_key_too_many(name, monkeypatch):
         assert "wrong by" in probe_cases.check(operation, "triton", "decode_kernel", kind)
 
 
-def test_it_is_one_operator_in_a_compiled_graph():
+def test_it_is_one_op_of_a_compiled_graph():
     query, key, value = tensors((1, 4, 2, 1, 70, 16, 16), USUAL)
     lengths = torch.tensor([66])
 
@@ -285,8 +285,8 @@ def test_it_is_one_operator_in_a_compiled_graph():
     assert "hf_rocm.triton_decode.default" in compiled_once(call, query, key, value, lengths)
 
 
-def test_a_padded_step_is_served_with_its_mask_or_by_numbers():
-    """The mask isn't read on the host where the kernel takes it."""
+def test_a_padded_step_is_served_with_its_mask_or_with_lengths():
+    """The mask isn't read on the host if the kernel supports it."""
     query, key, value = tensors((2, 4, 2, 1, 90, 32, 32), USUAL)
     lengths, starts = torch.tensor([90]), torch.tensor([0, 85])
     mask = seen_keys(1, 90, lengths, starts, None)
@@ -294,5 +294,8 @@ def test_a_padded_step_is_served_with_its_mask_or_by_numbers():
         assert recognise(mask, query, key, value) is None
         by_mask, _ = ops.attention(query, key, value, scale=0.2, mask=mask)
         by_numbers, _ = ops.attention(query, key, value, scale=0.2, padded=CacheRows(lengths, starts))
-    assert [(each.operation, each.tier) for each in routes] == [("attention", "triton"), ("decode_attention", "triton")]
+    assert [(route.operation, route.tier) for route in routes] == [
+        ("attention", "triton"),
+        ("decode_attention", "triton"),
+    ]
     torch.testing.assert_close(by_mask, by_numbers)

@@ -1,4 +1,4 @@
-"""Whole models over dynamic and static caches: left-padded steps run in our decode kernel, with stock's tokens."""
+"""Whole models with dynamic and static caches: left-padded steps run in the decode kernel, with stock's tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_rocm import ops
 from tests.parity.models import GROUPED, SHARED, tokens
 
 PADDING = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
-WINDOW = {"sliding_window": 4}  # shorter than the prompt: the cache rolls from the first step on
+WINDOW = {"sliding_window": 4}  # shorter than the prompt, so that the cache rolls from the first step on
 MODELS = {
     "llama": {},
     "gemma2": {**WINDOW, "query_pre_attn_scalar": 24},  # with a softcap
@@ -29,26 +29,26 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request):
-    """(prepared model, its stock twin)."""
+    """(prepared model, stock model)."""
     config = AutoConfig.for_model(request.param, **{**SHARED, **GROUPED, **MODELS[request.param]})
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in stock.parameters():
             parameter.normal_(0, 0.15)
-    ours = deepcopy(stock)
+    actual = deepcopy(stock)
     hf_rocm.activate(request.param)
-    hf_rocm.prepare(ours, force=True)
-    return ours, stock
+    hf_rocm.prepare(actual, force=True)
+    return actual, stock
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_greedy_tokens(pair, cache):
-    ours, stock = pair
+    output, stock = pair
     how = {"attention_mask": PADDING, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     how["cache_implementation"] = cache
     with torch.no_grad(), ops.recording() as routes:
-        actual = ours.generate(tokens(2, 5), **how)
+        actual = output.generate(tokens(2, 5), **how)
         assert torch.equal(actual, stock.generate(tokens(2, 5), **how))
-    steps = [each for each in routes if "attention" in each.operation and each.shapes[0][2] == 1]
-    assert len(steps) == 8 and {each.tier for each in steps} == {"triton"}
+    steps = [route for route in routes if "attention" in route.operation and route.shapes[0][2] == 1]
+    assert len(steps) == 8 and {route.tier for route in steps} == {"triton"}

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits that our kernels dequantise, interpreted: bit for bit, and many rows against float64."""
+"""8- and 4-bit weights dequantised by the Triton kernels, interpreted: bitwise, and many rows against float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def same(output: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def extreme(n: int, k: int) -> torch.Tensor:
-    """Rows of zeros, of tiny and of large numbers."""
+    """Rows of zeros, tiny numbers and large numbers."""
     weight = random(n, k, dtype=FP32, seed=1)
     weight[1] = 0
     weight[2] *= 2.0**-100
@@ -45,7 +45,7 @@ def test_eight_bits(k, format, dtype):
     same(quantized._dequantized(data, scale, dtype), dequantize_rows(data, scale, dtype))
 
 
-# K: runs of 64 down to 4, pieces of K that are not whole, more than a program writes
+# K: runs of 64 down to 4, partial blocks, more than a program writes
 @each_dtype
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("k", [128, 640, 896, 4608])
@@ -90,13 +90,13 @@ def test_many_rows(kind, form):
     data, scale = encoded(weight, kind)
     with ops.recording() as routes:
         output = ops.quantized_linear(x, data, scale, bias, round_input=False, **more)
-    routes = [each for each in routes if each.operation == "quantized_linear"]
-    assert [(each.tier, each.name) for each in routes] == [("triton", quantized.DEQUANTIZE)]
+    routes = [route for route in routes if route.operation == "quantized_linear"]
+    assert [(route.tier, route.name) for route in routes] == [("triton", quantized.DEQUANTIZE)]
     as_good_as_eager(output, x, data, scale, bias, **more)
 
 
 @pytest.mark.parametrize("kind", [INT8, 32], ids=str)
-def test_a_graph(kind):
+def test_it_compiles_into_one_graph(kind):
     x, weight = random(70, 64, dtype=BF16), random(32, 64, dtype=BF16)
 
     def function(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -106,8 +106,8 @@ def test_a_graph(kind):
 
 
 @pytest.mark.parametrize("format", [FP8, INT8], ids=str)
-def test_which_rows_are_not_rounded(format):
-    """fp8 rounds as many rows as make its product faster, int8 none; aiter's products of rounded rows come first."""
+def test_the_rows_that_are_not_rounded(format):
+    """fp8 rounds x if there are enough rows to be faster, int8 never does; aiter's GEMMs of rounded rows come first."""
     x, weight = random(ROUNDED_FROM, 64, dtype=BF16), random(32, 64, dtype=BF16)
     data, scale = rounded(weight, format)
     arguments = (data, scale, None, False)
@@ -117,7 +117,7 @@ def test_which_rows_are_not_rounded(format):
         assert keeps_input(x, *arguments)
 
 
-def test_rounded_products_of_aiter_come_first(monkeypatch):
+def test_rounded_gemms_of_aiter_come_first(monkeypatch):
     tiers = {False: "triton", True: "aiter"}
     monkeypatch.setattr(operation, "_tier", lambda spec: tiers[spec.round_input])
     assert not operation.keeps_rows(MANY, 65) and operation.keeps_rows(SPEC, 1)

@@ -1,4 +1,4 @@
-"""Whether Triton can serve a device, in a sentence; and what the tier does when it can't."""
+"""Whether Triton can serve a device, with a reason if not, and the behaviour of the tier without Triton."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_without_the_interpreter_the_cpu_is_refused_and_triton_never_imported(co
         (H200, set(), "finds no NVIDIA GPU"),
     ],
 )
-def test_the_gpu_must_be_one_that_triton_drives(device, drivers, reason, compiling, fresh, monkeypatch):
+def test_triton_must_have_a_driver_for_the_gpu(device, drivers, reason, compiling, fresh, monkeypatch):
     monkeypatch.setattr(detect.importlib, "import_module", found(drivers=drivers))
     answer = detect.unavailable(device)
     assert answer is None if reason is None else reason in answer
@@ -69,7 +69,7 @@ def test_the_gpu_must_be_one_that_triton_drives(device, drivers, reason, compili
 @pytest.mark.parametrize(
     ("version", "reason"), [("2.1.0", "need Triton 3.2 or newer"), ("odd", "can't be read"), ("3.2.0+git1", None)]
 )
-def test_its_version_counts(version, reason, compiling, fresh, monkeypatch):
+def test_tritons_version_is_checked(version, reason, compiling, fresh, monkeypatch):
     monkeypatch.setattr(detect.importlib, "import_module", found(version, {"amd"}))
     answer = detect.unavailable(MI300X)
     assert answer is None if reason is None else reason in answer
@@ -84,7 +84,7 @@ def test_its_version_counts(version, reason, compiling, fresh, monkeypatch):
     ],
     ids=["absent", "a part absent", "broken"],
 )
-def test_what_cannot_be_imported_is_a_reason(error, reason, compiling, fresh, monkeypatch):
+def test_a_failed_import_is_the_reason(error, reason, compiling, fresh, monkeypatch):
     def fail(name):
         raise error
 
@@ -98,24 +98,24 @@ def test_a_kernel_is_checked_in_a_child_before_its_first_use(monkeypatch, tmp_pa
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     probe.forget()
     x, weight = random(2, 24, dtype=torch.bfloat16), random(24, dtype=torch.bfloat16, seed=1)
-    asked = []
-    monkeypatch.setattr(probe_worker, "ask", _recording(asked))
+    requests = []
+    monkeypatch.setattr(probe_worker, "ask", _recording(requests))
     try:
         with options.override(tier="triton", probe=True):
             ops.rms_norm(x, weight, eps=1e-6)
             ops.rms_norm(x, weight, eps=1e-6)
-        assert [(each["tier"], each["name"]) for each in asked] == [("triton", "rms_norm_kernel")]
+        assert [(options["tier"], options["name"]) for options in requests] == [("triton", "rms_norm_kernel")]
         assert len(list(tmp_path.rglob("*.json"))) == 1
     finally:
         probe.forget()
         probe_worker.stop()
 
 
-def _recording(asked):
+def _recording(requested):
     ask = probe_worker.ask
 
     def recorded(question, timeout):
-        asked.append(question)
+        requested.append(question)
         return ask(question, timeout)
 
     return recorded

@@ -1,4 +1,4 @@
-"""Routed experts by our kernels, interpreted, against float64: forms, orders of the weights, roundings, routes."""
+"""Routed experts by the Triton kernels, interpreted, against float64: variants, weight layouts, rounding, routes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 CPU = Device("cpu", rocm=False)
 BF16 = torch.bfloat16
 ODD = (5, 7, 3, 20, 9)  # T, E, k, H, I
-# added to the sizes: as machine code one that fills several blocks too, for which the same form of a kernel is compiled
+# additional sizes: as machine code, one with several full blocks that has the same compiled variant
 LONGER = (0,) if suite.gpu() is None else (0, 160)
 GATE_UP, DOWN = experts.gate_up_tile, experts.down_tile
 
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Small along K, so that it takes several, and wider, since the interpreter takes its time for each program."""
+    """Small blocks along K, so that there are several, and wide ones along N: the interpreter is slow per program."""
     monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(8, 16, 64, 2))
     monkeypatch.setattr(
         experts, "down_tile", lambda tokens, top, transposed: experts.ExpertsTile(8, 8, 64, 2, gcd(top, 4))
@@ -58,8 +58,8 @@ def test_every_number_of_experts(tokens, top):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("sizes", [(32, 16), (33, 16), (32, 17), (1, 1)], ids=str)
-def test_every_order_of_the_weights(sizes, biases, transposed, interleaved):
-    """Sizes that the blocks divide and sizes that they don't."""
+def test_every_layout_of_the_weights(sizes, biases, transposed, interleaved):
+    """Sizes that are multiples of the blocks and sizes that are not."""
     form = {"biases": biases, "transposed": transposed, "interleaved": interleaved}
     for further in LONGER:
         check(*drawn((2, 4, 2, *(size + further for size in sizes)), BF16, form))
@@ -73,7 +73,7 @@ def test_the_blocks_of_a_gpu(tokens, sizes, layout, monkeypatch):
     check(*drawn((tokens, 3, 2, *sizes[:: 1 if layout == "plain" else -1]), BF16, LAYOUTS[layout]))
 
 
-def test_blocks_divide_the_sizes_that_are_compiled_ahead():
+def test_blocks_divide_the_sizes_of_the_compiled_builds():
     for cut, n, k in ((GATE_UP(False), 768, 2048), (DOWN(1, 8, False), 2048, 768)):
         assert experts._even(n, k, cut)
     for cut in (GATE_UP(True), DOWN(1, 4, True), DOWN(8, 4, True)):
@@ -83,7 +83,7 @@ def test_blocks_divide_the_sizes_that_are_compiled_ahead():
 @pytest.mark.parametrize("weights_dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("layout", ["plain", "llama4"])
-def test_types_of_the_routing(layout, ids_dtype, weights_dtype):
+def test_dtypes_of_the_routing(layout, ids_dtype, weights_dtype):
     (*tensors, ids, weights), keywords = drawn(ODD, BF16, LAYOUTS[layout], weights_dtype)
     check((*tensors, ids.to(ids_dtype), weights), keywords)
     if suite.gpu() is not None:
@@ -92,8 +92,8 @@ def test_types_of_the_routing(layout, ids_dtype, weights_dtype):
         check((*tensors, ids.to(ids_dtype), weights), keywords)
 
 
-def test_views_are_read_as_they_are():
-    """Rows apart, an odd start, and the chosen columns of a longer routing."""
+def test_views_are_read_with_their_strides():
+    """Strided rows, an odd offset, and the first columns of a longer routing."""
     (x, gate_up, down, ids, weights), _ = drawn(ODD, BF16, {})
     check((x, gate_up, down, ids, weights), {})
     expected = routed("experts", x, gate_up, down, ids, weights)
@@ -103,12 +103,12 @@ def test_views_are_read_as_they_are():
     flat = random(1 + down.numel(), dtype=BF16)
     flat[1:] = down.flatten()
     moved = flat[1:].view(down.shape)
-    assert torch.equal(routed("experts", wide[:, 3:], gate_up, moved, *(each[:, :3] for each in far)), expected)
+    assert torch.equal(routed("experts", wide[:, 3:], gate_up, moved, *(tensor[:, :3] for tensor in far)), expected)
 
 
 @each_layout
-def test_biases_are_read_as_they_are(layout):
-    """Every other column of a wider one, and one for all experts."""
+def test_biases_are_read_with_their_strides(layout):
+    """Every other column of a wider bias, and one bias for all experts."""
     tensors, keywords = drawn(ODD, BF16, {**layout, "biases": True})
     apart, shared = dict(keywords), dict(keywords)
     for name in ("gate_up_bias", "down_bias"):
@@ -118,17 +118,17 @@ def test_biases_are_read_as_they_are(layout):
     check(tensors, shared)
 
 
-def test_it_rounds_where_separate_layers_do():
-    """Exact in fp32 sums: what differs from the loop could only be a rounding in another place."""
+def test_it_rounds_like_separate_layers():
+    """Sums are exact in fp32: only a rounding at another point can differ from the loop."""
     for layout in ("plain", "biases", "gpt_oss", "llama4"):
         (x, gate_up, down, ids, weights), keywords = drawn((4, 5, 1, 32, 16), BF16, LAYOUTS[layout])
-        tensors = (x.round(), *((each * 16).round() / 16 for each in (gate_up, down)), ids, weights.bfloat16())
+        tensors = (x.round(), *((tensor * 16).round() / 16 for tensor in (gate_up, down)), ids, weights.bfloat16())
         expected = eager(tensors, keywords)
         differs = routed("experts", *tensors, **keywords) != expected
-        assert differs.float().mean() < 2e-2, layout  # exponentials differ by a last bit
+        assert differs.float().mean() < 2e-2, layout  # exponentials differ in the last bit
 
 
-def test_experts_that_nobody_chose_are_left_alone():
+def test_unselected_experts_are_not_read():
     (x, gate_up, down, _, weights), _ = drawn((2, 6, 2, 16, 24), BF16, {})
     ids = torch.tensor([[1, 3], [3, 1]])
     check((x, gate_up, down, ids, weights), {})
@@ -138,7 +138,7 @@ def test_experts_that_nobody_chose_are_left_alone():
     assert torch.equal(routed("experts", x, gate_up, down, ids, weights), expected)
 
 
-def test_a_token_alone_is_what_it_is_among_others():
+def test_a_single_token_equals_its_result_in_a_batch():
     (x, gate_up, down, ids, weights), keywords = drawn((5, 8, 4, 40, 24), BF16, LAYOUTS["gpt_oss"])
     check((x, gate_up, down, ids, weights), keywords)
     together = routed("experts", x, gate_up, down, ids, weights, **keywords)
@@ -154,31 +154,31 @@ def test_no_tokens():
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS["plain"], LAYOUTS["gpt_oss"]], ids=["plain", "gpt_oss"])
-def test_it_is_one_operator_of_a_compiled_graph(layout):
+def test_it_is_one_op_of_a_compiled_graph(layout):
     tensors, keywords = drawn((2, 4, 2, 16, 8), BF16, layout)
-    nodes = compiled_once(lambda *each: ops.experts(*each, **keywords) * 2, *tensors)
+    nodes = compiled_once(lambda *value: ops.experts(*value, **keywords) * 2, *tensors)
     assert "hf_rocm.triton_experts.default" in nodes
 
 
-def test_the_operator_says_the_truth():
+def test_the_custom_op_passes_opcheck():
     tensors, keywords = drawn((2, 4, 2, 16, 8), torch.float32, LAYOUTS["gpt_oss"])
     *arguments, form = arguments_of(tensors, keywords)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_rocm.triton_experts.default, (*arguments, *form), test_utils=checks)
 
 
-def test_few_pairs_alone_are_ours():
+def test_only_few_pairs_are_served():
     tiers = []
     for tokens in (experts.PAIRS // 2, experts.PAIRS // 2 + 1):
         tensors, _ = drawn((tokens, 3, 2, 16, 8), BF16, {})
         with ops.recording() as routes:
             ops.experts(*tensors)
-        tiers += [each.tier for each in routes if each.operation == "experts"]
+        tiers += [route.tier for route in routes if route.operation == "experts"]
     assert tiers == ["triton", "torch"]
     assert "more than 64 pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
 
 
-def test_many_pairs_are_ours_when_the_tier_is_named():
+def test_many_pairs_are_served_if_the_tier_is_named():
     check(*drawn((experts.PAIRS // 2 + 1, 3, 2, 16, 8), BF16, {}))
 
 
@@ -211,26 +211,26 @@ def test_gradients_are_refused_when_the_tier_is_named():
 
 
 @pytest.mark.parametrize(("tiers", "most"), [({}, experts.PAIRS), ({"experts": "torch"}, moe_torch.FEW)], ids=str)
-def test_how_many_pairs_are_few(tiers, most, monkeypatch):
+def test_the_limit_of_few_pairs(tiers, most, monkeypatch):
     x = torch.empty(0, dtype=BF16)
     assert moe.most_pairs(x) == moe_torch.FEW  # with gradients
     with torch.no_grad():
         with options.override(tiers=tiers):
             assert moe.most_pairs(x) == most
-        assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW  # no kernels of ours there
+        assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW  # no Triton kernels there
         monkeypatch.setattr(probe, "_off", {("experts", "triton", experts.NAME): "its check failed"})
         assert moe.most_pairs(x) == moe_torch.FEW
 
 
 def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
-    """As machine code also with gates beyond any exponential."""
+    """As machine code also with gates whose exponential overflows."""
     for scale in (1, 30) if suite.gpu() is not None else (1,):
         call = (tensors[0] * scale, *tensors[1:])
         output = routed("experts", *call, **keywords)
         assert_as_good_as_eager(output, eager(call, keywords), reference(call, keywords))
     if suite.gpu() is None or len(tensors[0]) < 2:
         return
-    for first in (0, 1):  # what is NaN in some tokens is NaN there, and nowhere else
+    for first in (0, 1):  # NaN in some tokens results in NaN there, and nowhere else
         rows = torch.arange(len(tensors[0])) % 2 == first
         apart = routed("experts", call[0].masked_fill(rows[:, None], torch.nan), *call[1:], **keywords)
         assert apart[rows].isnan().all() and torch.equal(apart[~rows], output[~rows])

@@ -1,4 +1,4 @@
-"""Whole mixtures whose decode steps read the chosen experts in place: interpreted, with stock's tokens."""
+"""Whole mixture-of-experts models whose decode steps read the selected experts in place, interpreted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def wide_blocks(monkeypatch):
-    """The interpreter takes its time for each program."""
+    """Use large blocks: the interpreter is slow per program."""
     monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(32, 64, 64, 2))
     monkeypatch.setattr(
         experts, "down_tile", lambda tokens, top, transposed: experts.ExpertsTile(32, 64, 64, 2, gcd(top, 4))
@@ -45,10 +45,10 @@ def test_greedy_tokens(name):
         for parameter in stock.parameters():
             parameter.normal_(0, 0.15)
     hf_rocm.activate(name)
-    ours = hf_rocm.prepare(deepcopy(stock), force=True)
+    actual = hf_rocm.prepare(deepcopy(stock), force=True)
     how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     with torch.no_grad(), options.override(tier=KERNELS), ops.recording() as routes:
-        assert torch.equal(ours.generate(tokens(2, 5), **how), stock.generate(tokens(2, 5), **how))
+        assert torch.equal(actual.generate(tokens(2, 5), **how), stock.generate(tokens(2, 5), **how))
     for operation in ("choose_experts", "experts"):
-        served = [(each.tier, each.shapes[0][0]) for each in routes if each.operation == operation]
+        served = [(route.tier, route.shapes[0][0]) for route in routes if route.operation == operation]
         assert served == [("triton", rows) for rows in (10, 2, 2, 2) for _ in range(2)]

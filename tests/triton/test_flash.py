@@ -1,6 +1,6 @@
-"""Attention of many queries by our flash kernel, interpreted, against the float64 oracle.
+"""Attention of many queries by the flash kernel, interpreted, against the float64 oracle.
 
-Keys that no query may see are NaN: a kernel that only weighs them with zero is found, and so is one that reads them.
+Hidden keys are NaN: this finds kernels that read them, even with a weight of zero.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
 
 @pytest.fixture(autouse=True)
 def several_tiles(request, monkeypatch):
-    """Tiles that are small enough for short sequences to have several, where kernels are interpreted."""
+    """In the interpreter, use tiles so small that short sequences have several."""
     if suite.gpu() is None:
         monkeypatch.setattr(flash, "flash_tile", lambda dim, size, arch: FlashTile(16, 16, 4, 2))
 
 
 def wide(*parts):
-    return [None if each is None else each.double() for each in parts]
+    return [None if part is None else part.double() for part in parts]
 
 
 def check(heads, dims, queries, keys, *, dtype=USUAL, sinks=False, causal=True, window=None, softcap=None):
-    """Packed sequences with these numbers of queries and keys, with rows of nobody after the last one."""
+    """Packed sequences with these numbers of queries and keys, and unused rows after the last one."""
     (h, kv_heads), (d, value_dim) = heads, dims
     query = random(sum(queries) + 3, h, d, dtype=dtype)
     key, value = (random(sum(keys), kv_heads, n, dtype=dtype, seed=n + 1) for n in (d, value_dim))
@@ -101,7 +101,7 @@ def test_softcap_and_sinks(terms, dtype):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_more_queries_than_keys(causal):
-    """Causal queries before the first key see nothing and are zero, with a sink too."""
+    """Causal queries before the first key see no keys and are zero, also with a sink."""
     for sinks in (False, True):
         output = check((2, 1), (32, 32), [21], [5], causal=causal, sinks=sinks)
         assert (output[:16] == 0).all() == causal and (output[16:21] != 0).all()
@@ -118,11 +118,11 @@ def test_every_number_of_sequences(sequences):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("s_q", "s_k"), [(33, 33), (17, 60), (40, 21), (20, 1), (17, 0)])
 def test_dense(s_q, s_k, causal, dtype):
-    query = random(2, s_q, 6, 32, dtype=dtype).transpose(1, 2)  # as a projection leaves it
+    query = random(2, s_q, 6, 32, dtype=dtype).transpose(1, 2)  # the layout of a projection
     key, value = (random(2, 2, s_k + 7, 32, dtype=dtype, seed=seed) for seed in (1, 2))
     hidden = key.clone(), value.clone()
-    for each in hidden:
-        each[:, :, s_k:] = torch.nan
+    for tensor in hidden:
+        tensor[:, :, s_k:] = torch.nan
     how = {"scale": 0.2, "causal": causal, "mask": None, "window": 9 if s_k == 60 else None, "softcap": 2.0}
     key, value = key[:, :, :s_k], value[:, :, :s_k]
     if s_k:
@@ -130,7 +130,7 @@ def test_dense(s_q, s_k, causal, dtype):
         expected, _ = eager_attention(*wide(query, key, value), sinks=None, **how)
     else:
         eager = expected = torch.zeros(2, s_q, 6, 32, dtype=dtype)
-    output, weights = routed("attention", query, *(each[:, :, :s_k] for each in hidden), sinks=None, **how)
+    output, weights = routed("attention", query, *(tensor[:, :, :s_k] for tensor in hidden), sinks=None, **how)
     assert weights is None and output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected.double())
 
@@ -138,13 +138,13 @@ def test_dense(s_q, s_k, causal, dtype):
 def test_any_strides_and_empty_batches():
     query, key, value = (random(2, heads, 20, 32, dtype=USUAL, seed=heads) for heads in (4, 2, 2))
     expected, _ = routed("attention", query, key, value, scale=0.2, causal=True, softcap=2.0)
-    apart = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in (query, key, value)]
+    apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (query, key, value)]
     assert torch.equal(routed("attention", *apart, scale=0.2, causal=True, softcap=2.0)[0], expected)
     assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 20, 4, 32)
 
 
-def test_ends_are_read_when_it_runs():
-    """The same call after the ends were changed in place: what a recorded graph of a batch does."""
+def test_ends_are_read_at_run_time():
+    """The same call after the ends were changed in place, as in a recorded graph of a batch."""
     query, key = random(40, 2, 16, dtype=USUAL), random(50, 1, 16, dtype=USUAL, seed=1)
     ends = torch.tensor([0, 30, 31, 40], dtype=torch.int32)
     how = {"longest_query": 40, "longest_key": 50, "scale": 0.2, "causal": True, "softcap": None, "window": None}
@@ -213,13 +213,13 @@ def test_refusals_of_packed_sequences():
     assert flash.refuses(PACK, here()) is None
 
 
-def test_tiles_of_every_architecture_are_distinct_where_their_registers_are():
+def test_tiles_of_architectures_differ_if_their_registers_do():
     assert flash_tile(128, 2, None).rows >= flash_tile(128, 2, "gfx942").rows > flash_tile(128, 2, "gfx1201").rows
     assert flash_tile(128, 2, "gfx1100").keys < flash_tile(128, 2, "gfx1201").keys
     assert flash_tile(256, 2, None).rows < flash_tile(128, 2, None).rows
 
 
-def test_it_is_one_operator_in_a_compiled_graph():
+def test_it_is_one_op_of_a_compiled_graph():
     query, ends = random(20, 2, 16, dtype=USUAL), torch.tensor([0, 7, 20], dtype=torch.int32)
 
     def call(query, ends):

@@ -1,4 +1,4 @@
-"""quantized_linear with 4-bit weights by our kernels, interpreted, against float64: every group and run."""
+"""quantized_linear with 4-bit weights by the Triton kernels, interpreted, against float64: every group and run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_class_of_rows(m):
     check(x, *quantize_groups(weight, 128))
 
 
-# K: whole blocks of runs of 64, 32 and 16; pieces of K that are not whole
+# K: whole blocks of runs of 64, 32 and 16; partial blocks
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("k", [128, 256, 640, 1536, 4608])
 @pytest.mark.parametrize("m", [1, 3])
@@ -32,7 +32,7 @@ def test_every_group_and_run(m, k, group):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5])
-def test_norm_gate_and_sum(m, form):
+def test_norm_gate_and_residual(m, form):
     n, k = 38, 640
     columns = n // 2 if "activation" in form else n
     x, weight = random(1, m, k, dtype=BF16), random(n, k, dtype=BF16, seed=1) * k**-0.5
@@ -77,8 +77,8 @@ def test_zeros_extremes_and_nan(m):
 
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_every_number_in_every_place(m, dtype):
-    """One column of x is one: what comes out is the number there, exactly."""
+def test_every_number_at_every_position(m, dtype):
+    """One column of x is one: the result is exactly the number in that column."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()
     words, scale = four_bit.packed(levels, four_bit.run_length(128, 128)), torch.ones(16, 1, dtype=BF16)

@@ -1,4 +1,4 @@
-"""Our kernel puts a layer's keys and values into the cache: what stock would have done, where that is known."""
+"""The Triton kernel writes a layer's keys and values into the cache like stock, for known caches."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def config():
 
 
 def call(cache, length, *, seed, tier, dtype=torch.bfloat16, batch=2):
-    """One call of a layer's rope and cache; what it returned, and the operations that ran."""
-    query, key, value = (each + seed for each in heads(batch, length, dtype, h=H, kv=KV, d=D))
+    """One call of a layer's rope and cache. Returns the results and the operations that ran."""
+    query, key, value = (head + seed for head in heads(batch, length, dtype, h=H, kv=KV, d=D))
     with options.override(tier=tier), ops.recording() as routes:
         results = layers.rotate_and_update_cache(
             Module(), apply_rotary_pos_emb, query, key, value, angles(1, length, D, dtype), cache, {}
@@ -39,34 +39,34 @@ def call(cache, length, *, seed, tier, dtype=torch.bfloat16, batch=2):
 
 
 def both(make, *lengths):
-    """The same calls through our kernel and, from a cache of their own, through stock."""
-    ours, stock = make(), make()
+    """The same calls in the Triton kernel and, with a separate cache, in stock."""
+    actual, stock = make(), make()
     for seed, length in enumerate(lengths):
-        mine, operations = call(ours, length, seed=seed, tier="triton")
-        theirs, without = call(stock, length, seed=seed, tier="torch")
+        left, operations = call(actual, length, seed=seed, tier="triton")
+        expected, without = call(stock, length, seed=seed, tier="torch")
         assert without == ["rope"]
-        for one, other in zip(mine, theirs, strict=True):
+        for one, other in zip(left, expected, strict=True):
             assert torch.equal(one, other)
-        yield operations, ours, stock
+        yield operations, actual, stock
 
 
 def test_a_static_layer_is_written_to_and_counts():
     steps = list(both(lambda: StaticCache(config=config(), max_cache_len=16), 5, 1, 3, 1))
     # the first call allocates the layer
     assert [operations for operations, _, _ in steps] == [["rope"], *[["rope_into_cache"]] * 3]
-    _, ours, stock = steps[-1]
-    assert ours.layers[0].cumulative_length.item() == stock.layers[0].cumulative_length.item() == 10
-    assert ours.get_seq_length() == 10
+    _, actual, stock = steps[-1]
+    assert actual.layers[0].cumulative_length.item() == stock.layers[0].cumulative_length.item() == 10
+    assert actual.get_seq_length() == 10
 
 
 def test_the_cache_of_recorded_steps_is_written_to_and_counts():
     steps = list(both(lambda: DecodeCache([None], capacity=16, limit=32), 5, 1, 1))
     assert [operations for operations, _, _ in steps] == [["rope"], ["rope_into_cache"], ["rope_into_cache"]]
-    _, ours, stock = steps[-1]
-    assert ours.layers[0].rows == stock.layers[0].rows == 7
+    _, actual, stock = steps[-1]
+    assert actual.layers[0].rows == stock.layers[0].rows == 7
 
 
-def test_one_token_alone_counts_on_in_the_kernel():
+def test_the_kernel_advances_the_position_for_single_tokens_only():
     cache = StaticCache(config=config(), max_cache_len=8)
     for seed in range(3):
         _, operations = call(cache, 1, seed=seed, tier="triton", batch=1)
@@ -74,7 +74,7 @@ def test_one_token_alone_counts_on_in_the_kernel():
 
 
 class Attention(torch.nn.Module):
-    """With norms of queries and keys that an overlay serves."""
+    """With query and key norms that an overlay serves."""
 
     layer_idx = 0
 
@@ -107,13 +107,13 @@ NORMS = ("q_norm", "k_norm")
 
 def test_norms_are_part_of_the_kernel():
     module = Attention()
-    ours, operations = normalised_call(module, written_cache(), norms=NORMS)
+    actual, operations = normalised_call(module, written_cache(), norms=NORMS)
     stock, without = normalised_call(module, written_cache(), tier="torch", norms=NORMS)
     assert operations == ["rope_into_cache"] and without == ["rms_norm", "rms_norm", "rope"]
-    for one, other in zip(ours, stock, strict=True):
+    for one, other in zip(actual, stock, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-7)  # F.rms_norm rounds once
     plain, _ = normalised_call(module, written_cache())
-    assert not torch.equal(plain[0], ours[0])
+    assert not torch.equal(plain[0], actual[0])
 
 
 def hooked(module):
@@ -140,10 +140,10 @@ def off(module):
 def test_norms_that_must_be_called_are_called(change, called):
     module = Attention()
     change(module)
-    ours, operations = normalised_call(module, written_cache(), norms=NORMS)
+    actual, operations = normalised_call(module, written_cache(), norms=NORMS)
     assert operations == [*["rms_norm"] * called, "rope_into_cache"]
     stock, _ = normalised_call(module, written_cache(), tier="torch", norms=NORMS)
-    torch.testing.assert_close(ours[0], stock[0], rtol=2**-6, atol=2**-7)
+    torch.testing.assert_close(actual[0], stock[0], rtol=2**-6, atol=2**-7)
 
 
 def test_norms_of_another_tier_are_called():
@@ -162,7 +162,7 @@ class Bare(torch.nn.Module):
 
 
 @pytest.mark.parametrize("cache", [written_cache, DynamicCache], ids=["static", "dynamic"])
-def test_angles_that_are_there_once(cache):
+def test_angles_of_half_the_head_dim(cache):
     """gpt-oss's function takes cos and sin of half the head dim."""
     query, key, value = heads(1, 1, torch.bfloat16, h=H, kv=KV, d=D)
     once = tuple(angle[..., : D // 2] for angle in angles(1, 1, D, torch.bfloat16))
@@ -199,19 +199,19 @@ def other_class():
     [DynamicCache, other_class, lambda: Updated(config=config(), max_cache_len=8)],
     ids=["dynamic", "another layer", "another update"],
 )
-def test_other_caches_are_asked(make):
+def test_other_caches_are_updated_by_stock(make):
     assert [operations for operations, _, _ in both(make, 2, 1)] == [["rope"], ["rope"]]
 
 
-def test_a_cache_of_another_dtype_is_asked():
-    """Stock's own error, not a conversion of ours."""
+def test_a_cache_of_another_dtype_raises_stocks_error():
+    """Raises stock's error instead of converting."""
     cache = StaticCache(config=config(), max_cache_len=8)
     call(cache, 1, seed=0, tier="triton", dtype=torch.float32)
     with pytest.raises(RuntimeError, match="same dtype"):
         call(cache, 1, seed=0, tier="triton", dtype=torch.bfloat16)
 
 
-def test_machinery_that_changed_is_asked(monkeypatch):
+def test_unknown_cache_code_is_called(monkeypatch):
     from hf_rocm import features
 
     monkeypatch.setattr(features, "refuses", lambda feature: "it changed")

@@ -1,4 +1,4 @@
-"""A compiled kernel is launched again directly, and only where it is the one that Triton would choose."""
+"""A compiled kernel is launched directly from the second launch on, only if Triton would select the same one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_rocm.ops.triton.launch import alike, form, lanes, launch, power_of_two, 
 
 
 class Kernel:
-    """A jit function that compiles: what was compiled, and what was launched of it."""
+    """A stand-in for a jit function that records compilations and launches."""
 
     def __init__(self):
         self.compiled, self.launched, self.told = [], [], []
@@ -38,9 +38,9 @@ class Compiled:
     def __getitem__(self, grid):
         return lambda *arguments: self.kernel.told.append((self.number, grid, arguments))
 
-    def run(self, x, y, z, stream, function, metadata, told, enter, leave, *arguments):
+    def run(self, x, y, z, stream, function, metadata, info, enter, leave, *arguments):
         assert (stream, function, metadata) == ("stream of -1", "function", "metadata")
-        assert told is enter is leave is None
+        assert info is enter is leave is None
         self.kernel.launched.append((self.number, (x, y, z), arguments))
 
 
@@ -58,7 +58,7 @@ def test_the_second_launch_is_direct(kernel):
     for _ in range(3):
         launch(kernel, (4,), (x, None, 7, 0.5), {"DIM": 32, "PLUS": True}, num_warps=4)
     assert kernel.compiled == [((4,), (x, None, 7, 0.5), {"DIM": 32, "PLUS": True, "num_warps": 4})]
-    # in the order of the signature, constants too: that is how Triton's own launch hands them on
+    # in the order of the signature, including constants, as in Triton's own launch
     assert kernel.launched == [(1, (4, 1, 1), (x, None, 7, 0.5, 32, True))] * 2
 
 
@@ -76,16 +76,16 @@ def test_the_second_launch_is_direct(kernel):
         (torch.zeros(32), torch.zeros(33)[1:], False),
         (torch.zeros(32), torch.zeros(32).half(), False),
     ],
-    ids=lambda each: "tensor" if isinstance(each, torch.Tensor) else str(each),
+    ids=lambda value: "tensor" if isinstance(value, torch.Tensor) else str(value),
 )
-def test_it_is_compiled_anew_where_triton_would(kernel, first, second, same):
+def test_it_is_recompiled_if_triton_would(kernel, first, second, same):
     x = torch.zeros(16)
-    for each in (first, second):
-        launch(kernel, (1,), (x, each), {}, num_warps=4)
+    for entry in (first, second):
+        launch(kernel, (1,), (x, entry), {}, num_warps=4)
     assert len(kernel.compiled) == (1 if same else 2)
 
 
-def test_a_profiler_is_told(kernel, monkeypatch):
+def test_a_profiler_is_notified(kernel, monkeypatch):
     hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[1]), launch_exit_hook=SimpleNamespace(calls=[]))
     monkeypatch.setattr(launching, "_runtime", lambda: hooks)
     x = torch.zeros(32)
@@ -94,14 +94,14 @@ def test_a_profiler_is_told(kernel, monkeypatch):
     assert kernel.told == [(1, (4, 2, 1), (x, 32))] and not kernel.launched
 
 
-def test_what_is_remembered_is_bounded(kernel, monkeypatch):
+def test_the_cache_is_bounded(kernel, monkeypatch):
     monkeypatch.setattr(launching, "_MOST", 2)
     for dim in (1, 2, 3):
         launch(kernel, (1,), (torch.zeros(16),), {"DIM": dim}, num_warps=4)
     assert len(launching._compiled) == 1
 
 
-def test_rounding_may_be_asked_to_stay(kernel):
+def test_rounding_can_be_preserved(kernel):
     x = torch.zeros(16)
     launch(kernel, (1,), (x,), {}, num_warps=4)
     launch(kernel, (1,), (x,), {}, num_warps=4, contract=False, num_stages=3)
@@ -111,7 +111,7 @@ def test_rounding_may_be_asked_to_stay(kernel):
     ]
 
 
-def test_tensors_are_told_apart_together(monkeypatch):
+def test_tensors_are_keyed_together(monkeypatch):
     x, odd = torch.zeros(16), torch.zeros(17)[1:]
     assert alike(x, x) == torch.float32
     assert alike(x, odd) == (form(x), form(odd)) != (form(x), form(x))
@@ -121,13 +121,13 @@ def test_tensors_are_told_apart_together(monkeypatch):
 
 
 @pytest.mark.parametrize(("constants", "num_warps"), [({"DIM": 2}, 4), ({"DIM": 1}, 8)])
-def test_it_is_compiled_anew_for_other_constants(kernel, constants, num_warps):
+def test_it_is_recompiled_for_other_constants(kernel, constants, num_warps):
     launch(kernel, (1,), (torch.zeros(16),), {"DIM": 1}, num_warps=4)
     launch(kernel, (1,), (torch.zeros(16),), constants, num_warps=num_warps)
     assert len(kernel.compiled) == 2
 
 
-def test_amds_compiler_looks_at_the_size_of_the_storage(kernel, monkeypatch):
+def test_amds_compiler_specialises_on_the_size_of_the_storage(kernel, monkeypatch):
     monkeypatch.setattr(launching, "is_rocm", lambda: True)
     x = torch.zeros(16)
     launch(kernel, (1,), (x,), {}, num_warps=4)
@@ -136,14 +136,14 @@ def test_amds_compiler_looks_at_the_size_of_the_storage(kernel, monkeypatch):
     assert len(kernel.compiled) == 2
 
 
-def test_the_rules_are_those_of_the_triton_that_was_read():
-    """Where this fails, read how the new release specialises kernels, then add it to `READ`."""
+def test_the_rules_match_the_installed_triton():
+    """If this fails, check how the new release specialises kernels, then add it to `READ`."""
     from triton.backends import compiler
     from triton.backends.amd.compiler import HIPBackend
     from triton.compiler import CompiledKernel
 
     if detect.release().version.release[:2] not in launching.READ:
-        pytest.skip("another Triton: kernels are launched through it")
+        pytest.skip("unknown Triton: kernels are launched by Triton")
     integers = inspect.getsource(compiler.BaseBackend.get_int_specialization)
     tensors = inspect.getsource(compiler.BaseBackend.get_tensor_specialization)
     assert "arg % 16 == 0" in integers and "data_ptr() % 16 == 0" in tensors
@@ -153,7 +153,7 @@ def test_the_rules_are_those_of_the_triton_that_was_read():
     assert "is_within_2gb" in inspect.getsource(HIPBackend.get_tensor_specialization)
 
 
-def test_an_unknown_triton_and_the_interpreter_are_asked_each_time(monkeypatch):
+def test_an_unknown_triton_and_the_interpreter_launch_every_time(monkeypatch):
     launching._remembers.cache_clear()
     assert not launching._remembers()
     monkeypatch.setattr(options, "triton_interprets", lambda: False)

@@ -1,4 +1,4 @@
-"""linear and fused_linear by our kernels, interpreted, against float64 and against the operations one by one."""
+"""linear and fused_linear by the Triton kernels, interpreted, against float64 and against separate operations."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ FORMS: list[dict[str, Any]] = [
 @each_dtype
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5])
-def test_what_rides_along(form, m, dtype):
+def test_fused_norm_activation_and_residual(form, m, dtype):
     for rows, n, k in sizes(m, 38, 67):
         arguments, keywords = call(rows, dtype, n=n, k=k, **form)
         output = routed("fused_linear", *arguments, **keywords)
         flat = flattened(*arguments, **keywords)
-        wide = flattened(*(each.double() for each in arguments), **keywords)
+        wide = flattened(*(argument.double() for argument in arguments), **keywords)
         assert_as_good_as_eager(output, eager_fused_linear(*flat), eager_fused_linear(*wide))
         apart(arguments, keywords)
 
@@ -74,9 +74,9 @@ def test_what_rides_along(form, m, dtype):
 @pytest.mark.parametrize("form", [{}, {"residual": True}, {"activation": "silu"}], ids=str)
 @pytest.mark.parametrize("m", [1, 5])
 def test_blocks_that_divide_the_sizes(m, form):
-    """What models have: nothing is masked along K."""
+    """The common case in models: nothing is masked along K."""
     arguments, keywords = call(m, torch.bfloat16, k=1024, **form)
-    expected = eager_fused_linear(*flattened(*(each.double() for each in arguments), **keywords))
+    expected = eager_fused_linear(*flattened(*(argument.double() for argument in arguments), **keywords))
     output = routed("fused_linear", *arguments, **keywords)
     assert_as_good_as_eager(output, eager_fused_linear(*flattened(*arguments, **keywords)), expected)
     apart(arguments, keywords)
@@ -89,59 +89,59 @@ def test_blocks_that_divide_the_sizes(m, form):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_it_rounds_where_the_separate_layers_do(form):
-    """Exact in fp32 sums: what differs from the operations one by one could only be a rounding in another place."""
+def test_it_rounds_like_separate_layers(form):
+    """Sums are exact in fp32: only a rounding at another point can differ from separate operations."""
     arguments, keywords = call(2, torch.bfloat16, whole=True, **form)
     with options.override(tiers={"rms_norm": "triton", "act_and_mul": "triton"}), torch.no_grad():
         expected = composed(*flattened(*arguments, **keywords))
     assert torch.equal(routed("fused_linear", *arguments, **keywords), expected)
 
 
-def test_one_launch_stands_for_all_parts():
+def test_one_launch_replaces_all_parts():
     arguments, keywords = call(1, torch.bfloat16, norm=False, activation="silu", residual=True)
     with options.override(tiers={"linear": "triton"}), ops.recording() as routes:
         ops.fused_linear(*arguments, **keywords)
-    assert [(each.operation, each.tier, each.name) for each in routes] == [("fused_linear", "triton", linear.NAME)]
+    assert [(route.operation, route.tier, route.name) for route in routes] == [("fused_linear", "triton", linear.NAME)]
 
 
 @pytest.mark.parametrize("tiers", [{"rms_norm": "torch"}, {"act_and_mul": "torch"}, {"linear": "torch"}], ids=str)
-def test_a_part_whose_tier_was_named_runs_by_itself(tiers):
+def test_a_part_with_a_named_tier_runs_separately(tiers):
     arguments, keywords = call(1, torch.bfloat16, norm=False, activation="silu")
     with options.override(tiers=tiers), ops.recording() as routes:
         output = ops.fused_linear(*arguments, **keywords)
         (name,) = tiers
-    assert [each.operation for each in routes] == ["fused_linear", "rms_norm", "linear", "act_and_mul"]
-    assert next(each.tier for each in routes if each.operation == name) == "torch"
+    assert [route.operation for route in routes] == ["fused_linear", "rms_norm", "linear", "act_and_mul"]
+    assert next(route.tier for route in routes if route.operation == name) == "torch"
     assert torch.isfinite(output).all()
 
 
-def test_the_users_own_product_is_not_passed_over():
+def test_a_users_linear_kernel_is_not_skipped():
     arguments, keywords = call(1, torch.bfloat16, norm=False)
-    ops.fused_linear(*arguments, **keywords)  # a choice that must not outlive the registration
+    ops.fused_linear(*arguments, **keywords)  # this choice must end with the registration
     remove = ops.register("linear", name="mine", call=torch.nn.functional.linear, refuses=lambda spec, device: None)
     try:
         with ops.recording() as routes:
             ops.fused_linear(*arguments, **keywords)
     finally:
         remove()
-    assert ("linear", "user") in [(each.operation, each.tier) for each in routes]
+    assert ("linear", "user") in [(route.operation, route.tier) for route in routes]
 
 
-def test_one_graph_without_a_break():
+def test_one_compiled_graph():
     (x, weight), keywords = call(2, torch.bfloat16, norm=True, activation="silu", residual=True)
 
     def function(x, weight):
         return ops.fused_linear(x, weight, **keywords)
 
-    assert any("triton_fused_linear" in each for each in compiled_once(function, x, weight))
+    assert any("triton_fused_linear" in entry for entry in compiled_once(function, x, weight))
 
 
-def test_few_rows_alone_are_ours():
+def test_only_few_rows_are_served():
     x, weight = random(17, 64, dtype=torch.bfloat16), random(32, 64, dtype=torch.bfloat16)
     with ops.recording() as routes:
         ops.linear(x, weight)
         ops.linear(x[:1], weight)
-    assert [each.tier for each in routes] == ["torch", "triton"]
+    assert [route.tier for route in routes] == ["torch", "triton"]
     assert "M > 16" in str(linear.refuses(spec(rows=0), here()))
 
 
@@ -201,7 +201,7 @@ def call(
     n: int = 38,
     k: int = 67,
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Arguments of fused_linear. norm: whether it is (1 + w). whole: weights and inputs whose sums are exact."""
+    """Arguments of fused_linear. norm: whether it is (1 + w). whole: integer weights and inputs with exact sums."""
     x, weight = random(1, m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5
     if whole:
         weight = (weight * 16).round() / 16
@@ -217,7 +217,7 @@ def call(
 
 
 def apart(arguments, keywords):
-    """Rows and columns of a fused product do not touch one another."""
+    """Rows and columns of a fused GEMM are independent."""
     (x, weight, *bias), gated = arguments, keywords["activation"] is not None
 
     def one(x, weight):
@@ -227,7 +227,7 @@ def apart(arguments, keywords):
 
 
 def flattened(x, weight, bias=None, *, norm=None, activation=None, residual=None):
-    """As implementations take them; what a keyword holds in x's dtype."""
+    """Arguments as implementations take them, with keyword tensors in x's dtype."""
     weight_of_norm, eps, one_plus = (None, 0.0, False) if norm is None else norm
     if weight_of_norm is not None and x.dtype == torch.float64:
         weight_of_norm = weight_of_norm.double()

@@ -1,4 +1,4 @@
-"""Every kernel has been executed as machine code: this runs last, and a kernel that no test launches fails it."""
+"""Every kernel was executed as machine code: runs last, and fails if no test launched a kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models through our elementwise kernels, interpreted: stock's logits, stock's greedy tokens, and they ran."""
+"""Whole models with the elementwise Triton kernels, interpreted: stock's logits and greedy tokens, and the route."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def inference():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
 def test_logits(name, dtype, trio):  # noqa: F811
-    ours, stock, exact = trio(name, dtype)
+    output, stock, exact = trio(name, dtype)
     batch = {"input_ids": tokens(2, 5), "attention_mask": PADDING}
     with options.override(tier=KERNELS), ops.recording() as routes:
-        actual = ours(**batch).logits
+        actual = output(**batch).logits
     assert _kernels(routes) >= {"rms_norm", "act_and_mul", "rope"}
     keep = PADDING.bool()
     assert_as_good_as_eager(actual[keep], stock(**batch).logits[keep], exact(**batch).logits[keep])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_greedy_tokens_over_a_static_cache(name, trio):  # noqa: F811
-    ours, stock, _ = trio(name, torch.float32)
+def test_greedy_tokens_with_a_static_cache(name, trio):  # noqa: F811
+    output, stock, _ = trio(name, torch.float32)
     how = {"attention_mask": PADDING, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     how["cache_implementation"] = "static"
     with options.override(tier=KERNELS), ops.recording() as routes:
-        actual = ours.generate(tokens(2, 5), **how)
+        actual = output.generate(tokens(2, 5), **how)
     assert torch.equal(actual, stock.generate(tokens(2, 5), **how))
     assert "rope_into_cache" in _kernels(routes)
 
 
 def _kernels(routes):
-    return {each.operation for each in routes if each.tier == "triton"}
+    return {route.operation for route in routes if route.tier == "triton"}

@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm by our kernel, interpreted, against float64 and against transformers' own layers."""
+"""rms_norm and add_rms_norm by the Triton kernel, interpreted, against float64 and against transformers' layers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ each_form = pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize("shape", [(1, 8), (3, 63), (2, 5, 64), (7, 1), (37, 128), (2, 3000)], ids=str)
 def test_rms_norm(shape, one_plus, dtype):
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
-    x *= 4.0 ** -torch.arange(x.numel() // shape[-1]).remainder(5).reshape(*shape[:-1], 1).to(dtype)  # eps is felt
+    # eps has an effect
+    x *= 4.0 ** -torch.arange(x.numel() // shape[-1]).remainder(5).reshape(*shape[:-1], 1).to(dtype)
     output = routed("rms_norm", x, weight, eps=1e-6, one_plus=one_plus)
     expected = eager_rms_norm(x.double(), weight.double(), 1e-6, one_plus)
     assert_as_good_as_eager(output, eager_rms_norm(x, weight, 1e-6, one_plus), expected)
-    for first in (0, 1):  # a NaN stays in its row
+    for first in (0, 1):  # NaN affects only its row
         lost = (torch.arange(x.numel() // shape[-1]) % 2 == first).view(shape[:-1])
         apart = routed("rms_norm", x.masked_fill(lost[..., None], torch.nan), weight, eps=1e-6, one_plus=one_plus)
         assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
@@ -43,7 +44,7 @@ def test_add_rms_norm(shape, one_plus, dtype):
     assert torch.equal(output, routed("rms_norm", total, weight, eps=1e-5, one_plus=one_plus))
 
 
-def test_it_rounds_where_transformers_does():
+def test_it_rounds_like_transformers():
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -53,13 +54,13 @@ def test_it_rounds_where_transformers_does():
         layer.weight.data.copy_(random(96, dtype=torch.bfloat16, seed=1))
         with torch.no_grad():
             stock = layer(x)
-            ours = routed("rms_norm", x, layer.weight, eps=1e-6, one_plus=one_plus)
-        # sums of squares in another order may move a value across a rounding boundary, but hardly any
-        assert (ours != stock).float().mean() < 1e-3
+            actual = routed("rms_norm", x, layer.weight, eps=1e-6, one_plus=one_plus)
+        # sums of squares in another order move few values across a rounding boundary
+        assert (actual != stock).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("part", [slice(0, 4), slice(4, 6)], ids=["queries", "keys"])
-def test_heads_of_a_fused_projection_are_read_where_they_are(part, monkeypatch):
+def test_heads_of_a_fused_projection_are_read_in_place(part, monkeypatch):
     fused = random(2, 5, 8, 16, dtype=torch.bfloat16)
     view = fused[:, :, part]
     assert not view.is_contiguous()
@@ -79,7 +80,7 @@ def _only_whole(contiguous):
     return checked
 
 
-def test_rows_that_two_strides_cannot_reach_are_copied():
+def test_rows_with_more_than_two_strides_are_copied():
     x = random(3, 4, 2, 8, dtype=torch.float32).transpose(0, 1)
     weight = random(8, dtype=torch.float32, seed=1)
     assert norm._two_strides(x) is None
@@ -90,7 +91,7 @@ def test_rows_that_two_strides_cannot_reach_are_copied():
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (2, 0, 4)], ids=str)
-def test_nothing_is_launched_for_nothing(shape):
+def test_nothing_is_launched_for_empty_inputs(shape):
     x, weight = torch.empty(shape), torch.ones(shape[-1])
     assert routed("rms_norm", x, weight, eps=1e-6).shape == x.shape
     assert routed("add_rms_norm", x, x, weight, eps=1e-6)[1].shape == x.shape
@@ -106,7 +107,7 @@ def test_nothing_is_launched_for_nothing(shape):
     ],
     ids=["grad", "fp64", "mixed", "wide"],
 )
-def test_what_it_refuses(x, weight, word):
+def test_refusals(x, weight, word):
     from hf_rocm.errors import TierUnavailable
 
     with pytest.raises(TierUnavailable, match=word):
@@ -114,13 +115,13 @@ def test_what_it_refuses(x, weight, word):
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(1, 4096), (1, 64), (4096, 8192), (100_000, 128), (3, 32768)])
-def test_a_tile_is_whole(rows, dim):
+def test_tiles_are_powers_of_two(rows, dim):
     many, block, threads = norm.tile(rows, dim)
     assert block >= dim and many * block <= max(2048, block)
     assert 64 <= threads <= 1024 and threads & (threads - 1) == 0
 
 
-def test_it_is_one_operator_of_a_compiled_graph():
+def test_it_is_one_op_of_a_compiled_graph():
     weight = torch.ones(16)
     nodes = compiled_once(lambda x: ops.rms_norm(x, weight, eps=1e-6) * 2, random(2, 16, dtype=torch.float32))
     assert "hf_rocm.triton_rms_norm.default" in nodes

@@ -1,4 +1,4 @@
-"""Decode attention over pages by our split kernel, interpreted, against the float64 oracle; unused rows are NaN."""
+"""Paged decode attention by the split kernel, interpreted, against the float64 oracle; unused rows are NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def several_splits(monkeypatch):
 
 
 def pages_of(lengths, page, kv_heads, dims, dtype, columns):
-    """Pages in any order, filled up to the lengths; the rest is NaN."""
+    """Pages in random order, filled up to the lengths. The rest is NaN."""
     rows = len(lengths)
     order = torch.randperm(rows * columns + 2, generator=torch.Generator().manual_seed(1))
     table = order[: rows * columns].view(rows, columns).to(torch.int32)
@@ -43,7 +43,7 @@ def check(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new
     b = len(lengths)
     total = torch.tensor([0 if length is None else length + s_q for length in lengths], dtype=torch.int32)
     kept = [0 if length is None else length + (0 if new else s_q) for length in lengths]
-    if s_q > 1:  # room for the last of them
+    if s_q > 1:  # enough pages for the last one
         columns += 1
     table, *pages = pages_of(kept, page, kv_heads, dims, dtype, columns)
     for row, length in enumerate(total.tolist()):
@@ -56,7 +56,7 @@ def check(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new
     how = {"scale": dims[0] ** -0.5, "window": None, "softcap": None, **terms}
 
     def run(function, convert, sink):
-        copies = [convert(each) if each is not None else None for each in (query, *pages, *kv)]
+        copies = [convert(tensor) if tensor is not None else None for tensor in (query, *pages, *kv)]
         output = function(*copies[:3], table, total, *copies[3:], sinks=sink, **how)
         return output, copies[1:3]
 
@@ -65,8 +65,8 @@ def check(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new
     output, written = run(lambda *a, **k: routed("paged_attention", *a, **k), torch.Tensor.clone, sinks)
     assert output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected)
-    for mine, oracle in zip(written, wide, strict=True):  # every new row where it belongs, and nothing else
-        assert torch.equal(mine.double().nan_to_num(7e3), oracle.nan_to_num(7e3))
+    for actual, oracle in zip(written, wide, strict=True):  # every new row at its position, and nothing else
+        assert torch.equal(actual.double().nan_to_num(7e3), oracle.nan_to_num(7e3))
     for row, length in enumerate(lengths):
         assert length is not None or (output[row] == 0).all()
 
@@ -95,7 +95,7 @@ def test_shapes(heads, dims):
     check([17, 40], page=16, heads=heads, dims=dims)
 
 
-def test_one_program_for_each_head(monkeypatch):
+def test_one_program_per_head(monkeypatch):
     monkeypatch.setattr(decode, "_units", lambda device: 1)
     decode._work.cache_clear()
     check([17, 40, None], page=16, sinks=True)

@@ -1,4 +1,4 @@
-"""The tiny cases that check our kernels before their first use: they pass, and a wrong kernel fails them."""
+"""The small cases that check Triton kernels before their first use: they pass, and a wrong kernel fails them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_single_token_passes_too(further):
 @pytest.mark.parametrize("operation", KINDS)
 def test_a_wrong_kernel_fails(operation, monkeypatch):
     known = registry.operations()[operation]
-    right = next(each for each in known.implementations if each.tier == "triton")
+    right = next(route for route in known.implementations if route.tier == "triton")
 
     def wrong(*arguments):
         result = right.call(*arguments)
@@ -53,6 +53,8 @@ def test_a_wrong_kernel_fails(operation, monkeypatch):
 
     changed = registry.Implementation("triton", right.name, right.refuses, wrong)
     monkeypatch.setattr(
-        known, "implementations", [changed if each is right else each for each in known.implementations]
+        known,
+        "implementations",
+        [changed if implementation is right else implementation for implementation in known.implementations],
     )
     assert "wrong" in probe_cases.check(operation, "triton", right.name, KINDS[operation])

@@ -1,4 +1,4 @@
-"""quantized_linear of few rows by our kernels, interpreted, against float64: 8-bit weights, which x meets unrounded."""
+"""quantized_linear of few rows by the Triton kernels, interpreted, against float64: 8-bit weights, unrounded x."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.triton.routed import compiled_once, here, random, routed
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-# Triton's interpreter does not have the fp8 of MI300
+# Triton's interpreter does not support the fp8 type of MI300
 FORMATS = (FP8, INT8) if suite.gpu() is None else (FP8, FP8_FNUZ, INT8)
 
 each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -33,7 +33,7 @@ def rounded(weight: torch.Tensor, format: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def exact(call: QuantizedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """What eager layers with the dequantised weight give, in x's dtype and in float64."""
+    """The results of eager layers with the dequantised weight, in x's dtype and in float64."""
     results = []
     for dtype in (call.x.dtype, torch.float64):
         x, bias, norm, residual = (
@@ -94,7 +94,7 @@ FORMS: list[dict[str, Any]] = [
 @each_format
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5])
-def test_norm_gate_and_sum(m, form, format):
+def test_norm_gate_and_residual(m, form, format):
     n, k = 38, 67
     columns = n // 2 if "activation" in form else n
     x, weight = random(1, m, k, dtype=BF16), random(n, k, dtype=BF16, seed=1) * k**-0.5
@@ -125,7 +125,7 @@ def test_zeros_extremes_and_nan(m, format):
 
 
 def test_every_number_of_a_format():
-    """A matrix of one column that is not zero: what comes out is the number itself."""
+    """A matrix with a single nonzero column: the results are the numbers themselves."""
     for format, numbers in ((INT8, range(-127, 128)), (FP8, [i for i in range(256) if i & 0x7F != 0x7F])):
         bits = torch.tensor(list(numbers), dtype=torch.int64).to(torch.uint8)
         data = torch.zeros(len(bits), 16, dtype=torch.uint8)
@@ -155,7 +155,7 @@ def test_few_rows_are_converted_in_registers():
     with ops.recording() as routes:
         ops.quantized_linear(x, data, scale, round_input=False)
         ops.quantized_linear(x[:64], data, scale, round_input=False)
-    assert [(each.tier, each.name) for each in routes] == [
+    assert [(route.tier, route.name) for route in routes] == [
         ("triton", "dequantize, F.linear"),
         ("triton", "few_rows"),
     ]

@@ -1,4 +1,4 @@
-"""A quantised model whose few rows our kernels serve, interpreted: norm, gate and sum are part of its products."""
+"""A quantised model with few rows in the Triton kernels, interpreted: norm, gate and residual sum are fused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.weights.models import IDS, LAYERS
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_a_step_is_four_products_a_layer(kind):
+def test_a_step_has_four_gemms_per_layer(kind):
     model = hf_rocm.prepare(models.build().bfloat16(), force=True)
     hf_rocm.quantize(model, kind, force=True)
     ids = IDS[:1, :3]
@@ -23,7 +23,7 @@ def test_a_step_is_four_products_a_layer(kind):
         actual = model(ids, use_cache=False).logits
     counted = Counter((route.operation, route.tier) for route in routes)
     assert counted["quantized_linear", "triton"] == 4 * LAYERS
-    assert counted["rms_norm", "triton"] == 1 and counted["act_and_mul", "triton"] == 0  # the model's last norm
+    assert counted["rms_norm", "triton"] == 1 and counted["act_and_mul", "triton"] == 0  # the final norm of the model
     hf_rocm.dequantize(model)
     hf_rocm.restore(model)
     with torch.no_grad(), options.override(tier="eager"):

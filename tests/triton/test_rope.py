@@ -1,4 +1,4 @@
-"""rope and rope_into_cache by our kernel, interpreted: bit for bit the torch tier in bf16 and fp16."""
+"""rope and rope_into_cache by the Triton kernel, interpreted: bitwise equal to the torch tier in bf16 and fp16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def angles(batch, length, rotated, dtype, *, interleaved=False):
 
 
 def heads(b, s, dtype, *, h=3, kv=2, d=8, d_v=8):
-    """Queries, keys and values as views of one fused projection."""
+    """Queries, keys and values as views of a fused projection."""
     sizes = (h * d, kv * d, kv * d_v)
     fused = random(b, s, sum(sizes), dtype=dtype)
     dims = (d, d, d_v)
@@ -36,11 +36,11 @@ def torch_tier(operation, *arguments, **keywords):
         return getattr(ops, operation)(*arguments, **keywords)
 
 
-def assert_equal(ours, expected):
-    if ours.dtype == torch.float32:  # a product may be contracted with the sum
-        torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
+def assert_equal(actual, expected):
+    if actual.dtype == torch.float32:  # the product may be contracted with the sum (FMA)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
     else:
-        assert torch.equal(ours, expected)
+        assert torch.equal(actual, expected)
 
 
 @each_dtype
@@ -51,20 +51,22 @@ def test_rope(d, rotated, tables, interleaved, dtype):
     query, key, _ = heads(2, 5, dtype, d=d)
     cos, sin = angles(tables, 5, rotated, dtype, interleaved=interleaved)
     outputs = routed("rope", query, key, cos, sin, interleaved=interleaved)
-    for ours, expected in zip(outputs, torch_tier("rope", query, key, cos, sin, interleaved=interleaved), strict=True):
-        assert_equal(ours, expected)
-        assert ours.stride(3) == 1
+    for actual, expected in zip(
+        outputs, torch_tier("rope", query, key, cos, sin, interleaved=interleaved), strict=True
+    ):
+        assert_equal(actual, expected)
+        assert actual.stride(3) == 1
     eager = eager_rope(query, key, cos, sin, interleaved)
-    expected = eager_rope(*(each.double() for each in (query, key, cos, sin)), interleaved)
+    expected = eager_rope(*(tensor.double() for tensor in (query, key, cos, sin)), interleaved)
     if dtype == torch.float32:
         assert_as_good_as_eager(outputs[0], eager[0], expected[0])
 
 
-def test_many_heads_are_several_programs():
+def test_many_heads_need_several_programs():
     query, key, _ = heads(1, 3, torch.bfloat16, h=70, kv=35, d=64)
     cos, sin = angles(1, 3, 64, torch.bfloat16)
-    ours, expected = routed("rope", query, key, cos, sin), torch_tier("rope", query, key, cos, sin)
-    assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+    actual, expected = routed("rope", query, key, cos, sin), torch_tier("rope", query, key, cos, sin)
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
 @each_dtype
@@ -81,8 +83,8 @@ def test_rope_into_cache(b, s, counted, dtype):
         call = routed if tier == "triton" else torch_tier
         out = call("rope_into_cache", query, key, value, cos, sin, **cache)
         results[tier] = (out, keys, values, position)
-    for ours, expected in zip(results["triton"], results["torch"], strict=True):
-        assert_equal(ours, expected) if ours.is_floating_point() else torch.testing.assert_close(ours, expected)
+    for actual, expected in zip(results["triton"], results["torch"], strict=True):
+        assert_equal(actual, expected) if actual.is_floating_point() else torch.testing.assert_close(actual, expected)
     assert not counted or position == 3 + s
 
 
@@ -95,7 +97,7 @@ def eager_tier(query, key, value, cos, sin, cache, **terms):
 @pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize(("once", "interleaved"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("b", "s", "d", "rotated"), [(1, 1, 8, 8), (2, 1, 6, 6), (1, 3, 12, 8)])
-def test_norms_come_before_the_rotation(b, s, d, rotated, once, one_plus, interleaved, dtype):
+def test_norms_are_applied_before_the_rotation(b, s, d, rotated, once, one_plus, interleaved, dtype):
     query, key, value = heads(b, s, dtype, d=d, d_v=6)
     query, key = query * 3, key / 7
     cos, sin = angles(1, s, rotated, dtype, interleaved=interleaved)
@@ -105,24 +107,26 @@ def test_norms_come_before_the_rotation(b, s, d, rotated, once, one_plus, interl
     results = {}
     for tier, convert in (("triton", None), ("eager", None), ("exact", torch.Tensor.double)):
         convert = convert or torch.Tensor.clone
-        tensors = [convert(each) for each in (query, key, value, cos, sin)]
+        tensors = [convert(tensor) for tensor in (query, key, value, cos, sin)]
         cache = {"keys": random(b, 2, 9, d, dtype=dtype, seed=1), "values": random(b, 2, 9, 6, dtype=dtype, seed=2)}
-        cache = {name: convert(each) for name, each in cache.items()} | {"position": torch.tensor(3)}
-        norms = tuple(ops.Norm(convert(each), eps, one_plus) for each, eps in zip(weights, (1e-6, 1e-2), strict=True))
+        cache = {name: convert(value) for name, value in cache.items()} | {"position": torch.tensor(3)}
+        norms = tuple(
+            ops.Norm(convert(weight), eps, one_plus) for weight, eps in zip(weights, (1e-6, 1e-2), strict=True)
+        )
         terms = {"interleaved": interleaved, "once": once, "norms": norms}
         if tier == "triton":
             results[tier] = routed("rope_into_cache", *tensors, **cache, **terms), *cache.values()
         else:
             results[tier] = eager_tier(*tensors, cache, **terms)
-    for ours, eager, exact in zip(*results.values(), strict=True):
-        if ours.is_floating_point():
-            assert_as_good_as_eager(ours, eager, exact)
+    for actual, eager, exact in zip(*results.values(), strict=True):
+        if actual.is_floating_point():
+            assert_as_good_as_eager(actual, eager, exact)
         else:
-            assert ours == eager == exact == 3 + s
+            assert actual == eager == exact == 3 + s
 
 
 def test_norms_round_like_the_layers():
-    """Queries and keys are what the norm's kernel and the rotation's would make of them, but for the sum's order."""
+    """Queries and keys equal the results of the separate norm and rotary kernels, except for the order of sums."""
     query, key, value = heads(1, 1, torch.bfloat16, h=8, d=64, d_v=64)
     cos, sin = angles(1, 1, 64, torch.bfloat16)
     cache = {"keys": torch.zeros(1, 2, 4, 64).bfloat16(), "values": torch.zeros(1, 2, 4, 64).bfloat16()}
@@ -135,7 +139,7 @@ def test_norms_round_like_the_layers():
     assert (cache["keys"][:, :, :1] == rotated[1]).float().mean() > 0.99
 
 
-def test_norms_of_two_kinds_are_no_call():
+def test_norms_of_two_kinds_are_refused():
     query, key, value = heads(1, 1, torch.float32)
     cache = {"keys": torch.zeros(1, 2, 4, 8), "values": torch.zeros(1, 2, 4, 8), "position": torch.tensor(0)}
     norms = ops.Norm(torch.ones(8), 1e-6), ops.Norm(torch.ones(8), 1e-6, True)
@@ -144,7 +148,7 @@ def test_norms_of_two_kinds_are_no_call():
 
 
 @pytest.mark.parametrize(("b", "s"), [(1, 1), (2, 3)])
-def test_what_has_no_place_in_the_cache_is_not_written_and_shows(b, s):
+def test_keys_beyond_the_cache_are_not_written_and_the_result_is_nan(b, s):
     query, key, value = heads(b, s, torch.float32)
     keys, values = torch.zeros(b, 2, 4, 8), torch.zeros(b, 2, 4, 8)
     cache = {"keys": keys, "values": values, "position": torch.tensor(4)}
@@ -160,9 +164,9 @@ def test_what_has_no_place_in_the_cache_is_not_written_and_shows(b, s):
         ({"d": 1026}, "at most 1024"),
         ({"dtype": torch.float64, "angle": torch.float64}, "float64"),
     ],
-    ids=lambda each: str(each)[:12],
+    ids=lambda value: str(value)[:12],
 )
-def test_what_it_refuses(change, word):
+def test_refusals(change, word):
     dtype = change.get("dtype", torch.bfloat16)
     query, key, _ = heads(1, 2, dtype, d=change.get("d", 8))
     cos, sin = angles(1, 2, 8, change.get("angle", dtype))
@@ -172,7 +176,7 @@ def test_what_it_refuses(change, word):
         routed("rope", query, key, cos, sin)
 
 
-def test_they_are_operators_of_a_compiled_graph():
+def test_they_are_ops_of_a_compiled_graph():
     query, key, value = heads(1, 2, torch.float32)
     cos, sin = angles(1, 2, 8, torch.float32)
     nodes = compiled_once(lambda query: ops.rope(query, key, cos, sin)[0] * 2, query)

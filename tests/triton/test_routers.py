@@ -1,4 +1,4 @@
-"""The routers of models through our kernel, interpreted: what stock returns, or stock."""
+"""The routers of models with the Triton kernel, interpreted: stock's results, or the stock router."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ def both(module, x, mode=bind.ON):
     stock = module(x)
     bind.set_mode(module, mode)
     with options.override(tier="experts=triton,linear=torch"), ops.recording() as routes:
-        ours = module(x)
-    return ours, stock, [each.tier for each in routes if each.operation == "choose_experts"]
+        actual = module(x)
+    return actual, stock, [route.tier for route in routes if route.operation == "choose_experts"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ROUTERS)
-def test_they_return_what_stock_returns(name, dtype):
+def test_they_return_stocks_results(name, dtype):
     module = router(name).to(dtype)
     with torch.no_grad():
-        ours, stock, tiers = both(module, torch.randn(7, 32).to(dtype))
+        actual, stock, tiers = both(module, torch.randn(7, 32).to(dtype))
     assert tiers == ["triton"]
-    (logits, weights, ids), (expected_logits, expected, right) = ours, stock
+    (logits, weights, ids), (expected_logits, expected, right) = actual, stock
     assert torch.equal(logits, expected_logits)
-    order, theirs = ids.argsort(-1), right.argsort(-1)
-    assert torch.equal(ids.gather(1, order), right.gather(1, theirs))
-    weights, expected = weights.gather(1, order), expected.gather(1, theirs)
+    order, expected_order = ids.argsort(-1), right.argsort(-1)
+    assert torch.equal(ids.gather(1, order), right.gather(1, expected_order))
+    weights, expected = weights.gather(1, order), expected.gather(1, expected_order)
     assert weights.dtype == expected.dtype
-    # a rounding step of either
+    # a rounding step of either dtype
     step = torch.finfo(weights.dtype).eps * expected.abs().max().item()
     assert (weights.double() - expected.double()).abs().max().item() <= 2 * step
 
@@ -77,7 +77,7 @@ def test_they_return_what_stock_returns(name, dtype):
         ("gpt_oss", "fp64"),
     ],
 )
-def test_what_is_left_to_stock(name, change, monkeypatch):
+def test_routers_that_stay_stock(name, change, monkeypatch):
     module, x = router(name), torch.randn(3, 32)
     if change == "fp64":
         module, x = module.double(), x.double()
@@ -86,14 +86,14 @@ def test_what_is_left_to_stock(name, change, monkeypatch):
         monkeypatch.setattr(torch.nn.functional, "linear", lambda *arguments: product(*arguments))
     autocast = torch.autocast("cpu", torch.bfloat16) if change == "autocast" else nullcontext()
     with autocast, torch.set_grad_enabled(change == "gradients"):
-        ours, stock, tiers = both(module, x)
+        actual, stock, tiers = both(module, x)
     assert not tiers
-    assert all(torch.equal(one, other) for one, other in zip(ours, stock, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(actual, stock, strict=True))
 
 
 @pytest.mark.parametrize("choice", [{"tiers": {"linear": "aiter"}}, {"aiter": "linear"}], ids=["tier", "switch"])
-def test_products_that_must_run_in_aiter_are_not_these(choice):
-    """Up to now the router's product was not one of ours, so it must not raise where aiter lacks a kernel for it."""
+def test_a_required_aiter_tier_does_not_apply_to_routers(choice):
+    """The GEMM of a router must not raise if aiter is required but has no kernel for it."""
     if "aiter" in choice:
         choice = {"aiter": {**options.current().aiter, "linear": options.Switch.REQUIRED}}
     module, x = router("gpt_oss"), torch.randn(3, 32)
@@ -104,7 +104,7 @@ def test_products_that_must_run_in_aiter_are_not_these(choice):
 
 
 @pytest.mark.parametrize(("name", "scores"), [("gpt_oss", "softmax of the chosen"), ("deepseek_v3", "sigmoid")])
-def test_explain_has_their_choice_and_no_norm(name, scores):
+def test_explain_lists_their_selection_and_no_norm(name, scores):
     module = router(name)
     bind.set_mode(module, bind.ON)
     assert [(operation, what) for operation, what, _ in specifications(module)] == [

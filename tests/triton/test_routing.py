@@ -1,4 +1,4 @@
-"""choose_experts by our kernel, interpreted: every form, equal scores, numbers that are none, refusals."""
+"""choose_experts by the Triton kernel, interpreted: every variant, equal scores, NaN, and refusals."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def test_every_number_of_experts(experts, top, tokens):
 
 @pytest.mark.parametrize("scores", routing_torch.SCORES)
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_of_equal_scores_the_lower_experts(scores, steps):
-    """As with torch.topk on a GPU, which tests/gpu compares."""
+def test_with_equal_scores_the_lower_experts_are_selected(scores, steps):
+    """Like torch.topk on a GPU; tests/gpu compares with it."""
     logits = torch.randint(steps, (7, 37), generator=torch.Generator().manual_seed(steps)).bfloat16() / 4
     ids = routed("choose_experts", logits, top=5, scores=scores)[1]
     assert torch.equal(ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :5])
 
 
-def test_equal_groups_are_the_lower_ones():
+def test_with_equal_scores_the_lower_groups_are_selected():
     ids = routed("choose_experts", torch.zeros(2, 16), top=5, scores="sigmoid", groups=4, chosen_groups=2)[1]
     assert ids.tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize("scores", routing_torch.SCORES)
-def test_whatever_the_numbers_are_the_experts_exist_and_are_distinct(scores):
+def test_for_any_logits_the_experts_are_valid_and_distinct(scores):
     logits = torch.tensor([[float("nan")] * 5, [float("-inf")] * 5, [float("inf")] * 5, [0.0, float("nan"), 1, 2, 3]])
     weights, ids = routed("choose_experts", logits, top=3, scores=scores)
     assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in ids.tolist())
@@ -86,13 +86,13 @@ def test_gradients_are_refused_when_the_tier_is_named():
         routed("choose_experts", torch.zeros(1, 4, requires_grad=True), top=1)
 
 
-def test_it_is_one_operator_of_a_compiled_graph():
+def test_it_is_one_op_of_a_compiled_graph():
     logits, keywords = drawn(2, FORMS["groups"], torch.float32)
     nodes = compiled_once(lambda logits: ops.choose_experts(logits, **keywords)[0] * 2, logits)
     assert "hf_rocm.triton_choose_experts.default" in nodes
 
 
-def test_the_operator_says_the_truth():
+def test_the_custom_op_passes_opcheck():
     arguments = (torch.randn(2, 8), None, 2, "softmax", 1, 1, 2, True, 0.0, 1.0, torch.float32)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_rocm.triton_choose_experts.default, arguments, test_utils=checks)

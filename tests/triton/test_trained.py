@@ -1,4 +1,4 @@
-"""The trained model through our kernels, interpreted, which takes seconds for some tokens: tests/gpu has all 512."""
+"""The trained model with the Triton kernels, interpreted: a few tokens take seconds; tests/gpu runs all 512."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.trained import KERNELS, Trained, generates_stocks_tokens, judges_toke
 
 @pytest.fixture
 def trained(tiny_checkpoint):
-    return Trained(tiny_checkpoint, graphs=False)  # a replay on a CPU doesn't see what the interpreter does
+    return Trained(tiny_checkpoint, graphs=False)  # a replay on a CPU does not repeat the work of the interpreter
 
 
 @pytest.mark.slow
-def test_greedy_tokens_are_stocks(trained):
+def test_greedy_tokens_equal_stock(trained):
     _, served = generates_stocks_tokens(trained, new=24)
     assert served >= KERNELS
 

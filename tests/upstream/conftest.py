@@ -1,3 +1,3 @@
-"""What is laid out beside transformers' mixins can't be imported here."""
+"""Files that are copied next to transformers' mixins can't be imported here."""
 
 collect_ignore = ["standins", "thin"]

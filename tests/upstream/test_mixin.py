@@ -1,7 +1,7 @@
-"""transformers' own ModelTesterMixin over tiny models: what passes stock passes with overlays.
+"""transformers' own ModelTesterMixin over tiny models: tests that pass with stock pass with overlays.
 
-Both passes run once, in processes of their own (scripts/lib/upstream_passes.py), with the mixin as the source
-distribution of the installed release has it. scripts/test fetches that; without it nothing here is run.
+Both passes run once, in separate processes (scripts/lib/upstream_passes.py), with the mixin of the installed release's
+source distribution. scripts/test fetches it; without it these tests are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODELS = (
     *("gpt_oss", "glm4", "deepseek_v3", "bert", "siglip", "whisper"),
 )
 
-# A model of the smallest test class passes more than this; far fewer would mean that the tests were not found.
+# The smallest test class passes more than this; fewer would mean that the tests were not found.
 FEWEST = 60
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def comparison(lib, tmp_path_factory):
         pytest.skip(f"not run: needs the source distribution of transformers {release}, which scripts/test fetches")
     scratch = tmp_path_factory.mktemp("upstream")
     files = tuple(lib.tree.from_mixins(scratch / "tree", mixins, MODELS))
-    # an installed wheel is found by itself, a checkout on the path is not
+    # an installed wheel is on the import path, a checkout is not
     beside = Path(hf_rocm.__file__).parents[1]
     interpreter = lib.passes.Interpreter(Path(sys.executable), () if beside.name == "site-packages" else (beside,))
     results = {}
@@ -56,18 +56,18 @@ def comparison(lib, tmp_path_factory):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_passes_stock_passes_overlaid(model, comparison, lib):
+def test_tests_that_pass_stock_pass_with_overlays(model, comparison, lib):
     own = [test for test in comparison.stock if lib.tree.model_of(test) == model]
     assert sum(comparison.stock[test].outcome == "passed" for test in own) > FEWEST
     assert {test: comparison.overlaid[test].reason for test in comparison.regressions if test in own} == {}
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_our_forwards_ran(model, comparison):
+def test_forwards_of_overlays_ran(model, comparison):
     assert comparison.hits(model), f"no forward of an overlay was called in the tests of {model}"
 
 
-def test_what_is_listed_still_differs(comparison):
+def test_listed_differences_still_occur(comparison):
     assert comparison.stale == ()
 
 

@@ -1,4 +1,4 @@
-"""A small real Llama, from a saved checkpoint, as transformers loads it and as we do."""
+"""A small real Llama from a saved checkpoint, loaded by transformers and by hf_rocm."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def stock(checkpoint):
-    """The stock model. Its weights are the mapped file until something writes to them."""
+    """The stock model. Its weights are a mapped file until they are written to."""
     return LlamaForCausalLM.from_pretrained(checkpoint).eval()
 
 
 @pytest.fixture
 def fresh(checkpoint):
-    """The same model loaded by us; fusing is left to its first call."""
+    """The same model loaded by hf_rocm, before its first call fuses the weights."""
     return hf_rocm.from_pretrained(checkpoint, force=True).eval()
 
 
 @pytest.fixture
 def model(fresh):
-    """The same, fused."""
+    """The same model with fused weights."""
     assert models.live(fresh) == models.GROUPS
     return fresh
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(arch, aiter, threshold): what the CPU and the recorded aiter are taken for."""
+    """machine(arch, aiter, threshold): simulate a GPU and a recorded release of aiter on the CPU."""
 
     def use(arch="gfx942", release=shuffling.NEWEST, threshold=shuffling.ROWS):
-        found = recorded.release(release)
-        monkeypatch.setattr(detect, "load", lambda: found)
+        fake_release = recorded.release(release)
+        monkeypatch.setattr(detect, "load", lambda: fake_release)
         pretend(monkeypatch, arch)
         changed = options.override(probe=False, preshuffle_threshold=threshold)
         changed.__enter__()
@@ -62,15 +62,15 @@ def machine(monkeypatch):
 
     entered: list = []
     yield use
-    for each in reversed(entered):
-        each.__exit__(None, None, None)
+    for entry in reversed(entered):
+        entry.__exit__(None, None, None)
     options._forget_choices()
     shuffled_copy.unwatch()
 
 
 @pytest.fixture(params=[0, shuffling.ROWS], ids=["in place", "a copy"])
 def either(request, machine):
-    """A model whose weights are all shuffled, in both ways."""
+    """A model whose weights are all shuffled, in place or as copies."""
     machine(threshold=request.param)
     model = shuffling.prepared()
     assert len(shuffling.account(model)["shuffled"]) == shuffling.PRODUCTS and not shuffling.account(model)["skipped"]

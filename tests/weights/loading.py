@@ -1,8 +1,8 @@
 """Run as a script by test_large.py: load a checkpoint, use it, save it, and print the memory that each step took.
 
-Arguments: `stock` or `ours`, the checkpoint, the dtype to load it in, a folder to save to. Bytes, above what the
-process had before it loaded anything: allocated memory, and the pages of the checkpoint's file. Peaks are those of the
-kernel, over everything; they are set back before each step.
+Arguments: `stock` or `ours`, the checkpoint, the dtype to load it in, a folder to save to. Prints bytes above those
+before loading: allocated memory, and pages of the checkpoint's file. Peaks are the kernel's, of all memory, and are
+reset before each step.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     ids = torch.tensor([[1, 2, 3]])
-    # what is imported and found out once a process is not what is counted
+    # imports and one-time checks must not be counted
     with torch.inference_mode():
         hf_rocm.prepare(LlamaForCausalLM(transformers.LlamaConfig(**TINY)), force=True)(ids)
-        LlamaForCausalLM.from_pretrained(checkpoint, torch_dtype="auto")  # mapped: leaves no heap behind
+        LlamaForCausalLM.from_pretrained(checkpoint, torch_dtype="auto")  # mapped, so that no heap memory remains
     measured = {}
     base, start = settled(), _status("VmRSS")
     with torch.inference_mode():
@@ -53,17 +53,17 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
 
 
 def settled() -> int:
-    """Bytes in memory now, without the libraries' files, and the peak starts here."""
+    """Return the bytes in memory without the libraries' files, and reset the peak."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    mapped, ours = 0, False
+    mapped, is_weights = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         word = line.split(maxsplit=1)[0]
         if not word.endswith(":"):
-            ours = line.endswith(".safetensors")
-        elif ours and word == "Rss:":
+            is_weights = line.endswith(".safetensors")
+        elif is_weights and word == "Rss:":
             mapped += int(line.split()[1]) * 1024
-        elif ours and word == "Anonymous:":  # counted below
+        elif is_weights and word == "Anonymous:":  # counted below
             mapped -= int(line.split()[1]) * 1024
     return mapped + _status("RssAnon") + _status("VmSwap")
 

@@ -1,4 +1,4 @@
-"""Small real models for these tests, groups of plain linears, and the checks that every situation shares."""
+"""Small real models for these tests, groups of plain linear layers, and shared checks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prepared(**changes: Any) -> Any:
 
 
 def unfused(**changes: Any) -> Any:
-    """A prepared model whose weights are as they were: what remains when a fused one must not differ in any bit."""
+    """A prepared model without fused weights: the reference for bitwise comparisons with a fused one."""
     model = prepared(**changes)
     for module in model.modules():
         unfuse(module)
@@ -65,9 +65,10 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def assert_same_results(model: nn.Module, stock: nn.Module) -> None:
-    """Bit for bit between copies: a product's last bit may depend on where a mapped weight lies. So it runs itself too.
+    """Compare bitwise with a copy, because the last bit of a GEMM may depend on the address of a mapped weight.
 
-    What lies elsewhere may be off by some rounding steps of the largest logit; another weight is off by far more.
+    Weights at other addresses may differ by a few rounding steps of the largest logit; a wrong weight differs by far
+    more.
     """
     expected = logits(copy.deepcopy(stock))
     assert torch.equal(logits(copy.deepcopy(model)), expected)
@@ -76,20 +77,20 @@ def assert_same_results(model: nn.Module, stock: nn.Module) -> None:
 
 
 def live(model: nn.Module) -> int:
-    """How many groups would run fused now. A pending copy is fused by asking."""
+    """The number of groups that would run fused now. This check fuses pending groups."""
     with torch.no_grad():
         return sum(isinstance(grouped_linear.live(module), Fused) for module in model.modules())
 
 
 def blocks(model: nn.Module) -> int:
-    """How many groups hold a block, whether or not they would run it now."""
+    """The number of groups that have a fused block, whether or not it would be used now."""
     return sum(type(module.__dict__.get(SLOT)) is Fused for module in model.modules())
 
 
 def follows(model: Any, groups: int, *, twin: Any = None) -> None:
-    """The model computes what a stock model with its present weights computes, with so many groups fused.
+    """Check that the model computes what stock with the current weights computes, with this number of fused groups.
 
-    The route is what ran, not what is stored: the products of fused weights are counted in the recorded calls.
+    The fused GEMMs are counted in the recorded calls, not in the stored state.
     """
     twin = stock_with_weights_of(model) if twin is None else twin
     eager = logits(twin)
@@ -102,16 +103,16 @@ def follows(model: Any, groups: int, *, twin: Any = None) -> None:
 
 
 def stock_with_weights_of(model: Any) -> Any:
-    """A stock model of the same dtype with copies of the present weights."""
+    """A stock model of the same dtype with copies of the current weights."""
     twin = build(vocab_size=model.config.vocab_size).to(next(model.parameters()).dtype)
     twin.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
-    for name, buffer in model.named_buffers():  # the rotary frequencies are no part of the state dict
+    for name, buffer in model.named_buffers():  # the state dict does not contain the rotary frequencies
         twin.get_buffer(name).copy_(buffer)
     return twin
 
 
 class Group(nn.Module):
-    """Linears that read the same input, without a model around them."""
+    """Linear layers with the same input, without a model."""
 
     def __init__(self, *sizes: int, width: int = 16, bias: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -128,5 +129,5 @@ class Group(nn.Module):
 
 
 def one_by_one(group: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What the layers compute when they are called."""
+    """The results of calling the layers."""
     return tuple(child(x) for child in group.children())

@@ -1,7 +1,7 @@
-"""Models with shuffled weights, and what runs in them: shared by the tests of what is shuffled and of what follows.
+"""Models with shuffled weights, shared by several test files.
 
-The GPU is the CPU seen as an MI300X or MI350, and aiter is a recorded release: its calls are checked against the
-declarations and computed by references that read a weight in the order that its mark says.
+The CPU simulates an MI300X or MI350, and aiter is a recorded release: its calls are checked against the declarations
+and computed by references that read a weight in the order recorded on it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def account(model):
 
 
 def serves(model, *, shuffled, plain=0, ids=IDS):
-    """The model computes what stock with its present weights computes, through so many products of each kind."""
+    """Check that the model computes what stock with the current weights computes, and count its GEMMs by kind."""
     twin = build()
     twin.load_state_dict({name: tensor.clone() for name, tensor in copy.deepcopy(model).state_dict().items()})
     with torch.no_grad():

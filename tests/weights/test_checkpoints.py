@@ -1,4 +1,4 @@
-"""Layouts of real checkpoints: saved by this release, loaded by stock and by us, equal, with the fused products run."""
+"""Layouts of real checkpoints, saved by this release: stock's and hf_rocm's models agree, and fused GEMMs run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DEEPSEEK = {
 }
 ATTENTION, GATE_UP = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]
 
-# name: class, changes of SHARED, and of some modules: the layers that are fused and the rows that these have together
+# name: class, changes of SHARED, and for some modules the fused layers with their total number of rows
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[list[str], int]]]] = {
     "grouped": (
         "Llama",
@@ -77,7 +77,7 @@ MLPS = {"Qwen2Moe": "Qwen2MoeMLP", "DeepseekV3": "DeepseekV3MLP"}
 
 @pytest.fixture(params=[None, "40KB"], ids=["one file", "sharded"])
 def saved(request, tmp_path):
-    """A function that saves a model of a layout, with weights large enough that every part of it shows."""
+    """Return a function that saves a model of a layout. Its weights are so large that every part affects the output."""
 
     def save(name: str) -> Any:
         kind, changes, _ = LAYOUTS[name]
@@ -86,7 +86,7 @@ def saved(request, tmp_path):
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.ndim == 1:  # norms and biases: keep their mean, add a spread
+                if parameter.ndim == 1:  # norms and biases: keep the mean and add noise
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 else:
                     parameter.normal_(0, 0.15)
@@ -100,7 +100,7 @@ def saved(request, tmp_path):
 
 @pytest.fixture
 def gated():
-    """Bind a family's MLP as an overlay does, for where its overlay isn't there (or doesn't match this release)."""
+    """Bind a family's MLP as an overlay does, if its overlay is missing or does not match this release."""
     bound = []
 
     def serve(kind: str) -> None:
@@ -122,26 +122,26 @@ def test_layouts(name, saved, gated):
     kind, _, fused = LAYOUTS[name]
     folder, stock_class = saved(name), getattr(transformers, f"{kind}ForCausalLM")
     gated(kind)
-    ours = hf_rocm.from_pretrained(folder, force=True).eval()
+    prepared = hf_rocm.from_pretrained(folder, force=True).eval()
     stock = stock_class.from_pretrained(folder).eval()
     before = {name: tensor.clone() for name, tensor in stock.state_dict().items()}
     eager = logits(stock)
     with ops.recording() as routes:
-        actual = logits(ours)
-    if kind in MLPS:  # no release runs a mixture in float64
+        actual = logits(prepared)
+    if kind in MLPS:  # no release runs mixture-of-experts models in float64
         torch.testing.assert_close(actual, eager)
     else:
         assert_as_good_as_eager(actual, eager, logits(stock_class.from_pretrained(folder).eval().double()))
-    report = ours.__dict__[preparing.REPORT]
+    report = prepared.__dict__[preparing.REPORT]
     rows = [route.shapes[1][0] for route in routes if route.operation == "linear"]
     for path, (names, together) in fused.items():
         assert report["fused"][path] == names
         assert together in rows
     assert not report["skipped"] and not report["refused"]
-    after = ours.state_dict()
+    after = prepared.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], tensor) for name, tensor in before.items())
     del after
-    restored = hf_rocm.restore(ours)
+    restored = hf_rocm.restore(prepared)
     assert_same_results(restored, stock)
 
 

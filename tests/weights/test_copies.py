@@ -1,4 +1,4 @@
-"""Copies and pickles of a fused group: blocks of their own, fused by copying or at their first call."""
+"""Copies and pickles of a fused group have separate blocks, fused when they are copied or at their first call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _pickled(group):
     return pickle.loads(pickle.dumps(group))
 
 
-def test_an_unpickled_group_fuses_itself_at_its_first_call():
+def test_an_unpickled_group_is_fused_at_its_first_call():
     twin = _pickled(make(bias=True))
     assert twin.__dict__[SLOT] == idle(Fused, PENDING, "abc")
     with torch.enable_grad():
@@ -30,7 +30,7 @@ def test_an_unpickled_group_fuses_itself_at_its_first_call():
     assert type(twin.__dict__[SLOT]) is Fused
 
 
-def test_a_deep_copy_is_fused_by_copying():
+def test_a_deep_copy_is_fused():
     twin = copy.deepcopy(make(bias=True))
     assert type(twin.__dict__[SLOT]) is Fused and live(twin) is twin.__dict__[SLOT]
     again = copy.deepcopy(twin)
@@ -39,7 +39,7 @@ def test_a_deep_copy_is_fused_by_copying():
     same(again)
 
 
-def test_a_deep_copy_of_a_shallow_copy_or_of_a_group_that_went_stale_is_left_to_its_first_call():
+def test_a_deep_copy_of_a_shallow_copy_or_of_a_stale_group_is_fused_at_its_first_call():
     group = make()
     shallow = copy.deepcopy(copy.copy(group))
     group.b.weight.data = torch.randn(8, 16)
@@ -52,14 +52,14 @@ def test_a_deep_copy_of_a_shallow_copy_or_of_a_group_that_went_stale_is_left_to_
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled])
-def test_copies_have_blocks_of_their_own(duplicate):
+def test_copies_have_separate_blocks(duplicate):
     group = make(bias=True)
     twin = duplicate(group)
     twin.a.weight.mul_(2)
     group.b.weight.mul_(5)
-    for each in (group, twin):
-        same(each)
-        assert live(each) is not None
+    for entry in (group, twin):
+        same(entry)
+        assert live(entry) is not None
     assert live(twin) is not live(group)
     assert not torch.equal(twin.a.weight, group.a.weight)
 

@@ -1,4 +1,4 @@
-"""Every reason for which a group is left alone, and that nothing is changed then."""
+"""Every reason why a group is not fused, and that nothing is changed then."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.weights.models import Group
 
 
 class Int8Linear(nn.Linear):
-    """Stands for the quantised layers of other libraries: a subclass whose forward reads its weight in its own way."""
+    """A stand-in for quantised layers of other libraries: a subclass with a custom forward."""
 
 
 class Quantised(torch.Tensor):
-    """A tensor type of its own, as torchao's and DTensor are."""
+    """A tensor subclass, like torchao's and DTensor."""
 
 
 def _no_such_layer(group):
@@ -143,7 +143,7 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("change", "sentence"), REASONS, ids=lambda value: getattr(value, "__name__", ""))
-def test_refusals_are_sentences_and_change_nothing(change, sentence):
+def test_a_refused_group_is_unchanged_and_has_a_reason(change, sentence):
     group = Group(16, 8)
     change(group)
     before = {name: (id(p), p.data_ptr(), p.dtype) for name, p in group.named_parameters() if not p.is_meta}
@@ -154,11 +154,11 @@ def test_refusals_are_sentences_and_change_nothing(change, sentence):
     assert SLOT not in group.__dict__
 
 
-def test_one_layer_is_no_group():
+def test_a_single_layer_is_not_a_group():
     assert fuse.fuse(Group(16), ("a",)) == "there is nothing to fuse in fewer than two layers"
 
 
-def test_biases_that_do_not_fit_are_refused():
+def test_inconsistent_biases_are_refused():
     group = Group(16, 8, bias=True)
     group.b.bias.data = torch.zeros(8, dtype=torch.float64)
     assert fuse.fuse(group, group.names) == "the weight and the bias of b differ in dtype, device or inference mode"
@@ -168,8 +168,8 @@ def test_biases_that_do_not_fit_are_refused():
     assert fuse.fuse(group, group.names) == "the bias of b would not start at a multiple of 16 bytes"
 
 
-def test_a_hook_of_accelerate_that_moves_nothing_is_harmless():
-    """What device_map="auto" over several devices leaves on every layer, before and after fusing."""
+def test_an_accelerate_hook_that_moves_nothing_does_not_prevent_fusing():
+    """The hooks that device_map="auto" over several devices sets on every layer, before and after fusing."""
     group, x = Group(16, 8, 4), torch.randn(2, 16)
 
     def hook():
@@ -185,6 +185,6 @@ def test_a_hook_of_accelerate_that_moves_nothing_is_harmless():
         assert live(group) is not None
         hook()
         assert live(group) is not None
-        # a hook for another device brings the input over: then the layer must be called
+        # a hook for another device moves the input, so the layer must be called
         accelerate.hooks.add_hook_to_module(group.b, accelerate.hooks.AlignDevicesHook("meta"))
         assert project(group, x) is None

@@ -1,4 +1,4 @@
-"""Stacking on a list of experts: values, identities, memory, and every way to go stale."""
+"""Stacking a list of experts: values, identities, memory, and every change that invalidates the block."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Expert(nn.Module):
         return self.w2(self.act_fn(self.w1(x)) * self.w3(x))
 
 
-Expert.forward.__module__ = "transformers.models.some.modeling_some"  # only stock forwards may be done without
+Expert.forward.__module__ = "transformers.models.some.modeling_some"  # only stock forwards may be skipped
 
 
 class Mixture(nn.Module):
@@ -60,12 +60,12 @@ def make(bias=False):
 
 
 def same(mixture):
-    """The blocks give what the modules give, whatever happened to them."""
-    held = stacked(mixture)
-    assert held is not None
+    """Check that the stacked block computes what the modules compute."""
+    stack = stacked(mixture)
+    assert stack is not None
     with torch.no_grad():
         output = ops.experts(
-            X, held.gate_up, held.down, IDS, WEIGHTS, gate_up_bias=held.gate_up_bias, down_bias=held.down_bias
+            X, stack.gate_up, stack.down, IDS, WEIGHTS, gate_up_bias=stack.gate_up_bias, down_bias=stack.down_bias
         )
         exact = copy.deepcopy(mixture).double()
         assert_as_good_as_eager(output, mixture.one_by_one(X), exact.one_by_one(X.double()))
@@ -78,34 +78,34 @@ def no_grad():
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
-def test_stacking_and_unstacking_change_no_value_and_no_object(bias):
+def test_stacking_and_unstacking_keep_values_and_objects(bias):
     mixture = Mixture(bias)
     parameters = dict(mixture.named_parameters())
     before = {name: parameter.clone() for name, parameter in parameters.items()}
     for _ in range(2):
         assert Stacked.form(mixture, NAMES) is None and Stacked.why_not(mixture, NAMES) is None
-    held = stacked(mixture)
-    assert held.gate_up.shape == (E, 2 * I, H) and held.down.shape == (E, H, I)
-    assert (held.gate_up_bias is not None) is bias
+    stack = stacked(mixture)
+    assert stack.gate_up.shape == (E, 2 * I, H) and stack.down.shape == (E, H, I)
+    assert (stack.gate_up_bias is not None) is bias
     same(mixture)
     for step in ("stacked", "unstacked"):
         for name, parameter in mixture.named_parameters():
             assert parameter is parameters[name] and torch.equal(parameter, before[name]), step
         storages = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
-        assert len(storages) == len(parameters)  # nothing that looks at storages sees sharing
-        assert all(each.untyped_storage().nbytes() == each.nbytes for each in parameters.values())
+        assert len(storages) == len(parameters)  # the parameters do not appear to share storage
+        assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters.values())
         Stacked.restore(mixture)
     assert stacked(mixture) is None and not [name for name in mixture.__dict__ if name.startswith("_hf_rocm")]
 
 
-def test_there_is_no_second_copy():
+def test_stacking_needs_no_second_copy():
     mixture = make()
-    held = stacked(mixture)
+    stack = stacked(mixture)
     first, last = mixture.experts[0], mixture.experts[E - 1]
-    assert first.w1.weight.data_ptr() == held.gate_up.data_ptr()
-    assert first.w3.weight.data_ptr() == held.gate_up[0, I:].data_ptr()
-    assert last.w2.weight.data_ptr() == held.down[E - 1].data_ptr()
-    blocks = held.gate_up.nbytes + held.down.nbytes
+    assert first.w1.weight.data_ptr() == stack.gate_up.data_ptr()
+    assert first.w3.weight.data_ptr() == stack.gate_up[0, I:].data_ptr()
+    assert last.w2.weight.data_ptr() == stack.down[E - 1].data_ptr()
+    blocks = stack.gate_up.nbytes + stack.down.nbytes
     assert blocks == sum(parameter.nbytes for parameter in mixture.parameters())
 
 
@@ -149,7 +149,7 @@ def swap_experts(mixture):
     [replace_parameter, replace_data, transpose_in_place, shorten, assign, drop_an_expert, swap_experts],
     ids=lambda change: change.__name__,
 )
-def test_a_block_whose_weights_moved_is_let_go(change):
+def test_a_block_is_freed_when_its_weights_move(change):
     mixture = make()
     change(mixture)
     assert stacked(mixture) is None and is_idle(mixture.__dict__[SLOT], MOVED)
@@ -190,14 +190,14 @@ def another_class(mixture):
     [hook, hook_a_layer, hook_an_activation, own_forward, own_forward_of_a_layer, an_adapter, another_class],
     ids=lambda touch: touch.__name__,
 )
-def test_what_the_user_put_there_wins(touch):
+def test_modules_replaced_by_the_user_are_called(touch):
     mixture = make()
     touch(mixture)
     assert stacked(mixture) is None
     assert Stacked.why_not(mixture, NAMES) is not None
 
 
-def test_gradients_go_through_the_modules():
+def test_with_gradients_the_modules_run():
     mixture = make()
     with torch.enable_grad():
         assert stacked(mixture) is None
@@ -208,7 +208,7 @@ def test_gradients_go_through_the_modules():
         assert stacked(mixture) is not None
 
 
-def test_lent_parameters_run_the_modules_and_are_forgotten():
+def test_parameters_of_functional_call_run_the_modules():
     mixture = make()
     lent = {name: torch.zeros_like(value) for name, value in mixture.named_parameters()}
     seen = []
@@ -217,8 +217,10 @@ def test_lent_parameters_run_the_modules_and_are_forgotten():
     assert seen == [None] and isinstance(stacked(mixture), Stacked)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["copy", "pickle"])
-def test_a_copy_has_blocks_of_its_own(how):
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
+)
+def test_a_copy_has_separate_blocks(how):
     mixture = make()
     twin = how(mixture)
     assert isinstance(stacked(twin), Stacked) and stacked(twin) is not stacked(mixture)
@@ -231,9 +233,9 @@ def test_the_experts_of_a_moved_model_are_stacked_again():
     bind.replaces(Mixture, experts=NAMES)(lambda self, stock, x: stock(self, x))
     try:
         mixture = make().to(torch.bfloat16)
-        held = stacked(mixture)
-        assert held is not None and held.gate_up.dtype == torch.bfloat16
-        assert held.gate_up.data_ptr() == mixture.experts[0].w1.weight.data_ptr()
+        stack = stacked(mixture)
+        assert stack is not None and stack.gate_up.dtype == torch.bfloat16
+        assert stack.gate_up.data_ptr() == mixture.experts[0].w1.weight.data_ptr()
     finally:
         bind.unbind(Mixture)
     assert "_apply" not in Mixture.__dict__

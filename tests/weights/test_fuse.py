@@ -1,4 +1,4 @@
-"""fuse, fused, project, unfuse on plain groups: values, identities, memory, and every way to go stale."""
+"""fuse, fused, project and unfuse on plain groups: values, identities, memory, and every invalidating change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(*, bias=False, sizes=(16, 8, 4), dtype=torch.float32):
 
 
 def same(group, x=X):
-    """Our forward equals the layers' own, within the derived tolerance."""
+    """Check that the fused forward equals the layers' own within the derived tolerance."""
     with torch.no_grad():
         wide = copy.deepcopy(group)
         fuse.unfuse(wide)
@@ -51,15 +51,15 @@ def no_grad():
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     rows=st.sampled_from([1, 63]),
 )
-def test_fusing_and_unfusing_change_no_value_and_no_object(sizes, bias, dtype, rows):
+def test_fusing_and_unfusing_keep_values_and_objects(sizes, bias, dtype, rows):
     group = Group(*(2 * size for size in sizes), bias=bias, dtype=dtype)
     parameters = dict(group.named_parameters())
     before = {name: parameter.clone() for name, parameter in parameters.items()}
     for _ in range(2):
         with torch.no_grad():
             assert fuse.fuse(group, group.names) is None
-            held = live(group)
-            assert held is not None and held.weight.shape == (2 * sum(sizes), 16)
+            block = live(group)
+            assert block is not None and block.weight.shape == (2 * sum(sizes), 16)
             same(group, torch.randn(rows, 16).to(dtype))
     for _ in range(2):
         fuse.unfuse(group)
@@ -71,32 +71,32 @@ def test_fusing_and_unfusing_change_no_value_and_no_object(sizes, bias, dtype, r
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_each_parameter_owns_its_storage_over_its_part_of_the_block(bias):
+def test_every_parameter_has_its_own_storage_over_its_part_of_the_block(bias):
     group = make(bias=bias)
-    held = live(group)
+    block = live(group)
     row = 0
     for linear in group.children():
         weight = linear.weight
         assert weight.untyped_storage().nbytes() == weight.nbytes and weight.storage_offset() == 0
-        assert weight.data_ptr() == held.weight[row:].data_ptr()
+        assert weight.data_ptr() == block.weight[row:].data_ptr()
         row += len(weight)
     storages = {parameter.untyped_storage().data_ptr() for parameter in group.parameters()}
     assert len(storages) == len(list(group.parameters()))
-    assert (held.bias is not None) is bias
+    assert (block.bias is not None) is bias
     assert not list(group.buffers()) and list(group.state_dict()) == list(Group(16, 8, 4, bias=bias).state_dict())
 
 
 def test_fusing_again_keeps_the_block_and_another_order_makes_a_new_one():
     group = make()
-    held = live(group)
-    assert fuse.fuse(group, ["a", "b", "c"]) is None and live(group) is held
+    block = live(group)
+    assert fuse.fuse(group, ["a", "b", "c"]) is None and live(group) is block
     assert fuse.fuse(group, ["b", "a"]) is None
     assert live(group).names == ("b", "a")
     assert group.c.weight.untyped_storage().resizable()
     assert torch.equal(live(group).weight, torch.cat([group.b.weight, group.a.weight]))
 
 
-def test_python_attributes_and_gradients_of_a_parameter_stay():
+def test_parameters_keep_their_attributes_and_gradients():
     group = Group(16, 8)
     group.a.weight.mark = "kept"
     group.a.weight.grad = torch.ones(16, 16)
@@ -129,7 +129,7 @@ def test_ordinary_parameters_fused_under_inference_mode_stay_ordinary():
     same(group)
 
 
-# What may be done to a group whose weights are fused: (is the block kept, would it run now)
+# Changes of a fused group: (whether the block is kept, whether it would be used)
 def _in_place(group):
     group.b.weight.mul_(3)
     return True, True
@@ -161,7 +161,7 @@ def _new_layer(group):
 
 
 def _transposed_in_place(group):
-    group.a.weight.data = group.a.weight.data.t()  # square: the address and the shape are the old ones
+    group.a.weight.data = group.a.weight.data.t()  # square: the address and the shape are unchanged
     return False, False
 
 
@@ -239,7 +239,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
-def test_whatever_is_done_to_the_layers_the_next_call_follows(change, bias):
+def test_the_next_call_uses_the_changed_layers(change, bias):
     group = make(bias=bias)
     before = one_by_one(group, X)
     kept, runs = change(group)
@@ -253,7 +253,7 @@ def test_whatever_is_done_to_the_layers_the_next_call_follows(change, bias):
     assert (fuse.why_not(group, group.names) is None) is runs
 
 
-def test_a_bias_that_is_taken_away_is_not_added():
+def test_a_removed_bias_is_not_added():
     group = make(bias=True)
     group.b.bias = None
     for actual, wanted in zip(group(X), one_by_one(group, X), strict=True):
@@ -261,13 +261,13 @@ def test_a_bias_that_is_taken_away_is_not_added():
     assert type(group.__dict__[SLOT]) is not fuse.Fused and "only a, c have a bias" in fuse.why_not(group, group.names)
 
 
-def test_a_block_that_went_stale_is_freed_and_can_be_made_again():
+def test_a_stale_block_is_freed_and_can_be_rebuilt():
     group = make()
-    held = live(group)
+    block = live(group)
     _assign_load(group)
     group(X)
     assert "replaced or moved" in fuse.why_not(group, group.names)
-    del held
+    del block
     assert not block_of([group.a.weight, group.b.weight, group.c.weight], [])
     assert fuse.fuse(group, group.names) is None and live(group) is not None
     same(group)
@@ -284,7 +284,7 @@ def test_hooks_on_all_modules_are_called():
     assert live(group) is not None
 
 
-def test_weights_lent_for_one_call_are_used_and_the_block_stays():
+def test_functional_call_uses_its_weights_and_keeps_the_block():
     group = make()
     lent = {name: torch.randn_like(tensor) for name, tensor in group.named_parameters()}
     outputs = torch.func.functional_call(group, lent, (X,))
@@ -295,21 +295,21 @@ def test_weights_lent_for_one_call_are_used_and_the_block_stays():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_take_the_layers_and_equal_stock(bias):
+def test_with_gradients_the_layers_run_and_equal_stock(bias):
     group, twin = make(bias=bias), Group(16, 8, 4, bias=bias)
     twin.load_state_dict(group.state_dict())
     with torch.enable_grad():
         assert live(group) is None and "gradients are enabled" in fuse.why_not(group, group.names)
-        for each in (group, twin):
-            sum(part.square().sum() for part in each(X)).backward()
-            torch.optim.AdamW(each.parameters(), lr=0.1).step()
+        for entry in (group, twin):
+            sum(part.square().sum() for part in entry(X)).backward()
+            torch.optim.AdamW(entry.parameters(), lr=0.1).step()
     for one, other in zip(group.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad) and torch.equal(one, other)
-    assert live(group) is not None  # the step was in place
+    assert live(group) is not None  # the optimizer step was in place
     same(group)
 
 
-def test_gradients_of_the_input_alone_take_the_layers_too():
+def test_gradients_of_the_input_alone_run_the_layers_too():
     group = make().requires_grad_(False)
     with torch.enable_grad():
         assert live(group) is not None
@@ -317,7 +317,7 @@ def test_gradients_of_the_input_alone_take_the_layers_too():
         assert project(group, X.clone().requires_grad_()) is None
 
 
-def test_threads_may_make_the_first_call_together_and_lose_the_block_together():
+def test_concurrent_first_calls_and_concurrent_invalidation():
     for _ in range(20):
         group = copy.deepcopy(make())
         errors, start = [], threading.Barrier(4)
@@ -345,7 +345,7 @@ def test_threads_may_make_the_first_call_together_and_lose_the_block_together():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
-def test_jit_traces_hold_parameters_and_no_block():
+def test_jit_traces_contain_parameters_and_no_block():
     group = make()
     trace = torch.jit.trace(group, X, check_trace=False)
     group.b.weight.data = torch.zeros(8, 16)

@@ -1,4 +1,4 @@
-"""The block in the place of its parts: what lies between them steps aside, for as long as nobody else holds it."""
+"""Blocks that reuse their parts' memory: tensors between the parts are moved, unless something else refers to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = {"k": 1024, "o": 1536, "q": 2048, "v": 1024}  # in fp32 each takes 2 MiB 
 
 @pytest.fixture
 def attention(monkeypatch):
-    """Four layers one behind another, as transformers loads them onto a GPU, which the CPU is taken for."""
+    """Four layers that are contiguous in memory, as transformers loads them onto a GPU. The CPU simulates the GPU."""
     monkeypatch.setattr(fused_storage, "_on_gpu", lambda tensor: True)
     memory = torch.randn(sum(ROWS.values()), WIDTH, generator=torch.Generator().manual_seed(0))
     module, start = nn.Module(), 0
@@ -31,7 +31,7 @@ def attention(monkeypatch):
 
 @pytest.fixture
 def aside(monkeypatch):
-    """What stepped aside, at each join."""
+    """Record the tensors that are moved, for every fused group."""
     seen = []
     step = fused_storage._make_room
     monkeypatch.setattr(fused_storage, "_make_room", lambda *arguments: seen.append(step(*arguments)) or seen[-1])
@@ -43,34 +43,34 @@ def values(module):
 
 
 def fuses(module, before):
-    """The layers are fused, and every weight is what it was, in memory of its own."""
+    """Check that the layers are fused, and that every weight is unchanged and has its own memory."""
     assert fuse(module, ("q", "k", "v")) is None
-    held = fused(module)
-    assert held is not None and torch.equal(held.weight, torch.cat([before[f"{name}.weight"] for name in "qkv"]))
+    block = fused(module)
+    assert block is not None and torch.equal(block.weight, torch.cat([before[f"{name}.weight"] for name in "qkv"]))
     after = module.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert len({tensor.untyped_storage().data_ptr() for tensor in after.values()}) == len(ROWS)
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in after.values())
 
 
-def test_what_lies_between_steps_aside(attention, aside):
+def test_tensors_between_the_parts_are_moved(attention, aside):
     weights, stretch = dict(attention.named_parameters()), attention.k.weight.data_ptr()
     end = attention.v.weight.data_ptr() + attention.v.weight.nbytes
     old = attention.o.weight.data_ptr()
     fuses(attention, values(attention))
     assert aside == [[weights["o.weight"]]] and attention.o.weight.data_ptr() != old
-    assert dict(attention.named_parameters()) == weights  # the objects stay
+    assert dict(attention.named_parameters()) == weights  # the objects are unchanged
     assert not stretch <= attention.o.weight.data_ptr() < end
 
 
-def test_a_weight_that_something_else_holds_stays_where_it_is(attention, aside):
+def test_a_referenced_weight_is_not_moved(attention, aside):
     view, old = attention.o.weight.detach(), attention.o.weight.data_ptr()
     fuses(attention, values(attention))
     assert aside == [[]] and attention.o.weight.data_ptr() == view.data_ptr() == old
 
 
-def test_neighbours_need_nobody_between_them(attention, aside):
-    old = {name: each.data_ptr() for name, each in attention.named_parameters()}
+def test_contiguous_layers_move_nothing(attention, aside):
+    old = {name: parameter.data_ptr() for name, parameter in attention.named_parameters()}
     before = values(attention)
     assert fuse(attention, ("q", "v")) is None
     assert aside == [[]] and all(
@@ -79,8 +79,8 @@ def test_neighbours_need_nobody_between_them(attention, aside):
     assert all(torch.equal(attention.state_dict()[name], tensor) for name, tensor in before.items())
 
 
-def test_memory_is_taken_over_on_the_device_that_it_is_on(attention, monkeypatch):
-    """PyTorch exports no tensor of another GPU than the current one."""
+def test_memory_is_imported_on_its_own_device(attention, monkeypatch):
+    """PyTorch exports only tensors of the current GPU."""
     current, exported = [], []
 
     class Device(torch.cuda.device_of):

@@ -1,4 +1,4 @@
-"""route_linear with a library: PyTorch's switch is set while a routed layer runs, and back afterwards."""
+"""route_linear with a library sets PyTorch's preferred library while a routed layer runs, and restores it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def seeded():
 
 
 class Net(nn.Module):
-    """No overlay knows it."""
+    """A model without an overlay."""
 
     def __init__(self):
         super().__init__()
@@ -38,35 +38,35 @@ def net():
 
 @pytest.fixture
 def switch(monkeypatch):
-    """PyTorch's switch on a machine that has every library: (what was asked for, what is preferred now)."""
+    """PyTorch's setting on a machine that has every library: (the requested one, the current one)."""
     names = {"default": "Default", "cublas": "Cublas", "hipblas": "Cublas", "cublaslt": "Cublaslt", "ck": "Ck"}
-    asked, now = [], ["Default"]
+    requests, now = [], ["Default"]
 
     def preferred(backend=None):
         if backend is not None:
-            asked.append(backend)
+            requests.append(backend)
             now[0] = names.get(backend, backend)
         return now[0]
 
     monkeypatch.setattr(torch.backends.cuda, "_BlasBackends", names)
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
     monkeypatch.setattr(blas_backend, "is_rocm", lambda: True)
-    return asked, now
+    return requests, now
 
 
 @pytest.mark.parametrize(("backend", "name"), [("hipblaslt", "cublaslt"), ("rocblas", "hipblas"), ("ck", "ck")])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_library_is_preferred_while_a_routed_layer_runs(net, switch, backend, name, compiled):
-    asked, now = switch
+    requested, now = switch
     x = torch.randn(3, 16)
     expected = net(x)
     hf_rocm.route_linear(net, linear_backend=backend, force=True)
-    del asked[:]
+    del requested[:]
     torch._dynamo.reset()
     model = torch.compile(net, backend="eager") if compiled else net
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
-    assert asked == [name, "Default"] * 3 and now == ["Default"]
+    assert requested == [name, "Default"] * 3 and now == ["Default"]
     torch._dynamo.reset()
 
 
@@ -84,7 +84,7 @@ def test_a_library_serves_fused_groups_too(switch):
     assert switch[0] == ["hipblas", "Default"]
 
 
-def test_a_library_that_cannot_be_had_is_an_error(net, switch, monkeypatch):
+def test_an_unavailable_library_is_an_error(net, switch, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "_BlasBackends", {"cublas": "Cublas"})
     with pytest.raises(OptionError, match=r"(?s)'ck' can't be honoured.*only cublas"):
         hf_rocm.route_linear(net, linear_backend="ck", force=True)
@@ -100,6 +100,6 @@ def test_a_library_that_cannot_be_had_is_an_error(net, switch, monkeypatch):
     assert "forward" not in net.up.__dict__
 
 
-def test_the_names_of_this_pytorch_are_known():
-    """The switch of the installed PyTorch has a name for each of ours."""
-    assert all(blas_backend._name(each) for each in blas_backend.LIBRARIES)
+def test_the_installed_pytorch_has_every_library_name():
+    """Every library of hf_rocm has a name in the setting of the installed PyTorch."""
+    assert all(blas_backend._name(entry) for entry in blas_backend.LIBRARIES)

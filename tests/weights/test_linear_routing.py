@@ -1,4 +1,4 @@
-"""route_linear and routed_linear: what runs, what is left alone, and that everything is put back."""
+"""route_linear and routed_linear: the kernels that run, the layers that stay stock, and the restored state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 
 
 class Quantised(nn.Linear):
-    """Stands for a quantised layer, or any subclass."""
+    """A stand-in for a quantised layer, or any subclass."""
 
 
 class Head(nn.Module):
@@ -41,7 +41,7 @@ class Head(nn.Module):
 
 
 class Net(nn.Module):
-    """No overlay knows it."""
+    """A model without an overlay."""
 
     def __init__(self):
         super().__init__()
@@ -70,8 +70,8 @@ def net():
 
 @pytest.fixture
 def aiter(monkeypatch):
-    found = recorded.release(recorded.RELEASES[-1])
-    monkeypatch.setattr(detect, "load", lambda: found)
+    release = recorded.release(recorded.RELEASES[-1])
+    monkeypatch.setattr(detect, "load", lambda: release)
     pretend(monkeypatch, "gfx942")
     with options.override(probe=False):
         yield
@@ -79,23 +79,23 @@ def aiter(monkeypatch):
 
 
 def routes(model, x):
-    with torch.no_grad(), ops.recording() as found:
+    with torch.no_grad(), ops.recording() as recorded:
         output = model(x)
-    return output, [(each.tier, each.shapes[1]) for each in found if each.operation == "linear"]
+    return output, [(route.tier, route.shapes[1]) for route in recorded if route.operation == "linear"]
 
 
 ALL = [(32, 16), (16, 32), (8, 16)]
 
 
-def test_every_plain_linear_is_routed_and_nothing_else(net):
+def test_only_plain_linear_layers_are_routed(net):
     x = torch.randn(3, 16)
     expected = net(x)
     dictionaries = {name: dict(module.__dict__) for name, module in net.named_modules()}
     done = hf_rocm.route_linear(net, force=True)
     assert repr(done) == "<Routed: 3 linear layers through 'auto', 1 left alone>"
     assert done.layers == ["up", "head.dense", "lm_head"] and "Quantised" in done.skipped["special"]
-    output, found = routes(net, x)
-    assert torch.equal(output, expected) and found == [("torch", shape) for shape in ALL]
+    output, recorded = routes(net, x)
+    assert torch.equal(output, expected) and recorded == [("torch", shape) for shape in ALL]
     for _ in range(2):
         done.undo()
         assert {name: dict(module.__dict__) for name, module in net.named_modules()} == dictionaries
@@ -121,13 +121,13 @@ def test_exclusion_by_name_pattern_and_class(net, exclude, left):
     assert len(hf_rocm.route_linear(net, exclude=exclude, force=True).layers) == left
 
 
-def test_exclusion_of_a_module_and_of_nonsense(net):
+def test_exclusion_of_a_module_and_of_invalid_values(net):
     assert hf_rocm.route_linear(net, exclude=[net.head], force=True).skipped["head.dense"] == "excluded"
     with pytest.raises(OptionError, match="invalid entry"):
         hf_rocm.route_linear(net, exclude=[3], force=True)
 
 
-def test_without_rocm_nothing_happens_and_one_line_says_so(net, caplog, monkeypatch):
+def test_without_rocm_nothing_happens_and_one_line_is_logged(net, caplog, monkeypatch):
     monkeypatch.setattr(linear_routing, "is_rocm", lambda: False)
     monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
     with caplog.at_level(logging.WARNING, "hf_rocm"):
@@ -155,40 +155,40 @@ def test_aiter_runs_and_a_layer_that_it_cannot_serve_is_an_error(net, aiter):
 
 
 @pytest.mark.parametrize("part", ["x", "weight", "bias"])
-def test_a_route_without_a_gradient_is_not_taken_while_one_is_asked_for(aiter, part):
+def test_a_route_without_a_backward_is_not_used_with_gradients(aiter, part):
     linear = nn.Linear(16, 8).to(BF16)
     for parameter in linear.parameters():
         parameter.requires_grad_(False)
     x = torch.randn(3, 16, dtype=BF16)
     for backend in ("auto", "aiter"):
         hf_rocm.route_linear(linear, linear_backend=backend, force=True)
-        with ops.recording() as found:
+        with ops.recording() as routes:
             linear(x)
-        assert [each.tier for each in found] == ["aiter"]
-        asked = {"x": x, "weight": linear.weight, "bias": linear.bias}[part].requires_grad_()
-        with ops.recording() as found:
+        assert [route.tier for route in routes] == ["aiter"]
+        requested = {"x": x, "weight": linear.weight, "bias": linear.bias}[part].requires_grad_()
+        with ops.recording() as routes:
             linear(x).sum().backward()
-        assert [each.tier for each in found] == ["torch"] and asked.grad is not None
-        asked.requires_grad_(False)
-        asked.grad = None
+        assert [route.tier for route in routes] == ["torch"] and requested.grad is not None
+        requested.requires_grad_(False)
+        requested.grad = None
 
 
-def test_autocast_and_function_transforms_are_pytorchs(net, aiter):
+def test_autocast_and_function_transforms_use_pytorch(net, aiter):
     net = net.to(BF16)
     hf_rocm.route_linear(net, force=True)
     x = torch.randn(3, 16, dtype=BF16)
-    with torch.no_grad(), ops.recording() as found:
+    with torch.no_grad(), ops.recording() as routes:
         with torch.autocast("cpu", torch.float16):
             assert net.up(x).dtype == torch.float16
         torch.testing.assert_close(torch.func.vmap(net.up)(x), F.linear(x, net.up.weight))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, from its first use of it
+            warnings.simplefilter("ignore", DeprecationWarning)  # raised by PyTorch at its first use
             _, moved = torch.func.jvp(net.up, (x,), (x,))
     torch.testing.assert_close(moved, F.linear(x, net.up.weight))
-    assert not found
+    assert not routes
 
 
-def test_hooks_wrappers_and_replaced_parameters_win(net):
+def test_hooks_wrappers_and_replaced_parameters_take_effect(net):
     x = torch.randn(3, 16)
     hf_rocm.route_linear(net, force=True)
     handle = net.up.register_forward_hook(lambda module, inputs, output: output + 1)
@@ -203,18 +203,18 @@ def test_hooks_wrappers_and_replaced_parameters_win(net):
     assert "forward of its own" in hf_rocm.route_linear(own, force=True).skipped[""]
 
 
-def test_what_was_replaced_in_pytorch_runs(net):
+def test_replaced_pytorch_functions_are_called(net):
     x = torch.randn(3, 16)
     expected = net(x)
     hf_rocm.route_linear(net, force=True)
     assert len(routes(net, x)[1]) == 3
     for holder, name in ((nn.Linear, "forward"), (F, "linear")):
         with replaced(holder, name, scaled):
-            output, found = routes(net.up, x)
-            assert not found
+            output, recorded = routes(net.up, x)
+            assert not recorded
             torch.testing.assert_close(output, F.linear(x, net.up.weight) * (1 if holder is F else 1.25))
-    output, found = routes(net, x)
-    assert len(found) == 3
+    output, recorded = routes(net, x)
+    assert len(recorded) == 3
     torch.testing.assert_close(output, expected)
 
 
@@ -261,7 +261,7 @@ def test_compiled(aiter, backend):
     torch._dynamo.reset()
 
 
-def test_routes_nest_and_the_earlier_one_comes_back(net, aiter):
+def test_nested_routes_restore_the_outer_one(net, aiter):
     net = net.to(BF16)
     outer = hf_rocm.route_linear(net, force=True)
     with hf_rocm.route_linear(net, linear_backend="aiter", exclude=["up"], force=True):
@@ -272,15 +272,15 @@ def test_routes_nest_and_the_earlier_one_comes_back(net, aiter):
     assert "forward" not in net.up.__dict__
 
 
-def test_behind_accelerates_hook(net):
+def test_layers_with_accelerates_hook(net):
     hooks = pytest.importorskip("accelerate.hooks")
     x = torch.randn(3, 16)
     expected = net(x)
     hooks.add_hook_to_module(net.up, hooks.AlignDevicesHook(execution_device="cpu"))
     stock = net.up.__dict__["_old_forward"]
     with hf_rocm.route_linear(net, force=True):
-        output, found = routes(net, x)
-        assert torch.equal(output, expected) and len(found) == 3
+        output, recorded = routes(net, x)
+        assert torch.equal(output, expected) and len(recorded) == 3
     assert routes(net, x)[1] == [] and net.up.__dict__["_old_forward"] == stock
     hf_rocm.route_linear(net.head, force=True)
     hooks.add_hook_to_module(net.head.dense, hooks.AlignDevicesHook(execution_device="cpu"))
@@ -300,16 +300,16 @@ def test_routes_are_undone_in_any_order_and_leave_nothing(net, first):
     assert {name: dict(module.__dict__) for name, module in net.named_modules()} == before
 
 
-def test_a_route_that_was_restored_is_not_put_back_when_it_is_undone(net):
+def test_undoing_a_restored_route_does_nothing(net):
     before = {name: dict(module.__dict__) for name, module in net.named_modules()}
     done = [hf_rocm.route_linear(net, force=True) for _ in range(2)]
     hf_rocm.restore(net)
-    for each in (*done, *reversed(done)):
-        each.undo()
+    for entry in (*done, *reversed(done)):
+        entry.undo()
     assert {name: dict(module.__dict__) for name, module in net.named_modules()} == before
 
 
-def test_a_route_of_a_copy_comes_back_when_a_later_one_of_it_is_undone(net):
+def test_undoing_a_later_route_of_a_copy_restores_the_earlier_one(net):
     hf_rocm.route_linear(net, force=True)
     twin = copy.deepcopy(net)
     with hf_rocm.route_linear(twin, force=True, exclude=["up"]):
@@ -320,13 +320,13 @@ def test_a_route_of_a_copy_comes_back_when_a_later_one_of_it_is_undone(net):
     assert routes(twin, torch.randn(3, 16))[1] == [] and len(routes(net, torch.randn(3, 16))[1]) == 3
 
 
-def test_the_global_patch_restores_what_it_found_and_nests(net):
+def test_the_global_patch_nests_and_restores_the_previous_function(net):
     x = torch.randn(3, 16)
     expected, stock = net(x), nn.Linear.__dict__["forward"]
     with hf_rocm.routed_linear(force=True):
         outer = nn.Linear.__dict__["forward"]
-        output, found = routes(net, x)
-        assert torch.equal(output, expected) and [shape for _, shape in found] == ALL
+        output, recorded = routes(net, x)
+        assert torch.equal(output, expected) and [shape for _, shape in recorded] == ALL
         with hf_rocm.routed_linear(force=True):
             assert len(routes(net, x)[1]) == 3
         assert nn.Linear.__dict__["forward"] is outer
@@ -346,16 +346,16 @@ def test_global_patches_that_end_in_the_wrong_order(net):
     assert nn.Linear.__dict__["forward"] is stock
 
 
-def test_a_patch_over_ours_stays_and_is_spoken_of(net, caplog):
+def test_another_librarys_patch_stays_and_is_reported(net, caplog):
     x = torch.randn(3, 16)
     stock = nn.Linear.__dict__["forward"]
     try:
         with caplog.at_level(logging.WARNING, "hf_rocm"), hf_rocm.routed_linear(force=True):
-            ours = nn.Linear.forward
-            nn.Linear.forward = lambda self, input: ours(self, input) + 1
+            patched = nn.Linear.forward
+            nn.Linear.forward = lambda self, input: patched(self, input) + 1
         assert "replaced by other code" in caplog.text
-        _, found = routes(net, x)
-        assert not found
+        _, recorded = routes(net, x)
+        assert not recorded
         assert torch.equal(net.up(x), F.linear(x, net.up.weight) + 1)
     finally:
         nn.Linear.forward = stock

@@ -1,11 +1,10 @@
-"""Memory, counted: what torch's CPU allocator handed out and took back while something ran.
+"""Memory that torch's CPU allocator allocates and frees during an action.
 
-torch.profiler reports every allocation and release of that allocator with its size, whoever asked for it, so the sum
-of all of them is the change and the highest running sum is the peak. It counts blocks that Python can't reach (a
-DLPack part keeps one alive) and temporary copies. It knows the size of a released block only if it saw it handed out:
-so each model is built while it watches, and a marker separates building from what is measured. A mapped checkpoint is
-no allocated memory: these models are built in memory. The union of all storages is checked too, since it needs no
-profiler to be believed.
+torch.profiler reports every allocation and release with its size. Their sum is the change, and the highest running sum
+is the peak. It includes blocks that Python can't reach (a DLPack part keeps one alive) and temporary copies. The size
+of a released block is reported only if its allocation was profiled, so each model is built under the profiler, and a
+marker separates building from the measured action. The allocator does not count mapped checkpoints: these models are
+built in memory. The union of all storages is checked too, as an independent measurement.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def count(action: Callable[[Any], object], folder: Path, *, prepared: bool) -> t
 
 
 def held(model) -> int:
-    """Bytes of the union of everything that the model's tensors and blocks lie in."""
+    """Bytes of the union of all storages of the model's tensors and blocks."""
     spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in model.state_dict().values()]
     for module in model.modules():
         with torch.no_grad():
@@ -82,7 +81,7 @@ def one_layer(model) -> int:
     return sum(getattr(layer.self_attn, name).weight.nbytes for name in names) + 2 * layer.mlp.up_proj.weight.nbytes
 
 
-def test_the_count_sees_what_a_copy_costs(tmp_path):
+def test_a_copy_is_counted(tmp_path):
     model, traffic = count(copy.deepcopy, tmp_path, prepared=False)
     assert traffic.events > 10
     assert size(model) <= traffic.change <= traffic.peak <= size(model) * 1.05
@@ -105,22 +104,22 @@ def test_restoring_adds_nothing_and_peaks_at_one_layer(tmp_path):
 
 def test_saving_peaks_no_higher_than_stock_by_more_than_one_layer(tmp_path):
     model, plain = count(lambda model: model.save_pretrained(tmp_path / "stock"), tmp_path, prepared=False)
-    _, ours = count(lambda model: model.save_pretrained(tmp_path / "ours"), tmp_path, prepared=True)
-    assert ours.peak <= plain.peak + one_layer(model)
-    assert abs(ours.change - plain.change) <= size(model) * 0.01
+    _, prepared = count(lambda model: model.save_pretrained(tmp_path / "ours"), tmp_path, prepared=True)
+    assert prepared.peak <= plain.peak + one_layer(model)
+    assert abs(prepared.change - plain.change) <= size(model) * 0.01
 
 
 def test_converting_frees_the_old_blocks(tmp_path):
     model, traffic = count(lambda model: model.bfloat16(), tmp_path, prepared=True)
     assert live(model) == 6
-    assert abs(traffic.change + size(model)) <= size(model) * 0.02  # half of what it was is gone
-    # an old block is gone before the new one is made: above it are only its parts in the new dtype
+    assert abs(traffic.change + size(model)) <= size(model) * 0.02  # half of the memory is free
+    # an old block is freed before the new one is made: the peak contains only its parts in the new dtype
     assert traffic.peak <= one_layer(model) / 4
 
 
 def test_a_stale_block_is_freed_by_the_next_call(tmp_path):
     def assign(model):
-        # twice the weights, until the old ones are let go
+        # twice the weights, until the old ones are freed
         model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
         models.logits(model)
 
@@ -129,7 +128,7 @@ def test_a_stale_block_is_freed_by_the_next_call(tmp_path):
     assert abs(traffic.change) <= size(model) * 0.01 < traffic.peak
 
 
-def test_a_copy_costs_what_a_stock_copy_costs(tmp_path):
+def test_a_copy_needs_the_memory_of_a_stock_copy(tmp_path):
     def duplicate(model):
         twin = copy.deepcopy(model)
         models.logits(twin)

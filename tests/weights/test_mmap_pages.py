@@ -1,4 +1,4 @@
-"""Telling a mapped file from ordinary memory, and giving its pages back without losing a value."""
+"""Distinguishing a mapped file from ordinary memory, and releasing its pages without losing values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 64 * 2**20  # bytes of the tensor
 
 @pytest.fixture
 def weight(tmp_path):
-    """A tensor that is a mapped file, as transformers loads one on the CPU."""
+    """A tensor in a mapped file, as transformers loads it on the CPU."""
     save_file({"weight": torch.arange(SIZE // 4, dtype=torch.float32)}, tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         return file.get_slice("weight")[:]
@@ -42,14 +42,14 @@ def test_a_file_is_mapped_read_or_unread_until_it_is_written_to(weight):
 @pytest.mark.parametrize(
     "tensor", [torch.randn(3), torch.randn(SIZE // 4), torch.zeros(0), torch.ones(9, device="meta")]
 )
-def test_ordinary_memory_is_not(tensor):
+def test_ordinary_memory_is_not_mapped(tensor):
     assert not mmap_pages.is_mapped(tensor)
     kept = tensor.clone()
     mmap_pages.give_back(tensor)
     assert tensor.is_meta or torch.equal(tensor, kept)
 
 
-def test_pages_that_were_read_are_given_back_and_come_again(weight):
+def test_read_pages_are_released_and_can_be_read_again(weight):
     expected = weight.clone()
     before = resident()
     mmap_pages.give_back(weight)
@@ -57,7 +57,7 @@ def test_pages_that_were_read_are_given_back_and_come_again(weight):
     assert torch.equal(weight, expected)
 
 
-def test_what_was_written_stays(weight):
+def test_written_pages_are_kept(weight):
     expected = weight.clone()
     for row in (0, SIZE // 8, SIZE // 4 - 1):
         weight[row] = expected[row] = -5.0
@@ -65,7 +65,7 @@ def test_what_was_written_stays(weight):
         assert torch.equal(weight, expected)
 
 
-def test_a_tensor_within_a_page_is_left(weight):
+def test_a_tensor_within_one_page_is_kept(weight):
     mmap_pages.give_back(weight[:7])
     assert weight[:7].tolist() == list(range(7))
 
@@ -80,7 +80,7 @@ def test_without_a_page_map_nothing_counts_as_mapped(weight, monkeypatch, tmp_pa
     assert weight[-1] == SIZE // 4 - 1
 
 
-def test_where_there_is_no_madvise_nothing_is_given_back(weight, monkeypatch):
+def test_without_madvise_nothing_is_released(weight, monkeypatch):
     mmap_pages._madvise.cache_clear()
     monkeypatch.setattr(sys, "platform", "darwin")
     try:

@@ -48,7 +48,7 @@ def test_ddp(model):
 @pytest.mark.usefixtures("group")
 def test_fsdp2(model):
     twin = models.unfused()
-    mesh = init_device_mesh("cpu", (1,))  # where there is a GPU, it would be taken
+    mesh = init_device_mesh("cpu", (1,))  # a GPU would be used if there is one
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -66,13 +66,13 @@ def test_fsdp2(model):
 def test_two_processes(checkpoint):
     port = free_port()
     script = Path(__file__).with_name("two_processes.py")
-    # found as this process finds them: an installed hf_rocm, and the tests
+    # the import path of this process: an installed hf_rocm, and the tests
     places = os.pathsep.join([*filter(None, sys.path), str(script.parents[2])])
     start = [sys.executable, "-W", "ignore", "-P"] if sys.version_info >= (3, 11) else [sys.executable, "-W", "ignore"]
     ranks = [
         subprocess.Popen(
             [*start, str(script), str(rank), str(port), str(checkpoint)],
-            # gloo is for the CPU; where there is a GPU, transformers would shard over it
+            # gloo runs on the CPU; transformers would shard over a GPU if there is one
             env={**os.environ, "PYTHONPATH": places, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Patch embeddings: convolutions without overlap are products, equal to PyTorch's, and whatever differs runs stock."""
+"""Patch embeddings: convolutions without overlap run as GEMMs with PyTorch's results; all others stay stock."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def built(kind, dtype=torch.float32, **more):
 
 
 def products(model, *inputs):
-    """The output, and the sizes of the products that hf_rocm computed."""
+    """The output, and the sizes of the GEMMs that hf_rocm ran."""
     with torch.no_grad(), ops.recording() as routes:
         output = model(*inputs)
     return output, [route for route in routes if route.operation == "linear"]
 
 
 def strides(tensor):
-    """Those that matter."""
+    """The warnings that are relevant."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
@@ -66,53 +66,55 @@ def served(kind="image", **more):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-def test_a_product_equals_the_convolution(kind, bias, dtype):
+def test_the_gemm_equals_the_convolution(kind, bias, dtype):
     model, pixels = built(kind, dtype, bias=bias)
     with torch.no_grad():
         exact, stock = copy.deepcopy(model).double()(pixels.double()), model(pixels)
-    ours, routes = products(hf_rocm.prepare(model, force=True), pixels)
+    prepared, routes = products(hf_rocm.prepare(model, force=True), pixels)
     assert len(routes) == 1
-    assert_as_good_as_eager(ours, stock, exact)
-    assert strides(ours) == strides(stock)
+    assert_as_good_as_eager(prepared, stock, exact)
+    assert strides(prepared) == strides(stock)
 
 
-def test_the_memory_format_is_a_convolutions():
+def test_the_memory_format_is_that_of_the_convolution():
     model, pixels = built("image")
     pixels = pixels.to(memory_format=torch.channels_last)
     stock = model(pixels)
-    ours, routes = products(hf_rocm.prepare(model, force=True), pixels)
-    assert routes and strides(ours) == strides(stock) and not ours.is_contiguous()
-    torch.testing.assert_close(ours, stock)
+    prepared, routes = products(hf_rocm.prepare(model, force=True), pixels)
+    assert routes and strides(prepared) == strides(stock) and not prepared.is_contiguous()
+    torch.testing.assert_close(prepared, stock)
 
 
-def test_no_images():
+def test_an_empty_batch():
     model, pixels = served("frames")
-    ours, routes = products(model, pixels[:0])
-    assert routes and ours.shape == F.conv3d(pixels[:0], model.proj.weight, model.proj.bias, model.proj.stride).shape
+    prepared, routes = products(model, pixels[:0])
+    assert (
+        routes and prepared.shape == F.conv3d(pixels[:0], model.proj.weight, model.proj.bias, model.proj.stride).shape
+    )
 
 
-def test_gradients_are_stocks():
+def test_gradients_equal_stock():
     model, pixels = built("frames")
-    ours = hf_rocm.prepare(copy.deepcopy(model), force=True)
+    prepared = hf_rocm.prepare(copy.deepcopy(model), force=True)
     inputs = [pixels.clone().requires_grad_() for _ in range(2)]
-    for each, x in zip((model, ours), inputs, strict=True):
-        each(x).square().sum().backward()
+    for our, x in zip((model, prepared), inputs, strict=True):
+        our(x).square().sum().backward()
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
-    for name, parameter in ours.named_parameters():
+    for name, parameter in prepared.named_parameters():
         torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
 
 
-def test_weights_are_read_at_every_call():
+def test_weights_are_read_in_every_call():
     model, pixels = served()
     products(model, pixels)
     with torch.no_grad():
         model.proj.weight.mul_(2)
         model.proj.bias.zero_()
-    ours, routes = products(model, pixels)
-    torch.testing.assert_close(ours, F.conv2d(pixels, model.proj.weight, None, 14))
+    prepared, routes = products(model, pixels)
+    torch.testing.assert_close(prepared, F.conv2d(pixels, model.proj.weight, None, 14))
     model.proj.weight = nn.Parameter(torch.randn_like(model.proj.weight) * 0.02)
-    ours, more = products(model, pixels)
-    torch.testing.assert_close(ours, F.conv2d(pixels, model.proj.weight, model.proj.bias, 14))
+    prepared, more = products(model, pixels)
+    torch.testing.assert_close(prepared, F.conv2d(pixels, model.proj.weight, model.proj.bias, 14))
     assert routes and more
 
 
@@ -132,8 +134,8 @@ def test_other_convolutions_stay_stock(make):
     torch.manual_seed(0)
     model, pixels = Embedding(make()), torch.randn(2, 3, 16, 16)
     expected = model(pixels)
-    ours, routes = products(hf_rocm.prepare(model, force=True), pixels)
-    assert torch.equal(ours, expected) and not routes
+    prepared, routes = products(hf_rocm.prepare(model, force=True), pixels)
+    assert torch.equal(prepared, expected) and not routes
     assert "forward" not in model.proj.__dict__
 
 
@@ -149,7 +151,7 @@ SURGERY = {
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("surgery", SURGERY)
-def test_what_users_change_is_followed(surgery, before):
+def test_changes_by_users_take_effect(surgery, before):
     stock, pixels = built("image")
     model = copy.deepcopy(stock)
     SURGERY[surgery](stock)
@@ -161,8 +163,8 @@ def test_what_users_change_is_followed(surgery, before):
     if surgery == "no kernel":
         with torch.no_grad():
             model.proj.weight.copy_(stock.proj.weight)
-    ours, routes = products(model, pixels)
-    assert torch.equal(ours, stock(pixels)) and not routes
+    prepared, routes = products(model, pixels)
+    assert torch.equal(prepared, stock(pixels)) and not routes
     hf_rocm.restore(model)
     assert torch.equal(model(pixels), stock(pixels))
 
@@ -171,7 +173,7 @@ def test_what_users_change_is_followed(surgery, before):
 @pytest.mark.parametrize(
     ("holder", "name"), [(nn.Conv2d, "forward"), (nn.Conv2d, "_conv_forward"), (F, "conv2d"), (F, "linear")]
 )
-def test_functions_that_users_replace_are_called(holder, name, before):
+def test_functions_replaced_by_users_are_called(holder, name, before):
     stock, pixels = built("image")
     model = copy.deepcopy(stock)
     if not before:
@@ -180,8 +182,8 @@ def test_functions_that_users_replace_are_called(holder, name, before):
         expected = stock(pixels)
         if before:
             hf_rocm.prepare(model, force=True)
-        ours, routes = products(model, pixels)
-        assert torch.equal(ours, expected) and not routes
+        prepared, routes = products(model, pixels)
+        assert torch.equal(prepared, expected) and not routes
     assert products(model, pixels)[1]
 
 
@@ -190,18 +192,18 @@ def test_hooks_run():
     seen = []
     model.proj.register_forward_hook(lambda module, args, output: seen.append(output.shape) or output + 1)
     plain = F.conv2d(pixels, model.proj.weight, model.proj.bias, 14)
-    ours, routes = products(model, pixels)
-    torch.testing.assert_close(ours, plain + 1)
+    prepared, routes = products(model, pixels)
+    torch.testing.assert_close(prepared, plain + 1)
     assert seen and routes
 
 
-def test_calls_that_the_product_can_not_serve():
+def test_calls_that_stay_stock():
     model, pixels = served()
     stock, _ = built("image")
     assert torch.equal(products(model, pixels[0])[0], stock(pixels[0]))
     with torch.autocast("cpu", torch.bfloat16):
-        ours, routes = products(model, pixels)
-        assert torch.equal(ours, stock(pixels)) and not routes
+        prepared, routes = products(model, pixels)
+        assert torch.equal(prepared, stock(pixels)) and not routes
     mapped = torch.func.vmap(model)(pixels[None])
     assert torch.equal(mapped[0], stock(pixels))
     with warnings.catch_warnings():
@@ -209,22 +211,22 @@ def test_calls_that_the_product_can_not_serve():
         traced = torch.jit.trace(model, pixels)
     assert torch.equal(traced(pixels), stock(pixels))
     for wrong in (pixels.double(), pixels[:, :2], pixels[..., :5]):
-        with pytest.raises(RuntimeError) as ours:
+        with pytest.raises(RuntimeError) as prepared:
             model(wrong)
-        with pytest.raises(RuntimeError) as theirs:
+        with pytest.raises(RuntimeError) as expected:
             stock(wrong)
-        assert str(ours.value) == str(theirs.value)
+        assert str(prepared.value) == str(expected.value)
 
 
-def test_without_force_what_lies_on_the_cpu_stays_stock(monkeypatch):
+def test_without_force_a_model_on_the_cpu_stays_stock(monkeypatch):
     model, pixels = built("image")
     expected = model(pixels)
     patch_embeddings.attach(model, bind.GPU)
-    ours, routes = products(model, pixels)
-    assert torch.equal(ours, expected) and not routes
+    prepared, routes = products(model, pixels)
+    assert torch.equal(prepared, expected) and not routes
 
 
-def test_copies_pickles_and_the_way_back():
+def test_copies_pickles_and_restore():
     model, pixels = built("image")
     before = dict(model.proj.__dict__)
     expected = model(pixels)
@@ -238,16 +240,16 @@ def test_copies_pickles_and_the_way_back():
     thawed = pickle.load(file)
     assert torch.equal(thawed(pixels), expected) or products(thawed, pixels)[1]
     assert products(hf_rocm.prepare(thawed, force=True), pixels)[1]
-    for each in (model, thawed):
-        hf_rocm.restore(each)
-        assert torch.equal(each(pixels), expected)
+    for variant in (model, thawed):
+        hf_rocm.restore(variant)
+        assert torch.equal(variant(pixels), expected)
     assert {name: value for name, value in model.proj.__dict__.items() if not name.startswith("_param")}.keys() == {
         name for name in before if not name.startswith("_param")
     }
     assert not instance_forward.is_attached(thawed.proj)  # a pickle has the stock forward as an attribute
 
 
-def test_preparing_again_and_what_explain_says():
+def test_preparing_again_and_explain():
     model, _ = served()
     hf_rocm.prepare(model, force=True)
     assert patch_embeddings.in_force(model) == ["proj"]

@@ -1,4 +1,4 @@
-"""Groups whose fusing is left to their first use: weights that are a mapped checkpoint, or that wait for a GPU."""
+"""Groups that are fused at their first use: weights in a mapped checkpoint, or not yet on a GPU."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_loading_reads_nothing_and_the_first_call_fuses(fresh, stock):
     assert len(fresh.__dict__[preparing.REPORT]["fused"]) == GROUPS
     with torch.no_grad():
         assert why_not(fresh.model.layers[0].mlp, GATE) is None
-    assert pending(fresh) == GROUPS  # asking why not changes nothing
+    assert pending(fresh) == GROUPS  # reading the reason changes nothing
     follows(fresh, GROUPS, twin=stock)
     assert blocks(fresh) == GROUPS
 
 
-def test_preparing_again_leaves_them_and_restoring_leaves_the_mapped_file(fresh, stock):
+def test_preparing_again_keeps_them_pending_and_restoring_keeps_the_mapped_file(fresh, stock):
     before = addresses(fresh)
     hf_rocm.prepare(fresh, force=True)
     assert pending(fresh) == GROUPS and addresses(fresh) == before
@@ -49,14 +49,14 @@ def test_preparing_again_leaves_them_and_restoring_leaves_the_mapped_file(fresh,
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_a_load_before_the_first_call_is_followed(fresh, assign):
+def test_a_load_before_the_first_call_takes_effect(fresh, assign):
     other = {name: torch.randn_like(tensor) * 0.1 for name, tensor in fresh.state_dict().items()}
     fresh.load_state_dict(other, assign=assign)
     del other
     follows(fresh, GROUPS)
 
 
-def test_a_state_dict_that_is_kept_still_reaches_the_model(fresh):
+def test_writes_to_a_kept_state_dict_reach_the_model(fresh):
     kept = fresh.state_dict()
     logits(fresh)
     assert blocks(fresh) == 0
@@ -72,9 +72,9 @@ def test_a_state_dict_that_is_kept_still_reaches_the_model(fresh):
     follows(fresh, GROUPS, twin=twin)
 
 
-def test_gradients_leave_them_pending(fresh, stock):
-    for each in (fresh, stock):
-        each(IDS, labels=IDS, use_cache=False).loss.backward()
+def test_calls_with_gradients_keep_them_pending(fresh, stock):
+    for entry in (fresh, stock):
+        entry(IDS, labels=IDS, use_cache=False).loss.backward()
     assert pending(fresh) == GROUPS
     assert "gradients are enabled" in why_not(fresh.model.layers[0].mlp, GATE)
     for (name, one), other in zip(fresh.named_parameters(), stock.parameters(), strict=True):
@@ -82,7 +82,7 @@ def test_gradients_leave_them_pending(fresh, stock):
     follows(fresh, GROUPS)
 
 
-def test_a_hook_or_another_layer_keeps_its_group_pending_until_it_is_gone(fresh):
+def test_a_hook_or_a_replaced_layer_keeps_its_group_pending_until_it_is_removed(fresh):
     mlp, seen = fresh.model.layers[0].mlp, []
     handle = mlp.gate_proj.register_forward_hook(lambda *call: seen.append(call))
     gate, mlp.gate_proj = mlp.gate_proj, nn.Sequential(mlp.gate_proj)
@@ -94,7 +94,7 @@ def test_a_hook_or_another_layer_keeps_its_group_pending_until_it_is_gone(fresh)
     follows(fresh, GROUPS, twin=twin)
 
 
-def test_moving_to_where_it_is_reads_nothing_and_converting_fuses(fresh):
+def test_moving_to_the_same_device_reads_nothing_and_converting_fuses(fresh):
     before = addresses(fresh)
     fresh.to("cpu").eval()
     assert pending(fresh) == GROUPS and addresses(fresh) == before
@@ -108,7 +108,7 @@ def test_a_conversion_while_loading_leaves_nothing_mapped_and_fuses_at_once(chec
     assert blocks(model) == GROUPS
 
 
-def test_what_only_runs_compiled_is_right_and_fused_after_a_call(fresh, stock):
+def test_a_model_that_only_runs_compiled_is_fused_after_a_call(fresh, stock):
     torch._dynamo.reset()
     mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
     counter = CompileCounterWithBackend("eager")

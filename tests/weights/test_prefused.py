@@ -1,4 +1,4 @@
-"""Checkpoints that have q, k and v, or gate and up, as one matrix already: recognised, said, and left as they are."""
+"""Checkpoints that already store q, k and v, or gate and up, as one matrix are recognised, reported and unchanged."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def phi3(tmp_path):
 
 
 def test_phi3_is_reported_and_equals_stock(phi3):
-    ours = hf_rocm.from_pretrained(phi3, force=True).eval()
-    report = ours.__dict__[preparing.REPORT]
+    prepared = hf_rocm.from_pretrained(phi3, force=True).eval()
+    report = prepared.__dict__[preparing.REPORT]
     assert report["joined"] == {
         "model.layers.0.self_attn": ["qkv_proj"],
         "model.layers.0.mlp": ["gate_up_proj"],
@@ -35,26 +35,26 @@ def test_phi3_is_reported_and_equals_stock(phi3):
         "model.layers.1.mlp": ["gate_up_proj"],
     }
     assert not report["fused"] and not report["skipped"]
-    assert "one matrix in the checkpoint already: qkv_proj" in hf_rocm.explain(ours).details()
+    assert "one matrix in the checkpoint already: qkv_proj" in hf_rocm.explain(prepared).details()
     stock = transformers.Phi3ForCausalLM.from_pretrained(phi3).eval()
-    assert type(ours.model.layers[0].mlp.gate_up_proj) is nn.Linear
-    torch.testing.assert_close(logits(ours), logits(stock))
-    hf_rocm.restore(ours)
-    assert torch.equal(logits(ours), logits(stock))
+    assert type(prepared.model.layers[0].mlp.gate_up_proj) is nn.Linear
+    torch.testing.assert_close(logits(prepared), logits(stock))
+    hf_rocm.restore(prepared)
+    assert torch.equal(logits(prepared), logits(stock))
 
 
-def test_gpt2s_own_kind_of_layer_counts_too(tmp_path):
+def test_gpt2s_conv1d_counts_too(tmp_path):
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4, n_positions=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    ours = hf_rocm.from_pretrained(tmp_path, force=True).eval()
-    assert ours.__dict__[preparing.REPORT]["joined"] == {"transformer.h.0.attn": ["c_attn"]}
+    prepared = hf_rocm.from_pretrained(tmp_path, force=True).eval()
+    assert prepared.__dict__[preparing.REPORT]["joined"] == {"transformer.h.0.attn": ["c_attn"]}
     stock = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     with torch.no_grad():
-        torch.testing.assert_close(ours(IDS).logits, stock(IDS).logits)
+        torch.testing.assert_close(prepared(IDS).logits, stock(IDS).logits)
 
 
-def test_only_layers_by_those_names_count():
+def test_only_layers_with_these_names_count():
     module = nn.Module()
     module.qkv_proj, module.o_proj, module.Wqkv = nn.Linear(4, 12), nn.Linear(4, 4), nn.Identity()
     assert joined_already(module) == ["qkv_proj"]

@@ -1,4 +1,4 @@
-"""prepare and restore on real models: what they do, what they leave alone, what they say."""
+"""prepare and restore on real models: effects, exceptions, reports and messages."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def traces(model):
 
 
 def layout(model):
-    """What can be seen of the weights' memory, apart from the addresses."""
+    """The visible properties of the weights' memory, without addresses."""
     return {
         name: (p.dtype, p.shape, p.stride(), p.storage_offset(), p.untyped_storage().nbytes(), type(p), p.requires_grad)
         for name, p in model.named_parameters()
     }
 
 
-def test_prepare_fuses_every_group_and_reports_in_plain_builtins(stock):
+def test_prepare_fuses_every_group_and_its_report_has_builtin_types(stock):
     parameters = dict(stock.named_parameters())
     shape = layout(stock)
     assert hf_rocm.prepare(stock, force=True) is stock
@@ -52,16 +52,16 @@ def test_prepare_fuses_every_group_and_reports_in_plain_builtins(stock):
     assert len(written["fused"]) == GROUPS and not written["skipped"] and not written["refused"]
 
 
-def test_twice_equals_once(model):
-    held = {id(module): module.__dict__.get(SLOT) for module in model.modules()}
+def test_preparing_twice_equals_preparing_once(model):
+    slots = {id(module): module.__dict__.get(SLOT) for module in model.modules()}
     before = report(model)
     hf_rocm.prepare(model, force=True)
-    assert {id(module): module.__dict__.get(SLOT) for module in model.modules()} == held
+    assert {id(module): module.__dict__.get(SLOT) for module in model.modules()} == slots
     assert report(model) == before
 
 
 @pytest.mark.parametrize("where", ["a mapped file", "memory"])
-def test_restore_gives_back_the_stock_model(stock, where):
+def test_restore_returns_the_stock_model(stock, where):
     stock = models.build() if where == "memory" else stock
     twin, state, shape = copy.deepcopy(stock), copy.deepcopy(stock.state_dict()), layout(stock)
     names = [(name, type(module)) for name, module in stock.named_modules()]
@@ -83,7 +83,7 @@ def test_restore_gives_back_the_stock_model(stock, where):
     follows(prepared, GROUPS)
 
 
-def test_the_next_call_after_a_group_went_stale_leaves_no_part_of_the_block(model):
+def test_the_call_after_an_invalidation_frees_the_whole_block(model):
     mlp = model.model.layers[0].mlp
     mlp.gate_proj.weight.data = torch.randn_like(mlp.gate_proj.weight)
     assert not mlp.up_proj.weight.untyped_storage().resizable()
@@ -95,7 +95,7 @@ def test_the_next_call_after_a_group_went_stale_leaves_no_part_of_the_block(mode
     assert not traces(model)
 
 
-def test_a_part_of_a_stale_block_that_is_is_aliased_stays_while_it_is(model):
+def test_a_stale_block_stays_while_a_part_is_aliased(model):
     mlp = model.model.layers[0].mlp
     kept = model.state_dict()["model.layers.0.mlp.up_proj.weight"]
     mlp.gate_proj.weight.data = torch.randn_like(mlp.gate_proj.weight)
@@ -110,7 +110,7 @@ def test_a_part_of_a_stale_block_that_is_is_aliased_stays_while_it_is(model):
     assert mlp.up_proj.weight.untyped_storage().resizable() and not traces(model)
 
 
-def test_restore_switches_off_what_an_installed_overlay_would_serve(model):
+def test_restore_switches_off_an_installed_overlay(model):
     bound = [binding for binding in bind.bindings() if binding.model == "llama"]
     for binding in bound:
         binding.mode = bind.ON
@@ -122,7 +122,7 @@ def test_restore_switches_off_what_an_installed_overlay_would_serve(model):
             binding.mode = bind.OFF
 
 
-def test_deactivating_takes_the_class_back_and_preparing_again_follows_moves(model):
+def test_deactivate_restores_the_class_and_preparing_again_uses_moved_weights(model):
     mlp = type(model.model.layers[0].mlp)
     assert "_apply" in mlp.__dict__
     hf_rocm.deactivate("llama")
@@ -181,7 +181,7 @@ def test_restore_with_hooks_in_place(model):
     assert not torch.allclose(logits(models.build()), expected, atol=1e-2)
 
 
-def test_a_copy_and_its_original_are_restored_apart(model):
+def test_a_copy_and_its_original_are_restored_separately(model):
     twin = copy.deepcopy(model)
     hf_rocm.restore(twin)
     assert not traces(twin)
@@ -191,7 +191,7 @@ def test_a_copy_and_its_original_are_restored_apart(model):
     assert_same_results(model, twin)
 
 
-def test_without_rocm_the_model_stays_stock_and_one_line_says_so(stock, caplog, monkeypatch):
+def test_without_rocm_the_model_stays_stock_and_one_line_is_logged(stock, caplog, monkeypatch):
     monkeypatch.setattr(preparing, "is_rocm", lambda: False)
     monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
     with caplog.at_level(logging.WARNING, "hf_rocm"):
@@ -205,7 +205,7 @@ def test_without_rocm_the_model_stays_stock_and_one_line_says_so(stock, caplog, 
 
 @pytest.mark.parametrize("environment", ["0", "1"])
 @pytest.mark.parametrize("rocm", [False, True])
-def test_machine_environment_and_argument_decide(stock, monkeypatch, environment, rocm):
+def test_the_machine_the_environment_and_the_argument_decide(stock, monkeypatch, environment, rocm):
     monkeypatch.setattr(preparing, "is_rocm", lambda: rocm)
     monkeypatch.setenv("HF_ROCM_FORCE", environment)
     assert not traces(hf_rocm.prepare(stock, force=False))
@@ -213,7 +213,7 @@ def test_machine_environment_and_argument_decide(stock, monkeypatch, environment
     served = [module for module in stock.modules() if type(module).__name__ in ("LlamaAttention", "LlamaMLP")]
     modes = {bind.mode_of(module) for module in served}
     assert modes == {bind.ON if environment == "1" else bind.GPU if rocm else bind.OFF}
-    assert live(stock) == (GROUPS if environment == "1" else 0)  # without force, nothing reads them on the CPU
+    assert live(stock) == (GROUPS if environment == "1" else 0)  # without force, they are not used on the CPU
 
 
 def test_on_rocm_a_model_on_the_cpu_runs_the_stock_forward(stock, monkeypatch):
@@ -223,7 +223,7 @@ def test_on_rocm_a_model_on_the_cpu_runs_the_stock_forward(stock, monkeypatch):
     assert torch.equal(logits(hf_rocm.prepare(stock)), expected)
 
 
-def test_one_forced_model_leaves_every_other_stock(model, stock):
+def test_forcing_one_model_keeps_the_others_stock(model, stock):
     assert {bind.mode_of(module) for module in stock.modules()} == {bind.OFF}
     follows(stock, 0)
 
@@ -244,7 +244,7 @@ def test_an_overlay_that_does_not_match_is_reported_and_the_model_runs_stock(sto
     assert torch.equal(logits(stock), expected)
 
 
-def test_modules_of_other_origin_are_left_alone():
+def test_modules_of_other_packages_are_unchanged():
     module = nn.Sequential(nn.Linear(4, 4))
     hf_rocm.prepare(module, force=True)
     assert not any(report(module)[kind] for kind in ("overlays", "refused", "fused", "skipped", "joined"))
@@ -252,14 +252,14 @@ def test_modules_of_other_origin_are_left_alone():
     assert not traces(module)
 
 
-def test_what_is_no_model_is_refused():
+def test_an_object_that_is_not_a_model_is_refused():
     with pytest.raises(OptionError, match=r"pass its `\.model`"):
         hf_rocm.prepare(object(), force=True)
 
 
 def test_tied_quantised_and_absent_weights_are_listed_and_the_rest_is_fused(stock):
     class Linear4bit(nn.Linear):
-        """Stands for a quantised layer."""
+        """A stand-in for a quantised layer."""
 
     first, second = stock.model.layers
     second.mlp.up_proj.weight = first.mlp.up_proj.weight
@@ -277,7 +277,7 @@ def test_tied_quantised_and_absent_weights_are_listed_and_the_rest_is_fused(stoc
     follows(stock, 1)
 
 
-def test_a_model_on_meta_is_left_alone():
+def test_a_model_on_meta_is_unchanged():
     with torch.device("meta"):
         model = models.build()
     hf_rocm.prepare(model, force=True)

@@ -1,4 +1,4 @@
-"""What is shuffled in a real model, as copies and in place, what is left and why, and the way back."""
+"""Shuffling the weights of a real model, as copies and in place; the weights that are not shuffled; and restore."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ from tests.weights.models import IDS, LAYERS, assert_same_results, logits
 from tests.weights.shuffling import NEWEST, PRODUCTS, ROWS, account, build, prepared, serves, traces
 
 
-def test_every_product_reads_shuffled_weights(either):
+def test_every_gemm_reads_shuffled_weights(either):
     serves(either, shuffled=PRODUCTS)
 
 
-def test_copies_cost_what_was_granted_and_serve_many_rows_only(machine):
+def test_copies_stay_within_the_budget_and_serve_many_rows_only(machine):
     machine()
     model = prepared()
-    asked = account(model)
-    assert asked == json.loads(json.dumps(asked))
-    assert asked["bytes"] == sum(p.nbytes for p in model.parameters() if p.ndim == 2) - model.lm_head.weight.nbytes
-    assert set(asked["shuffled"].values()) == {"a copy"}
+    account_of_model = account(model)
+    assert account_of_model == json.loads(json.dumps(account_of_model))
+    assert (
+        account_of_model["bytes"]
+        == sum(p.nbytes for p in model.parameters() if p.ndim == 2) - model.lm_head.weight.nbytes
+    )
+    assert set(account_of_model["shuffled"].values()) == {"a copy"}
     serves(model, shuffled=PRODUCTS)
-    serves(model, shuffled=0, plain=2 * LAYERS, ids=IDS[:, :3])  # what isn't fused goes to PyTorch, as without copies
+    serves(model, shuffled=0, plain=2 * LAYERS, ids=IDS[:, :3])  # unfused layers run in PyTorch, as without copies
 
 
-def test_in_place_costs_nothing_and_serves_every_row(machine):
+def test_in_place_needs_no_memory_and_serves_any_number_of_rows(machine):
     machine(threshold=0)
     stock = build()
     before = {name: (id(p), p.nbytes) for name, p in stock.named_parameters()}
@@ -54,11 +57,11 @@ def test_in_place_costs_nothing_and_serves_every_row(machine):
     assert {name: (id(p), p.nbytes) for name, p in model.named_parameters()} == before
 
 
-def test_restore_gives_back_the_stock_model(either):
+def test_restore_returns_the_stock_model(either):
     expected = build()
     for _ in range(2):
         assert hf_rocm.restore(either) is either
-        gc.collect()  # models of earlier tests, whose copies are watched too
+        gc.collect()  # models of earlier tests, whose copies are tracked too
         shuffled_copy.unwatch()
         assert not traces(either) and not shuffled_copy._hook.live
         state = either.state_dict()
@@ -73,16 +76,16 @@ def only_fused(model):
     return all((type(group) is Fused and group.copy is None) or is_idle(group, PENDING) for group in groups)
 
 
-def test_twice_equals_once(either):
+def test_preparing_twice_equals_preparing_once(either):
     before = copy.deepcopy(account(either))
-    held = {id(m): m.__dict__.get(SLOT) for m in either.modules()}
+    slots = {id(m): m.__dict__.get(SLOT) for m in either.modules()}
     hf_rocm.prepare(either, force=True, preshuffle="all", budget=1.0)
     assert account(either) == before
-    assert {id(m): m.__dict__.get(SLOT) for m in either.modules()} == held
+    assert {id(m): m.__dict__.get(SLOT) for m in either.modules()} == slots
     serves(either, shuffled=PRODUCTS)
 
 
-def test_preparing_again_without_arguments_shuffles_again_what_was(either):
+def test_preparing_again_without_arguments_keeps_the_settings(either):
     either.load_state_dict(copy.deepcopy(either).state_dict())
     either.lm_head.weight = nn.Parameter(either.lm_head.weight.data.clone())
     before = account(either)
@@ -91,24 +94,24 @@ def test_preparing_again_without_arguments_shuffles_again_what_was(either):
     serves(either, shuffled=PRODUCTS)
 
 
-def test_other_settings_undo_what_was_done(either):
+def test_other_settings_replace_the_earlier_ones(either):
     hf_rocm.prepare(either, force=True, preshuffle="off")
     assert not account(either)["shuffled"] and "forward" not in traces(either) and only_fused(either)
     serves(either, shuffled=0, plain=2 * LAYERS)
 
 
-def test_explain_says_what_is_shuffled_what_is_not_and_what_no_longer_is(either):
+def test_explain_lists_shuffled_unshuffled_and_stale_weights(either):
     in_place = account(either)["threshold"] == 0
-    said = hf_rocm.explain(either).details()
-    assert (f"shuffled in place: {PRODUCTS}" if in_place else f"shuffled: {PRODUCTS} as copies") in said
-    assert "shuffled_linear (q_proj + k_proj + v_proj, 128 × 64): aiter, gemm_a16w16, shuffled" in said
-    assert "shuffled_linear (96 × 64): aiter" in said
+    text = hf_rocm.explain(either).details()
+    assert (f"shuffled in place: {PRODUCTS}" if in_place else f"shuffled: {PRODUCTS} as copies") in text
+    assert "shuffled_linear (q_proj + k_proj + v_proj, 128 × 64): aiter, gemm_a16w16, shuffled" in text
+    assert "shuffled_linear (96 × 64): aiter" in text
     either.lm_head.weight = nn.Parameter(torch.zeros_like(either.lm_head.weight.data))
     logits(either)
     assert "no longer shuffled × 1" in hf_rocm.explain(either).details()
 
 
-def test_the_budget_is_kept_and_what_it_left_out_is_listed(machine):
+def test_the_budget_is_kept_and_the_omitted_weights_are_listed(machine):
     machine()
     model = prepared(budget=20_000)
     done, left = account(model)["shuffled"], account(model)["skipped"]
@@ -126,14 +129,14 @@ def test_the_budget_is_kept_and_what_it_left_out_is_listed(machine):
         ("gfx942", NEWEST, 8, {"preshuffle": "auto"}, "no gain is known on gfx942"),
     ],
 )
-def test_what_no_kernel_would_read_is_left_and_says_why(machine, arch, release, threshold, arguments, reason):
+def test_weights_without_a_kernel_are_not_shuffled(machine, arch, release, threshold, arguments, reason):
     machine(arch, release, threshold)
     model = prepared(**arguments)
-    assert any(reason in each for each in account(model)["skipped"].values())
-    assert not [each for each in account(model)["shuffled"] if reason != "N and K multiples of 64"]
+    assert any(reason in entry for entry in account(model)["skipped"].values())
+    assert not [entry for entry in account(model)["shuffled"] if reason != "N and K multiples of 64"]
 
 
-def test_auto_goes_by_the_table_of_known_gains(machine):
+def test_auto_uses_the_table_of_known_gains(machine):
     machine("gfx950")
     model = hf_rocm.prepare(models.build(hidden_size=128, intermediate_size=128).bfloat16(), force=True, budget=1.0)
     assert account(model)["mode"] == "auto"
@@ -149,7 +152,7 @@ def test_nothing_is_shuffled_without_a_budget_or_with_a_threshold_of_minus_one(m
     assert "forward" not in traces(model) and only_fused(model)
 
 
-def test_tied_inference_and_adapter_bases_are_left(machine):
+def test_tied_weights_inference_tensors_and_adapter_bases_are_not_shuffled(machine):
     machine()
     with torch.inference_mode():
         model = build(tie_word_embeddings=True)

@@ -1,4 +1,4 @@
-"""Layers that other libraries quantised while loading: left alone, listed with the reason, and still right."""
+"""Layers that other libraries quantised while loading are unchanged, listed with the reason, and still correct."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LIBRARIES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # those of the libraries
+@pytest.mark.filterwarnings("ignore")  # warnings of the libraries
 @pytest.mark.parametrize(("config", "reason"), LIBRARIES)
 def test_libraries(checkpoint, config, reason):
     model = hf_rocm.from_pretrained(checkpoint, force=True, quantization_config=config()).eval()
@@ -64,7 +64,7 @@ def test_libraries(checkpoint, config, reason):
 
 
 class Packed(nn.Module):
-    """Stands for the layers that compressed-tensors, GPTQ and AWQ put in place: no nn.Linear, packed integers."""
+    """A stand-in for the layers of compressed-tensors, GPTQ and AWQ: packed integers, and not an nn.Linear."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_layers_that_are_no_linear(stock, before):
+def test_layers_that_are_not_linear_layers(stock, before):
     if before:
         hf_rocm.prepare(stock, force=True)
     for layer in stock.model.layers:
@@ -92,8 +92,8 @@ def test_layers_that_are_no_linear(stock, before):
     assert len(skipped) == GROUPS and all("Packed, not a plain nn.Linear" in reason for reason in skipped.values())
 
 
-def test_some_layers_kept_in_full(stock):
-    """`modules_to_not_convert` leaves a part of the groups plain: a group is fused whole or not at all."""
+def test_some_layers_kept_in_full_precision(stock):
+    """`modules_to_not_convert` leaves some layers of a group unquantised: a group is fused whole or not at all."""
     stock.model.layers[0].mlp.up_proj = Packed(stock.model.layers[0].mlp.up_proj)
     hf_rocm.prepare(stock, force=True)
     report = stock.__dict__[preparing.REPORT]

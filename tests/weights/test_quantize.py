@@ -1,4 +1,4 @@
-"""quantize: the route and the numbers, what stays, what people do to a model afterwards, and the ways back."""
+"""quantize: the kernels, the numbers, the layers that stay, later changes of the model, and dequantize and restore."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def quantized(kind="int8", *, prepare=True, **arguments):
 
 
 def products(model, ids=IDS):
-    """(the logits, the shapes of the weights that were multiplied in 8 bits, how many in another way)."""
+    """(the logits, the shapes of the 8-bit weights that were multiplied, the number of other GEMMs)."""
     with torch.no_grad(), ops.recording() as routes:
         output = model(ids, use_cache=False).logits
     shapes = [route.shapes[1] for route in routes if route.operation == "quantized_linear"]
@@ -60,7 +60,7 @@ def traces(model):
 
 @each_kind
 @pytest.mark.parametrize("prepare", [True, False])
-def test_every_block_runs_in_8_bits_and_groups_as_one(kind, prepare):
+def test_every_block_runs_in_8_bits_with_one_gemm_per_group(kind, prepare):
     model = quantized(kind, prepare=prepare)
     actual, shapes, others = products(model)
     assert others == 0
@@ -73,7 +73,7 @@ def test_every_block_runs_in_8_bits_and_groups_as_one(kind, prepare):
     assert_as_good_as_eager(actual, eager, logits(models.build().double()))
     assert not torch.equal(actual, logits(models.build()))
     layers = dict(quantizing.layers(model))
-    assert len(layers) == LINEARS and {each.quantized.data.dtype for each in layers.values()} == {FORMATS[kind]}
+    assert len(layers) == LINEARS and {layer.quantized.data.dtype for layer in layers.values()} == {FORMATS[kind]}
 
 
 @each_kind
@@ -86,7 +86,7 @@ def test_weights_are_rounded_within_the_format(kind):
         assert (off <= eight_bit.rounding_error(weight, FORMATS[kind]) * (1 + 1e-6)).all() and off.any()
 
 
-def test_the_report_is_plain_and_says_what_it_cost(caplog):
+def test_the_report_has_builtin_types_and_the_loss(caplog):
     with caplog.at_level(logging.INFO, logger="hf_rocm"):
         model = quantized("fp8")
     report = json.loads(json.dumps(model.__dict__[quantizing.REPORT]))
@@ -95,8 +95,8 @@ def test_the_report_is_plain_and_says_what_it_cost(caplog):
         "model."
     )
     before, after = report["bytes"]
-    assert before == sum(each.nbytes for each in models.build().parameters()) + _buffers(model)
-    rest = sum(each.nbytes for each in model.parameters()) + _buffers(model)
+    assert before == sum(parameter.nbytes for parameter in models.build().parameters()) + _buffers(model)
+    rest = sum(parameter.nbytes for parameter in model.parameters()) + _buffers(model)
     packed = sum(
         layer.in_features * layer.out_features + 4 * layer.out_features for _, layer in quantizing.layers(model)
     )
@@ -105,15 +105,17 @@ def test_the_report_is_plain_and_says_what_it_cost(caplog):
     with torch.no_grad():
         explanation = hf_rocm.explain(model)
     assert explanation.quantized in explanation.details() and explanation.quantized.startswith("14 layers in fp8")
-    kernels = {each.situation: each.kernel for each in explanation.kernels if each.operation == "quantized_linear"}
+    kernels = {
+        kernel.situation: kernel.kernel for kernel in explanation.kernels if kernel.operation == "quantized_linear"
+    }
     assert kernels["q_proj + k_proj + v_proj, 128 × 64"] == eight_bit.served_by(FORMATS["fp8"], torch.float32)
     assert len(kernels) == 4
-    assert {"attention", "act_and_mul"} <= {each.operation for each in explanation.kernels}
+    assert {"attention", "act_and_mul"} <= {kernel.operation for kernel in explanation.kernels}
     assert all(part.fused == part.active for part in explanation.parts if part.group)
 
 
 def _buffers(model):
-    return sum(each.nbytes for name, each in model.named_buffers() if "quantized" not in name)
+    return sum(named_buffer.nbytes for name, named_buffer in model.named_buffers() if "quantized" not in name)
 
 
 def _spoil_hook(model):
@@ -154,7 +156,7 @@ def _spoil_dtype(model):
         (_spoil_dtype, "its weight is torch.float64"),
     ],
 )
-def test_what_cannot_be_quantised_is_left_and_listed(spoil, words):
+def test_layers_that_cannot_be_quantised_are_listed(spoil, words):
     model = models.build()
     spoil(model)
     left = model.model.layers[0].mlp.up_proj
@@ -164,7 +166,7 @@ def test_what_cannot_be_quantised_is_left_and_listed(spoil, words):
     assert isinstance(model.model.layers[0].mlp.gate_proj, QuantizedLinear)
 
 
-def test_a_group_with_one_layer_left_runs_one_by_one():
+def test_a_group_with_an_excluded_layer_runs_layer_by_layer():
     model = models.prepared()
     hf_rocm.quantize(model, "int8", force=True, exclude=["model.layers.0.*.up_proj", "k_proj"])
     left = model.__dict__[quantizing.REPORT]["left"]
@@ -173,7 +175,7 @@ def test_a_group_with_one_layer_left_runs_one_by_one():
     assert shapes == [(64, 64), (32, 64), (64, 64), (80, 64), (64, 80), (64, 64), (32, 64), *SHAPES[1:]] and others == 0
 
 
-def test_routers_and_experts_stay():
+def test_routers_and_experts_are_not_quantised():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -197,7 +199,7 @@ def test_routers_and_experts_stay():
     }
 
 
-def test_the_base_of_an_adapter_stays():
+def test_the_base_of_an_adapter_is_not_quantised():
     model = models.build()
     wrapped = nn.Module()
     wrapped.base_layer = model.model.layers[0].mlp.up_proj
@@ -207,7 +209,7 @@ def test_the_base_of_an_adapter_stays():
     assert left["model.layers.0.mlp.up_proj.base_layer"] == "it is the base of an adapter, which may be merged into it"
 
 
-def test_layers_that_a_model_keeps_in_fp32_stay():
+def test_layers_that_a_model_keeps_in_fp32_are_not_quantised():
     model = models.build()
     model._keep_in_fp32_modules = ["down_proj"]
     hf_rocm.quantize(model, "int8", force=True)
@@ -249,8 +251,8 @@ class TestRefusals:
         ("arch", "format", "rounds"),
         [("gfx90a", torch.float8_e4m3fn, False), ("gfx942", torch.float8_e4m3fnuz, True)],
     )
-    def test_the_fp8_of_an_arch(self, arch, format, rounds, monkeypatch):
-        """An arch without products of fp8 multiplies the dequantised numbers, and x is never rounded."""
+    def test_the_fp8_type_depends_on_the_arch(self, arch, format, rounds, monkeypatch):
+        """An arch without fp8 GEMMs multiplies the dequantised weights, and x is not rounded."""
         monkeypatch.setattr(eight_bit_weights, "describe", lambda device: Device("cuda", rocm=True, arch=arch))
         monkeypatch.setattr(EightBitWeight, "_is_better_shuffled", lambda *_: False)
         model = quantized("fp8")
@@ -263,15 +265,15 @@ class TestRefusals:
 
     def test_gradients(self):
         model = quantized()
-        output = model(IDS, use_cache=False).logits  # outside no_grad: nothing that is left requires any
-        assert not output.requires_grad and not any(each.requires_grad for each in model.parameters())
+        output = model(IDS, use_cache=False).logits  # outside no_grad: no remaining parameter requires gradients
+        assert not output.requires_grad and not any(parameter.requires_grad for parameter in model.parameters())
         embedded = model.get_input_embeddings()(IDS).requires_grad_()
         with pytest.raises(OptionError, match="quantised layers have no gradient"):
             model(inputs_embeds=embedded, use_cache=False)
 
 
 class TestBack:
-    def test_restore_is_refused_once_the_originals_are_gone(self):
+    def test_restore_is_refused_if_the_originals_were_not_kept(self):
         model = quantized()
         before = logits(model)
         with pytest.raises(OptionError, match="its original weights were not kept") as caught:
@@ -281,7 +283,7 @@ class TestBack:
         assert torch.equal(actual, before) and shapes == SHAPES * LAYERS
 
     @each_kind
-    def test_kept_originals_come_back_bit_by_bit(self, kind, stock):
+    def test_kept_originals_are_restored_bitwise(self, kind, stock):
         model = models.build()
         modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
         model.model.norm.weight.requires_grad_(False)
@@ -300,7 +302,7 @@ class TestBack:
         model = quantized("fp8")
         weights = {path: layer.weight for path, layer in quantizing.layers(model)}
         hf_rocm.dequantize(model)
-        assert quantizing.layers(model) == [] and all(each.requires_grad for each in model.parameters())
+        assert quantizing.layers(model) == [] and all(parameter.requires_grad for parameter in model.parameters())
         for path, weight in weights.items():
             layer = model.get_submodule(path)
             assert type(layer) is nn.Linear and torch.equal(layer.weight, weight)
@@ -309,7 +311,7 @@ class TestBack:
         assert not traces(model)
 
 
-def test_the_loader(tmp_path):
+def test_quantize_in_from_pretrained(tmp_path):
     models.build().save_pretrained(tmp_path)
     model, info = hf_rocm.from_pretrained(tmp_path, quantize="fp8", force=True, output_loading_info=True)
     assert not info["missing_keys"] and products(model)[1] == SHAPES * LAYERS
@@ -320,7 +322,7 @@ def test_the_loader(tmp_path):
 
 
 def test_an_unprepared_class_is_served_too():
-    """No overlay: plain layers of somebody's own model."""
+    """A custom model without an overlay."""
     model = nn.Sequential(nn.ModuleList([nn.Linear(32, 48)]), nn.Linear(48, 16)).eval()
     hf_rocm.quantize(model, "fp8", force=True)
     layer = model[0][0]
@@ -329,10 +331,10 @@ def test_an_unprepared_class_is_served_too():
 
 
 class TestFourBits:
-    """What differs from 8 bits: groups along the rows, and layers whose width is not a multiple of the group."""
+    """The differences from 8 bits: groups along the rows, and widths that are not a multiple of the group size."""
 
     @pytest.mark.parametrize("kind", FOUR_BITS)
-    def test_the_route_the_numbers_and_the_bytes(self, kind):
+    def test_kernels_numbers_and_memory(self, kind):
         model, stock = quantized(kind), models.build()
         actual, shapes, others = products(model)
         group = int(kind[-2:])
@@ -345,17 +347,17 @@ class TestFourBits:
         for path, layer in quantizing.layers(model):
             weight = stock.get_submodule(path).weight
             scale = layer.quantized.scale[layer.start : layer.start + layer.out_features]
-            # half a step, and what the rounding of the scale takes from the largest number
+            # half a step, and the rounding error of the scale at the largest number
             bound = scale.double().repeat_interleave(group, 1) * (0.5 + 7.5 * 2**-8)
             assert ((layer.weight.double() - weight.double()).abs() <= bound).all()
             data = layer.quantized.data
             assert data.nbytes == data.shape[0] * layer.in_features // 2
             assert layer.quantized.scale.nbytes == data.shape[0] * layer.in_features // group * 2
         assert f"4 bits in groups of {group}" in quantizing.summary(model)
-        kernels = {each.situation: each.kernel for each in hf_rocm.explain(model).kernels}
+        kernels = {kernel.situation: kernel.kernel for kernel in hf_rocm.explain(model).kernels}
         assert kernels["q_proj + k_proj + v_proj, 128 × 64"] == "dequantize, F.linear"
 
-    def test_ways_back_and_copies(self, stock, tmp_path):
+    def test_restore_dequantize_and_copies(self, stock, tmp_path):
         model = models.prepared()
         hf_rocm.quantize(model, "int4-g32", force=True, keep="cpu")
         before = logits(model)

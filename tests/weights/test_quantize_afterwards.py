@@ -1,4 +1,4 @@
-"""What people do to a model in 8 bits: copies, dtypes, loading, saving, hooks, compiling, generating."""
+"""Using an 8-bit model: copies, dtypes, loading, saving, hooks, compilation and generation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checked():
 
 
 class TestAfterwards:
-    """What people do to a model."""
+    """Every change of a model."""
 
     def still_one_product(self, model, expected):
         actual, shapes, others = products(model)
@@ -47,7 +47,7 @@ class TestAfterwards:
         assert group_of(twin) is not None and group_of(twin) is twin.k_proj.quantized
 
     @each_kind
-    def test_other_dtypes_leave_the_8_bits_alone(self, kind):
+    def test_casting_keeps_the_8_bit_weights(self, kind):
         model = quantized(kind)
         before = {path: layer.quantized.data.clone() for path, layer in quantizing.layers(model)}
         model.bfloat16()
@@ -65,7 +65,7 @@ class TestAfterwards:
         assert shapes == SHAPES * LAYERS and output.dtype == torch.bfloat16 and torch.isfinite(output).all()
 
     @pytest.mark.parametrize("kept", [None, "cpu"])
-    def test_what_is_loaded_takes_effect_in_the_next_call(self, kept):
+    def test_loaded_weights_take_effect_in_the_next_call(self, kept):
         model, other = quantized(keep=kept), models.build()
         with torch.no_grad():
             for parameter in other.parameters():
@@ -81,7 +81,7 @@ class TestAfterwards:
                 model.model.layers[0].mlp.up_proj.weight * 1, model.state_dict()["model.layers.0.mlp.up_proj.weight"]
             )
 
-    def test_loading_tells_what_is_wrong(self):
+    def test_loading_reports_errors(self):
         model = quantized()
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         name = "model.layers.0.mlp.up_proj.weight"
@@ -104,7 +104,7 @@ class TestAfterwards:
             owner = name.rpartition(".")[0]
             expected = weights[owner] if owner in weights else model.get_parameter(name)
             assert torch.equal(parameter, expected) and parameter.dtype == torch.float32
-        self.still_one_product(model, logits(model))  # saving left it as it was
+        self.still_one_product(model, logits(model))  # saving did not change it
 
     def test_biases(self):
         model = models.build(attention_bias=True)
@@ -122,7 +122,7 @@ class TestAfterwards:
         assert_as_good_as_eager(actual, eager, logits(stock.double()))
         assert torch.equal(model.model.layers[0].self_attn.v_proj.bias, stock.model.layers[0].self_attn.v_proj.bias)
 
-    def test_a_layer_that_somebody_hooks_or_replaces_is_called(self):
+    def test_a_hooked_or_replaced_layer_is_called(self):
         model = quantized()
         expected = logits(model)
         seen = []
@@ -136,7 +136,7 @@ class TestAfterwards:
         assert group_of(attention) is None and torch.isfinite(logits(model)).all()
 
     def test_its_blocks_compile_into_one_graph(self):
-        """Not the whole model: what 4.x does about masks is no one graph with this torch."""
+        """Not the whole model: the mask code of 4.x can't be compiled into one graph with this torch."""
         model = quantized("fp8")
         mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
         x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
@@ -158,7 +158,7 @@ class TestAfterwards:
         again = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=False)
         assert output.shape == (2, 11) and torch.equal(output, again)
 
-    def test_prepare_after_it_leaves_it_alone(self):
+    def test_preparing_it_again_changes_nothing(self):
         model = quantized()
         expected = logits(model)
         hf_rocm.prepare(model, force=True)

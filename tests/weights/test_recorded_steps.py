@@ -1,4 +1,4 @@
-"""Decode steps recorded over shuffled weights: what is written to the weights shows in the next call."""
+"""Decode steps recorded over shuffled weights: writes to the weights take effect in the next call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.weights.models import IDS
 
 
 @pytest.mark.parametrize("threshold", [0, 1], ids=["in place", "a copy"])
-def test_a_write_between_two_calls_shows(threshold, machine, monkeypatch):
+def test_a_write_between_two_calls_takes_effect(threshold, machine, monkeypatch):
     monkeypatch.setitem(recorder.factories, "cpu", EmulatedRecorder)
     machine(threshold=threshold)
     model = shuffling.prepared()

@@ -1,4 +1,4 @@
-"""A prepared model is saved as a stock one is: the same names, the same bytes, ordinary storages."""
+"""A prepared model is saved like a stock one: the same names, the same bytes, ordinary storages."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def files(folder: Path) -> dict[str, str]:
     }
 
 
-def test_state_dict_is_stocks(model, stock):
-    ours, theirs = model.state_dict(), stock.state_dict()
-    assert list(ours) == list(theirs)
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]) and tensor.is_contiguous()
+def test_the_state_dict_equals_stocks(model, stock):
+    prepared, expected = model.state_dict(), stock.state_dict()
+    assert list(prepared) == list(expected)
+    for name, tensor in prepared.items():
+        assert torch.equal(tensor, expected[name]) and tensor.is_contiguous()
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
-    missing, unexpected = models.build().load_state_dict(ours)
+    missing, unexpected = models.build().load_state_dict(prepared)
     assert not missing and not unexpected
 
 
 @pytest.mark.parametrize("shard", [None, "60KB"])
-def test_save_pretrained_writes_the_files_that_stock_writes(model, stock, tmp_path, shard):
+def test_save_pretrained_writes_the_same_files_as_stock(model, stock, tmp_path, shard):
     size = {"max_shard_size": shard} if shard else {}
     stock.save_pretrained(tmp_path / "stock", **size)
     model.save_pretrained(tmp_path / "ours", **size)
     assert files(tmp_path / "ours") == files(tmp_path / "stock")
     assert (len(files(tmp_path / "ours")) > 2) is (shard is not None)
-    follows(model, GROUPS)  # saving left it as it was
+    follows(model, GROUPS)  # saving did not change it
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "ours")
     assert live(loaded) == 0
     assert_same_results(loaded, stock)
@@ -62,7 +62,7 @@ def test_save_model_of_safetensors(model, stock, tmp_path):
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, stock.model.layers[0].mlp.up_proj.weight)
 
 
-def test_a_saved_state_dict_has_the_size_of_stocks(model, stock, tmp_path):
+def test_a_saved_state_dict_is_as_large_as_stocks(model, stock, tmp_path):
     torch.save(model.state_dict(), tmp_path / "ours.pt")
     torch.save(stock.state_dict(), tmp_path / "stock.pt")
     assert abs((tmp_path / "ours.pt").stat().st_size - (tmp_path / "stock.pt").stat().st_size) < 1024

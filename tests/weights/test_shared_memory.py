@@ -1,4 +1,4 @@
-"""Weights whose memory another model has too stay where they are: both models see what is written into them."""
+"""Weights that share memory with another model are not moved: writes reach both models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("q_proj", "k_proj", "v_proj")
 
 
 def two():
-    """Two models over the same memory, as `load_state_dict(assign=True)` leaves them."""
+    """Two models that share memory, as after `load_state_dict(assign=True)`."""
     one, other = models.build(), models.build()
     other.load_state_dict(one.state_dict(), assign=True)
     return one, other
@@ -45,57 +45,61 @@ def test_a_write_reaches_both(prepared, written):
 
 
 def test_a_training_step_of_one_reaches_the_other():
-    ours, other = two()
-    hf_rocm.prepare(ours, force=True)
+    prepared, other = two()
+    hf_rocm.prepare(prepared, force=True)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     other(models.IDS, labels=models.IDS).loss.backward()
     optimizer.step()
-    assert torch.equal(logits(ours), logits(other))
+    assert torch.equal(logits(prepared), logits(other))
 
 
-def test_they_are_fused_once_the_other_model_is_gone():
-    ours, other = two()
-    hf_rocm.prepare(ours, force=True)
-    logits(ours)
+def test_they_are_fused_once_the_other_model_is_freed():
+    prepared, other = two()
+    hf_rocm.prepare(prepared, force=True)
+    logits(prepared)
     del other
     gc.collect()
-    follows(ours, GROUPS)
+    follows(prepared, GROUPS)
 
 
 def test_a_fused_model_whose_memory_is_shared_later_stays_fused_and_shares_it():
-    ours, other = models.prepared(), models.build()
-    other.load_state_dict(ours.state_dict(), assign=True)
-    follows(ours, GROUPS)
-    for change in (lambda: ours.to("cpu"), lambda: hf_rocm.prepare(ours, force=True), lambda: hf_rocm.restore(ours)):
+    prepared, other = models.prepared(), models.build()
+    other.load_state_dict(prepared.state_dict(), assign=True)
+    follows(prepared, GROUPS)
+    for change in (
+        lambda: prepared.to("cpu"),
+        lambda: hf_rocm.prepare(prepared, force=True),
+        lambda: hf_rocm.restore(prepared),
+    ):
         change()
-        assert addresses(ours) == addresses(other)
+        assert addresses(prepared) == addresses(other)
         with torch.no_grad():
             other.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
-        assert torch.equal(logits(ours), logits(other))
+        assert torch.equal(logits(prepared), logits(other))
 
 
 def listed_experts(model):
     return any(isinstance(module._modules.get("experts"), torch.nn.ModuleList) for module in model.modules())
 
 
-def test_stacked_experts_stay_too():
+def test_stacked_experts_are_not_moved_either():
     if not listed_experts(make("mixtral")):
         pytest.skip("this release keeps the experts of a mixture in stacked parameters, which nothing moves")
-    ours, other = make("mixtral"), make("mixtral")
-    other.load_state_dict(ours.state_dict(), assign=True)
-    hf_rocm.prepare(ours, force=True)
-    assert addresses(ours) == addresses(other)
+    prepared, other = make("mixtral"), make("mixtral")
+    other.load_state_dict(prepared.state_dict(), assign=True)
+    hf_rocm.prepare(prepared, force=True)
+    assert addresses(prepared) == addresses(other)
     other_alone = hf_rocm.prepare(make("mixtral"), force=True)
-    assert addresses(other_alone).keys() == addresses(ours).keys()
-    assert {type(each) for each in groups(other_alone)} > {Fused} and groups(ours) == []
+    assert addresses(other_alone).keys() == addresses(prepared).keys()
+    assert {type(group) for group in groups(other_alone)} > {Fused} and groups(prepared) == []
 
 
 def groups(model):
-    return [each for module in model.modules() if isinstance(each := module.__dict__.get(SLOT), WeightGroup)]
+    return [entry for module in model.modules() if isinstance(entry := module.__dict__.get(SLOT), WeightGroup)]
 
 
-def test_tensors_of_the_model_itself_are_no_reason():
-    """An optimizer, gradients, hooks on parameters and a graph that is kept refer to the parameters themselves."""
+def test_references_to_the_parameters_do_not_prevent_fusing():
+    """An optimizer, gradients, hooks on parameters and a retained graph refer to the parameters themselves."""
     model = models.build()
     optimizer = torch.optim.AdamW(model.parameters())
     loss = model(models.IDS, labels=models.IDS).loss

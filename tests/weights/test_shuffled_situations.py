@@ -1,4 +1,4 @@
-"""Whatever is done to a model with shuffled weights, it computes what its present weights say."""
+"""A model with shuffled weights uses its current weights after every change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.weights.models import IDS, LAYERS, logits
 from tests.weights.shuffling import PRODUCTS, ROWS, account, build, prepared, serves, traces
 
 
-def test_a_copying_load_state_dict_shows_in_the_next_forward(either):
+def test_load_state_dict_takes_effect_in_the_next_forward(either):
     other = {name: torch.randn_like(p) * 0.1 for name, p in build().state_dict().items()}
     assert either.load_state_dict(other).missing_keys == []
     in_place = account(either)["threshold"] == 0
@@ -30,7 +30,7 @@ def test_a_copying_load_state_dict_shows_in_the_next_forward(either):
 
 @pytest.mark.parametrize("write", ["parameter", "detached", "data", "replaced data", "new parameter", "assigned"])
 @pytest.mark.parametrize("which", ["model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"])
-def test_no_write_is_missed(either, write, which):
+def test_every_write_takes_effect(either, write, which):
     linear = either.get_submodule(which)
     new = torch.randn(linear.weight.shape, dtype=torch.bfloat16) * 0.1
     with torch.no_grad():
@@ -47,7 +47,7 @@ def test_no_write_is_missed(either, write, which):
         else:
             linear.load_state_dict({"weight": new.clone()}, assign=True)
     if write == "data" and account(either)["threshold"]:
-        # PyTorch counts no write through .data: preparing again compares, and makes the copy anew
+        # PyTorch does not count writes through .data: preparing again compares the values and renews the copy
         hf_rocm.prepare(either, force=True, preshuffle="all", budget=1.0)
     assert torch.equal(either.state_dict()[f"{which}.weight"], new)
     eager = build()
@@ -69,7 +69,7 @@ def test_state_dict_pickle_deepcopy_and_checkpoints_have_the_stock_layout(either
         assert not traces(hf_rocm.restore(twin))
     buffer = io.BytesIO()
     torch.save(either, buffer)
-    serves(either, shuffled=PRODUCTS)  # copying and pickling leave the model as it is
+    serves(either, shuffled=PRODUCTS)  # copying and pickling do not change the model
     same(either.state_dict())
     either.save_pretrained(tmp_path)
     same(type(either).from_pretrained(tmp_path, torch_dtype=torch.bfloat16).state_dict())
@@ -77,7 +77,7 @@ def test_state_dict_pickle_deepcopy_and_checkpoints_have_the_stock_layout(either
     serves(either, shuffled=PRODUCTS)
 
 
-def test_moves_and_casts_never_keep_an_old_copy(either):
+def test_moves_and_casts_discard_the_old_copy(either):
     with torch.no_grad():
         wide = copy.deepcopy(either).float()
         twin = build().float()
@@ -86,8 +86,8 @@ def test_moves_and_casts_never_keep_an_old_copy(either):
     assert all(parameter.dtype == torch.float32 for parameter in either.parameters())
 
 
-def test_all_of_it_under_inference_mode(machine):
-    """Made there, written outside, read there, undone outside: no tensor of that mode is left in a parameter."""
+def test_preparing_and_restoring_under_inference_mode(machine):
+    """Prepare inside, write outside, read inside, restore outside: no parameter remains an inference tensor."""
     for threshold in (0, ROWS):
         machine(threshold=threshold)
         model = build()
@@ -112,12 +112,12 @@ def test_gradients_reach_the_stock_parameters(either):
     twin = build()
     for model in (either, twin):
         model(IDS, labels=IDS, use_cache=False).loss.backward()
-    for (name, mine), (_, its) in zip(either.named_parameters(), twin.named_parameters(), strict=True):
-        assert mine.grad is not None, name
-        torch.testing.assert_close(mine.grad, its.grad, rtol=0.1, atol=0.02)
+    for (name, actual), (_, its) in zip(either.named_parameters(), twin.named_parameters(), strict=True):
+        assert actual.grad is not None, name
+        torch.testing.assert_close(actual.grad, its.grad, rtol=0.1, atol=0.02)
 
 
-def test_an_optimizer_made_before_steps_the_real_weights(either):
+def test_an_optimizer_made_earlier_updates_the_weights(either):
     optimizer = torch.optim.SGD(either.parameters(), lr=0.5)
     before = logits(either)
     either(IDS, labels=IDS, use_cache=False).loss.backward()
@@ -128,8 +128,8 @@ def test_an_optimizer_made_before_steps_the_real_weights(either):
     assert_as_good_as_eager(logits(either), logits(eager), logits(copy.deepcopy(eager).double()))
 
 
-def test_an_adapter_merged_in_place_is_never_stale(either):
-    """What PEFT does: the layer becomes the base of a wrapper, is written through `.data`, and is put back."""
+def test_an_adapter_merged_in_place_takes_effect(either):
+    """As in PEFT: the layer becomes the base of a wrapper, is written through `.data`, and is restored."""
 
     class Adapter(nn.Module):
         def __init__(self, base):
@@ -157,7 +157,7 @@ def test_an_adapter_merged_in_place_is_never_stale(either):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("safe", [False, True])
 def test_lora_of_peft(either, safe):
-    """Added, run, merged, unmerged, merged again and unloaded: always what the same steps make of a stock model."""
+    """Add, run, merge, unmerge, merge again and unload: the results always equal those of a stock model."""
     stock = build()
 
     def lora(model):
@@ -165,24 +165,24 @@ def test_lora_of_peft(either, safe):
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
         return peft.get_peft_model(model, config).eval()
 
-    mine, its = lora(either), lora(stock)
+    actual, its = lora(either), lora(stock)
 
     def equal():
-        torch.testing.assert_close(logits(mine), logits(its), rtol=0.05, atol=0.3)
+        torch.testing.assert_close(logits(actual), logits(its), rtol=0.05, atol=0.3)
         state = its.state_dict()
-        assert all(torch.equal(tensor, state[name]) for name, tensor in copy.deepcopy(mine).state_dict().items())
+        assert all(torch.equal(tensor, state[name]) for name, tensor in copy.deepcopy(actual).state_dict().items())
 
     equal()
-    for each in (mine, its):
-        each.merge_adapter(safe_merge=safe)
+    for it in (actual, its):
+        it.merge_adapter(safe_merge=safe)
     equal()
-    assert not torch.allclose(logits(mine), logits(build()), atol=1.0)
-    for each in (mine, its):
-        each.unmerge_adapter()
+    assert not torch.allclose(logits(actual), logits(build()), atol=1.0)
+    for it in (actual, its):
+        it.unmerge_adapter()
     equal()
-    mine, its = (each.merge_and_unload(safe_merge=safe) for each in (mine, its))
+    actual, its = (it.merge_and_unload(safe_merge=safe) for it in (actual, its))
     equal()
-    straight = lora(prepared()).merge_and_unload(safe_merge=safe)  # without a call in between
+    straight = lora(prepared()).merge_and_unload(safe_merge=safe)  # no call in between
     torch.testing.assert_close(
         logits(straight), logits(lora(build()).merge_and_unload(safe_merge=safe)), rtol=0.05, atol=0.3
     )
@@ -202,7 +202,7 @@ def test_compiled_models_read_shuffled_weights_and_follow_writes(either):
     marked = [
         getattr(call.arguments["B"], "is_shuffled", False) for call in recorded.kernels.CALLS if "gemm" in call[0]
     ]
-    single = 7 * LAYERS + 1  # a group whose originals are gone runs layer by layer
+    single = 7 * LAYERS + 1  # a group without originals runs layer by layer
     assert sum(marked) == (single if account(either)["threshold"] == 0 else PRODUCTS)
     new = {name: torch.randn_like(p) * 0.1 for name, p in eager.state_dict().items()}
     either.load_state_dict(new)
@@ -213,7 +213,7 @@ def test_compiled_models_read_shuffled_weights_and_follow_writes(either):
     torch._dynamo.reset()
 
 
-def test_hooks_and_functional_calls_see_what_they_ask_for(either):
+def test_hooks_and_functional_calls_get_stock_weights(either):
     linear = either.model.layers[0].mlp.down_proj
     seen = []
     handle = linear.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
@@ -227,16 +227,16 @@ def test_hooks_and_functional_calls_see_what_they_ask_for(either):
     torch.testing.assert_close(called, nn.functional.linear(x, other))
 
 
-def test_a_copy_is_renewed_where_it_lies(machine):
+def test_a_copy_is_renewed_in_place(machine):
     machine()
     linear = nn.Linear(64, 32, bias=False).bfloat16()
-    held = shuffled_copy.ShuffledCopy(linear.weight, [linear.weight], ROWS)
+    kept = shuffled_copy.ShuffledCopy(linear.weight, [linear.weight], ROWS)
     x = torch.randn(ROWS, 64).bfloat16()
-    address = held.shuffled.data.data_ptr()
+    address = kept.shuffled.data.data_ptr()
     with torch.no_grad():
         linear.weight.mul_(2)
-        assert torch.equal(held.serves(x, [linear.weight]).data, shuffle(linear.weight).data)
-        assert held.shuffled.data.data_ptr() == address
+        assert torch.equal(kept.serves(x, [linear.weight]).data, shuffle(linear.weight).data)
+        assert kept.shuffled.data.data_ptr() == address
         linear.weight.data = linear.weight.data.clone()
-        assert held.serves(x, [linear.weight]) is None and held.extra_bytes(linear) == 0
+        assert kept.serves(x, [linear.weight]) is None and kept.extra_bytes(linear) == 0
     shuffled_copy.unwatch()

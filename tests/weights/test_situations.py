@@ -1,6 +1,6 @@
-"""What people do to a model after loading: a prepared one follows as a stock one would, and never lags behind.
+"""Changes of a model after loading take effect in a prepared model as in a stock one.
 
-Each test says how many of the four groups still run fused; `follows` proves it by the products that ran.
+Each test gives the number of the four groups that still run fused; `follows` checks it by the GEMMs that ran.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def test_dtypes(model, dtype, how):
     else:
         {torch.bfloat16: model.bfloat16, torch.float16: model.half, torch.float64: model.double}[dtype]()
     assert blocks(model) == GROUPS and model.model.layers[0].mlp.up_proj.weight.dtype == dtype
-    if dtype != torch.float64:  # the reference itself
+    if dtype != torch.float64:  # the rounding error of the reference
         follows(model, GROUPS)
     model.float()
     follows(model, GROUPS)
 
 
-def test_moving_where_it_already_is(model):
+def test_moving_to_the_same_device(model):
     model.to("cpu").train().eval()
     follows(model, GROUPS)
 
@@ -80,7 +80,7 @@ def _accelerate(linear):
 
 
 @pytest.mark.parametrize("replace", [_data, _parameter, _accelerate])
-def test_a_replaced_weight_takes_its_group_out(model, replace):
+def test_a_replaced_weight_unfuses_its_group(model, replace):
     layer = model.model.layers[0]
     replace(layer.self_attn.k_proj)
     follows(model, GROUPS - 1)
@@ -119,7 +119,7 @@ def test_weights_tied_later(model):
     with torch.no_grad():
         second.mlp.up_proj.weight.mul_(2)
     follows(model, GROUPS - 1)
-    model.double().float()  # the first module that holds the parameter moves it away from the second
+    model.double().float()  # the first module with the parameter moves it away from the second
     assert first.mlp.up_proj.weight is second.mlp.up_proj.weight
     follows(model, GROUPS - 2)
 
@@ -134,7 +134,7 @@ def test_a_user_hook_is_called(model):
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_have_weights_of_their_own(model, how):
+def test_copies_have_separate_weights(model, how):
     if how == "deepcopy":
         twin = copy.deepcopy(model)
     elif how == "pickle":
@@ -149,7 +149,7 @@ def test_copies_have_weights_of_their_own(model, how):
     with torch.no_grad():
         twin.model.layers[0].mlp.up_proj.weight.mul_(2)
         model.model.layers[1].self_attn.q_proj.weight.mul_(3)
-    assert blocks(twin) == (GROUPS if how == "deepcopy" else 0)  # the others fuse themselves when they are called
+    assert blocks(twin) == (GROUPS if how == "deepcopy" else 0)  # the others are fused when they are called
     follows(twin, GROUPS)
     follows(model, GROUPS)
     assert not torch.equal(twin.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
@@ -157,7 +157,7 @@ def test_copies_have_weights_of_their_own(model, how):
     follows(twin, GROUPS)
 
 
-def test_a_pickle_opens_where_hf_rocm_is_not_installed(model, tmp_path):
+def test_a_pickle_can_be_loaded_without_hf_rocm(model, tmp_path):
     torch.save(model, tmp_path / "model.pt")
     torch.save(logits(models.build()), tmp_path / "expected.pt")
     script = (
@@ -201,13 +201,14 @@ def test_to_meta_and_back(model):
 
 @pytest.mark.parametrize("fused_optimizer", [False, True])
 def test_two_training_steps_equal_those_of_an_unfused_model(model, fused_optimizer):
-    # a copy: a product's last bit may depend on where a mapped weight lies, and AdamW makes a step of a gradient's sign
+    # a copy, since the last bit of a GEMM may depend on the address of a mapped weight, and AdamW's first step depends
+    # on a gradient's sign
     model, twin = copy.deepcopy(model), models.unfused()
-    for each in (model, twin):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01, fused=fused_optimizer)
+    for variant in (model, twin):
+        optimizer = torch.optim.AdamW(variant.parameters(), lr=0.01, fused=fused_optimizer)
         for _ in range(2):
             optimizer.zero_grad()
-            each(IDS, labels=IDS, use_cache=False).loss.backward()
+            variant(IDS, labels=IDS, use_cache=False).loss.backward()
             optimizer.step()
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other), name
@@ -216,8 +217,8 @@ def test_two_training_steps_equal_those_of_an_unfused_model(model, fused_optimiz
 
 
 def test_gradients_equal_stock(model, stock):
-    for each in (model, stock):
-        each(IDS, labels=IDS, use_cache=False).loss.backward()
+    for variant in (model, stock):
+        variant(IDS, labels=IDS, use_cache=False).loss.backward()
     for (name, one), other in zip(model.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
         assert one.grad.abs().max() > 0
@@ -246,11 +247,11 @@ def test_lora_add_merge_unmerge_unload(model):
 
     assert not torch.allclose(logits(twin), logits(models.build()), atol=1e-2)
     equal(0)
-    for each in (adapted, twin):
-        each.merge_adapter()
+    for variant in (adapted, twin):
+        variant.merge_adapter()
     equal(0)
-    for each in (adapted, twin):
-        each.unmerge_adapter()
+    for variant in (adapted, twin):
+        variant.unmerge_adapter()
     equal(0)
     assert adapted.unload() is model
     follows(model, GROUPS)
@@ -274,9 +275,9 @@ def test_lora_merge_and_unload(model, safe):
 @ignores_peft
 def test_lora_training_equals_stock(model):
     stock = models.build()
-    for each in (model, stock):
+    for variant in (model, stock):
         torch.manual_seed(3)
-        adapted = lora(each).train()
+        adapted = lora(variant).train()
         optimizer = torch.optim.SGD(adapted.parameters(), lr=0.1)
         adapted(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
         optimizer.step()
@@ -299,8 +300,8 @@ def test_disk_offload(model, tmp_path):
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_device_map_of_two_entries_still_fuses(stock, before):
-    """One entry leaves no hooks; two leave one on every layer, though nothing moves."""
+def test_a_device_map_of_two_entries_is_still_fused(stock, before):
+    """With one entry there are no hooks; with two there is one on every layer, though nothing moves."""
     if before:
         hf_rocm.prepare(stock, force=True)
     accelerate.dispatch_model(stock, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
@@ -325,11 +326,11 @@ def test_a_device_map_with_an_offloaded_layer_fuses_the_others(stock, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_whole(model, backend):
+def test_the_whole_model_compiled(model, backend):
     gc.collect()
-    unwatch()  # shuffled copies of earlier tests: the end of the last takes a hook away, which the compiler guards
+    unwatch()  # shuffled copies of earlier tests: freeing the last one removes a hook that the compiler guards on
     torch._dynamo.reset()
-    # a finished mask: how 4.x makes its own can't be traced whole
+    # a 4D mask: the code of 4.x that builds one can't be traced into one graph
     mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
     call = {"attention_mask": mask, "use_cache": False}
     counter = CompileCounterWithBackend(backend)
@@ -345,8 +346,8 @@ def test_compiled_whole(model, backend):
     torch._dynamo.reset()
 
 
-def test_exported_whole(model):
-    """The program holds the parameters alone and needs no hf_rocm; the model stays fused."""
+def test_the_whole_model_exported(model):
+    """The program contains only the parameters and does not need hf_rocm; the model stays fused."""
 
     class Logits(nn.Module):
         def __init__(self, inner):

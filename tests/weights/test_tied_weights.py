@@ -16,11 +16,11 @@ def test_tied_parameters_views_and_overlaps_are_found_by_name():
     model["d"].weight = nn.Parameter(flat[32:48].view(4, 4))
     model["e"].register_buffer("copy", model["e"].weight.data)
     model["f"].to("meta")
-    found = shared(model)
-    assert found[id(model["a"].weight)] == "a.weight and b.weight share memory"
-    assert found[id(model["c"].weight)] == found[id(model["d"].weight)] == "c.weight and d.weight share memory"
-    assert found[id(model["e"].weight)] == found[id(model["e"].copy)] == "e.copy and e.weight share memory"
-    assert id(model["f"].weight) not in found
+    result = shared(model)
+    assert result[id(model["a"].weight)] == "a.weight and b.weight share memory"
+    assert result[id(model["c"].weight)] == result[id(model["d"].weight)] == "c.weight and d.weight share memory"
+    assert result[id(model["e"].weight)] == result[id(model["e"].copy)] == "e.copy and e.weight share memory"
+    assert id(model["f"].weight) not in result
 
 
 def test_nothing_is_shared_in_an_ordinary_model():

@@ -1,4 +1,4 @@
-"""The fused product under torch.compile and torch.export: one graph, whatever happens to the weights."""
+"""The fused GEMM under torch.compile and torch.export: one graph for every change of the weights."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def check(run, group):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_one_graph_follows_every_change_of_the_weights(backend, bias):
+def test_one_graph_serves_every_change_of_the_weights(backend, bias):
     group = Group(16, 8, 4, bias=bias)
     fuse.fuse(group, group.names)
     run, counter = compiled(group, backend)
 
     def fused_rows():
-        """The rows of the weights that the op really multiplied by."""
+        """The number of rows of the weights that the operation was called with."""
         with ops.recording() as routes:
             check(run, group)
         return [route.shapes[1][0] for route in routes if route.operation == "linear"]
@@ -71,7 +71,7 @@ def test_one_graph_follows_every_change_of_the_weights(backend, bias):
     assert counter.frame_count == 1 and calls(counter).count("hf_rocm.linear_group") == 1
 
 
-def test_the_graph_takes_the_parameters_and_no_second_copy():
+def test_the_graph_has_the_parameters_and_no_second_copy():
     group = Group(16, 8, 4)
     fuse.fuse(group, group.names)
     run, counter = compiled(group)
@@ -80,7 +80,7 @@ def test_the_graph_takes_the_parameters_and_no_second_copy():
     assert len(inputs) == 4  # x and three weights
 
 
-def test_product_is_traced_too():
+def test_the_plain_gemm_is_traced_too():
     group = Group(16, 8)
     fuse.fuse(group, group.names)
     joined = torch.compile(lambda x: product(group, x), backend="eager", fullgraph=True)(X)
@@ -88,7 +88,7 @@ def test_product_is_traced_too():
 
 
 @pytest.mark.parametrize("change", ["unfused", "hook", "forward", "class"])
-def test_layers_that_someone_touched_are_called(change):
+def test_changed_layers_are_called(change):
     group = Group(16, 8, 4)
     if change != "unfused":
         fuse.fuse(group, group.names)
@@ -103,26 +103,26 @@ def test_layers_that_someone_touched_are_called(change):
     assert "hf_rocm.linear_group" not in calls(counter)
 
 
-def test_hooks_of_accelerate_are_traced_as_they_are():
+def test_accelerates_hooks_are_traced():
     group = Group(16, 8)
     for linear in group.children():
         accelerate.hooks.add_hook_to_module(linear, accelerate.hooks.AlignDevicesHook("cpu"))
     fuse.fuse(group, group.names)
-    run, counter = compiled(group, fullgraph=False)  # accelerate's own code breaks it
+    run, counter = compiled(group, fullgraph=False)  # accelerate's own code breaks the graph
     check(run, group)
     assert "hf_rocm.linear_group" not in calls(counter)
 
 
-def test_gradients_are_those_of_the_layers():
+def test_gradients_equal_those_of_the_layers():
     group, twin = Group(16, 8, bias=True), Group(16, 8, bias=True)
     twin.load_state_dict(group.state_dict())
     fuse.fuse(group, group.names)
     run, counter = compiled(group, "aot_eager")
     with torch.enable_grad():
-        for call, each in ((run, group), (twin, twin)):
+        for call, entry in ((run, group), (twin, twin)):
             x = X.clone().requires_grad_()
             sum(part.square().sum() for part in call(x)).backward()
-            each.x_grad = x.grad
+            entry.x_grad = x.grad
         torch.testing.assert_close(group.x_grad, twin.x_grad)
         for one, other in zip(group.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad)
@@ -135,7 +135,7 @@ def test_gradients_are_those_of_the_layers():
     assert "hf_rocm.linear_group" in calls(counter)
 
 
-def test_autocast_inside_a_graph_keeps_its_dtype():
+def test_autocast_inside_a_graph_applies():
     group = Group(16, 8)
     fuse.fuse(group, group.names)
     run, _ = compiled(group, "aot_eager")
@@ -152,7 +152,7 @@ def test_dynamic_shapes():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_need_no_hf_rocm_and_hold_no_second_copy(strict):
+def test_exported_programs_run_without_hf_rocm_and_have_no_second_copy(strict):
     group = Group(16, 8, 4)
     fuse.fuse(group, group.names)
     program = torch.export.export(group, (X,), strict=strict)
@@ -162,7 +162,7 @@ def test_exported_programs_need_no_hf_rocm_and_hold_no_second_copy(strict):
     assert live(group) is not None
 
 
-def test_the_op_is_described_rightly():
+def test_the_custom_op_passes_opcheck():
     weights = [torch.randn(8, 16), torch.randn(4, 16)]
     torch.library.opcheck(torch.ops.hf_rocm.linear_group.default, (X, weights, []))
     torch.library.opcheck(torch.ops.hf_rocm.linear_group.default, (X, weights, [torch.randn(8), torch.randn(4)]))

@@ -1,7 +1,7 @@
 """The contract of a group of weights, for every kind that registers itself.
 
-A kind that forms from plain linear layers is tested as soon as its file exists; one that forms in another way has an
-entry in `EXAMPLES`.
+A kind that is made from plain linear layers is tested as soon as its file exists; other kinds have an entry in
+`EXAMPLES`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16(
 
 
 class Example(NamedTuple):
-    """How a kind is formed and multiplied. build: a stock module; form: makes the group of it."""
+    """How to build and run a group of one kind. build: returns a stock module; form: makes a group of it."""
 
     build: Callable[[], Any]
     form: Callable[[Any], object]
@@ -50,7 +50,7 @@ class Example(NamedTuple):
     move: Callable[[Any], object] = lambda module: setattr(module.b.weight, "data", torch.ones(16, WIDTH).bfloat16())
     nbytes: Callable[[Any], int] = lambda stock: sum(parameter.nbytes for parameter in stock.parameters())
     extra: Callable[[Any], int] = lambda stock: 0
-    exact: bool = True  # no rounding beside that of the product
+    exact: bool = True  # no rounding except that of the GEMM
     copies: bool = True  # a copy of the module has a group too, at its first call at the latest
 
 
@@ -92,7 +92,9 @@ def _listed(module: Any, x: Tensor) -> Tensor:
 def _copied(module: Any) -> Tensor | None:
     pair = shuffled_experts(module, X)
     return (
-        None if pair is None else torch.cat([ops.Shuffled(each.data.flatten(0, 1)).plain().flatten() for each in pair])
+        None
+        if pair is None
+        else torch.cat([ops.Shuffled(tensor.data.flatten(0, 1)).plain().flatten() for tensor in pair])
     )
 
 
@@ -160,7 +162,7 @@ def formed(kind: type[WeightGroup]) -> tuple[Example, Any]:
 
 
 def follows(example: Example, module: Any, stock: Any) -> None:
-    """The group computes what the layers of stock compute one by one; 8-bit layers, what they compute themselves."""
+    """Check that the group computes what its layers compute one by one: stock layers, or those with 8-bit weights."""
     actual = example.run(module)
     assert actual is not None
     if not example.exact:
@@ -171,16 +173,16 @@ def follows(example: Example, module: Any, stock: Any) -> None:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """What the modules' dictionaries hold, and which objects the parameters are."""
+    """The contents of the modules' dictionaries, and the identities of the parameters."""
     entries: dict[str, Any] = {}
-    for path, each in module.named_modules():
-        entries[f"{path} attributes"] = sorted(each.__dict__)
-        entries[f"{path} class"] = type(each)
-        entries |= {f"{path} {name}": id(parameter) for name, parameter in each._parameters.items()}
+    for path, named_module in module.named_modules():
+        entries[f"{path} attributes"] = sorted(named_module.__dict__)
+        entries[f"{path} class"] = type(named_module)
+        entries |= {f"{path} {name}": id(parameter) for name, parameter in named_module._parameters.items()}
     return entries
 
 
-def test_a_live_group_multiplies_as_its_layers_do(kind):
+def test_a_live_group_computes_what_its_layers_compute(kind):
     example, module = formed(kind)
     follows(example, module, example.build())
     if kind not in (Stacked, CopiedExperts):
@@ -188,10 +190,10 @@ def test_a_live_group_multiplies_as_its_layers_do(kind):
         assert parts is not None and torch.equal(torch.cat(parts, -1), product(module, X))
 
 
-def test_norm_and_activation_go_with_the_product(kind):
+def test_norm_and_activation_are_fused_with_the_gemm(kind):
     _, module = formed(kind)
     if kind in (Stacked, CopiedExperts):
-        assert product(module, X) is None  # which is no product of one input
+        assert product(module, X) is None  # not a GEMM of one input
         return
     norm = ops.Norm(torch.randn(WIDTH).bfloat16(), 1e-6)
     normed = ops.rms_norm(X, norm.weight, eps=norm.eps)
@@ -199,18 +201,18 @@ def test_norm_and_activation_go_with_the_product(kind):
     torch.testing.assert_close(product(module, X, norm=norm, activation="silu"), expected)
 
 
-def test_a_weight_that_moved_is_refused(kind):
+def test_a_moved_weight_is_refused(kind):
     example, module = formed(kind)
     assert example.run(module) is not None
     example.move(module)
     actual = example.run(module)
-    if actual is not None:  # a group that formed again, of the present weights
+    if actual is not None:  # a group rebuilt from the current weights
         torch.testing.assert_close(actual, example.one_by_one(module, X))
     stale = live(module)
     assert stale is None or not stale.parts or type(stale) is not kind
 
 
-def test_restoring_gives_back_objects_values_and_slots(kind):
+def test_restoring_returns_objects_values_and_slots(kind):
     example = example_of(kind)
     module, stock = example.build(), example.build()
     before = state_of(module)
@@ -230,8 +232,10 @@ def test_the_bytes_reported_are_those_of_the_tensors(kind):
     assert group.extra_bytes(module) == example.extra(stock)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["copy", "pickle"])
-def test_a_copy_has_a_group_of_its_own_or_none(kind, how):
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
+)
+def test_a_copy_has_a_separate_group_or_none(kind, how):
     example, module = formed(kind)
     twin = how(module)
     if not example.copies:
@@ -244,12 +248,12 @@ def test_a_copy_has_a_group_of_its_own_or_none(kind, how):
     follows(example, module, example.build())
 
 
-def test_gradients_are_left_to_the_layers(kind):
+def test_with_gradients_the_layers_run(kind):
     example, module = formed(kind)
-    if kind is Quantized:  # whose layers have no parameters
+    if kind is Quantized:  # its layers have no parameters
         return
     with torch.enable_grad():
         actual = example.run(module)
         assert actual is None or actual.grad_fn is not None
-    # the parameter of a single shuffled layer is stock's from then on
+    # the parameter of a single shuffled layer is the stock one from then on
     assert kind is ShuffledLinear or example.run(module) is not None

@@ -65,7 +65,7 @@ class Release:
 
     @property
     def unchecked(self) -> bool:
-        """Whether it is newer than those that hf_rocm's calls were checked with; its local part is no matter."""
+        """Whether it is newer than those that hf_rocm's calls were checked with; its local part is ignored."""
         return self.version is not None and Version(self.version.public) > Version(NEWEST_AITER)
 
     def at_least(self, version: str) -> bool:

@@ -202,7 +202,7 @@ def _forward(
 
 
 class _Work(NamedTuple):
-    """What both launches have in common from call to call. room: the size of the partial results in fp32 numbers."""
+    """The arguments that both launches share in all calls. room: the size of the partial results in fp32 numbers."""
 
     grid: tuple[int, int, int]
     constants: dict[str, Any]

@@ -106,7 +106,7 @@ def _forward(
     if query_ends is None or key_ends is None:
         output, sequences, span = query.new_empty(shape), 1, 1
     else:
-        # rows after the last sequence belong to nobody, as in batches that are padded for graphs
+        # rows after the last sequence are unused, as in batches that are padded for graphs
         output, sequences = query.new_zeros(shape), query_ends.numel() - 1
         span = power_of_two(sequences)
         query_ends, key_ends = query_ends.contiguous(), key_ends.contiguous()

@@ -75,7 +75,7 @@ def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False) -> Lin
 
 
 def row_block(rows: int, *, rocm: bool) -> int:
-    """Rows of x in a program with matrix instructions; on AMD, as many as fit into its local memory."""
+    """Rows of x in a program with matrix instructions; on AMD, the number that fits into its local memory."""
     return min(32 if rocm else 64, max(ROWS, power_of_two(rows)))
 
 

@@ -1,1 +1,1 @@
-"""hf-rocm bench: stock against hf_rocm on one machine, wrong numbers refused, every time beside its floor."""
+"""hf-rocm bench: stock against hf_rocm on one machine, with wrong results refused, and every time next to its floor."""

@@ -1,4 +1,4 @@
-"""What is timed: decoding, prefill, or the forward of an encoder, at one batch size and length."""
+"""The timed cases: decoding, prefill, or the forward of an encoder, at one batch size and length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What one timed unit is: its milliseconds are in the tables."""
+        """The timed unit, whose milliseconds are in the tables."""
         return {"decode": "ms a token", "prefill": "ms", "encode": "ms"}[self.kind]
 
     def rate(self, milliseconds: float) -> float:

@@ -145,9 +145,9 @@ def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> fl
     bottom = top + len(panel.bars) * (BAR + GAP)
     y = top
     for bar in panel.bars:
-        ours = bar.side == OURS
+        is_ours = bar.side == OURS
         end = LABEL + max(bar.value * scale, 1)
-        parts.append(Words(LABEL - 10, y + 15, bar.label, size=12.5, anchor="end", bold=ours))
+        parts.append(Words(LABEL - 10, y + 15, bar.label, size=12.5, anchor="end", bold=is_ours))
         parts.append(Box(LABEL, y, end - LABEL, BAR, COLOURS[bar.side], radius=2))
         low, high = LABEL + bar.low * scale, LABEL + bar.high * scale
         if high - low >= 1:
@@ -155,7 +155,9 @@ def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> fl
             parts.append(Line(low, middle, high, middle, INK))
             parts.extend(Line(place, middle - 4, place, middle + 4, INK) for place in (low, high))
         faster = "" if stock is None or bar.side == STOCK else f" ({stock / bar.value:.2f} ×)"
-        parts.append(Words(max(end, high) + 8, y + 15, f"{milliseconds(bar.value)} ms{faster}", size=12.5, bold=ours))
+        parts.append(
+            Words(max(end, high) + 8, y + 15, f"{milliseconds(bar.value)} ms{faster}", size=12.5, bold=is_ours)
+        )
         y += BAR + GAP
     if panel.floor is None:
         return bottom

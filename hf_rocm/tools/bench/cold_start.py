@@ -1,7 +1,7 @@
-"""What a start costs: the first generation in a fresh process, with cold caches and with warm ones, and its memory.
+"""The cost of a start: the first generation in a fresh process, with cold and warm caches, and its memory.
 
-Each start has a process of its own, since what one compiled or allocated another would find. Two in a row share folders
-for what Triton, PyTorch and hf_rocm keep on disk: the first is cold, the second finds it there.
+Each start has a separate process, since compiled code and allocated memory would affect the next one. Two in a row
+share folders for what Triton, PyTorch and hf_rocm keep on disk: the first is cold, the second finds it there.
 """
 
 from __future__ import annotations

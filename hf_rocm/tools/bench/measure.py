@@ -239,7 +239,7 @@ def _start_of_peak(device: torch.device) -> int:
 
 
 def _peak(device: torch.device, before: int, model: Any) -> int | None:
-    """The peak memory of this side alone: what it added, plus the weights, which all sides share."""
+    """The peak memory of this side: its own allocations plus the weights, which all sides share."""
     if device.type != "cuda":
         return None
     weights = sum({parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}.values())

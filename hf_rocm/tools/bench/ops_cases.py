@@ -24,7 +24,7 @@ OPERATIONS = (
     "experts",
 )
 TOKENS = (1, 4, 8)  # of a decode step: the rows of the experts' GEMMs
-MIXTURE = "qwen3-30b-a3b"  # the mixture whose experts are measured if the shape has none
+MIXTURE = "qwen3-30b-a3b"  # the model whose experts are measured if the shape has none
 FEW = 16  # the largest number of rows of fused linear kernels
 ROUTING = "routing"  # not an operation: the router's overhead
 
@@ -219,7 +219,7 @@ def _rope(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
 
 
 def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
-    """Cases of a mixture of experts: every token has its own experts, the same in every set of inputs."""
+    """Cases of routed experts: every token has its own experts, the same in every set of inputs."""
     mixture = dims.mixture
     h, i, k = mixture["hidden_size"], mixture["moe_intermediate_size"], mixture["num_experts_per_tok"]
     e = mixture["num_experts"] if sizes.device.type == "cuda" else k  # all experts would take too long on a CPU

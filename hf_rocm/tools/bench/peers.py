@@ -50,15 +50,15 @@ class Peers:
         share = 2 * (self.world - 1) / self.world
         return share * size / self.sum_seconds(torch.zeros(size // 4, device=self.device))
 
-    def facts(self, told: Exchange, case: Case) -> dict[str, Any]:
+    def facts(self, exchange: Exchange, case: Case) -> dict[str, Any]:
         """The record of an exchange: computed, except for the measured time of one sum."""
-        message = torch.zeros(max(1, told.message // 4), dtype=torch.float32, device=self.device)
+        message = torch.zeros(max(1, exchange.message // 4), dtype=torch.float32, device=self.device)
         return {
-            "sums": told.sums,
-            "message": told.message,
-            "gathered": told.gathered,
-            "sent": told.sent,
-            "sent_per_token": told.sent / _tokens(case),
+            "sums": exchange.sums,
+            "message": exchange.message,
+            "gathered": exchange.gathered,
+            "sent": exchange.sent,
+            "sent_per_token": exchange.sent / _tokens(case),
             "sum_microseconds": 1e6 * self.sum_seconds(message),
         }
 

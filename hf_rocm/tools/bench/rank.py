@@ -109,11 +109,11 @@ class _Rank:
             files.write(self.place / "progress", text)
 
     def run(self) -> Segment:
-        asked = self.asked
+        requested = self.asked
         self.say(f"{self.subject.name}: loading each rank's part")
         stock = restore(self._load())
-        if asked.blank:
-            fill(stock, Path(asked.folder), rank=self.rank)
+        if requested.blank:
+            fill(stock, Path(requested.folder), rank=self.rank)
         made = self._sides(stock)
         self.say(f"{self.subject.name}: measuring the rates of copies, GEMMs and all-reduces")
         rates = machine_rates.measure(self.device, _dtype(stock))
@@ -121,20 +121,20 @@ class _Rank:
         reference = ReferenceInPlace(stock)
         results, exchanges = [], []
         with options.override(graphs_memory="50%"):
-            for case in asked.cases:
-                exchange = exchanged(stock, case, asked.world)
-                least = floor(stock, case, rates, ranks=asked.world, exchange=exchange.sent / wire)
+            for case in requested.cases:
+                exchange = exchanged(stock, case, requested.world)
+                least = floor(stock, case, rates, ranks=requested.world, exchange=exchange.sent / wire)
                 results.append(Result(case, least, tuple(self._measure(case, made, reference)), {}))
                 exchanges.append({"case": case.title, **self.peers.facts(exchange, case)})
         return Segment(
-            asked.segment,
+            requested.segment,
             machine(self.device),
             commit(),
             describe(self.subject, stock),
             rates,
-            asked.rounds,
+            requested.rounds,
             results=tuple(results),
-            parallel={"tp": asked.world, "world": asked.world, **self.peers.interconnect(), "wire": wire}
+            parallel={"tp": requested.world, "world": requested.world, **self.peers.interconnect(), "wire": wire}
             | {"exchanges": exchanges},
         )
 
@@ -148,13 +148,13 @@ class _Rank:
         wanted = self.asked.sides
         made = {STOCK: Side(STOCK, stock)}
         if {OURS, UNCAPTURED} & set(wanted):
-            ours = self._load()
-            for module, other in zip(ours.modules(), stock.modules(), strict=True):
+            prepared = self._load()
+            for module, other in zip(prepared.modules(), stock.modules(), strict=True):
                 assert module._parameters.keys() == other._parameters.keys()
                 module._parameters.update(other._parameters)
-            prepare(ours, force=True)
-            made[OURS] = Side(OURS, ours)
-            made[UNCAPTURED] = Side(UNCAPTURED, ours, {"disable_compile": True})
+            prepare(prepared, force=True)
+            made[OURS] = Side(OURS, prepared)
+            made[UNCAPTURED] = Side(UNCAPTURED, prepared, {"disable_compile": True})
         return [made[name] for name in wanted]
 
     def _measure(self, case: Case, sides: list[Side], reference: ReferenceInPlace) -> list[Timing]:
@@ -237,7 +237,7 @@ class _Rank:
         return torch.cuda.memory_allocated(self.device)
 
     def _peak(self, before: int, model: Any) -> int | None:
-        """On the rank with the most memory in use: what a side added, plus the rank's part of the weights."""
+        """On the rank with the most memory in use: a side's own allocations plus the rank's part of the weights."""
         if self.device.type != "cuda":
             return None
         weights = sum(

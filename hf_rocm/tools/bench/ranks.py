@@ -93,7 +93,7 @@ def bench_ranks(
 
 
 def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
-    """Raise `OptionError` or `RankError` on what can't be shared by so many ranks here. Starts nothing."""
+    """Raise `OptionError` or `RankError` if the model can't be sharded over this number of ranks. Starts nothing."""
     if subject.encoder:
         raise OptionError(f"{subject.name} is an encoder", hint="--tp compares decoders; leave it out")
     others = [name for name in names if name not in SIDES]
@@ -158,10 +158,10 @@ def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> No
 
 @contextmanager
 def _started(place: Path, subject: Subject, ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The ranks' processes; whatever still runs at the end is ended."""
+    """The ranks' processes; those that still run at the end are killed."""
     environment = options.environment()
     if subject.device.type == "cpu":
-        environment |= children.NO_GPU  # transformers shards over whatever accelerator it sees
+        environment |= children.NO_GPU  # transformers shards over any visible accelerator
         environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // ranks)))
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -190,7 +190,7 @@ def _numbers(rank: int, ranks: int) -> dict[str, str]:
 
 
 def _cause(place: Path, codes: Sequence[int | None]) -> HfRocmError:
-    """Who failed first and why: a rank that a signal ended, else the earliest that said something."""
+    """The rank that failed first, with the reason: a rank killed by a signal, else the earliest with an error."""
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             return RankError(

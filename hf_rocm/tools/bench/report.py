@@ -108,17 +108,17 @@ def _alone(result: Result, timing: Timing) -> str | None:
 
 def gains(result: Result) -> dict[str, float]:
     """The speed-up of hf_rocm over stock, and over the faster of stock's compiled forms."""
-    ours = _median(result, OURS)
-    compiled = [each for side in (COMPILE, OVERHEAD) if (each := _median(result, side)) is not None]
+    prepared = _median(result, OURS)
+    compiled = [median for side in (COMPILE, OVERHEAD) if (median := _median(result, side)) is not None]
     ratios: dict[str, float] = {}
-    if ours is None:
+    if prepared is None:
         return ratios
     stock = _median(result, STOCK)
     if stock is not None:
-        ratios["stock"] = stock / ours
+        ratios["stock"] = stock / prepared
     if compiled:
-        ratios["stock with torch.compile"] = min(compiled) / ours
-    ratios["the floor"] = result.floor.milliseconds / ours
+        ratios["stock with torch.compile"] = min(compiled) / prepared
+    ratios["the floor"] = result.floor.milliseconds / prepared
     return ratios
 
 
@@ -129,8 +129,8 @@ def comparison(result: Result) -> list[str]:
     Two sides differ where their quartiles do not overlap. A side whose quartiles span a fifth of its median is noisy.
     """
     sides = {timing.side: timing.unit for timing in result.timings}
-    ours = sides.get(OURS)
-    if ours is None:
+    prepared = sides.get(OURS)
+    if prepared is None:
         return []
     compiled = [sides[side] for side in (COMPILE, OVERHEAD) if side in sides]
     others = {"stock": sides.get(STOCK), "stock with torch.compile": min(compiled, default=None)}
@@ -138,8 +138,8 @@ def comparison(result: Result) -> list[str]:
     alike: list[str] = []
     for name, other in others.items():
         if other is not None:
-            overlaps = ours.low <= other.high and other.low <= ours.high
-            ratio = other.median / ours.median
+            overlaps = prepared.low <= other.high and other.low <= prepared.high
+            ratio = other.median / prepared.median
             words = f"{ratio:.2f} × as fast as {name}" if ratio >= 1 else f"takes {1 / ratio:.2f} × the time of {name}"
             (alike if overlaps else different).append(words)
     lines = [f"hf_rocm: {', '.join(different)}"] if different else []

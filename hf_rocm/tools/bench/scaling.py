@@ -71,7 +71,7 @@ class Exchange:
 
 
 def exchange(decoder: Decoder, ranks: int, *, tokens: int = 1, embedding: bool = False, head: bool = False) -> Exchange:
-    """The exchanges of a forward over so many tokens (batch × length).
+    """The communication of a forward with this number of tokens (batch × length).
 
     embedding, head: whether the table and the head are divided too, which differs between releases of transformers.
     Of the head, one position is gathered.

@@ -1,6 +1,6 @@
-"""Models of known shapes with random weights: what is measured where there is no checkpoint.
+"""Models of known shapes with random weights, to measure without a checkpoint.
 
-Speed doesn't depend on what the weights say (a mixture's routing excepted: random weights spread tokens evenly).
+Speed doesn't depend on the values of weights (except expert routing: random weights spread tokens evenly).
 """
 
 from __future__ import annotations

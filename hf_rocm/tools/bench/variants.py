@@ -31,7 +31,7 @@ LABELS = {
     UNCAPTURED: "hf_rocm without graphs",
     OURS: "hf_rocm",
 }
-# torch.compile: over a static cache, as transformers compiles a decode step; in mode `default` unless it says otherwise
+# torch.compile: over a static cache, as transformers compiles a decode step; in mode `default` unless named otherwise
 DEFAULT = (STOCK, COMPILE, OURS)
 
 # Sides that only differ in decoding and in encoders: transformers compiles no prefill, and we record none.
@@ -149,7 +149,7 @@ def twin(model: Any) -> Any:
 
     assert REPORT not in model.__dict__, "twins are made before the model is prepared"
     shared = [*model.parameters(), *model.buffers()]
-    return restore(copy.deepcopy(model, {id(each): each for each in shared}))
+    return restore(copy.deepcopy(model, {id(tensor): tensor for tensor in shared}))
 
 
 def _missing(name: str, *, encoder: bool) -> str | None:
@@ -165,7 +165,9 @@ def _stock(name: str, model: Any, encoder: bool) -> Side:
 
 
 def _compiled(name: str, model: Any, encoder: bool) -> Side:
-    """Stock as transformers compiles it by itself: only the decode step, over a static cache. Encoders: the forward."""
+    """Stock as transformers compiles it by default: only the decode step, over a static cache.
+    Encoders: the forward.
+    """
     mode = "default" if name == COMPILE else "reduce-overhead"
     copied = twin(model)
     if encoder:
@@ -216,7 +218,7 @@ _MAKERS: dict[str, Callable[[str, Any, bool], Side]] = {
 
 
 def silence(model: Any) -> None:
-    """Generate exactly as many tokens as asked for, whatever they are."""
+    """Generate exactly the requested number of tokens."""
     settings = getattr(model, "generation_config", None)
     if settings is not None:
         settings.eos_token_id = None

@@ -12,7 +12,7 @@ PATCHES, CHANNELS, KERNEL, EMBEDDING = 1288, 3, (2, 16, 16), 1152  # an image of
 
 
 def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
-    """What is numerically wrong with bitsandbytes' NF4 weights on a device; None if nothing is.
+    """The numerical error of bitsandbytes' NF4 weights on a device; None if there is none.
 
     The unpacked weights are compared with the original ones. Products of 1 and of 8 rows, which are different kernels,
     are compared with the exact products of the unpacked weights. The allowed error is twice that of PyTorch's bf16

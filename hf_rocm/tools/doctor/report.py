@@ -81,7 +81,7 @@ class Report:
 
     @property
     def ready(self) -> bool:
-        """Whether there is no problem."""
+        """Whether the report has no problem."""
         return not self.of(Level.PROBLEM)
 
     @property

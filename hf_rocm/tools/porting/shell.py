@@ -48,7 +48,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 @dataclass(frozen=True)
 class Command:
     """One simple command. words: without quotes; the first is the program. assigned: `NAME=value` before it, or alone.
-    guarded: a test of the platform stands around it. tolerated: `|| …` follows, so that its failure is expected.
+    guarded: it is inside a check of the platform. tolerated: `|| …` follows, so that its failure is expected.
     """
 
     line: int

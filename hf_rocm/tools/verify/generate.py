@@ -29,10 +29,10 @@ def greedy_tokens(subject: Subject, ids: Tensor, *, new: int) -> Check:
     if not is_causal_lm(subject):
         return Check(*TOKENS, NOT_RUN, note="the model generates no text")
     prompt, new = _prompt(subject, ids, new)
-    ours = generate(subject, prompt, new)
+    actual = generate(subject, prompt, new)
     with subject.stock():
-        theirs = generate(subject, prompt, new)
-    return _judged(subject, TOKENS, ours, theirs, prompt.shape[1], "stock's")
+        expected = generate(subject, prompt, new)
+    return _judged(subject, TOKENS, actual, expected, prompt.shape[1], "stock's")
 
 
 def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
@@ -44,7 +44,7 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
     first, again = generate(subject, prompt, new), generate(subject, prompt, new)
     steps = _replayed(subject) - before
     reason = _wrong_replay(subject)
-    if reason is not None:  # the tokens are right, because the call was taken back and ran uncaptured
+    if reason is not None:  # the tokens are correct, because the call was repeated uncaptured
         return Check(*GRAPHS, FAILED, numbers={"replayed": float(steps)}, note=reason)
     if not steps:
         return Check(*GRAPHS, NOT_RUN, note=_why_not(subject))
@@ -72,17 +72,17 @@ def generate(subject: Subject, prompt: Tensor, new: int, *, recorded: bool = Tru
     return tokens
 
 
-def _judged(subject: Subject, name: tuple[str, str], ours: Tensor, theirs: Tensor, start: int, whose: str) -> Check:
-    """ours, theirs: [1, S] tokens that agree up to `start`."""
+def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: Tensor, start: int, whose: str) -> Check:
+    """actual, expected: [1, S] tokens that agree up to `start`."""
     with subject.stock():
-        eager = _logits(subject, ours, start)
+        eager = _logits(subject, actual, start)
     with subject.reference():
-        exact = _logits(subject, ours, start)
-    text = ours[0, start:].cpu()
+        exact = _logits(subject, actual, start)
+    text = actual[0, start:].cpu()
     behind = exact.amax(-1) - exact.gather(-1, text[:, None])[:, 0]
     eager_error = (eager - exact).abs().max().item()
     bound = 2 * allowed_error(eager_error, subject.dtype, exact.abs().max().item())
-    differs = (ours[0] != theirs[0])[start:].cpu().nonzero()
+    differs = (actual[0] != expected[0])[start:].cpu().nonzero()
     numbers = {"steps": float(len(text)), "same": float(len(text))}
     note = f"all {len(text)} are {whose}"
     if len(differs):
@@ -93,7 +93,8 @@ def _judged(subject: Subject, name: tuple[str, str], ours: Tensor, theirs: Tenso
             f"the first {first} of {len(text)} are {whose}; there the reference's two best logits are "
             f"{numbers['margin']:.2e} apart, and ours is {numbers['behind']:.2e} behind the best"
         )
-    # in a mixture, a nearly equal choice of experts may change a token's logits by any amount: compare the median
+    # with routed experts, a nearly equal choice of experts may change a token's logits by any amount: compare the
+    # median
     worst = (behind.median() if is_mixture(subject) else behind.max()).item()
     fault = None
     if not worst <= bound:

@@ -72,7 +72,9 @@ def check(file: Path) -> None:
 
 def _unwritable(file: Path, error: Exception) -> GoldenError:
     because = getattr(error, "strerror", None) or error
-    return GoldenError(f"{file} can't be written", facts={"because": because}, hint="name a file in a folder of yours")
+    return GoldenError(
+        f"{file} can't be written", facts={"because": because}, hint="name a file in a folder that you can write to"
+    )
 
 
 def load(file: Path, subject: Subject) -> Golden:

@@ -22,7 +22,7 @@ Around = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any
 
 @contextmanager
 def intercepted(arounds: Mapping[int, Around]) -> Iterator[None]:
-    """Within the block, calls of the modules with these ids go through the function given for each. Blocks nest."""
+    """Within the block, calls of the modules with these ids go through the function for this module. Blocks nest."""
 
     def make(change: Change) -> Callable[..., Any]:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -67,14 +67,14 @@ def bounds_of(subject: Subject, reference: Reference) -> Bounds:
     }
 
 
-def faults_of(subject: Subject, reference: Reference, ours: Run, bounds: Bounds) -> dict[str, Fault]:
+def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) -> dict[str, Fault]:
     """By layer, in order: the first point, in stock's order, whose error exceeds its bound.
 
-    ours: a run in which every layer had the same input as stock's.
+    run: a run in which every layer had the same input as stock's.
     """
     order = {layer: place for place, layer in enumerate(dict.fromkeys(key for key, _ in bounds))}
     faults: dict[str, Fault] = {}
-    for exact, points in zip(reference.local.points, ours.points, strict=True):
+    for exact, points in zip(reference.local.points, run.points, strict=True):
         for layer, names in exact.items():
             rerouted = _rerouted(subject, points.get(layer, {}), names)
             for name, expected in names.items():
@@ -85,19 +85,19 @@ def faults_of(subject: Subject, reference: Reference, ours: Run, bounds: Bounds)
                 if bound.exceeded(off):
                     by_worst = off.worst > bound.worst or not off.finite
                     sizes = (off.worst, bound.worst) if by_worst else (off.typical, bound.typical)
-                    faults[layer] = Fault(layer, label(layer, name, ours.ran), *sizes)
+                    faults[layer] = Fault(layer, label(layer, name, run.ran), *sizes)
     return dict(sorted(faults.items(), key=lambda item: order[item[0]]))
 
 
-def _rerouted(subject: Subject, ours: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor | None:
-    """[N] bool: the rows of a mixture that were routed to other experts, because two scores are nearly equal."""
+def _rerouted(subject: Subject, actual: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor | None:
+    """[N] bool: the rows that were routed to other experts, because two scores are nearly equal."""
     config = subject.text_config
     experts = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
     top = int(getattr(config, "num_experts_per_tok", 0) or 0)
     for name, scores in exact.items() if experts and top else ():
-        mine = ours.get(name)
-        if name.split(".")[-1] in _ROUTERS and scores.shape[-1] == experts and mine is not None:
-            chosen = [logits.double().topk(top, dim=-1).indices.sort(dim=-1).values for logits in (mine, scores)]
+        routed = actual.get(name)
+        if name.split(".")[-1] in _ROUTERS and scores.shape[-1] == experts and routed is not None:
+            chosen = [logits.double().topk(top, dim=-1).indices.sort(dim=-1).values for logits in (routed, scores)]
             return (chosen[0] != chosen[1]).any(-1)
     return None
 
@@ -108,9 +108,9 @@ def _compared(actual: Tensor, expected: Tensor, rerouted: Tensor | None) -> Diff
     return difference(actual[~rerouted], expected[~rerouted])
 
 
-def _final(subject: Subject, reference: Reference, ours: Run) -> Check:
+def _final(subject: Subject, reference: Reference, run: Run) -> Check:
     """The check of the end result, from the runs end to end."""
-    exact, eager, actual = finals(reference.wide, reference.eager, ours)
+    exact, eager, actual = finals(reference.wide, reference.eager, run)
     stock = difference(eager, exact)
     off, bound = end_to_end(subject, difference(actual, exact), stock)
     logits, plain = predictions(actual, exact, eager), predictions(eager, exact, eager)
@@ -131,8 +131,8 @@ def finals(*runs: Run) -> list[Tensor]:
 def end_to_end(subject: Subject, off: Difference, stock: Difference) -> tuple[Difference, Allowed]:
     """The difference of an end result that is compared with its bound, and the bound.
 
-    In a mixture, a token that is routed to another expert has a large error, and so have tokens that attend to it. So
-    the median over the positions is compared there.
+    With routed experts, a token that is routed to another expert has a large error, and so have tokens that attend to
+    it. So the median over the positions is compared there.
     """
     if not is_mixture(subject):
         return off, allowed([stock], subject.dtype)
@@ -151,9 +151,9 @@ def layer_errors(
 
     def worst(run: Run, exact: Run, layer: str) -> float:
         pairs = [
-            (mine[layer][OUTPUT], theirs[layer][OUTPUT])
-            for mine, theirs in zip(run.points, exact.points, strict=True)
-            if OUTPUT in mine.get(layer, {}) and OUTPUT in theirs.get(layer, {})
+            (actual[layer][OUTPUT], expected[layer][OUTPUT])
+            for actual, expected in zip(run.points, exact.points, strict=True)
+            if OUTPUT in actual.get(layer, {}) and OUTPUT in expected.get(layer, {})
         ]
         return max((difference(*pair).worst for pair in pairs), default=math.nan)
 

@@ -89,11 +89,11 @@ class Predictions:
 def predictions(logits: Tensor, reference: Tensor, stock: Tensor) -> Predictions:
     """logits, reference, stock: [N, V]."""
     kl, same, within, count = 0.0, 0, 0, 0
-    for ours, theirs, plain in zip(logits.split(64), reference.split(64), stock.split(64), strict=True):
-        p, q = theirs.double().log_softmax(-1), ours.double().log_softmax(-1)
+    for actual, expected, plain in zip(logits.split(64), reference.split(64), stock.split(64), strict=True):
+        p, q = expected.double().log_softmax(-1), actual.double().log_softmax(-1)
         kl += (p.exp() * (p - q)).sum().item()
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
-        within += int(torch.isclose(ours.double(), plain.double(), rtol=GUIDES, atol=GUIDES).sum())
-        count += ours.numel()
+        within += int(torch.isclose(actual.double(), plain.double(), rtol=GUIDES, atol=GUIDES).sum())
+        count += actual.numel()
     n = max(1, len(logits))
     return Predictions(max(0.0, kl / n), same / n, within / max(1, count))

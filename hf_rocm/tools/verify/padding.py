@@ -25,8 +25,8 @@ def padding_changes_nothing(subject: Subject, batch: Examined | None) -> Check:
     with subject.reference():
         alone = [_alone(subject, ids, mask.bool()) for ids, mask in zip(step.ids, step.mask, strict=True)]
     exact = torch.cat([rows[keep[mask.bool()]] for rows, mask, keep in zip(alone, step.mask, step.keep, strict=True)])
-    stock, ours = (difference(batched.finals[0].flatten(1), exact) for batched in (reference.eager, free))
-    off, bound = end_to_end(subject, ours, stock)
+    stock, actual = (difference(batched.finals[0].flatten(1), exact) for batched in (reference.eager, free))
+    off, bound = end_to_end(subject, actual, stock)
     status = FAILED if bound.exceeded(off) else PASSED
     note = "" if status == PASSED else "a row's result in the batch differs from its result alone"
     return Check(NAME, TITLE, status, off.worst, bound.worst, note=note)

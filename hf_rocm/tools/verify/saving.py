@@ -40,11 +40,11 @@ def saves_the_same(subject: Subject, case: Case, before: Run, *, quick: bool) ->
         if free < 1.2 * size:
             note = f"a copy takes {size / 2**30:.1f} GiB, and {free / 2**30:.1f} are free in {tempfile.gettempdir()}"
             return Check(*SAVED, NOT_RUN, note=f"{note}; set TMPDIR to another folder")
-        ours = _saved(subject.model, Path(folder))
+        actual = _saved(subject.model, Path(folder))
         after = run(subject, case, subject.dtype)
         with subject.stock():
-            theirs = _saved(subject.model, Path(folder))
-    check = _same(*SAVED, differing(theirs, ours), len(theirs))
+            expected = _saved(subject.model, Path(folder))
+    check = _same(*SAVED, differing(expected, actual), len(expected))
     moved = [difference(a, b) for a, b in zip(after.finals, before.finals, strict=True)]
     if check.status == PASSED and any(change.worst or not change.finite for change in moved):
         return Check(*SAVED, FAILED, note="saving changed the results of later calls")

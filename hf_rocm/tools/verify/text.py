@@ -64,7 +64,7 @@ def _check_lines(check: Check, width: int, *, everything: bool) -> Iterator[str]
 
 
 def _final_lines(result: Verification, width: int) -> Iterator[str]:
-    """What the end results look like beside the reference, and beside the guides' fixed tolerance."""
+    """The end results compared with the reference, and with the fixed tolerance of porting guides."""
     rows = [check for check in result.checks if "kl" in check.numbers]
     if not rows:
         return
@@ -77,7 +77,7 @@ def _final_lines(result: Verification, width: int) -> Iterator[str]:
             for name, key in (("max", "max"), ("mean", "mean"), ("KL", "kl"))
         }
         pairs["same top-1"] = (f"{n['same_top1']:.2%}", f"{n['stock_same_top1']:.2%}")
-        words = [f"{name} {ours} ({stock})" for name, (ours, stock) in pairs.items()]
+        words = [f"{name} {actual} ({stock})" for name, (actual, stock) in pairs.items()]
         words.append(f"within rtol = atol = 5e-2 of stock {n['within_5e-2']:.2%}")
         yield from wrapped(", ".join(words), width, indent=f"  {check.name:<18}", hanging="")
 

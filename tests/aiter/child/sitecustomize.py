@@ -1,4 +1,4 @@
-"""Found through PYTHONPATH by the child processes that check kernels: they get the stand-ins too."""
+"""Imported through PYTHONPATH by the child processes that check kernels: installs the stand-ins there too."""
 
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Stand-ins for aiter's compiled kernels: slow, right, and as strict as the real ones are trusting.
+"""Stand-ins for aiter's compiled kernels: slow, correct and strict.
 
-Where a real kernel would read garbage (strides that it ignores, a weight of another dtype, a hidden gradient) these
-raise, so that a wrong call fails. The file named by `STANDIN_BROKEN` breaks one of them on purpose: `name:how`.
+They raise if the real kernel would read wrong data (unsupported strides, a weight of another dtype, a hidden gradient),
+so that a wrong call fails. The file named by `STANDIN_BROKEN` breaks one of them: `name:how`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class QuantType(enum.IntEnum):
 
 
 def of_module(compiled: str) -> dict[str, Any]:
-    """The functions of one compiled module; aiter builds attention once for each variant, under a name of its own."""
+    """The functions of one compiled module. aiter builds attention once per variant, under separate names."""
     for prefix, names in MODULES.items():
         if compiled.startswith(prefix):
             return {name: leaf(globals()[name]) for name in names}

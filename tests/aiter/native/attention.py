@@ -44,7 +44,7 @@ def attend(
         seen &= column <= row + right
     if ends is not None and how != "unwritten":
         need(ends.dtype == torch.int32 and len(ends) == len(q) + 1, "the running sum of the lengths is int32")
-        need(s_q == 1 and right < 0 and left < 0, "lengths are stood in for with single queries alone")
+        need(s_q == 1 and right < 0 and left < 0, "with lengths, this stand-in supports only single queries")
         seen = seen & (column < ends.diff()[:, None])[:, None, None, :]
     scores = scores.masked_fill(~seen, -torch.inf)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
@@ -54,11 +54,11 @@ def attend(
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     need(q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype, "fp16 or bf16, one dtype")
-    for each in (q, k, v):
-        need(each.stride(-1) == 1, "the last dim must be dense")
-        need(all(stride % 8 == 0 for stride in each.stride()[:-1]), "rows must be aligned to 16 bytes")
-        need(each.shape[-1] % 8 == 0 and each.shape[-1] <= 256, "head dims are multiples of 8 up to 256")
-    need(q.shape[0] > 0 and k.shape[-3] > 0, "nothing to attend to")
+    for tensor in (q, k, v):
+        need(tensor.stride(-1) == 1, "the last dim must be dense")
+        need(all(stride % 8 == 0 for stride in tensor.stride()[:-1]), "rows must be aligned to 16 bytes")
+        need(tensor.shape[-1] % 8 == 0 and tensor.shape[-1] <= 256, "head dims are multiples of 8 up to 256")
+    need(q.shape[0] > 0 and k.shape[-3] > 0, "no keys")
     need(q.shape[-2] % k.shape[-2] == 0 and k.shape[-2] == v.shape[-2], "grouped heads")
     need(q.shape[-1] == k.shape[-1], "queries and keys have one head dim")
 
@@ -82,8 +82,11 @@ def mha_fwd(
     gen: Any = None,
 ) -> tuple[Tensor, ...]:
     check_attention(q, k, v)
-    need(dropout_p == 0 and not return_dropout_randval and bias is None and alibi_slopes is None, "not stood in for")
-    need(q.shape[1] <= k.shape[1] or not (is_causal or window_size_left >= 0), "rows that see nothing")
+    need(
+        dropout_p == 0 and not return_dropout_randval and bias is None and alibi_slopes is None,
+        "not supported by this stand-in",
+    )
+    need(q.shape[1] <= k.shape[1] or not (is_causal or window_size_left >= 0), "rows without visible keys")
     left = -1 if window_size_left >= k.shape[1] else window_size_left
     right = -1 if window_size_right >= k.shape[1] else window_size_right
     if q.shape[1] == 1:
@@ -144,7 +147,7 @@ def mha_bwd(
     check_attention(q, k, v)
     need(softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1]), "the log-sum-exp of the forward")
     with torch.enable_grad():
-        inputs = [each.detach().float().requires_grad_() for each in (q, k, v)]
+        inputs = [tensor.detach().float().requires_grad_() for tensor in (q, k, v)]
         output, _ = attend(*inputs, softmax_scale, is_causal, window_size_left, window_size_right, name="mha_bwd")
         gradients = torch.autograd.grad(output, inputs, dout.float())
     for target, gradient in zip((dq, dk, dv), gradients, strict=True):
@@ -206,7 +209,7 @@ def mha_varlen_fwd(
     cu_seqlens_k_padded: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     check_attention(q, k, v)
-    need(cu_seqlens_k is not None and block_table is None and out is None, "not stood in for")
+    need(cu_seqlens_k is not None and block_table is None and out is None, "not supported by this stand-in")
     for cu, total, longest in ((cu_seqlens_q, len(q), max_seqlen_q), (cu_seqlens_k, len(k), max_seqlen_k)):
         need(cu.dtype == torch.int32 and cu.is_contiguous(), "cumulative lengths are int32")
         need(cu[0] == 0 and cu[-1] <= total and cu.diff().max() <= longest, "cumulative lengths fit the tensors")
@@ -215,8 +218,8 @@ def mha_varlen_fwd(
         a, b = slice(*cu_seqlens_q[row : row + 2].tolist()), slice(*cu_seqlens_k[row : row + 2].tolist())
         left = -1 if window_size_left >= max_seqlen_k else window_size_left
         output[a], lse[:, a] = (
-            each[0]
-            for each in attend(
+            entry[0]
+            for entry in attend(
                 *(q[None, a], k[None, b], v[None, b], softmax_scale, is_causal, left, window_size_right),
                 name="mha_varlen_fwd",
                 cap=0.0 if broken("mha_varlen_fwd") == "uncapped" else logits_soft_cap,

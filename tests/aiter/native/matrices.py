@@ -1,4 +1,4 @@
-"""Stand-ins for aiter's norms, gates, products and rotary embedding, which read dense rows and check nothing."""
+"""Stand-ins for aiter's norms, gated activations, GEMMs and rotary embedding, which read dense rows unchecked."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .strict import CALLS, need
 
 
 def check_rows(*tensors: Tensor) -> None:
-    for each in tensors:
-        need(each.dim() == 2 and each.is_contiguous(), "a contiguous matrix")
-        need(each.numel() > 0, "not empty")
+    for tensor in tensors:
+        need(tensor.dim() == 2 and tensor.is_contiguous(), "a contiguous matrix")
+        need(tensor.numel() > 0, "not empty")
 
 
 def _and_mul(out: Tensor, input: Tensor, activation: Any) -> None:
@@ -78,7 +78,7 @@ def rope_cached_2c_fwd_impl(
         cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == input_x.dtype,
         "dense angles, one dtype",
     )
-    need(not reuse_freqs_front_part and not nope_first, "not stood in for")
+    need(not reuse_freqs_front_part and not nope_first, "not supported by this stand-in")
     r = cos.shape[-1]
     need(cos.shape == (input_x.shape[0], 1, 1, r), "angles are [s, 1, 1, d]")
     for source, target in ((input_x, output_x), (input_y, output_y)):
@@ -93,7 +93,7 @@ def rope_cached_2c_fwd_impl(
 
 
 def get_padded_m(M: int, N: int, K: int, gl: int) -> int:
-    """Coarser rows of the tuned table; which ones doesn't matter here."""
+    """The padded M of the tuned table; its values don't matter in these tests."""
     step = 16 if gl == 0 else 64
     return -(-M // step) * step
 
@@ -118,7 +118,7 @@ def hipb_mm(
     scaleOut: Tensor | None = None,
     bpreshuffle: bool | None = None,
 ) -> Tensor:
-    need(any(each.kernel == "hipb_create_extension" for each in CALLS), "hipBLASLt without its handle")
+    need(any(call.kernel == "hipb_create_extension" for call in CALLS), "hipBLASLt without its handle")
     return torch.nn.functional.linear(mat1, mat2.t(), bias)
 
 

@@ -1,4 +1,4 @@
-"""Stand-ins for what `fused_moe` calls: sorting by expert, and the two products on shuffled weights."""
+"""Stand-ins for the kernels of `fused_moe`: sorting by expert, and the two GEMMs with shuffled weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .strict import need
 
-SLOT = 24  # bits of a sorted id below its place among a token's experts
+SLOT = 24  # bits of a sorted id below its index among a token's experts
 
 
 def moe_sorting_fwd(
@@ -24,7 +24,7 @@ def moe_sorting_fwd(
     num_local_tokens: Tensor | None = None,
     dispatch_policy: int = 0,
 ) -> None:
-    """Each expert's pairs of a token and a place, filled up to whole blocks with a token that doesn't exist."""
+    """The (token, index) pairs of every expert, padded to whole blocks with a token that doesn't exist."""
     need(topk_ids.dtype == torch.int32 and topk_weights.dtype == torch.float32, "int32 ids and fp32 weights")
     need(topk_ids.is_contiguous() and topk_weights.is_contiguous(), "dense ids and weights")
     tokens, top = topk_ids.shape
@@ -47,11 +47,11 @@ def moe_sorting_fwd(
 def _pairs(sorted_ids: Tensor, expert_ids: Tensor, valid: Tensor, tokens: int, block_m: int) -> list[tuple[int, ...]]:
     rows = sorted_ids[: int(valid[0])].tolist()
     experts = [int(expert_ids[row // block_m]) for row in range(len(rows))]
-    found = [
-        (row, each & (1 << SLOT) - 1, each >> SLOT, expert)
-        for row, (each, expert) in enumerate(zip(rows, experts, strict=True))
+    result = [
+        (row, entry & (1 << SLOT) - 1, entry >> SLOT, expert)
+        for row, (entry, expert) in enumerate(zip(rows, experts, strict=True))
     ]
-    return [pair for pair in found if pair[1] < tokens]
+    return [pair for pair in result if pair[1] < tokens]
 
 
 def _plain(weight: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def ck_moe_stage1(
     activation: int = 0,
 ) -> None:
     need(hidden_states.is_contiguous() and w1.dtype == hidden_states.dtype, "dense rows of the weights' dtype")
-    need(activation == 0 and quant_type == 0 and sorted_weights is None, "not stood in for")
+    need(activation == 0 and quant_type == 0 and sorted_weights is None, "not supported by this stand-in")
     weight = _plain(w1)
     pairs = _pairs(sorted_token_ids, sorted_expert_ids, num_valid_ids, len(hidden_states), block_m or 32)
     for _, token, slot, expert in pairs:

@@ -1,4 +1,4 @@
-"""Stand-ins for aiter's 8-bit products, which trust shapes, dtypes and the order of the weight."""
+"""Stand-ins for aiter's 8-bit GEMMs, which don't check shapes, dtypes and the order of the weight."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .matrices import check_rows
 from .strict import need
 
 FP8 = (torch.float8_e4m3fnuz, torch.float8_e4m3fn)
-TILE = 256  # the widest that is chosen for any number of rows; there is no padding
+TILE = 256  # the largest tile for any number of rows; there is no padding
 
 
 def _check(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, Y: Tensor) -> None:
     check_rows(XQ, WQ, Y)
     need(XQ.dtype == WQ.dtype and XQ.dtype in (torch.int8, *FP8), "both int8 or both fp8")
     need(x_scale.dtype == w_scale.dtype == torch.float32, "scales are fp32")
-    need(x_scale.shape == (len(XQ), 1) and w_scale.shape == (1, len(WQ)), "one scale for each row")
+    need(x_scale.shape == (len(XQ), 1) and w_scale.shape == (1, len(WQ)), "one scale per row")
     need(x_scale.is_contiguous() and w_scale.is_contiguous(), "dense scales")
     need(Y.dtype in (torch.float16, torch.bfloat16), "fp16 or bf16")
 

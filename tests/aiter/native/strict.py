@@ -1,4 +1,4 @@
-"""What all stand-ins share: every call is recorded, a wrong one raises, and a test can break one on purpose."""
+"""Shared by all stand-ins: calls are recorded, wrong ones raise, and a test can break a kernel."""
 
 from __future__ import annotations
 
@@ -39,25 +39,27 @@ def broken(name: str) -> str | None:
 
 
 def leaf(function: Any) -> Any:
-    """The function as aiter meets it: recorded, without autograd, and broken where a test says so."""
+    """Wrap a stand-in: record its calls, disable autograd, and break it if a test requests it."""
     name = function.__name__
 
     @functools.wraps(function)
     def called(*positional: Any, **keywords: Any) -> Any:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         arguments = {**dict(zip(names, positional, strict=False)), **keywords}
-        tensors = [each for each in arguments.values() if isinstance(each, Tensor)]
-        need(not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)), f"{name} has no autograd")
+        tensors = [argument for argument in arguments.values() if isinstance(argument, Tensor)]
+        need(
+            not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)), f"{name} has no autograd"
+        )
         CALLS.append(Call(name, {key: _shown(value) for key, value in arguments.items()}))
         _misbehave(name)
         result = function(*positional, **keywords)
         if broken(name) == "nan":
-            for each in result if isinstance(result, tuple) else [result, arguments.get("out")]:
-                if isinstance(each, Tensor) and each.is_floating_point():
-                    each.fill_(torch.nan)
+            for argument in result if isinstance(result, tuple) else [result, arguments.get("out")]:
+                if isinstance(argument, Tensor) and argument.is_floating_point():
+                    argument.fill_(torch.nan)
         return result
 
-    called.__doc__ = "Members:"  # aiter compares the signature of anything whose docstring starts otherwise
+    called.__doc__ = "Members:"  # aiter compares the signatures of functions with another start of the docstring
     return called
 
 

@@ -1,4 +1,4 @@
-"""Encoders and decoders whose attention is BART's."""
+"""Encoder-decoders with BART's attention."""
 
 from tests.coverage.case import Case
 from tests.coverage.cases.encoders import BART

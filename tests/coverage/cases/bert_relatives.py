@@ -1,4 +1,4 @@
-"""Encoders of text that BERT's forms are found in again."""
+"""Text encoders similar to BERT."""
 
 from tests.coverage.case import Case
 from tests.coverage.cases.encoders import BERT, IMAGE, T5

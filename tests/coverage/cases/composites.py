@@ -1,4 +1,4 @@
-"""Models of several parts, each of which is served by the overlay of its own type."""
+"""Composite models, whose parts are served by the overlays of their types."""
 
 from tests.coverage import inputs
 from tests.coverage.case import SMALL, Case

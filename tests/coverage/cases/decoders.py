@@ -122,7 +122,7 @@ DECODERS = [
         ("Lfm2Attention",),
         since="4.54",
         stock_can_not={
-            "cache": "up to 5.0 its convolutions need a cache of their own kind",
+            "cache": "up to 5.0 its convolutions need a special cache",
             "beams": "up to 4.57 that cache fails under beams",
         },
     ),

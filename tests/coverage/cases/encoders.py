@@ -1,4 +1,4 @@
-"""Encoders of text, images and sound, alone and with a decoder."""
+"""Text, image and audio encoders, alone and with a decoder."""
 
 from tests.coverage import inputs
 from tests.coverage.case import SMALL, Case

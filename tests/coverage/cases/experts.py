@@ -1,8 +1,8 @@
-"""Mixtures of experts."""
+"""Mixture-of-experts models."""
 
 from tests.coverage.case import SMALL, Case
 
-# Sizes of 8 and up in every dim of the experts: with smaller ones grouped_mm doesn't serve 16 bits.
+# All dims of the experts are at least 8: grouped_mm in 16 bits supports no smaller ones.
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -29,11 +29,11 @@ LLAMA4 = {
     "floor_scale": 4,
     "attention_bias": True,
 }
-CROPS = {"assisted": "some releases can't take tokens back from a cache of sliding windows"}
+CROPS = {"assisted": "some releases can't crop a cache of sliding windows"}
 
 
 def mixture(name: str, new: str = "Experts") -> dict[str, str]:
-    """Lists of modules until 4.57, stacked parameters since."""
+    """Lists of modules up to 4.57, stacked parameters in later releases."""
     return {"5.0": f"{name}SparseMoeBlock", "99": f"{name}{new}"}
 
 
@@ -197,7 +197,7 @@ EXPERTS = [
         {**SMALL, **ROUTED, **GROUPS, **LATENT, "topk_method": "group_limited_greedy"},
         ("DeepseekV2Attention",),
         experts={"99": "DeepseekV2Experts"},
-        since="5.19",  # 5.0 reads an attribute that isn't there
+        since="5.19",  # 5.0 reads a missing attribute
         variant="groups",
     ),
     Case(
@@ -234,7 +234,7 @@ EXPERTS = [
         HUNYUAN,
         ("HunYuanMoEV1Attention",),
         experts={"99": "HunYuanMoEV1Experts"},
-        since="5.19",  # 5.0's loop over the experts takes their weights from the wrong places
+        since="5.19",  # 5.0's loop over the experts uses the wrong routing weights
         variant="stacked",
     ),
     Case(
@@ -254,7 +254,7 @@ EXPERTS = [
         {**SMALL, **LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 4},
         ("MiniMaxAttention",),
         experts=mixture("MiniMax"),
-        stock_can_not={"cache": "it takes a cache of its own", "assisted": "its cache can't be cropped"},
+        stock_can_not={"cache": "it needs a special cache", "assisted": "its cache can't be cropped"},
     ),
     Case(
         "llama4",
@@ -297,6 +297,6 @@ EXPERTS = [
         ("Qwen3NextAttention",),
         experts=mixture("Qwen3Next"),
         since="4.57",
-        stock_can_not={"cache": "4.57 takes a cache of its own", "assisted": "it has a recurrent state"},
+        stock_can_not={"cache": "4.57 needs a special cache", "assisted": "it has a recurrent state"},
     ),
 ]

@@ -1,4 +1,4 @@
-"""Text decoders from before Llama: positions learnt, added to scores or turned in pairs, and MLPs without a gate."""
+"""Text decoders older than Llama: learned positions, ALiBi or rotary embeddings, and MLPs without a gate."""
 
 from tests.coverage.case import Case
 from tests.coverage.cases.shapes import FALCON, GPT2, QUIET

@@ -1,4 +1,4 @@
-"""Text decoders most of whose layers are recurrent: attention, MLPs, experts and norms are ours."""
+"""Text decoders with mostly recurrent layers: attention, MLPs, experts and norms are served."""
 
 from tests.coverage.case import SMALL, Case
 
@@ -43,7 +43,7 @@ HYBRID = {
     "linear_value_head_dim": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-RECURRENT = {"assisted": "a recurrent state can't take tokens back", "cache": "some releases take a cache of their own"}
+RECURRENT = {"assisted": "a recurrent state can't be cropped", "cache": "some releases need a special cache"}
 
 HYBRIDS = [
     Case(

@@ -1,4 +1,4 @@
-"""Vision towers, and language models with one: what each file has of its own, with every feature on."""
+"""Vision towers, and language models with one, with every feature of their files enabled."""
 
 from tests.coverage import inputs
 from tests.coverage.case import SMALL, Case
@@ -7,7 +7,7 @@ from tests.coverage.cases.experts import FEW, GROUPS, ROUTED, mixture
 
 DINO = {**IMAGE, "mlp_ratio": 2, "qkv_bias": True}
 DINO3 = {**IMAGE, "num_register_tokens": 3, "mlp_bias": True}
-DINO3 |= {"pos_embed_rescale": None}  # what training draws at random
+DINO3 |= {"pos_embed_rescale": None}  # random in training
 LLAMA = {**SMALL, "model_type": "llama"}
 SECTIONS = {"rope_type": "default", "mrope_section": [4, 2, 2]}
 WITH_IMAGES = {"image_token_id": inputs.IMAGE_TOKEN, "pad_token_id": 0}
@@ -59,7 +59,7 @@ def ernie(transformers):
         "video_token_id": inputs.VIDEO_TOKEN,
         "image_start_token_id": inputs.IMAGE_START,
         "image_end_token_id": inputs.IMAGE_END,
-        "video_start_token_id": 200,  # no text has them
+        "video_start_token_id": 200,  # not used in text
         "video_end_token_id": 201,
     }
 
@@ -142,7 +142,7 @@ MULTIMODAL = [
         ("Qwen3_5MoeAttention",),
         experts=mixture("Qwen3_5Moe"),
         since="5.2",
-        stock_can_not={"assisted": "a recurrent state can't take tokens back"},
+        stock_can_not={"assisted": "a recurrent state can't be cropped"},
     ),
     Case(
         "qwen3_5_moe",
@@ -154,7 +154,8 @@ MULTIMODAL = [
         since="5.2",
         kind="images in text",
         variant="images",
-        seed=1,  # with 0, an fp32 error of 1e-7 grows to 1e-5 in one layer of either side, by luck more in one of them
+        # with seed 0, an fp32 error of 1e-7 grows to 1e-5 in one layer, on both sides, by chance more on one of them
+        seed=1,
     ),
     Case(
         "glm4v",
@@ -163,7 +164,7 @@ MULTIMODAL = [
         glm(),
         ("Glm4vTextAttention", "Glm4vVisionAttention"),
         kind="images in text",
-        seed=1,  # with 0, gradients of stock are half as wrong as with others, by luck
+        seed=1,  # with seed 0, the error of stock's gradients is by chance half of that with other seeds
     ),
     Case(
         "glm4v_moe",
@@ -237,7 +238,7 @@ MULTIMODAL = [
         experts={"99": "Ernie4_5_VLMoeMoeExperts"},
         since="5.3",
         kind="images in text",
-        stock_can_not={"no cache": "the kinds of tokens that it is given are those of the prompt"},
+        stock_can_not={"no cache": "its token types are those of the prompt"},
     ),
     Case(
         "qwen3_omni_moe",
@@ -275,10 +276,10 @@ MULTIMODAL = [
         until="5.1",
         kind="images in text",
         variant="older",
-        seed=3,  # with 0, gradients of stock are less wrong than with others, by luck
+        seed=3,  # with seed 0, the error of stock's gradients is by chance smaller than with other seeds
         stock_can_not={
             "static": "4.57 makes no mask for it",
-            "no cache": "its positions are read where there are none",
+            "no cache": "it reads missing positions",
         },
     ),
 ]

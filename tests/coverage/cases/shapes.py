@@ -1,4 +1,4 @@
-"""Text decoders of other shapes: QKV joined in the checkpoint, MLPs without a gate, keys shared by layers."""
+"""Text decoders of other shapes: fused QKV in the checkpoint, MLPs without a gate, keys shared by layers."""
 
 from tests.coverage.case import SMALL, Case
 from tests.coverage.cases.windows import MIXED
@@ -89,7 +89,7 @@ SHAPES = [
         {**FALCON, "multi_query": True},
         ("FalconAttention",),
         variant="one key head",
-        stock_can_not={"static": "up to 4.53 its static cache has a place for every query head"},
+        stock_can_not={"static": "up to 4.53 its static cache has a slot per query head"},
     ),
     Case(
         "stablelm",
@@ -105,7 +105,7 @@ SHAPES = [
         "StableLmConfig",
         {**STABLE, "qk_layernorm": True},
         ("StableLmAttention",),
-        since="5.0",  # before, stock can't initialise the norms of heads
+        since="5.0",  # earlier, stock can't initialise the norms of heads
         variant="head norms",
     ),
     Case(
@@ -133,7 +133,7 @@ SHAPES = [
         },
         ("Qwen3_5Attention",),
         since="5.2",
-        stock_can_not={"assisted": "a recurrent state can't take tokens back"},
+        stock_can_not={"assisted": "a recurrent state can't be cropped"},
     ),
     Case("gemma3n", "Gemma3nForCausalLM", "Gemma3nTextConfig", gemma3n(2), ("Gemma3nTextAttention",), since="4.56"),
     Case(
@@ -143,7 +143,7 @@ SHAPES = [
         gemma3n(0),
         ("Gemma3nTextAttention",),
         variant="own keys",
-        stock_can_not={"static": "from 4.56 to 5.0 its static cache has no layers at all where none shares keys"},
+        stock_can_not={"static": "from 4.56 to 5.0 its static cache is empty if no layers share keys"},
     ),
     Case("gemma4", "Gemma4ForCausalLM", "Gemma4TextConfig", gemma4(2), ("Gemma4TextAttention",), since="5.5"),
     Case(

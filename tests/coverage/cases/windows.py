@@ -1,8 +1,8 @@
-"""Text decoders some of whose layers see a window of the past, or soften their scores."""
+"""Text decoders with sliding windows or a softcap in some layers."""
 
 from tests.coverage.case import SMALL, Case
 
-WINDOW = {**SMALL, "sliding_window": 8}  # shorter than the prompts: prefill, decoding and chunks all pass it
+WINDOW = {**SMALL, "sliding_window": 8}  # shorter than the prompts, so that prefill, decoding and chunks all exceed it
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {**MIXED, "head_dim": 24, "query_pre_attn_scalar": 20, "attention_bias": True}
 
@@ -16,7 +16,7 @@ WINDOWS = [
         {**WINDOW, "use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True},
         ("Qwen2Attention",),
     ),
-    # eager is what transformers gives it from 5.23 on; its sdpa before leaves the softcap out
+    # transformers selects eager from 5.23 on; earlier, its sdpa omits the softcap
     Case(
         "gemma2",
         "Gemma2ForCausalLM",

@@ -1,4 +1,4 @@
-"""What the promises are tested on: small sites, wheels of the stock files, real uv and pip."""
+"""Fixtures for the promises: small sites, wheels of the stock files, real uv and pip."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @contextmanager
 def in_memory(folder: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: fsync is called as ever and costs nothing."""
+    """A folder in memory if there is one: fsync is called as usual and costs nothing."""
     shared = Path("/dev/shm")
     if not (shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2**26):
         yield folder
@@ -36,7 +36,7 @@ def in_memory(folder: Path) -> Iterator[Path]:
 
 
 def make_farm(folder: Path) -> Callable[[str], Site]:
-    """Sites made of hard links to one original, as uv and conda make them; RECORD lists what is there."""
+    """Sites of hard links to one original, as uv and conda make them. RECORD lists their files."""
     original = make_site(folder / "cache")
 
     def make(name: str) -> Site:
@@ -59,7 +59,7 @@ def farm(memory: Path) -> Callable[[str], Site]:
 
 @pytest.fixture
 def environments(tmp_path: Path) -> Callable[..., Environment]:
-    """Make environments with stock transformers in them; all share one folder of wheels and one cache."""
+    """Make environments with stock transformers. They share one folder of wheels and one cache."""
     wheels = tmp_path / "wheels"
     make_wheel(wheels)
     make_wheel(wheels, NEXT, note=b"# a newer release\n")

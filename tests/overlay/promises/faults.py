@@ -1,4 +1,4 @@
-"""Faults of the system itself: strace makes a chosen call of a command fail, or kills the command there."""
+"""Faults of the operating system: strace makes a system call of a command fail, or kills the command at the call."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import pytest
 from hf_rocm.overlay import catalog
 from tests.overlay.promises.injected import BEGIN, IDLE, READY
 
-FEW = 16  # more calls of one name than the parent makes once strace has attached: see `injected`
-NO_FILES = {"mmap", "ioctl", "fcntl", "dup", "lseek"}  # on descriptors that are open already, without the disk
+FEW = 16  # more calls of one name than the parent makes after strace has attached: see `injected`
+NO_FILES = {"mmap", "ioctl", "fcntl", "dup", "lseek"}  # calls on open descriptors that don't access the disk
 DRIVER = Path(__file__).with_name("injected.py")
 PATIENCE = 300  # seconds for all runs with a fault at one call
 _LINE = re.compile(r"^(\d+) +([a-z0-9_]+)\(")
@@ -32,14 +32,14 @@ SIGNALS = ("KILL", "INT", "TERM")
 
 @dataclass(frozen=True)
 class Call:
-    """One system call of a command: its name, and which of that name it is."""
+    """One system call of a command: its name, and its index among the calls of that name."""
 
     name: str
     number: int
 
 
 def require_injection() -> None:
-    """Fail, never skip: a suite that can't inject faults proves nothing about them."""
+    """Fail instead of skipping: without fault injection the suite proves nothing."""
     strace = shutil.which("strace")
     if strace is None:
         pytest.fail("these tests inject faults with strace, which is not installed: apt-get install strace")
@@ -51,7 +51,7 @@ def require_injection() -> None:
 
 
 class Driver:
-    """A process that has imported the installer and runs a command again and again, with a fault or without."""
+    """A process that has imported the installer and runs a command repeatedly, with a fault or without."""
 
     def __init__(self, command: str, models: Sequence[str], scratch: Path) -> None:
         self.command, self.models = command, models
@@ -72,11 +72,11 @@ class Driver:
         self.process.communicate()
 
     def calls(self, site: Path) -> list[Call]:
-        """Every call on this site, in a run that nothing disturbs."""
+        """Every system call on this site in a run without faults."""
         (status,) = self._run(None, 0, [(0, site)], ["-y", "-o", str(self.trace), "-e", "trace=%file,%desc"])
         assert status == 0, status
         counts: dict[str, int] = {}
-        found, child = [], ""
+        results, child = [], ""
         for line in self.trace.read_text(errors="replace").splitlines():
             matched = _LINE.match(line)
             if matched is None:
@@ -87,15 +87,15 @@ class Driver:
             elif process == child:
                 counts[name] = counts.get(name, 0) + 1
                 if str(site) in line:
-                    found.append(Call(name, counts[name]))
-        unknown = {call.name for call in found} - IDLE.keys() - NO_FILES
+                    results.append(Call(name, counts[name]))
+        unknown = {call.name for call in results} - IDLE.keys() - NO_FILES
         assert not unknown, f"injected.IDLE lacks {unknown}"
-        return [call for call in found if call.name in IDLE]
+        return [call for call in results if call.name in IDLE]
 
     def strike(self, fault: str, name: str, places: Sequence[tuple[int, Path]]) -> list[int]:
-        """Run the command once on each site, with the fault at its call number `place` of this name.
+        """Run the command once on each site, with the fault at call number `place` of this name.
 
-        strace attaches to a process that has imported everything: its children inherit the count of no call before.
+        strace attaches to a process that has already imported everything, so that earlier calls are not counted.
         """
         what = f"signal={fault}" if fault in SIGNALS else f"error={fault}"
         lead = max(place for place, _ in places) + FEW
@@ -121,7 +121,7 @@ class Driver:
                 assert strace.poll() is None, strace.communicate()[1]
                 time.sleep(0.002)
             statuses: list[int] = json.loads(self._exchange("begin"))
-            strace.wait(PATIENCE)  # it ends with the last process that it traces
+            strace.wait(PATIENCE)  # strace exits with the last traced process
         finally:
             strace.kill()
             strace.communicate()
@@ -130,7 +130,7 @@ class Driver:
         return statuses
 
     def _exchange(self, line: str) -> str:
-        """Write a line and return the one that answers it."""
+        """Write a line and return the line that the process writes back."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
@@ -145,7 +145,7 @@ def _is_traced(process: int) -> bool:
 
 
 def _overlays(models: Sequence[str], root: Path) -> Path:
-    """Those of these models alone: a child reads them, and each of its calls stops at strace."""
+    """Only the overlays of these models: a child reads them, and strace slows down every call."""
     if not root.exists():
         for directory in catalog.load().directories:
             for model in set(models) & directory.files.keys():
@@ -156,6 +156,6 @@ def _overlays(models: Sequence[str], root: Path) -> Path:
 
 
 def _path() -> str:
-    """Where the driver finds what it imports."""
-    found = (importlib.util.find_spec(name) for name in ("hf_rocm", "packaging", "tomli"))
-    return os.pathsep.join(dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin))
+    """The import path of the driver."""
+    result = (importlib.util.find_spec(name) for name in ("hf_rocm", "packaging", "tomli"))
+    return os.pathsep.join(dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in result if spec and spec.origin))

@@ -1,9 +1,9 @@
-"""Runs under strace: one child per place, each on its own site, each running one command there.
+"""Runs under strace: one child process per call, each with its own site, each running one command.
 
-A child first makes `lead - place` calls that do nothing, so that strace's `when=<lead>` strikes at the command's
-own call number `place`. strace counts in each process separately. It attaches to the children's parent, a fork of the
-process that has imported everything, so that the parent makes fewer than `lead` calls, and the children don't have to
-make as many. The importing process is never traced; it starts one such parent for each order that it reads.
+A child first makes `lead - place` calls without effect, so that strace's `when=<lead>` hits the command's call number
+`place`. strace counts calls per process. It attaches to the children's parent, a fork of the process that has imported
+everything, so that the parent makes fewer than `lead` calls and `lead` can be small. The importing process is never
+traced. It starts one such parent for each request that it reads.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NO_DESCRIPTOR = 2**20
 NOWHERE = "/nowhere/at/all"
 BEGIN = "/the/command/begins/here"
 READY = "ready for strace"
-_ANY_TRACER = 0x59616D61, 2**64 - 1  # PR_SET_PTRACER, PR_SET_PTRACER_ANY: where a system lets parents alone trace
+_ANY_TRACER = 0x59616D61, 2**64 - 1  # PR_SET_PTRACER, PR_SET_PTRACER_ANY: for systems that only allow a parent to trace
 _DIRECTORY_ENTRIES = {"x86_64": 217, "aarch64": 61}
 
-# calls that do nothing but count
+# calls without effect, which are only counted
 IDLE: dict[str, Callable[[], object]] = {
     "openat": lambda: os.open(NOWHERE, os.O_RDONLY),
     "read": lambda: os.read(NO_DESCRIPTOR, 1),
@@ -62,7 +62,7 @@ def _flock(descriptor: int, operation: int) -> None:
 
 
 def serve() -> None:
-    """Run each order that is read from stdin, one JSON text per line, in a process of its own."""
+    """Run each request from stdin, one JSON object per line, in a separate process."""
     catalog = None
     for line in iter(sys.stdin.readline, ""):
         order = json.loads(line)

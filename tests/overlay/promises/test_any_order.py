@@ -1,4 +1,4 @@
-"""Whatever is done in whatever order, on hard links to a real transformers: the invariants hold after each step."""
+"""Random steps in random order on hard links to a real transformers: the invariants hold after every step."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.overlay.conftest import MODELS, Site, hashes, make_site
 from tests.overlay.promises.world import NEXT, VERSION, encoded
 
 SELECTIONS = st.lists(st.sampled_from(MODELS), unique=True, max_size=4)
-RELEASES = {__version__, "0.0.1", "0.0.2"}  # of hf-rocm
+RELEASES = {__version__, "0.0.1", "0.0.2"}  # versions of hf-rocm
 CATALOG = catalogs.load()
 
 
 class Killed(Disk):
-    """Ends the process at one of its calls, without a word and without cleaning up."""
+    """Simulate a process that is killed at one of its calls, without cleaning up."""
 
     left: int = 0
 
@@ -47,7 +47,7 @@ class Killed(Disk):
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """A model of what each file holds: which stock bytes, whose block, or an edit."""
+    """A model of the content of each file: the stock bytes, the version of the block, and edits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class AnyOrder(RuleBasedStateMachine):
         self._package_manager(VERSION)
 
     def _package_manager(self, version: str) -> None:
-        """What pip and uv leave: the files of one release, linked to the cache, and whatever was there before gone."""
+        """Install a release as pip and uv do: link its files to the cache and remove the previous ones."""
         shutil.rmtree(self.site.path, ignore_errors=True)
         shutil.copytree(self.caches[version].path, self.site.path, copy_function=os.link)
         self.version = version
@@ -90,7 +90,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.edited: set[str] = set()
         self.unsure: set[str] = set()
 
-    # what users do
+    # actions of users
 
     @rule(models=SELECTIONS)
     def install(self, models: list[str]) -> None:
@@ -113,7 +113,8 @@ class AnyOrder(RuleBasedStateMachine):
     def edit(self, model: str, where: int) -> None:
         data = bytearray(self.site.model(model).read_bytes())
         data[where % len(data)] ^= 1
-        self.site.model(model).unlink()  # as an editor that saves anew; `cp` onto it is the audit's matter
+        # like an editor that writes a new file; `status --record` covers `cp` onto a file
+        self.site.model(model).unlink()
         self.site.model(model).write_bytes(data)
         self.expected[model] = bytes(data)
         if model in self.edited and self.expected[model] in self._valid(model):
@@ -163,7 +164,7 @@ class AnyOrder(RuleBasedStateMachine):
                 self.expected[model] = wanted[model]
 
     def _refuses(self, command: Any, model: str) -> bool:
-        """An edit without a trace of a block leaves nothing to take off."""
+        """An edit that removes the whole block leaves nothing to uninstall."""
         return command is install or block.has_block(self.expected[model])
 
     def _installed(self, model: str) -> bytes:
@@ -178,7 +179,7 @@ class AnyOrder(RuleBasedStateMachine):
         for release in RELEASES:
             yield block.render(self.stock[model], overlay=overlay.id, version=release, text=overlay.text)
 
-    # what must hold after each step
+    # invariants after every step
 
     @invariant()
     def the_files_are_what_they_should_be(self) -> None:
@@ -202,13 +203,13 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def status_tells_the_truth(self) -> None:
         found = status(transformers_path=self.site.path, catalog=CATALOG).states
-        for each in found:
-            if each.model in self.edited:
-                assert each.installed.value == "edited" or each.match.value == "changed", each.model
+        for state in found:
+            if state.model in self.edited:
+                assert state.installed.value == "edited" or state.match.value == "changed", state.model
             else:
-                stock, current = self.stock[each.model], self._installed(each.model)
-                truth = {stock: "no", current: "yes"}.get(self.expected[each.model], "old")
-                assert each.installed.value == truth, each.model
+                stock, current = self.stock[state.model], self._installed(state.model)
+                truth = {stock: "no", current: "yes"}.get(self.expected[state.model], "old")
+                assert state.installed.value == truth, state.model
         recorded = record(transformers_path=self.site.path)
         differing = {entry.path for entry in recorded.foreign}
         old = {model for model in MODELS if self.expected[model] not in (self.stock[model], self._installed(model))}
@@ -231,7 +232,7 @@ def _machine(examples: int, steps: int) -> Any:
         stateful_step_count=steps,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
-        phases=[Phase.generate],  # a failure shows its steps; making them fewer takes minutes
+        phases=[Phase.generate],  # a failure shows its steps; shrinking takes minutes
     )
     return case
 

@@ -1,4 +1,4 @@
-"""Many at once: installers, uninstallers, importers and package managers, on file systems with locks and without."""
+"""Concurrent installers, uninstallers, importers and package managers, on file systems with and without locks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.overlay.promises.world import VERSION, Environment
 
 Farm = Callable[[str], Site]
 
-# several commands of one process, so that they overlap and are not kept apart by starting up
+# several commands per process, so that they overlap despite the start-up time
 BUSY = """
 import sys
 from hf_rocm.overlay.catalog import load
@@ -39,7 +39,7 @@ for round in range(int(sys.argv[2])):
     for command in (install, uninstall) if (round + int(sys.argv[3])) % 2 else (uninstall, install):
         command(transformers_path=sys.argv[1], catalog=catalog)[0].check()
 """
-# who imports while files change: every file that is ever seen is valid Python, with a whole block or without
+# imports while files change: every version of a file is valid Python, with or without a whole block
 READER = """
 import sys
 stock, installed = [open(path, "rb").read() for path in sys.argv[2:4]]
@@ -94,7 +94,7 @@ def states(site: Site) -> set[str]:
     return {state.installed.value for state in status(transformers_path=site.path)[1]}
 
 
-def test_10_and_11_many_writers_take_turns_and_readers_see_whole_files(farm: Farm, tmp_path: Path) -> None:
+def test_10_and_11_concurrent_writers_are_serialised_and_readers_see_whole_files(farm: Farm, tmp_path: Path) -> None:
     site, stock = farm("one"), farm("stock")
     install(transformers_path=site.path)
     installed = tmp_path / "installed.py"
@@ -105,14 +105,14 @@ def test_10_and_11_many_writers_take_turns_and_readers_see_whole_files(farm: Far
     for process in writers:
         end(process)
     seen = [int(end(process)) for process in readers]
-    assert max(seen) == 2, "both states were seen"
+    assert max(seen) == 2, "not both states were seen"
     assert states(site) in ({"yes"}, {"no"})
     assert not list(site.path.rglob(f"*{LEFTOVER}"))
     uninstall(transformers_path=site.path)
     assert hashes(site.path) == hashes(stock.path)
 
 
-def test_10_a_lock_that_is_held_is_waited_for_and_a_dead_ones_is_not(farm: Farm) -> None:
+def test_10_a_command_waits_for_a_lock_unless_its_owner_is_dead(farm: Farm) -> None:
     site = farm("one")
     holder = start(HOLDER, site.root)
     with pytest.raises(OverlayError, match="another installer"), exclusive(site.root, timeout=0.1):
@@ -126,7 +126,7 @@ def test_10_a_lock_that_is_held_is_waited_for_and_a_dead_ones_is_not(farm: Farm)
 
 
 @pytest.mark.slow
-def test_10_racing_a_real_uv(environments: Callable[..., Environment]) -> None:
+def test_10_concurrently_with_a_real_uv(environments: Callable[..., Environment]) -> None:
     environment = environments("one", "uv", "hardlink")
     site, stock = environment.site, hashes(environment.site.root)
     for _ in range(3):
@@ -135,14 +135,14 @@ def test_10_racing_a_real_uv(environments: Callable[..., Environment]) -> None:
         go(busy)
         _, errors = reinstalling.communicate(timeout=60)
         assert reinstalling.returncode == 0, errors
-        busy.communicate(timeout=60)  # it may find transformers gone for a moment, and then refuses
+        busy.communicate(timeout=60)  # transformers may be absent for a moment, which is refused
         assert busy.returncode in (0, 1)
         assert not list(site.path.rglob(f"*{LEFTOVER}"))
         environment.install(VERSION, "--reinstall")
         assert hashes(site.root) == stock
 
 
-def test_10_uv_waits_for_us(environments: Callable[..., Environment]) -> None:
+def test_10_uv_waits_for_the_lock(environments: Callable[..., Environment]) -> None:
     environment = environments("one", "uv")
     with exclusive(environment.site.root):
         waiting = environment.start_install(VERSION, "--reinstall")
@@ -161,7 +161,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_locks")
-def test_22_without_locks_a_claim_stands_in_and_says_so(farm: Farm, catalog: Catalog) -> None:
+def test_22_without_locks_a_pid_file_is_used_with_a_notice(farm: Farm, catalog: Catalog) -> None:
     site = farm("one")
     before = hashes(site.path)
     with exclusive(site.root) as notices:
@@ -169,14 +169,14 @@ def test_22_without_locks_a_claim_stands_in_and_says_so(farm: Farm, catalog: Cat
         with pytest.raises(OverlayError, match="another installer") as refused, exclusive(site.root, timeout=0.1):
             pass
         assert f"process {os.getpid()}" in refused.value.facts["found"]
-    assert hashes(site.path) == before, "the claim is gone, and was never inside the package"
-    _, told = install(["llama"], transformers_path=site.path, catalog=catalog)
-    assert told == notices
+    assert hashes(site.path) == before, "the PID file remains, or was inside the package"
+    _, info = install(["llama"], transformers_path=site.path, catalog=catalog)
+    assert info == notices
 
 
 @pytest.mark.usefixtures("without_locks")
 @pytest.mark.parametrize("whose", ["dead process", "other start", "other host, long ago", "nonsense, long ago"])
-def test_22_a_stale_claim_never_blocks(farm: Farm, whose: str) -> None:
+def test_22_a_stale_pid_file_never_blocks(farm: Farm, whose: str) -> None:
     import socket
 
     site = farm("one")
@@ -198,7 +198,7 @@ def test_22_a_stale_claim_never_blocks(farm: Farm, whose: str) -> None:
 
 
 @pytest.mark.usefixtures("without_locks")
-def test_22_a_fresh_claim_of_another_host_is_respected(farm: Farm) -> None:
+def test_22_a_fresh_pid_file_of_another_host_blocks(farm: Farm) -> None:
     site = farm("one")
     claim = site.path / f".transformers{CLAIM}"
     claim.write_text("elsewhere\n1\n1\n")
@@ -210,7 +210,7 @@ def test_22_a_fresh_claim_of_another_host_is_respected(farm: Farm) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
-def test_22_a_system_that_has_no_flock(farm: Farm, error: str, tmp_path: Path) -> None:
+def test_22_a_system_without_flock(farm: Farm, error: str, tmp_path: Path) -> None:
     faults.require_injection()
     site = farm("one")
     code = "import sys; from hf_rocm.overlay.commands import install; print(install(transformers_path=sys.argv[1])[1])"

@@ -1,4 +1,4 @@
-"""What is on disk after installing and after taking it off: bytes, modes, owners, and nothing else."""
+"""The files after install-overlays and uninstall-overlays: bytes, modes, owners, and no other files."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ def states(site: Site) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("selection", [MODELS, ("llama",), ("bert", "qwen3")], ids="+".join)
-def test_02_taken_off_byte_for_byte(farm: Farm, selection: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_02_uninstall_restores_every_byte(
+    farm: Farm, selection: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = farm("one")
     site.model("llama").chmod(0o640)
     before = hashes(site.path)
-    with monkeypatch.context() as older:  # an hf-rocm of before, then this one, twice, and in part
+    with monkeypatch.context() as older:  # an older hf-rocm, then this one, twice, and partially
         older.setattr("hf_rocm.overlay.state.__version__", "0.0.9")
         install(selection, transformers_path=site.path)
     install(selection, transformers_path=site.path)
@@ -44,7 +46,7 @@ def test_02_taken_off_byte_for_byte(farm: Farm, selection: tuple[str, ...], monk
 
 
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\n\n", b"# no newline"])
-def test_02_whatever_the_file_ends_with(farm: Farm, ending: bytes) -> None:
+def test_02_with_any_end_of_the_file(farm: Farm, ending: bytes) -> None:
     site = farm("one")
     site.forget_record()
     site.release(next_release(site.installation.version))
@@ -81,12 +83,12 @@ def test_03_an_edit_is_refused_by_name_and_never_overwritten(
     file.unlink()
     file.write_bytes(edited)
     before = fingerprint(site.path)
-    gone = b"hf-rocm overlay" not in edited  # then there is nothing to take off
+    gone = b"hf-rocm overlay" not in edited  # then there is nothing to uninstall
     for command in ["install-overlays"] if gone else ["install-overlays", "uninstall-overlays"]:
         assert main([command, "--transformers-path", str(site.path)]) == 1
         shown = capsys.readouterr()
         assert str(file) in shown.err and "reinstall transformers" in shown.err
-        assert fingerprint(site.path) == before, "nothing was written, to no file"
+        assert fingerprint(site.path) == before, "a file was written"
 
 
 @pytest.mark.parametrize("command", [install, uninstall])
@@ -109,7 +111,7 @@ def test_04_all_files_or_none(farm: Farm, command: Callable[..., object], model:
     except OverlayError as error:
         assert str(file) in error.facts["file"]
     changed = fingerprint(site.path) != before
-    assert changed == (what == "missing" and command is uninstall), "a file that is gone has nothing to take off"
+    assert changed == (what == "missing" and command is uninstall), "a missing file has nothing to uninstall"
 
 
 def test_09_a_second_run_writes_nothing(farm: Farm) -> None:
@@ -119,7 +121,7 @@ def test_09_a_second_run_writes_nothing(farm: Farm) -> None:
         before = fingerprint(site.path)
         plan, _ = command(transformers_path=site.path)
         assert {action.verb for action in plan.actions} == {Verb.KEEP}
-        assert fingerprint(site.path) == before, "inodes and times are as they were"
+        assert fingerprint(site.path) == before, "inodes or times have changed"
 
 
 AS_NOBODY = """
@@ -127,7 +129,7 @@ import json, os, sys
 from hf_rocm.overlay.commands import install
 from hf_rocm.errors import OverlayError
 from hf_rocm.overlay.catalog import Overlay, load
-catalog = load()  # while what this Python consists of can be read
+catalog = load()  # while this Python's files are readable
 texts = {path: path.read_text() for directory in catalog.directories for path in directory.files.values()}
 Overlay.text = property(lambda overlay: texts[overlay.path])
 import fcntl, stat
@@ -148,7 +150,7 @@ def test_18_read_only_is_refused_before_anything_is_written(farm: Farm, memory: 
         for path in [site.path, *site.path.rglob("*")]:
             os.chown(path, 65534, 65534)
     elif which == "owner" and os.geteuid() != 0:
-        pytest.skip("only root can own what another user can't write to")
+        pytest.skip("only root can own a folder that another user can't write to")
     closed = [site.model("llama").parent] if which == "one folder" else [site.root, *site.root.rglob("*")]
     for path in closed:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -201,12 +203,12 @@ def test_20_mode_is_kept_whatever_the_umask(farm: Farm, mode: int, umask: int) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_20_what_root_installs_for_a_user_stays_the_users(farm: Farm) -> None:
+def test_20_files_that_root_installs_keep_their_owner(farm: Farm) -> None:
     site = farm("one")
     folder, file = site.model("bert").parent, site.model("bert")
     os.chown(file, 12345, 54321)
     os.chown(folder, 12345, 11111)
-    folder.chmod(0o2775)  # new files get the folder's group here, unless they are told otherwise
+    folder.chmod(0o2775)  # new files get the folder's group by default
     for command in (install, uninstall):
         command(["bert"], transformers_path=site.path)
         assert (file.stat().st_uid, file.stat().st_gid) == (12345, 54321)
@@ -214,7 +216,7 @@ def test_20_what_root_installs_for_a_user_stays_the_users(farm: Farm) -> None:
 
 
 @pytest.mark.parametrize("command", ["install-overlays", "uninstall-overlays"])
-def test_21_a_dry_run_is_the_real_run_but_for_writing(
+def test_21_a_dry_run_equals_the_real_run_except_for_writing(
     farm: Farm, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = farm("one")
@@ -227,7 +229,7 @@ def test_21_a_dry_run_is_the_real_run_but_for_writing(
         return json.loads(capsys.readouterr().out)
 
     planned = plan("--dry-run")
-    assert fingerprint(site.path) == before, "not even a time changed"
+    assert fingerprint(site.path) == before, "a file or a time changed"
     done = plan()
     assert (planned.pop("dry_run"), planned.pop("written")) == (True, False)
     assert (done.pop("dry_run"), done.pop("written")) == (False, True)
@@ -237,7 +239,7 @@ def test_21_a_dry_run_is_the_real_run_but_for_writing(
     assert written == {action["file"] for action in done["actions"] if action["action"] != "keep"}  # type: ignore[attr-defined]
 
 
-def test_14_nothing_of_ours_lies_beside_the_files(farm: Farm) -> None:
+def test_14_no_other_files_are_added(farm: Farm) -> None:
     site = farm("one")
     before = set(hashes(site.path))
     install(transformers_path=site.path)

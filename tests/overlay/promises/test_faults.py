@@ -1,4 +1,4 @@
-"""Whatever the system does to a running command: every file is stock or installed, and the next command works."""
+"""System faults during a command: every file is stock or installed, and the next command works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Farm = Callable[[str], Site]
 
 
 class Trial:
-    """One command on three overlays, and every call that it makes on its site."""
+    """One command on three overlays, and every system call that it makes on its site."""
 
     def __init__(self, farm: Farm, command: str, driver: faults.Driver) -> None:
         self.command, self.driver, self.models, self.farm = command, driver, driver.models, farm
@@ -53,10 +53,10 @@ class Trial:
         return struck
 
     def check(self, site: Site, where: object) -> None:
-        """What must hold after any fault: valid files, a next command that works, nothing left, nobody else touched."""
-        found = self.contents(site)
+        """Check the state after a fault: valid files, a working next command, no leftovers, no other files changed."""
+        result = self.contents(site)
         for model in self.models:
-            assert found[model] in (self.before[model], self.after[model]), (where, model)
+            assert result[model] in (self.before[model], self.after[model]), (where, model)
         plan, _ = uninstall(transformers_path=site.path, catalog=self.catalog)
         assert not plan.refusals, where
         assert not leftovers(site), where
@@ -87,7 +87,7 @@ def leftovers(site: Site) -> list[Path]:
 def trial(
     request: pytest.FixtureRequest, fault_models: Sequence[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Trial]:
-    """One for each command: every fault strikes at the same calls, on sites of its own."""
+    """One per command. Every fault is injected at the same calls, on separate sites."""
     faults.require_injection()
     scratch = tmp_path_factory.mktemp(request.param)
     driver = faults.Driver(request.param, fault_models, scratch)
@@ -99,13 +99,13 @@ def trial(
 
 
 @pytest.mark.slow
-def test_05_killed_at_any_call_the_next_command_recovers(trial: Trial) -> None:
+def test_05_after_a_kill_at_any_call_the_next_command_recovers(trial: Trial) -> None:
     left = 0
     for call, site, status in trial.strike_everywhere("KILL"):
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (call, status)
         left += bool(leftovers(site))
         trial.check(site, call)
-    assert left > 10, "some were killed while new files lay there"
+    assert left > 10, "no run was killed while new files existed"
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_06_a_full_or_broken_disk_at_any_call_undoes_the_run(trial: Trial, error
         code = os.WEXITSTATUS(status)
         assert code in (0, 1), (call, code)
         assert trial.contents(site) == (trial.after if code == 0 else trial.before), (call, code)
-        # where removing a new file was itself what failed, the next run removes it
+        # if removing a new file failed, the next run removes it
         assert not leftovers(site) or call.name in ("unlink", "unlinkat"), call
         failed += code == 1
         trial.check(site, call)
@@ -126,11 +126,11 @@ def test_06_a_full_or_broken_disk_at_any_call_undoes_the_run(trial: Trial, error
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["INT", "TERM"])
-def test_07_interrupted_at_any_call_the_run_undoes_itself(trial: Trial, name: str) -> None:
+def test_07_an_interrupt_at_any_call_undoes_the_run(trial: Trial, name: str) -> None:
     number = signal.Signals[f"SIG{name}"]
     undone = 0
     for call, site, status in trial.strike_everywhere(name):
-        if os.WIFSIGNALED(status):  # before anything was written, or after everything was
+        if os.WIFSIGNALED(status):  # before the first write or after the last one
             assert os.WTERMSIG(status) == number, (call, status)
             assert trial.contents(site) in (trial.before, trial.after), call
         else:

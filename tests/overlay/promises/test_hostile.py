@@ -1,4 +1,4 @@
-"""An overlay directory that someone tampered with, and names that would leave their place."""
+"""A tampered overlay directory, and names that would leave their folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Farm = Callable[[str], Site]
 
 @pytest.fixture
 def delivered(tmp_path: Path) -> Path:
-    """hf-rocm's overlays as a wheel puts them into site-packages, with the record of them."""
+    """hf-rocm's overlays as a wheel installs them into site-packages, with their RECORD."""
     overlays = tmp_path / "site-packages" / "hf_rocm" / "_overlays"
     shutil.copytree(catalogs.load().root, overlays, ignore=shutil.ignore_patterns("__pycache__"))
     metadata = tmp_path / "site-packages" / "hf_rocm-0.1.0.dist-info"
@@ -94,7 +94,7 @@ assert uninstall(transformers_path=sys.argv[1])[0].writes
 """
 
 
-def test_17_what_the_wheel_delivered_passes(delivered: Path) -> None:
+def test_17_the_overlays_of_the_wheel_pass(delivered: Path) -> None:
     check_delivered(delivered)
     (delivered / "transformers-4.53" / "__pycache__").mkdir()
     (delivered / "transformers-4.53" / "__pycache__" / "x.cpython-311.pyc").touch()
@@ -109,7 +109,7 @@ def test_17_a_tampered_overlay_directory_is_refused(delivered: Path, tamper: Cal
     assert str(delivered) in refused.value.facts["file"] and "reinstall hf-rocm" in (refused.value.hint or "")
 
 
-def test_17_a_tampered_overlay_is_never_written_and_taking_off_still_works(delivered: Path, farm: Farm) -> None:
+def test_17_a_tampered_overlay_is_never_written_and_uninstall_still_works(delivered: Path, farm: Farm) -> None:
     site = farm("one")
     package = Path(catalogs.__file__).parents[1]
     for path in package.iterdir():
@@ -123,13 +123,13 @@ def test_17_a_tampered_overlay_is_never_written_and_taking_off_still_works(deliv
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert str(llama(delivered)) in done.stdout and "reinstall hf-rocm" in done.stdout
-    assert hashes(site.path) == before, "only the good one was written, and taken off again"
+    assert hashes(site.path) == before, "another file than the intact one was changed"
 
 
 @pytest.mark.parametrize(
     "name", ["..", "../llama", "/etc/passwd", "llama\0", "Llama", "llama/../bert", "", ".", "lla ma", "ﬁ"]
 )
-def test_17_and_24_a_models_name_never_leaves_its_place(farm: Farm, name: str) -> None:
+def test_17_and_24_a_models_name_never_leaves_its_folder(farm: Farm, name: str) -> None:
     site = farm("one")
     before = fingerprint(site.path)
     with pytest.raises(OverlayError, match="has no overlay for"):

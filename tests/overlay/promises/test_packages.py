@@ -1,4 +1,4 @@
-"""Between real package managers: their caches and other environments stay as they are, before and after us."""
+"""With real package managers: their caches and other environments are never changed."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def states(site: Site) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("tool", "link_mode"), WAYS)
-def test_01_no_other_environment_and_no_cache_changes(environments: Make, tool: str, link_mode: str) -> None:
+def test_01_other_environments_and_caches_are_unchanged(environments: Make, tool: str, link_mode: str) -> None:
     one, two = environments("one", tool, link_mode), environments("two", tool, link_mode)
     if link_mode == "hardlink":
-        assert one.site.model("llama").stat().st_nlink > 2, "the cache and both environments share the file"
+        assert one.site.model("llama").stat().st_nlink > 2, "the cache and both environments don't share the file"
     elsewhere = {place: hashes(place) for place in (two.path, one.cache, one.wheels) if place.exists()}
     before = hashes(one.path)
     for command in ("install-overlays", "uninstall-overlays"):
@@ -45,7 +45,7 @@ def test_01_no_other_environment_and_no_cache_changes(environments: Make, tool: 
         changed = {path for path in before if after.get(path) != before[path]}
         listed = {str(one.site.model(model).relative_to(one.path)) for model in MODELS}
         assert changed == (listed if command == "install-overlays" else set())
-        assert after.keys() - before.keys() <= {".lock"}, "uv's own lock is all that may be new"
+        assert after.keys() - before.keys() <= {".lock"}, "more than uv's lock is new"
         assert {place: hashes(place) for place in elsewhere} == elsewhere
 
 
@@ -63,7 +63,7 @@ def test_01_the_symlinks_of_uv_are_refused_and_the_fix_works(environments: Make)
     assert hashes(environment.cache).items() >= before[1].items()
 
 
-def test_01_a_farm_of_hard_links_as_conda_makes_it(farm: Callable[[str], Site]) -> None:
+def test_01_hard_links_as_conda_makes_them(farm: Callable[[str], Site]) -> None:
     one, two = farm("one"), farm("two")
     before = hashes(two.path)
     install(transformers_path=one.path)
@@ -73,7 +73,7 @@ def test_01_a_farm_of_hard_links_as_conda_makes_it(farm: Callable[[str], Site]) 
 
 
 @pytest.mark.parametrize("tool", ["uv", SLOW_PIP])
-def test_08_the_trap_of_a_reinstalled_transformers(environments: Make, tool: str) -> None:
+def test_08_a_reinstalled_transformers(environments: Make, tool: str) -> None:
     environment = environments("one", tool)
     install(transformers_path=environment.site.path)
     assert set(states(environment.site).values()) == {"yes"}
@@ -94,16 +94,16 @@ def test_13_upgrading_reinstalling_and_downgrading_transformers(environments: Ma
         assert set(states(site).values()) == {"yes"}
         environment.install(version, again)
         assert site.installation.version == version
-        assert set(states(site).values()) == {"no"}, "what the package manager wrote is stock"
+        assert set(states(site).values()) == {"no"}, "the file of the package manager is not stock"
         fresh = fingerprint(site.root)
         plan, _ = uninstall(transformers_path=site.path)
-        assert not plan.writes and fingerprint(site.root) == fresh, "old originals are never written onto a new release"
+        assert not plan.writes and fingerprint(site.root) == fresh, "an old original was written to a new release"
         assert record(transformers_path=site.path).entries == ()
     assert hashes(site.root) == stock
 
 
 @pytest.mark.parametrize("tool", ["uv", SLOW_PIP])
-def test_14_uninstalling_transformers_leaves_nothing_of_ours(environments: Make, tool: str) -> None:
+def test_14_uninstalling_transformers_leaves_no_files(environments: Make, tool: str) -> None:
     environment = environments("one", tool)
     site = environment.site
     assert environment.hf_rocm("install-overlays").returncode == 0
@@ -112,7 +112,7 @@ def test_14_uninstalling_transformers_leaves_nothing_of_ours(environments: Make,
     assert not site.root.exists() or not any(path.is_file() for path in site.root.rglob("*"))
 
 
-def test_08_status_record_finds_what_cp_did_and_names_the_cure(environments: Make) -> None:
+def test_08_status_record_finds_overwritten_files_and_names_the_fix(environments: Make) -> None:
     one, two = environments("one", "uv", "hardlink"), environments("two", "uv", "hardlink")
     assert one.hf_rocm("status", "--record").returncode == 0
     install(["bert"], transformers_path=one.site.path)
@@ -120,15 +120,15 @@ def test_08_status_record_finds_what_cp_did_and_names_the_cure(environments: Mak
         file.write(b"# patched\n")
     (one.site.root / "models" / "llama" / "check.py").touch()
     one.site.model("gemma").unlink()
-    found = record(transformers_path=one.site.path)
-    by_name = {entry.path.name: (entry.finding, entry.shared) for entry in found.entries}
+    table = record(transformers_path=one.site.path)
+    by_name = {entry.path.name: (entry.finding, entry.shared) for entry in table.entries}
     assert by_name == {
         "modeling_bert.py": (Finding.OVERLAY, False),
         "modeling_llama.py": (Finding.CHANGED, True),
         "modeling_gemma.py": (Finding.MISSING, False),
         "check.py": (Finding.ADDED, False),
     }
-    for environment in (one, two):  # the second one was never touched, and is as poisoned
+    for environment in (one, two):  # the second environment shares the changed file
         shown = environment.hf_rocm("status", "--record", "--json")
         assert shown.returncode == 1
         warning = json.loads(shown.stdout)["warning"]
@@ -138,7 +138,9 @@ def test_08_status_record_finds_what_cp_did_and_names_the_cure(environments: Mak
     for environment in (one, two):
         environment.install(VERSION, "--reinstall")
     assert two.hf_rocm("status", "--record").returncode == 0
-    assert record(transformers_path=one.site.path).foreign == (found.foreign[-1],), "a file that no package owns stays"
+    assert record(transformers_path=one.site.path).foreign == (table.foreign[-1],), (
+        "a file that belongs to no package was removed"
+    )
 
 
 def test_24_a_model_that_this_release_lacks_is_an_error(environments: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +155,7 @@ def test_24_a_model_that_this_release_lacks_is_an_error(environments: Make, caps
     assert fingerprint(environment.site.root) == before
 
 
-def test_02_after_hf_rocm_is_gone_the_block_says_how_to_get_back(farm: Callable[[str], Site]) -> None:
+def test_02_without_hf_rocm_the_block_explains_how_to_restore_the_file(farm: Callable[[str], Site]) -> None:
     site = farm("one")
     before = hashes(site.path)
     install(transformers_path=site.path)
@@ -165,23 +167,23 @@ def test_02_after_hf_rocm_is_gone_the_block_says_how_to_get_back(farm: Callable[
     assert hashes(site.path) == before
 
 
-def test_15_the_environment_that_runs_is_the_one_that_is_written_to(environments: Make, tmp_path: Path) -> None:
+def test_15_only_the_running_environment_is_written_to(environments: Make, tmp_path: Path) -> None:
     one, two = environments("one", "uv"), environments("two", "pip")
     shown = one.hf_rocm("install-overlays", "--dry-run")
     assert shown.returncode == 0 and str(one.site.root) in shown.stdout
-    before = {each.path: fingerprint(each.site.root) for each in (one, two)}
-    # a second transformers on the path: which one is meant is not guessed
+    before = {variant.path: fingerprint(variant.site.root) for variant in (one, two)}
+    # a second transformers on the path: ambiguous, so refused
     shadowed = one.hf_rocm("install-overlays", PYTHONPATH=str(two.site.path))
     assert shadowed.returncode == 1 and "more than one transformers" in shadowed.stderr
     assert str(one.site.root) in shadowed.stderr and str(two.site.root) in shadowed.stderr
-    # one that another environment owns
+    # a transformers of another environment
     one.uninstall()
     (one.site.path / "borrowed.pth").write_text(str(two.site.path))
     borrowed = one.hf_rocm("install-overlays")
     assert borrowed.returncode == 1 and "does not belong to the active environment" in borrowed.stderr
     assert f"--transformers-path {two.site.root}" in borrowed.stderr
     assert fingerprint(two.site.root) == before[two.path]
-    # a user site is the user's own
+    # a user site belongs to the user
     user = tmp_path / "user" / "lib" / two.site.path.parent.name / "site-packages"
     user.parent.mkdir(parents=True)
     (one.site.path / "borrowed.pth").unlink()
@@ -228,8 +230,8 @@ PLACES: dict[str, Callable[[Site], Path]] = {
 @pytest.mark.parametrize("what", PLACES)
 def test_16_symbolic_links_are_never_followed(farm: Callable[[str], Site], tmp_path: Path, what: str) -> None:
     site, other = farm("one"), farm("two")
-    for each in (site, other):
-        compiled = PLACES["compiled files"](each)
+    for variant in (site, other):
+        compiled = PLACES["compiled files"](variant)
         compiled.mkdir()
         (compiled / "modeling_llama.cpython-311.pyc").write_bytes(b"compiled")
     (other.model("llama").parent / f".modeling_llama.py.0{LEFTOVER}").write_bytes(b"somebody else's")

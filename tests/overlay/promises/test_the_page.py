@@ -1,4 +1,4 @@
-"""docs/promises.md and the list of mutations name every promise, and what they name is there."""
+"""docs/promises.md and the list of mutations name every promise, and the names exist."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TEST = re.compile(r"^def (test_(\d\d)(?:_and_(\d\d))?_\w+)", re.MULTILINE)
 
 
 def _promised() -> dict[int, set[str]]:
-    found: dict[int, set[str]] = {}
+    result: dict[int, set[str]] = {}
     for file in HERE.glob("test_*.py"):
         for name, first, second in _TEST.findall(file.read_text(encoding="utf-8")):
             for number in filter(None, (first, second)):
-                found.setdefault(int(number), set()).add(f"{file.name}::{name}")
-    return found
+                result.setdefault(int(number), set()).add(f"{file.name}::{name}")
+    return result
 
 
 def test_every_promise_has_a_test_named_after_it_and_the_page_links_to_it() -> None:
@@ -41,7 +41,7 @@ def test_every_promise_has_a_test_named_after_it_and_the_page_links_to_it() -> N
         assert any(test.startswith(f"{Path(link).name}::") for test in tests[int(number)]), number
 
 
-def test_every_promise_has_a_mutation_that_fits_its_source_and_names_a_test_of_that_promise() -> None:
+def test_every_promise_has_a_mutation_that_applies_and_names_a_test_of_that_promise() -> None:
     tests, seen = _promised(), set()
     for mutation in script("mutate-patcher").mutations():
         promise = int(mutation["promise"])

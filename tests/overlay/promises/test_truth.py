@@ -1,4 +1,4 @@
-"""What is said is so: the code that runs, the states that are shown, the ranks that are compared, upgrades."""
+"""Reported states are true: the code that runs, the output of status, the comparison of ranks, and upgrades."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FRESH = [
 
 
 def runs(file: Path, *options: str, prefix: Path | None = None) -> str:
-    """The version of the block in the code that a fresh interpreter would run; empty without a block."""
+    """The version of the block that a fresh interpreter would run; empty without a block."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     if prefix is not None:
         variables["PYTHONPYCACHEPREFIX"] = str(prefix)
@@ -55,10 +55,10 @@ def runs(file: Path, *options: str, prefix: Path | None = None) -> str:
         env=variables, capture_output=True, text=True, check=True,
     )  # fmt: skip
     constants = json.loads(done.stdout)
-    return next((each for each in constants if each in ("0.0.1", "0.0.2", hf_rocm.__version__)), "")
+    return next((constant for constant in constants if constant in ("0.0.1", "0.0.2", hf_rocm.__version__)), "")
 
 
-FORGED = {  # a block with a right hash of its own: (what it says of itself, its code, installed, --record)
+FORGED = {  # a block with a correct hash: (its version, its code, the reported states of `installed` and of --record)
     "other code": ("{id}", hf_rocm.__version__, "x = 1\n", "foreign", Finding.CHANGED),
     "no overlay's id": ("transformers-1.0/bert", hf_rocm.__version__, "x = 1\n", "foreign", Finding.CHANGED),
     "another model's": ("{llama}", hf_rocm.__version__, "{text}", "foreign", Finding.CHANGED),
@@ -68,7 +68,7 @@ FORGED = {  # a block with a right hash of its own: (what it says of itself, its
 
 
 @pytest.mark.parametrize("how", FORGED)
-def test_08_a_block_with_other_code_is_never_in_order(farm: Farm, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_08_a_block_with_other_code_is_reported(farm: Farm, how: str, capsys: pytest.CaptureFixture[str]) -> None:
     site = farm("one")
     file = site.model("bert")
     stock = file.read_bytes()
@@ -81,7 +81,7 @@ def test_08_a_block_with_other_code_is_never_in_order(farm: Farm, how: str, caps
     place = ["--transformers-path", str(site.path)]
     (state,) = status(["bert"], transformers_path=site.path).states
     assert (state.installed.value, state.good) == (expected, False)
-    (entry,) = [each for each in record(transformers_path=site.path).foreign if each.path == file]
+    (entry,) = [path for path in record(transformers_path=site.path).foreign if path.path == file]
     assert entry.finding is finding
     assert (
         main(["status", "bert", *place]) == main(["status", "--record", *place]) == check_version(["bert", *place]) == 1
@@ -89,7 +89,7 @@ def test_08_a_block_with_other_code_is_never_in_order(farm: Farm, how: str, caps
     assert "hf-rocm install-overlays" in capsys.readouterr().err
     install(["bert"], transformers_path=site.path)
     assert status(["bert"], transformers_path=site.path).states[0].good
-    assert [each.path for each in record(transformers_path=site.path).foreign if each.path == file] == []
+    assert [path.path for path in record(transformers_path=site.path).foreign if path.path == file] == []
     file.write_bytes(block.render(stock, overlay=identity, version=version, text=text.format(text=overlay.text)))
     uninstall(["bert"], transformers_path=site.path)
     assert file.read_bytes() == stock
@@ -97,7 +97,7 @@ def test_08_a_block_with_other_code_is_never_in_order(farm: Farm, how: str, caps
 
 @pytest.mark.parametrize("mode", list(MODES), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("options", FRESH)
-def test_12_the_new_code_is_what_runs_and_then_the_old(
+def test_12_the_new_code_runs_and_after_uninstall_the_old(
     farm: Farm, mode: py_compile.PycInvalidationMode, options: list[str]
 ) -> None:
     site = farm("one")
@@ -112,7 +112,7 @@ def test_12_the_new_code_is_what_runs_and_then_the_old(
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["the installer's prefix", "another process's prefix"])
-def test_12_under_a_cache_prefix(farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+def test_12_with_a_cache_prefix(farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
     site, prefix = farm("one"), tmp_path / "prefix"
     file = site.model("bert")
     for command, expected in ((install, hf_rocm.__version__), (uninstall, "")):
@@ -146,7 +146,7 @@ def test_12_a_new_block_of_the_same_size_in_the_same_second(
 
 
 def _within(second: int) -> Callable[[Disk, int, bytes], int]:
-    """Writing, as if it were done within this second."""
+    """Write a file with a modification time in this second."""
 
     def write(self: Disk, descriptor: int, data: bytes) -> int:
         count = os.write(descriptor, data)
@@ -156,7 +156,7 @@ def _within(second: int) -> Callable[[Disk, int, bytes], int]:
     return write
 
 
-def test_12_a_compiled_file_without_its_source_is_not_left(farm: Farm) -> None:
+def test_12_a_compiled_file_without_its_source_is_removed(farm: Farm) -> None:
     site = farm("one")
     legacy = site.model("bert").with_suffix(".pyc")
     py_compile.compile(str(site.model("bert")), str(legacy), doraise=True)
@@ -164,7 +164,7 @@ def test_12_a_compiled_file_without_its_source_is_not_left(farm: Farm) -> None:
     assert not legacy.exists()
 
 
-def test_08_status_tells_every_state(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_08_status_reports_every_state(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
     site = farm("one")
     with monkeypatch.context() as older:
         older.setattr("hf_rocm.overlay.state.__version__", "0.0.1")
@@ -172,12 +172,12 @@ def test_08_status_tells_every_state(farm: Farm, monkeypatch: pytest.MonkeyPatch
     install(["gemma", "llama"], transformers_path=site.path)
     file = site.model("llama")
     file.write_text(file.read_text().replace("# <<< hf-rocm", "mine = 1\n# <<< hf-rocm"))
-    found = {each.model: each.installed.value for each in status(transformers_path=site.path)[1]}
-    assert found == {"bert": "old", "gemma": "yes", "llama": "edited", "qwen3": "no"}
+    result = {state.model: state.installed.value for state in status(transformers_path=site.path)[1]}
+    assert result == {"bert": "old", "gemma": "yes", "llama": "edited", "qwen3": "no"}
 
 
 class Ranks(types.ModuleType):
-    """torch.distributed, as far as `check` uses it, with the other ranks' answers given."""
+    """A stand-in for torch.distributed with the functions that `check` uses, and given results of the other ranks."""
 
     def __init__(self, *others: tuple[str, str, HfRocmError | None]) -> None:
         super().__init__("torch.distributed")
@@ -191,19 +191,19 @@ class Ranks(types.ModuleType):
     def get_world_size(self) -> int:
         return len(self.others) + 1
 
-    def all_gather_object(self, everyone: list[Any], mine: Any) -> None:
-        self.sent.append(mine)
-        everyone[:] = [mine, *self.others]
+    def all_gather_object(self, everyone: list[Any], actual: Any) -> None:
+        self.sent.append(actual)
+        everyone[:] = [actual, *self.others]
 
 
-def test_23_check_passes_only_on_what_was_installed(farm: Farm) -> None:
+def test_23_check_passes_only_for_installed_overlays(farm: Farm) -> None:
     site = farm("one")
     with pytest.raises(OverlayError, match="is not installed") as refused:
         hf_rocm.check("llama", transformers_path=site.path)
     assert "hf-rocm install-overlays" in (refused.value.hint or "")
     install(["llama"], transformers_path=site.path)
-    found = hf_rocm.check("llama", strict=True, transformers_path=site.path)
-    assert found == hf_rocm.check("llama", expected=found, transformers_path=site.path)
+    result = hf_rocm.check("llama", strict=True, transformers_path=site.path)
+    assert result == hf_rocm.check("llama", expected=result, transformers_path=site.path)
     with pytest.raises(OverlayError, match="overlay of bert is not installed"):
         hf_rocm.check(transformers_path=site.path)
     with pytest.raises(OverlayError, match="do not run the same files"):
@@ -215,13 +215,13 @@ def test_23_check_passes_only_on_what_was_installed(farm: Farm) -> None:
     assert "reinstall" in (refused.value.hint or "") and refused.value.facts["found"] == "the block was edited"
 
 
-def test_23_a_node_with_other_content_stops_every_rank(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_23_a_node_with_different_files_stops_every_rank(farm: Farm, monkeypatch: pytest.MonkeyPatch) -> None:
     site = farm("one")
     install(transformers_path=site.path)
-    mine = hf_rocm.check(transformers_path=site.path, across_ranks=False)
-    monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", mine, None)))
-    assert hf_rocm.check(transformers_path=site.path) == mine
-    monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", mine, None), ("node-2", "f" * 16, None)))
+    actual = hf_rocm.check(transformers_path=site.path, across_ranks=False)
+    monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", actual, None)))
+    assert hf_rocm.check(transformers_path=site.path) == actual
+    monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", actual, None), ("node-2", "f" * 16, None)))
     with pytest.raises(OverlayError, match="do not run the same files") as refused:
         hf_rocm.check(transformers_path=site.path)
     assert "rank 2 on node-2" in refused.value.facts["found"] and refused.value.hint
@@ -231,11 +231,11 @@ def test_23_a_node_with_other_content_stops_every_rank(farm: Farm, monkeypatch: 
         hf_rocm.check(transformers_path=site.path)
     assert refused.value.hint == "the fix"
     uninstall(transformers_path=site.path)
-    ranks = Ranks(("node-1", mine, None))
+    ranks = Ranks(("node-1", actual, None))
     monkeypatch.setitem(sys.modules, "torch.distributed", ranks)
     with pytest.raises(OverlayError, match="is not installed"):
         hf_rocm.check(transformers_path=site.path)
-    assert isinstance(ranks.sent[0][2], OverlayError), "the others are told, and don't wait for ever"
+    assert isinstance(ranks.sent[0][2], OverlayError), "the other ranks got no error and would wait forever"
 
 
 WORKER = """
@@ -249,7 +249,7 @@ try:
 except hf_rocm.HfRocmError as error:
     sys.exit(f"{error}")
 finally:
-    # gloo's threads abort an interpreter that ends while they are still at work
+    # gloo's threads abort an interpreter that exits while they are working
     distributed.barrier()
     distributed.destroy_process_group()
 """
@@ -292,17 +292,17 @@ def newer(site: Site, release: str, *, changed: str = "") -> None:
         file.write_text(text.replace("(nn.Module):", "(nn.Module):\n    new = 1\n") if model == changed else text)
 
 
-def test_13_a_newer_release_is_spoken_of_file_by_file(farm: Farm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_13_a_newer_release_is_reported_file_by_file(farm: Farm, capsys: pytest.CaptureFixture[str]) -> None:
     site = farm("one")
     known = site.installation.version
     release = next_release("5.99.0")
     newer(site, release, changed="llama")
-    ours = known.startswith("5.23")
+    supported = known.startswith("5.23")
     assert check_version(["--transformers-path", str(site.path), "--json"]) == 1
     ahead = json.loads(capsys.readouterr().out)["newer_release"]
-    go_on = {each["model"]: each["go_on"] for each in ahead["files"]}
+    go_on = {file["model"]: file["go_on"] for file in ahead["files"]}
     assert go_on.keys() == set(MODELS) and not go_on["llama"]
-    if ours:
+    if supported:
         assert go_on == {"bert": True, "gemma": True, "llama": False, "qwen3": True}
         assert ahead["verdict"].startswith("go on with bert, gemma, qwen3; llama would stay stock")
     check_version(["--transformers-path", str(site.path)])
@@ -311,7 +311,7 @@ def test_13_a_newer_release_is_spoken_of_file_by_file(farm: Farm, capsys: pytest
     assert "llama: stop; upstream changed Llama" in shown and ahead["verdict"] in shown
 
 
-def test_13_a_release_beyond_every_range_is_refused_but_spoken_of(
+def test_13_a_release_beyond_every_range_is_refused_and_reported(
     farm: Farm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = farm("one")
@@ -324,6 +324,6 @@ def test_13_a_release_beyond_every_range_is_refused_but_spoken_of(
         install(transformers_path=site.path)
 
 
-def test_13_a_known_release_needs_no_outlook(farm: Farm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_13_a_known_release_has_no_report_on_newer_releases(farm: Farm, capsys: pytest.CaptureFixture[str]) -> None:
     check_version(["--transformers-path", str(farm("one").path), "--json"])
     assert json.loads(capsys.readouterr().out)["newer_release"] is None

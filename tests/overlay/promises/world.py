@@ -1,4 +1,4 @@
-"""Real environments, made offline with the real uv and pip from wheels of the stock files that overlays touch."""
+"""Real environments, made offline with the real uv and pip from wheels of the stock files that have overlays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEXT = ".".join([*VERSION.split(".")[:2], "98"])
 
 
 def make_wheel(folder: Path, version: str = VERSION, *, note: bytes = b"") -> Path:
-    """A wheel called transformers with the stock files of every overlay's model. note: added to each of those."""
+    """A wheel named transformers with the stock files of every overlay's model. note: added to each file."""
     source = installed_package()
     old = (source / "__init__.py").read_bytes()
     files = {"transformers/__init__.py": old.replace(VERSION.encode(), version.encode())}
@@ -126,7 +126,7 @@ class Environment:
 
 
 def uv() -> str:
-    """The real uv; its absence fails a test, as that of strace does."""
+    """The real uv. The tests fail without it, as without strace."""
     beside = Path(sys.executable).parent / "uv"
     if beside.is_file():
         return str(beside)
@@ -135,10 +135,10 @@ def uv() -> str:
 
         return str(find_uv_bin())
     except (ImportError, FileNotFoundError):
-        found = shutil.which("uv")
-    if found is None:
+        result = shutil.which("uv")
+    if result is None:
         pytest.fail("these tests use the real uv, which is not installed: pip install uv")
-    return found
+    return result
 
 
 def run(command: Sequence[str], variables: dict[str, str]) -> str:
@@ -153,17 +153,17 @@ def clean() -> dict[str, str]:
 
 
 def _bridge(folder: Path) -> None:
-    """What this interpreter can import, but for transformers: hf_rocm and what it depends on."""
+    """The import path of this interpreter without transformers: hf_rocm and its dependencies."""
     folder.mkdir()
     hf_rocm = importlib.util.find_spec("hf_rocm")
     assert hf_rocm is not None and hf_rocm.origin is not None
     (folder / "hf_rocm").symlink_to(Path(hf_rocm.origin).parent)
     for entry in sys.path:
         if Path(entry).name in ("site-packages", "dist-packages"):
-            for found in sorted(Path(entry).iterdir()):
-                link = folder / found.name
-                if found.suffix != ".pth" and not found.name.startswith("transformers") and not link.is_symlink():
-                    link.symlink_to(found)
+            for result in sorted(Path(entry).iterdir()):
+                link = folder / result.name
+                if result.suffix != ".pth" and not result.name.startswith("transformers") and not link.is_symlink():
+                    link.symlink_to(result)
 
 
 def encoded(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""One tiny model for all, and results as a run would give them."""
+"""A tiny model, and results like those of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Part(torch.nn.Parameter):
-    """A parameter of which this rank has the first half."""
+    """A parameter of which this rank stores the first half."""
 
     def to_local(self):
         return self[: len(self) // 2]
@@ -48,7 +48,9 @@ def timing(side: str, milliseconds: float, **rest) -> Timing:
 
 
 def result(case: Case, floor: float = 4.0, **sides: float) -> Result:
-    timings = tuple(timing(name.replace("_", "-") if name != "hf_rocm" else name, each) for name, each in sides.items())
+    timings = tuple(
+        timing(name.replace("_", "-") if name != "hf_rocm" else name, value) for name, value in sides.items()
+    )
     return Result(case, Floor(floor, 15e9, 1e10, "memory"), timings, {"liger": "liger-kernel is not installed"})
 
 

@@ -1,4 +1,4 @@
-"""The chart: a well-formed SVG without help, a PNG where Pillow is, bars as long as their times."""
+"""The chart: a well-formed SVG without dependencies, a PNG with Pillow, and bars in proportion to their times."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def words_of(picture: drawing.Picture) -> list[drawing.Words]:
     return [part for part in picture.parts if isinstance(part, drawing.Words)]
 
 
-def test_the_svg_is_well_formed_and_says_it_all(tmp_path):
+def test_the_svg_is_well_formed_and_complete(tmp_path):
     (file,) = chart.save([segment()], tmp_path / "a.svg", title="A < B & C")
     root = ElementTree.parse(file).getroot()
     assert root.tag == f"{SVG}svg" and root.find(f"{SVG}title").text == "A < B & C"
-    words = [each.text for each in root.iter(f"{SVG}text")]
+    words = [element.text for element in root.iter(f"{SVG}text")]
     for expected in ("hf_rocm", "5.00 ms (3.20 ×)", "16.00 ms", "floor 4.00", "stock + torch.compile"):
         assert expected in words, expected
-    assert any("not an AMD GPU" in each for each in words) and any("4.25 TB/s" in each for each in words)
+    assert any("not an AMD GPU" in word for word in words) and any("4.25 TB/s" in word for word in words)
     width, height = (float(root.get(name)) for name in ("width", "height"))
-    for each in root.iter(f"{SVG}rect"):
-        assert float(each.get("x")) >= 0 and float(each.get("x")) + float(each.get("width")) <= width
-        assert float(each.get("y")) + float(each.get("height")) <= height
+    for entry in root.iter(f"{SVG}rect"):
+        assert float(entry.get("x")) >= 0 and float(entry.get("x")) + float(entry.get("width")) <= width
+        assert float(entry.get("y")) + float(entry.get("height")) <= height
 
 
 def test_segments_of_several_commits_are_named_with_all_rates():
     segments = [segment(), segment(commit="fedcba987654", rates=Rates(4.3e12, 0.8e12)), segment(commit=None)]
-    text = " ".join(each.text for each in words_of(chart.draw("x", segments)))
+    text = " ".join(word.text for word in words_of(chart.draw("x", segments)))
     assert "commit 0123456789ab, fedcba987654, hf_rocm forced" in text
     assert "4.25–4.30 TB/s (copy) and 800 G–790 TFLOP/s" in text
 
@@ -52,53 +52,53 @@ def test_no_word_is_cut_at_the_right():
 
 def test_a_panel_names_its_own_unit():
     cases = [result(Case("decode", 1, 8, 8), stock=16.0), result(Case("prefill", 1, 8), stock=16.0)]
-    texts = [each.text for each in words_of(chart.draw("x", [segment("both", *cases)]))]
+    texts = [word.text for word in words_of(chart.draw("x", [segment("both", *cases)]))]
     assert [text for text in texts if text.startswith("ms")] == ["ms a token, end to end through generate", "ms"]
-    assert not any("token," in text for text in texts[:2]), "the subtitle holds for every panel"
+    assert not any("token," in text for text in texts[:2]), "the subtitle does not apply to every panel"
 
 
 def test_quartiles_are_drawn_over_the_bar():
     picture = chart.draw("x", [segment("one", result(Case("decode", 1, 8, 8), stock=16.0))])
-    (spread,) = [each for each in picture.parts if isinstance(each, drawing.Line) and each.y == each.to_y]
-    bar = next(each for each in picture.parts if isinstance(each, drawing.Box) and each.fill == chart.COLOURS["stock"])
+    (spread,) = [part for part in picture.parts if isinstance(part, drawing.Line) and part.y == part.to_y]
+    bar = next(part for part in picture.parts if isinstance(part, drawing.Box) and part.fill == chart.COLOURS["stock"])
     ends = [(x - chart.LABEL) / bar.width for x in (spread.x, spread.to_x)]
     assert ends == pytest.approx([0.9, 1.2])
-    (figure,) = [each for each in words_of(picture) if each.text == "16.00 ms"]
+    (figure,) = [element for element in words_of(picture) if element.text == "16.00 ms"]
     assert figure.x > spread.to_x
     assert "median and quartiles of 5 rounds" in words_of(picture)[1].text
 
 
 def test_bars_are_as_long_as_their_times():
     picture = chart.draw("x", [segment()])
-    bars = {each.fill: each.width for each in picture.parts if isinstance(each, drawing.Box)}
-    stock, ours = bars[chart.COLOURS["stock"]], bars[chart.COLOURS["hf_rocm"]]
-    assert ours / stock == pytest.approx(5 / 16)
-    (line,) = [each for each in picture.parts if isinstance(each, drawing.Line) and each.dashed]
+    bars = {part.fill: part.width for part in picture.parts if isinstance(part, drawing.Box)}
+    stock, prepared = bars[chart.COLOURS["stock"]], bars[chart.COLOURS["hf_rocm"]]
+    assert prepared / stock == pytest.approx(5 / 16)
+    (line,) = [part for part in picture.parts if isinstance(part, drawing.Line) and part.dashed]
     assert (line.x - chart.LABEL) / stock == pytest.approx(4 / 16)
 
 
-def test_panels_of_a_kind_share_a_scale_unless_one_would_be_a_stub():
-    near = [chart.panel(result(Case("decode", 1, 8, 8), stock=each)) for each in (10.0, 20.0)]
-    far = [chart.panel(result(Case("prefill", 1, 8), stock=each)) for each in (10.0, 99.0)]
+def test_panels_of_a_kind_share_a_scale_unless_a_bar_would_be_too_short():
+    near = [chart.panel(result(Case("decode", 1, 8, 8), stock=milliseconds)) for milliseconds in (10.0, 20.0)]
+    far = [chart.panel(result(Case("prefill", 1, 8), stock=milliseconds)) for milliseconds in (10.0, 99.0)]
     assert chart._scales([*near, *far]) == pytest.approx([24.0, 24.0, 12.0, 1.2 * 99.0])
 
 
-def test_the_png_where_pillow_is(tmp_path):
+def test_the_png_needs_pillow(tmp_path):
     if not drawing.can_png():
         pytest.skip("Pillow is not installed here")
     files = chart.save([segment()], tmp_path / "a")
-    assert [each.suffix for each in files] == [".svg", ".png"]
+    assert [file.suffix for file in files] == [".svg", ".png"]
     data = files[1].read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     picture = chart.draw("x", [segment()])
     assert struct.unpack(">II", data[16:24]) == (2 * picture.width, round(2 * picture.height))
 
 
-def test_what_can_not_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+def test_an_unwritable_file_is_refused_before_measuring(tmp_path, monkeypatch):
     with pytest.raises(ChartError, match=r"a\.pdf"):
         chart.check(tmp_path / "a.pdf")
     monkeypatch.setattr(drawing, "can_png", lambda: False)
     with pytest.raises(ChartError, match="Pillow is not installed"):
         chart.check(tmp_path / "a.png")
     chart.check(tmp_path / "a")
-    assert [each.name for each in chart.save([segment()], tmp_path / "a")] == ["a.svg"]
+    assert [file.name for file in chart.save([segment()], tmp_path / "a")] == ["a.svg"]

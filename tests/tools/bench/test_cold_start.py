@@ -1,4 +1,4 @@
-"""Starts are fresh processes with caches of their own, and one that fails says why."""
+"""Starts are fresh processes with separate caches, and a failed start reports the reason."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ CASE = Case("decode", 1, 8, 3)
 
 
 @pytest.mark.slow
-def test_a_start_is_cold_once_and_then_finds_its_caches():
+def test_only_the_first_start_has_cold_caches():
     done = starts(Subject(None, "small", CPU, layers=1), CASE, ["hf_rocm"], segment="x", progress=lambda text: None)
-    assert [(each["side"], each["caches"]) for each in done.starts] == [("hf_rocm", "cold"), ("hf_rocm", "cached")]
-    for each in done.starts:
-        assert each["first_call"] > 0 and each["warmup"] >= 0 and each["prepared"] > 0
-        assert each["static_cache"] == 11 * 2 * 2 * 64 * 4 and each["weights"] > each["static_cache"]
+    assert [(run["side"], run["caches"]) for run in done.starts] == [("hf_rocm", "cold"), ("hf_rocm", "cached")]
+    for run in done.starts:
+        assert run["first_call"] > 0 and run["warmup"] >= 0 and run["prepared"] > 0
+        assert run["static_cache"] == 11 * 2 * 2 * 64 * 4 and run["weights"] > run["static_cache"]
     assert done.model["name"] == "small, 1 layer"
 
 
-def test_a_start_that_fails_says_why(tmp_path):
+def test_a_failed_start_reports_the_reason(tmp_path):
     with pytest.raises(StartError) as error:
         start(Subject(None, "no-such-shape", CPU), CASE, "hf_rocm", tmp_path)
     assert "no-such-shape" in str(error.value) and "exit code" in error.value.facts

@@ -1,4 +1,4 @@
-"""A checkpoint without matrices: transformers loads it, it takes no room, and what a rank fills is right."""
+"""A dummy checkpoint: transformers loads it, it takes no disk space, and every rank fills its shards correctly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALLER = {
 
 @pytest.fixture
 def smaller(monkeypatch):
-    """Shapes of the same kinds, a little smaller."""
+    """Shapes of the same kinds, but smaller."""
     for name, settings in SMALLER.items():
         shape = known_shapes.SHAPES[name]
         sizes = {**shape.settings, **settings, "vocab_size": 512, "intermediate_size": 64}
@@ -26,14 +26,14 @@ def smaller(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["small", *SMALLER])
-def test_transformers_loads_it_and_filled_it_is_like_a_model_that_was_built(name, smaller, tmp_path):
+def test_the_filled_model_is_like_one_built_from_the_config(name, smaller, tmp_path):
     dummy_checkpoint.write(tmp_path, name, dtype=torch.float32, layers=2)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     dummy_checkpoint.fill(loaded, tmp_path, rank=0)
     built = shapes.build(name, device=torch.device("cpu"), dtype=torch.float32, layers=2)
     expected = dict(built.named_parameters())
-    assert {path: each.shape for path, each in loaded.named_parameters()} == {
-        path: each.shape for path, each in expected.items()
+    assert {path: parameter.shape for path, parameter in loaded.named_parameters()} == {
+        path: value.shape for path, value in expected.items()
     }
     for path, parameter in loaded.named_parameters():
         if parameter.ndim < 2:
@@ -45,16 +45,16 @@ def test_transformers_loads_it_and_filled_it_is_like_a_model_that_was_built(name
     assert logits.isfinite().all() and logits.std() > 0.01
 
 
-def test_it_takes_no_room(tmp_path):
+def test_it_takes_no_disk_space(tmp_path):
     dummy_checkpoint.write(tmp_path, "small", dtype=torch.bfloat16)
-    found = (tmp_path / dummy_checkpoint.MATRICES).stat()
-    assert found.st_size > 7_000_000 and found.st_blocks * 512 < 200_000
+    result = (tmp_path / dummy_checkpoint.MATRICES).stat()
+    assert result.st_size > 7_000_000 and result.st_blocks * 512 < 200_000
 
 
-def test_parts_differ_between_ranks_and_what_all_have_does_not(tmp_path):
+def test_shards_differ_between_ranks_and_replicated_parameters_do_not(tmp_path):
     dummy_checkpoint.write(tmp_path, "small", dtype=torch.float32, layers=1)
     first = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    # as a rank has it: its rows of q
+    # a rank's rows of q
     query = first.model.layers[0].self_attn.q_proj
     query.weight = torch.nn.Parameter(query.weight[:128].clone())
     second = copy.deepcopy(first)

@@ -1,4 +1,4 @@
-"""Rounds are interleaved, warm-up is not timed, a side that cannot run is left out, and sides share weights."""
+"""Rounds are interleaved, warm-up is not timed, a side that cannot run is skipped, and sides share weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def measurement(model, names, *, rounds=3, progress=lambda text: None):
     return measure.Measurement(model, made, None, RATES, rounds, progress)
 
 
-def test_each_round_runs_every_side_in_turn(model, monkeypatch):
+def test_every_round_runs_every_side_in_turn(model, monkeypatch):
     turns = []
     monkeypatch.setattr(
         measure, "_turn", lambda side, case, samples, *, warm: turns.append((side.name, warm)) or "enough"
@@ -44,23 +44,23 @@ def test_each_round_runs_every_side_in_turn(model, monkeypatch):
     done = measure.measure(run, DECODE)
     order = [name for name, _ in turns]
     assert order == ["stock", "hf_rocm"] * 5 and [warm for _, warm in turns] == [True] * 4 + [False] * 6
-    assert [(each.unit.median, each.warmup, len(each.rounds)) for each in done.timings] == [(250.0, 0.5, 3)] * 2
+    assert [(timing.unit.median, timing.warmup, len(timing.rounds)) for timing in done.timings] == [(250.0, 0.5, 3)] * 2
 
 
 def test_a_timed_round_counts_every_token_after_the_first(model):
     done = measure.measure(measurement(model, ["stock", "hf_rocm"], rounds=2), DECODE)
-    for each in done.timings:
-        assert 0 < each.unit.low <= each.unit.median <= each.unit.high and each.first.median > 0
-        assert len(each.rounds) == 2 and each.peak is None
+    for timing in done.timings:
+        assert 0 < timing.unit.low <= timing.unit.median <= timing.unit.high and timing.first.median > 0
+        assert len(timing.rounds) == 2 and timing.peak is None
 
 
-def test_a_recorded_step_is_timed_by_itself_too(model, monkeypatch):
+def test_a_recorded_step_is_also_timed_alone(model, monkeypatch):
     """The timing must not change the tokens of the next call."""
     monkeypatch.setitem(recorder.factories, "cpu", EmulatedRecorder)
     run = measurement(model, ["stock", "no-graphs", "hf_rocm"], rounds=1)
     monkeypatch.setattr(variants.Side, "forget", lambda side: None)
-    stock, uncaptured, ours = measure.measure(run, Case("decode", 1, 8, 8)).timings
-    assert ours.replay > 0 and stock.replay is uncaptured.replay is None
+    stock, uncaptured, prepared = measure.measure(run, Case("decode", 1, 8, 8)).timings
+    assert prepared.replay > 0 and stock.replay is uncaptured.replay is None
     ids = inputs.tokens(model, 1, 8)
     before = generate_logits(run.sides[2], ids, 8, judged=8)[1]
     assert run.sides[2].replay_alone() > 0
@@ -69,11 +69,11 @@ def test_a_recorded_step_is_timed_by_itself_too(model, monkeypatch):
     assert run.sides[2].replay_alone() is None
 
 
-def test_a_side_that_fails_is_left_out_unless_it_is_ours(model, monkeypatch):
+def test_a_failing_side_is_skipped_unless_it_is_hf_rocm(model, monkeypatch):
     run = measurement(model, ["stock", "hf_rocm"], rounds=1)
     run.sides[0].arguments["no_such_argument"] = 1
     done = measure.measure(run, DECODE)
-    assert "ValueError" in done.left_out["stock"] and [each.side for each in done.timings] == ["hf_rocm"]
+    assert "ValueError" in done.left_out["stock"] and [timing.side for timing in done.timings] == ["hf_rocm"]
     run.sides[1].arguments["no_such_argument"] = 1
     with pytest.raises(ValueError):
         measure.measure(run, DECODE)
@@ -86,18 +86,23 @@ def test_a_side_that_fails_is_left_out_unless_it_is_ours(model, monkeypatch):
     assert done.left_out["hf_rocm"] == "it needs more memory than is available"
 
 
-def test_sides_share_weights_and_only_ours_is_prepared(model):
+def test_sides_share_weights_and_only_hf_rocms_is_prepared(model):
     made, missing = variants.sides(model, ["stock", "compile", "liger", "no-graphs", "hf_rocm"], encoder=False)
-    assert list(missing) == ["liger"] and [each.name for each in made] == ["stock", "compile", "no-graphs", "hf_rocm"]
-    stock, ours = made[0].model, made[3].model
-    assert ours is model and made[2].model is model and stock is not model and type(stock) is type(model)
-    for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
-        assert mine.data_ptr() == theirs.data_ptr()
+    assert list(missing) == ["liger"] and [variant.name for variant in made] == [
+        "stock",
+        "compile",
+        "no-graphs",
+        "hf_rocm",
+    ]
+    stock, prepared = made[0].model, made[3].model
+    assert prepared is model and made[2].model is model and stock is not model and type(stock) is type(model)
+    for actual, expected in zip(prepared.parameters(), stock.parameters(), strict=True):
+        assert actual.data_ptr() == expected.data_ptr()
     with torch.no_grad(), hf_rocm.ops.recording() as routes:
         made[0](input_ids=torch.arange(10, 20)[None])
         assert not routes
         made[3](input_ids=torch.arange(10, 20)[None])
-    assert {each.operation for each in routes} >= {"attention", "rms_norm"}
+    assert {route.operation for route in routes} >= {"attention", "rms_norm"}
     with pytest.raises(AssertionError, match="before the model is prepared"):
         variants.twin(model)
     assert made[2].arguments == {"disable_compile": True}
@@ -106,7 +111,7 @@ def test_sides_share_weights_and_only_ours_is_prepared(model):
     )
 
 
-def test_ours_is_timed_with_fused_weights(monkeypatch):
+def test_hf_rocm_is_timed_with_fused_weights(monkeypatch):
     """Models that share its weights must not move them out of the fused blocks."""
     seen = []
     timed = measure.timed
@@ -114,7 +119,7 @@ def test_ours_is_timed_with_fused_weights(monkeypatch):
     def recorded(call, device):
         with hf_rocm.ops.recording() as routes:
             taken = timed(call, device)
-        seen.append({each.shapes[1] for each in routes if "linear" in each.operation})
+        seen.append({route.shapes[1] for route in routes if "linear" in route.operation})
         return taken
 
     monkeypatch.setattr(measure, "timed", recorded)
@@ -139,7 +144,7 @@ def test_encoders_are_timed_by_samples():
         subject, [Case("encode", 2, 8)], ["stock", "hf_rocm"], rounds=1, segment="x", progress=lambda text: None
     )
     (result,) = segment.results
-    assert [each.side for each in result.timings] == ["stock", "hf_rocm"] and result.floor.milliseconds > 0
+    assert [timing.side for timing in result.timings] == ["stock", "hf_rocm"] and result.floor.milliseconds > 0
     assert result.case.rate(10.0) == 200.0
 
 
@@ -156,7 +161,7 @@ def test_spread_and_device_time():
     assert len(times) == 2 and len(called) == 3 + 2 * 4
 
 
-def test_sides_whose_caches_do_not_fit_together_run_one_after_the_other_and_say_so(model, monkeypatch):
+def test_sides_whose_caches_do_not_fit_together_run_one_after_the_other_with_a_note(model, monkeypatch):
     monkeypatch.setattr(measure, "_all_fit", lambda *args: False)
     order = []
     turn = measure._turn
@@ -165,4 +170,4 @@ def test_sides_whose_caches_do_not_fit_together_run_one_after_the_other_and_say_
     )
     done = measure.measure(measurement(model, ["stock", "hf_rocm"], rounds=1), DECODE)
     assert order == ["stock"] * 3 + ["hf_rocm"] * 3
-    assert all("its rounds ran in a row" in each.note for each in done.timings)
+    assert all("its rounds ran in a row" in timing.note for timing in done.timings)

@@ -1,4 +1,4 @@
-"""bench ops: each implementation runs itself, wrong ones aren't timed, refusals are told, PyTorch's switches tried."""
+"""bench ops: every implementation is timed by itself, wrong ones aren't timed, and refusals are reported."""
 
 from __future__ import annotations
 
@@ -21,50 +21,54 @@ def lines(*names):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_is_compared_on_every_implementation_it_has(name):
-    found = lines(name)
-    candidates = {f"{each.tier}: {each.name}" for each in operations()[name].implementations}
-    assert candidates <= {each.implementation for each in found}
-    timed = {each.implementation.split(":")[0] for each in found if each.microseconds is not None}
+def test_every_operation_is_compared_on_all_its_implementations(name):
+    result = lines(name)
+    candidates = {
+        f"{implementation.tier}: {implementation.name}" for implementation in operations()[name].implementations
+    }
+    assert candidates <= {entry.implementation for entry in result}
+    timed = {entry.implementation.split(":")[0] for entry in result if entry.microseconds is not None}
     assert timed == {"torch", "eager"}
-    for each in found:
-        assert (each.microseconds is None) == (each.reason is not None) and each.floor > 0
-    assert not operations()[name].choices  # nothing of this is left to the next call
+    for part in result:
+        assert (part.microseconds is None) == (part.reason is not None) and part.floor > 0
+    assert not operations()[name].choices  # the settings don't affect the next call
 
 
-def test_each_line_ran_its_own_implementation(monkeypatch):
+def test_every_line_ran_its_own_implementation(monkeypatch):
     ran = []
-    for each in operations()["rms_norm"].implementations:
-        call = each.call
+    for implementation in operations()["rms_norm"].implementations:
+        call = implementation.call
         monkeypatch.setitem(
-            each.__dict__, "call", lambda *args, name=each.name, call=call: ran.append(name) or call(*args)
+            implementation.__dict__,
+            "call",
+            lambda *args, name=implementation.name, call=call: ran.append(name) or call(*args),
         )
     lines("rms_norm")
     assert {"F.rms_norm", "formula"} <= set(ran)
     monkeypatch.setitem(operations()["rms_norm"].implementations[-2].__dict__, "call", lambda x, *rest: x * 1.001)
     spoilt = operations()["rms_norm"].implementations[-2].name
-    (line,) = [each for each in lines("rms_norm") if each.implementation.endswith(spoilt)]
+    (line,) = [entry for entry in lines("rms_norm") if entry.implementation.endswith(spoilt)]
     assert line.microseconds is None and "its numbers are wrong" in line.reason
 
 
-def test_attention_is_tried_through_each_backend_of_pytorchs():
-    found = {each.implementation: each for each in lines("attention")}
-    assert found["torch: SDPA, math"].microseconds is not None
-    assert found["torch: SDPA, cudnn_attention"].reason is not None
+def test_attention_is_measured_with_every_backend_of_pytorch():
+    result = {line.implementation: line for line in lines("attention")}
+    assert result["torch: SDPA, math"].microseconds is not None
+    assert result["torch: SDPA, cudnn_attention"].reason is not None
 
 
-def test_the_floor_of_a_product():
-    (line, *_) = [each for each in lines("linear") if each.case.startswith("o,")]
+def test_the_floor_of_a_gemm():
+    (line, *_) = [outcome for outcome in lines("linear") if outcome.case.startswith("o,")]
     assert line.floor == pytest.approx(1e6 * max(4 * (256 * 256 + 2 * 512) / 1e10, 2 * 2 * 256 * 256 / 1e11))
 
 
-def test_what_the_router_adds_is_measured_with_kernels_that_do_nothing(monkeypatch):
+def test_router_overhead_is_measured_with_empty_kernels(monkeypatch):
     monkeypatch.setattr(routing, "CALLS", 50)
     monkeypatch.setattr(routing, "ROUNDS", 3)
-    found = list(routing.routing())
-    assert [each.case for each in found] == ["attention", "linear", "act_and_mul", "rms_norm"]
-    assert all(0 < each.microseconds < 1000 for each in found)
-    assert not any(operations()[each.case].choices for each in found)
+    result = list(routing.routing())
+    assert [outcome.case for outcome in result] == ["attention", "linear", "act_and_mul", "rms_norm"]
+    assert all(0 < entry.microseconds < 1000 for entry in result)
+    assert not any(operations()[outcome.case].choices for outcome in result)
 
 
 def test_a_run_is_a_segment_and_an_encoder_is_refused():

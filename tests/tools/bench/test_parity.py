@@ -1,4 +1,4 @@
-"""No speed on wrong numbers: the gate lets right ones through and refuses planted wrong ones, on every side."""
+"""No speed on wrong numbers: the check accepts correct results and refuses injected wrong ones, on every side."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ DECODE, PREFILL = Case("decode", 2, 12, 4), Case("prefill", 2, 12)
 def run(model, names, case, **changes):
     reference = parity.Reference(model)
     made, _ = variants.sides(model, names, encoder=False)
-    found = measure.Measurement(model, made, reference, RATES, 2, lambda text: None)
-    return measure.measure(found._replace(**changes), case)
+    result = measure.Measurement(model, made, reference, RATES, 2, lambda text: None)
+    return measure.measure(result._replace(**changes), case)
 
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_right_numbers_pass_and_are_recorded(case, model):
+def test_correct_results_pass_and_are_recorded(case, model):
     done = run(model, ["stock", "hf_rocm"], case)
-    assert [each.side for each in done.timings] == ["stock", "hf_rocm"] and not done.left_out
-    for each in done.timings:
-        assert each.parity is not None and 0 < each.parity.error <= each.parity.allowed
-        assert each.parity.allowed >= 2 * each.parity.eager
+    assert [timing.side for timing in done.timings] == ["stock", "hf_rocm"] and not done.left_out
+    for timing in done.timings:
+        assert timing.parity is not None and 0 < timing.parity.error <= timing.parity.allowed
+        assert timing.parity.allowed >= 2 * timing.parity.eager
 
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_wrong_numbers_of_ours_end_the_run(case, model, monkeypatch):
+def test_wrong_results_of_hf_rocm_end_the_run(case, model, monkeypatch):
     with ops.recording() as routes:
         run(model, ["hf_rocm"], case)
-    assert {each.operation for each in routes} >= {"rms_norm"}  # the route that is spoilt below
+    assert {entry.operation for entry in routes} >= {"rms_norm"}  # the route of the fault below
     hf_rocm.restore(model)
     spoil(monkeypatch, 1e-3)
     with pytest.raises(measure.Mismatch, match="hf_rocm returns wrong numbers") as error:
@@ -42,41 +42,41 @@ def test_wrong_numbers_of_ours_end_the_run(case, model, monkeypatch):
     assert error.value.facts["case"] == case.title
 
 
-def test_an_error_within_rounding_is_no_mismatch(model, monkeypatch):
+def test_a_rounding_error_is_no_mismatch(model, monkeypatch):
     spoil(monkeypatch, 1e-9)
     assert len(run(model, ["hf_rocm"], PREFILL).timings) == 1
 
 
 def spoil(monkeypatch, by):
-    """Ours alone runs through the router."""
+    """Only hf_rocm's side runs through the router."""
     from hf_rocm.ops import pointwise, registry
 
     right = pointwise.torch_rms_norm
     operation = registry.operations()["rms_norm"]
-    for each in operation.implementations:
-        monkeypatch.setitem(each.__dict__, "call", lambda *args: right(*args) * (1 + by))
-    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # what was looked up before stays right
+    for implementation in operation.implementations:
+        monkeypatch.setitem(implementation.__dict__, "call", lambda *args: right(*args) * (1 + by))
+    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # earlier lookups remain correct
 
 
-def test_wrong_numbers_of_another_side_leave_it_out(model):
+def test_another_side_with_wrong_results_is_skipped(model):
     reference = parity.Reference(model)
     made, _ = variants.sides(model, ["stock", "hf_rocm"], encoder=False)
     stock = made[0].model
     stock.model.norm.weight = torch.nn.Parameter(stock.model.norm.weight * 1.01)
-    found = measure.Measurement(model, made, reference, RATES, 1, lambda text: None)
-    done = measure.measure(found, PREFILL)
-    assert [each.side for each in done.timings] == ["hf_rocm"]
+    result = measure.Measurement(model, made, reference, RATES, 1, lambda text: None)
+    done = measure.measure(result, PREFILL)
+    assert [timing.side for timing in done.timings] == ["hf_rocm"]
     assert "its numbers are wrong by" in done.left_out["stock"]
 
 
-def test_what_is_not_finite_is_refused():
+def test_nonfinite_results_are_refused():
     exact = torch.ones(1, 3, dtype=torch.float64)
     eager = exact.float()
     assert parity.compare(eager, eager, exact).refusal is None
     assert parity.compare(eager * float("nan"), eager, exact).refusal is not None
 
 
-def test_the_tolerance_is_the_one_of_the_tests():
+def test_the_tolerance_is_that_of_the_tests():
     from tests.tolerance import allowed_error
 
     exact = torch.randn(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_the_tolerance_is_the_one_of_the_tests():
     assert parity.compare(eager, eager, exact).allowed == allowed_error(eager, exact)
 
 
-def test_the_reference_is_wider_than_the_model_and_leaves_it_as_it_was(model):
+def test_the_reference_has_higher_precision_and_keeps_the_model_unchanged(model):
     before = dict(model.named_parameters())
     with torch.no_grad():
         narrow = model(input_ids=torch.arange(20, 30)[None]).logits
@@ -93,11 +93,11 @@ def test_the_reference_is_wider_than_the_model_and_leaves_it_as_it_was(model):
     assert wide == exact.dtype == torch.float64 and narrow.dtype == torch.float32
     assert 0 < (exact - narrow).abs().max() < 1e-4
     after = dict(model.named_parameters())
-    assert before.keys() == after.keys() and all(after[name] is each for name, each in before.items())
+    assert before.keys() == after.keys() and all(after[name] is value for name, value in before.items())
     assert not model.model.norm._forward_hooks and not model.model.norm._forward_pre_hooks
 
 
-def test_the_reference_in_place_is_that_of_copies_and_leaves_the_model_as_it_was(model):
+def test_the_in_place_reference_equals_that_of_a_copy_and_keeps_the_model_unchanged(model):
     before = {id(config): dict(vars(config)) for config, _ in parity._implementations(model)}
     (side,), _ = variants.sides(model, ["stock"], encoder=False)
     tried = parity.trial(side, DECODE, most=8)

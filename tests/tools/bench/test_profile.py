@@ -1,4 +1,4 @@
-"""Kernels are added up, gaps are where nothing runs, and a trace is written."""
+"""Kernel times are summed, gaps are times without kernels, and a trace is written."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hf_rocm.tools.bench.run import Subject
 from tests.tools.bench.conftest import CPU
 
 
-def test_gaps_are_where_no_kernel_runs():
+def test_gaps_are_times_without_kernels():
     work = [Work("gemm", 10, 30), Work("norm", 40, 50), Work("gemm", 45, 60), Work("add", 80, 90)]
-    found = summarise("x", work, 2)
-    assert found.kernels == {"gemm": (2, 35.0), "norm": (1, 10.0), "add": (1, 10.0)}
-    assert (found.busy, found.span) == (25.0, 40.0)
-    assert found.gaps == ((20.0, "add"), (10.0, "norm"))
-    assert found.rows()[0] == ("gemm", "1.0", "17.5", "63.6 %")
-    assert "idle for 15 (38 %)" in found.lines()[0] and "20 µs before add; 10 µs before norm" in found.lines()[1]
+    summary = summarise("x", work, 2)
+    assert summary.kernels == {"gemm": (2, 35.0), "norm": (1, 10.0), "add": (1, 10.0)}
+    assert (summary.busy, summary.span) == (25.0, 40.0)
+    assert summary.gaps == ((20.0, "add"), (10.0, "norm"))
+    assert summary.rows()[0] == ("gemm", "1.0", "17.5", "63.6 %")
+    assert "idle for 15 (38 %)" in summary.lines()[0] and "20 µs before add; 10 µs before norm" in summary.lines()[1]
     assert summarise("x", [], 1).lines() == []
 
 
 @pytest.mark.parametrize("case", [Case("decode", 1, 8, 4), Case("prefill", 1, 8)], ids=["decode", "prefill"])
-def test_a_profile_of_a_model_has_its_products_and_a_trace(case, tmp_path, monkeypatch):
+def test_a_profile_of_a_model_has_its_gemms_and_a_trace(case, tmp_path, monkeypatch):
     monkeypatch.setattr(profiling, "STEPS", 3)
     trace = tmp_path / "deep" / "trace.json"
     subject = Subject(None, "small", CPU, layers=1)
-    found = profiling.profile(subject, case, trace, progress=lambda text: None)
-    names = [row[0] for row in found.rows()]
+    summary = profiling.profile(subject, case, trace, progress=lambda text: None)
+    names = [row[0] for row in summary.rows()]
     assert "aten::mm" in names or "aten::addmm" in names
-    assert not found.lines()  # no queue of a GPU's here
+    assert not summary.lines()  # a CPU has no queue
     assert json.loads(trace.read_text())["traceEvents"]

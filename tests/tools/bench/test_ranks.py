@@ -1,4 +1,4 @@
-"""Starting ranks: what is refused before, how the end of one ends all, and who is named for it."""
+"""Starting ranks: refusals before the start, the failure of a rank, and the reported cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tools.bench.conftest import CPU, Part, segment
 SMALL = Subject(None, "small", CPU, layers=1)
 TINY = ["--config", "small", "--layers", "1", "--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4"]
 
-# programs that stand for ranks
+# programs that stand in for ranks
 KILLED = """
 import os, signal, sys, time
 if sys.argv[2] == "1":
@@ -36,7 +36,7 @@ from pathlib import Path
 rank = int(sys.argv[2])
 told = [{"message": "the peer is gone"}, {"message": "no such file", "facts": {"file": "x"}, "hint": "look"}][rank]
 place = Path(sys.argv[1])
-while rank == 0 and not (place / "failed-1.json").exists():  # the peer's end is what this one notices
+while rank == 0 and not (place / "failed-1.json").exists():  # fails after its peer
     time.sleep(0.01)
 (place / f"failed-{rank}.draft").write_text(json.dumps({"at": time.time(), "facts": {}, "hint": None, **told}))
 (place / f"failed-{rank}.draft").rename(place / f"failed-{rank}.json")
@@ -72,7 +72,7 @@ if rank == 0:
 
 @pytest.fixture
 def ranks_are(monkeypatch):
-    """Every rank is this program, and no checkpoint is written."""
+    """Run this program as every rank, and write no checkpoint."""
 
     def put(program: str) -> None:
         monkeypatch.setattr(ranks, "_CHILD", program)
@@ -91,7 +91,7 @@ def ranks_are(monkeypatch):
     ],
     ids=["killed", "raised", "silent", "together"],
 )
-def test_the_end_of_one_rank_ends_all_and_names_the_cause(ranks_are, program, message, facts, monkeypatch):
+def test_a_failed_rank_ends_all_ranks_and_the_cause_is_named(ranks_are, program, message, facts, monkeypatch):
     ranks_are(program)
     started = []
     start = ranks.subprocess.Popen
@@ -102,8 +102,8 @@ def test_the_end_of_one_rank_ends_all_and_names_the_cause(ranks_are, program, me
     with pytest.raises(RankError) as error:
         run()
     assert error.value.message == message and error.value.facts == facts
-    assert len(started) == 2 and all(each.poll() is not None for each in started)
-    assert time.monotonic() - began < 300  # the other one sleeps for 600
+    assert len(started) == 2 and all(process.poll() is not None for process in started)
+    assert time.monotonic() - began < 300  # the other one sleeps for 600 s
 
 
 def run():
@@ -116,26 +116,28 @@ def test_a_failed_rank_ends_the_command_with_its_cause_and_writes_nothing(ranks_
     ranks_are(KILLED)
     file = tmp_path / "runs.json"
     assert main(["bench", *TINY, "--tp", "2", "--save", str(file), "--json"]) == 1
-    told = capsys.readouterr()
-    assert json.loads(told.out)["message"] == "rank 1 was killed by signal 9 (SIGKILL)" and "SIGKILL" in told.err
+    captured = capsys.readouterr()
+    assert (
+        json.loads(captured.out)["message"] == "rank 1 was killed by signal 9 (SIGKILL)" and "SIGKILL" in captured.err
+    )
     assert not file.exists() and not list(tmp_path.iterdir())
 
 
-def test_what_rank_0_recorded_is_the_result(ranks_are):
+def test_the_result_is_that_of_rank_0(ranks_are):
     expected = segment(parallel={"tp": 2, "world": 2, "backend": "gloo", "wire": 1e9, "exchanges": []})
     ranks_are(WELL.replace("ANSWER", f"json.loads({json.dumps(expected.to_dict())!r})"))
-    told = []
+    calls = []
     done = ranks.bench_ranks(
-        SMALL, [Case("decode", 1, 8, 4)], ["stock"], ranks=2, rounds=1, segment="x", progress=told.append
+        SMALL, [Case("decode", 1, 8, 4)], ["stock"], ranks=2, rounds=1, segment="x", progress=calls.append
     )
-    assert done == expected and "working" in told
+    assert done == expected and "working" in calls
 
 
-def test_a_segment_of_ranks_is_read_back_as_it_was(tmp_path):
+def test_a_segment_of_several_ranks_is_read_as_written(tmp_path):
     expected = segment(parallel={"tp": 2})
     record.write(tmp_path / "runs.json", [expected, segment("other")])
-    found = record.load(tmp_path / "runs.json")
-    assert found[0] == expected and found[1].parallel is None
+    table = record.load(tmp_path / "runs.json")
+    assert table[0] == expected and table[1].parallel is None
 
 
 @pytest.fixture
@@ -155,10 +157,10 @@ def nothing_starts(monkeypatch):
         ([*TINY, "--tp", "1"], 2, "--tp"),
     ],
 )
-def test_what_can_not_be_shared_is_refused_before_anything_starts(nothing_starts, arguments, code, words, capsys):
+def test_a_model_that_can_not_be_sharded_is_refused_before_the_start(nothing_starts, arguments, code, words, capsys):
     assert main(["bench", *arguments]) == code
-    told = capsys.readouterr()
-    assert words in " ".join((told.out + told.err).replace("│", " ").split())
+    captured = capsys.readouterr()
+    assert words in " ".join((captured.out + captured.err).replace("│", " ").split())
 
 
 def test_fewer_gpus_than_ranks_are_refused(nothing_starts, monkeypatch):
@@ -172,10 +174,10 @@ def test_fewer_gpus_than_ranks_are_refused(nothing_starts, monkeypatch):
         ranks.check(Subject(None, "llama-8b", torch.device("cuda", 1)), ["stock"], 2)
 
 
-def test_ranks_that_choose_other_tokens_are_found(monkeypatch):
+def test_ranks_that_choose_different_tokens_are_detected(monkeypatch):
     def gather(everyone, tokens):
-        for number, each in enumerate(everyone):
-            each.copy_(tokens + (number == 2))
+        for number, entry in enumerate(everyone):
+            entry.copy_(tokens + (number == 2))
 
     monkeypatch.setattr(peers.dist, "all_gather", gather)
     one = object.__new__(rank._Rank)
@@ -188,7 +190,7 @@ def test_ranks_that_choose_other_tokens_are_found(monkeypatch):
     assert error.value.facts["unlike rank 0"] == "2"
 
 
-def test_how_far_the_tokens_of_two_sides_are_the_same():
+def test_the_number_of_equal_leading_tokens_of_two_sides():
     one = object.__new__(rank._Rank)
     one.asked = SimpleNamespace(sides=["stock", "hf_rocm"])
     first, other = rank._Taken(), rank._Taken()
@@ -200,7 +202,7 @@ def test_how_far_the_tokens_of_two_sides_are_the_same():
     assert one._against(first, other, Case("prefill", 2, 6)) is None
 
 
-def test_what_is_exchanged_goes_by_what_is_divided(model):
+def test_the_communicated_bytes_follow_from_the_sharded_layers(model):
     case = Case("decode", 3, 8, 4)
     whole = peers.exchanged(model, case, 2)
     assert whole == Exchange(2, sums=2, message=3 * 256 * 4, gathered=0)

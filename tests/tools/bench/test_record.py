@@ -1,4 +1,4 @@
-"""Segments survive their file, replace their old selves, and files that aren't ours are refused by name."""
+"""Segments are read as written, replace older ones, and other files are refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_rocm.tools.bench.record import RecordError
 from tests.tools.bench.conftest import result, segment, timing
 
 
-def test_what_is_written_is_read_again(tmp_path):
+def test_segments_are_read_as_written(tmp_path):
     file = tmp_path / "deep" / "runs.json"
     first = segment("decode-1")
     second = segment("kernels", kernels=({"operation": "rope", "microseconds": 1.5, "reason": None},))
@@ -26,7 +26,7 @@ def test_what_is_written_is_read_again(tmp_path):
 
 
 def test_the_schema():
-    """What programs read; a change of it needs another FORMAT."""
+    """The schema that programs read; a change requires another FORMAT."""
     data = segment().to_dict()
     assert set(data) == {
         "name", "machine", "commit", "model", "rates", "rounds", "missing", "results", "kernels", "starts"
@@ -45,7 +45,7 @@ def test_the_schema():
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"format": 99, "segments": []}', '{"format": 1, "segments": [{"name": "x"}]}']
 )
-def test_other_files_are_refused_and_left_alone(text, tmp_path):
+def test_other_files_are_refused_and_unchanged(text, tmp_path):
     file = tmp_path / "other.json"
     file.write_text(text)
     with pytest.raises(RecordError) as error:
@@ -54,14 +54,14 @@ def test_other_files_are_refused_and_left_alone(text, tmp_path):
     assert record.load(tmp_path / "none.json") == []
 
 
-def test_a_recorded_step_by_itself_is_kept_and_told(tmp_path):
+def test_the_time_of_a_recorded_step_is_kept_and_reported(tmp_path):
     timings = timing("stock", 16.0), timing("hf_rocm", 5.0, replay=4.6)
     done = result(Case("decode", 1, 1024, 128))._replace(timings=timings)
     record.save(tmp_path / "runs.json", segment("alone", done))
     (again,) = record.load(tmp_path / "runs.json")
-    assert [each.replay for each in again.results[0].timings] == [None, 4.6]
+    assert [timing.replay for timing in again.results[0].timings] == [None, 4.6]
     assert report.notes(done) == ["hf_rocm: a recorded step alone takes 4.60 ms, 1.15 × the floor"]
     data = again.to_dict()
-    for each in data["results"][0]["timings"]:
-        del each["replay"]  # as in files of before it was measured
+    for side in data["results"][0]["timings"]:
+        del side["replay"]  # as in older files without this measurement
     assert record.Segment.from_dict(data).results[0].timings[1].replay is None

@@ -1,4 +1,4 @@
-"""What a comparison says of its numbers."""
+"""The sentences of a comparison."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from hf_rocm.tools.bench.run import Subject
         ),
     ],
 )
-def test_a_difference_within_the_noise_is_called_that(stock, expected):
+def test_a_difference_within_the_noise_is_labelled(stock, expected):
     sides = {"stock": stock, "hf_rocm": Spread(5.0, 4.95, 5.05)}
     timings = tuple(Timing(side, unit, None, 0.1, None, (1.0, 2.0), None) for side, unit in sides.items())
-    found = Result(Case("prefill", 1, 8), Floor(4.0, 15e9, 1e10, "memory"), timings, {})
-    assert report.comparison(found) == expected
+    results = Result(Case("prefill", 1, 8), Floor(4.0, 15e9, 1e10, "memory"), timings, {})
+    assert report.comparison(results) == expected
 
 
 @pytest.mark.parametrize(("layers", "name"), [(None, "small"), (1, "small, 1 layer"), (2, "small, 2 layers")])

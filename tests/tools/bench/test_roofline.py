@@ -1,4 +1,4 @@
-"""The floor's arithmetic, against sums done by hand."""
+"""The arithmetic of the floor, against manual calculations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ H, I, V, D = 256, 704, 2048, 64  # noqa: E741
 LAYER = H * (4 * D) + 2 * H * (2 * D) + (4 * D) * H + 3 * H * I
 
 
-def test_a_decode_step_reads_each_matrix_once_and_the_keys_of_each_row(model):
+def test_a_decode_step_reads_every_matrix_once_and_the_keys_of_every_row(model):
     case = Case("decode", 3, 100, 40)
     read, flops = roofline.decode_work(model, case)
     keys = 2 * 2 * D * 120  # halfway through the new tokens
@@ -23,12 +23,12 @@ def test_a_decode_step_reads_each_matrix_once_and_the_keys_of_each_row(model):
     assert flops == 3 * (2 * (LAYER + V * H) + 4 * 4 * D * 120)
 
 
-def test_a_prefill_multiplies_every_token_but_its_head_only_the_last(model):
+def test_a_prefill_multiplies_every_token_and_its_head_only_the_last(model):
     _, flops = roofline.forward_work(model, Case("prefill", 2, 10))
     assert flops == 2 * (2 * LAYER * 10 + 2 * V * H + 4 * 4 * D * 10 * 11 / 2)
 
 
-def test_the_floor_is_what_takes_longer(model):
+def test_the_floor_is_the_longer_of_both_times(model):
     case = Case("decode", 1, 8, 2)
     slow = roofline.floor(model, case, Rates(copy=1e9, matmul=1e15))
     assert slow.by == "memory" and slow.milliseconds == pytest.approx(1000 * slow.bytes / 1e9)
@@ -36,7 +36,7 @@ def test_the_floor_is_what_takes_longer(model):
     assert slow.by == "products" and slow.milliseconds == pytest.approx(1000 * slow.flops / 1e9)
 
 
-def test_of_a_shared_model_each_rank_has_its_heads_and_what_it_sends(model):
+def test_every_rank_of_a_sharded_model_has_its_heads_and_its_traffic(model):
     case = Case("decode", 1, 100, 40)
     read, flops = roofline.decode_work(model, case, ranks=2)
     keys = 2 * 2 * D * 120
@@ -55,7 +55,7 @@ def test_only_this_ranks_part_is_counted(model):
     assert (whole.dense - part.dense, whole.head - part.head) == (H * I // 2 + V * H // 2, V * H // 2)
 
 
-def test_a_tied_head_is_read_though_the_table_is_looked_up():
+def test_a_tied_head_is_read_in_full():
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
     )
@@ -66,7 +66,7 @@ def test_a_tied_head_is_read_though_the_table_is_looked_up():
     assert sizes[False] == sizes[True] == 4 * 16 * 16 + 3 * 16 * 8 + 50 * 16
 
 
-def test_of_a_mixture_the_experts_that_are_expected_to_be_chosen_are_read():
+def test_the_expected_number_of_experts_is_read():
     config = transformers.MixtralConfig(
         vocab_size=50,
         hidden_size=16,
@@ -85,7 +85,7 @@ def test_of_a_mixture_the_experts_that_are_expected_to_be_chosen_are_read():
     assert weights.flops() == 2 * (weights.dense + experts / 4)
 
 
-def test_sliding_layers_hold_their_window():
+def test_sliding_layers_read_their_window():
     config = transformers.Gemma2Config(
         vocab_size=50,
         hidden_size=16,
@@ -102,6 +102,6 @@ def test_sliding_layers_hold_their_window():
     assert roofline._pairs(4, 2, causal=True) == 1 + 2 + 2 + 2 and roofline._pairs(4, None, causal=False) == 16
 
 
-def test_the_rates_are_those_of_this_machine():
+def test_the_rates_are_measured_on_this_machine():
     rates = measure(torch.device("cpu"), torch.float32)
     assert 1e8 < rates.copy < 1e13 and 1e8 < rates.matmul < 1e15

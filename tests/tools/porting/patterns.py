@@ -1,9 +1,9 @@
 # ruff: noqa: E501 (a pattern is a line)
-"""Code that port-check must find, and code that looks like it and must be left alone."""
+"""Code that port-check must find, and similar code that it must not report."""
 
 from __future__ import annotations
 
-# (rule, file name, text): each holds exactly one finding
+# (rule, file name, text): every text has exactly one finding
 PLANTED = [
     ("nvidia-only-import", "a.py", "import pynvml\n"),
     ("nvidia-only-import", "a.py", "import torch\nif torch.cuda.is_available():\n    import pynvml as nv\n"),
@@ -131,7 +131,7 @@ PLANTED = [
     ("lane-mask-32", "a.cu", "x += __shfl_down_sync(0xFFFFFFFFu, x, 16);\n"),
 ]  # fmt: skip
 
-# (what it looks like, file name, text): none holds a finding
+# (the rule that it resembles, file name, text): no text has a finding
 NEAR_MISSES = [
     ("nvidia-only-import", "a.py", "try:\n    import pynvml\nexcept ImportError:\n    pynvml = None\n"),
     ("nvidia-only-import", "a.py", "def f():\n    import pynvml\n"),

@@ -1,4 +1,4 @@
-"""port-check: every planted pattern is found where it is, nothing that only looks like one, and no file breaks it."""
+"""port-check finds every planted pattern at its line, reports no near misses, and fails on no file."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def found(folder, name, text):
 @pytest.mark.parametrize(("rule", "name", "text"), PLANTED)
 def test_a_planted_pattern_is_found_once(tmp_path, rule, name, text):
     report = found(tmp_path, name, text)
-    only_import = [each for each in report.findings if each.rule != rule]
-    assert [each.rule for each in report.findings if each.rule == rule] == [rule]
+    only_import = [finding for finding in report.findings if finding.rule != rule]
+    assert [finding.rule for finding in report.findings if finding.rule == rule] == [rule]
     assert not only_import
     finding = report.findings[0]
     assert finding.path == name and 1 <= finding.line <= text.count("\n")
@@ -36,7 +36,7 @@ def test_a_planted_pattern_is_found_once(tmp_path, rule, name, text):
 
 
 @pytest.mark.parametrize(("rule", "name", "text"), NEAR_MISSES)
-def test_a_near_miss_is_left_alone(tmp_path, rule, name, text):
+def test_a_near_miss_is_not_reported(tmp_path, rule, name, text):
     assert any(rule == planted for planted, *_ in PLANTED)
     assert found(tmp_path, name, text).findings == ()
 
@@ -47,13 +47,13 @@ def test_every_rule_has_a_finding_and_a_near_miss():
     assert names - {rule for rule, *_ in NEAR_MISSES} == set()
 
 
-# Wrong on every platform, so that a test of the platform around it changes nothing.
+# Wrong on every platform, so that a platform check around it makes no difference.
 EVERYWHERE = {"expanded-key-value", "unknown-aiter-name", "unknown-aiter-variable", "aiter-positional-arguments"}
 SCRIPTS = (".py", ".sh", ".txt", ".yml", ".yaml", ".cfg", ".cmake")
 
 
 @pytest.mark.parametrize(("rule", "name", "text"), PLANTED)
-def test_comments_and_strings_are_no_code(tmp_path, rule, name, text):
+def test_comments_and_strings_are_ignored(tmp_path, rule, name, text):
     if name.endswith((".cu", ".cuh", ".cpp")):
         assert found(tmp_path, name, f"/*\n{text}*/\nint x;\n").findings == ()
     elif name.endswith(SCRIPTS) or "." not in name:
@@ -63,7 +63,7 @@ def test_comments_and_strings_are_no_code(tmp_path, rule, name, text):
 
 
 @pytest.mark.parametrize(("rule", "name", "text"), PLANTED)
-def test_a_branch_for_the_other_platform_is_left_alone(tmp_path, rule, name, text):
+def test_a_branch_for_the_other_platform_is_not_reported(tmp_path, rule, name, text):
     around = {
         "a.py": ("import torch\nif torch.version.hip is None:\n", ""),
         "a.sh": ("if ! command -v rocminfo; then\n", "fi\n"),
@@ -102,7 +102,7 @@ def test_a_quoted_line_is_cut_around_the_match(tmp_path, name, text, token):
     assert finding.what.startswith("…") and finding.what.endswith("…") != line.endswith(finding.what[-8:])
 
 
-def test_the_start_of_a_long_line_is_enough_where_the_match_is_there(tmp_path):
+def test_a_long_line_is_cut_at_the_end_if_the_match_is_at_the_start(tmp_path):
     (finding,) = found(tmp_path, "a.cu", f"__nv_fp8_e4m3 x; {FAR}1;\n").findings
     assert finding.what == f"__nv_fp8_e4m3 x; {FAR}"[:79].rstrip() + "…"
 
@@ -181,29 +181,32 @@ def test_shell_text_as_commands(text, expected):
         ("case $(uname) in *) a ;; esac", ""),
     ],
 )
-def test_what_guards_a_command(text, guarded):
-    assert "".join(each.program for each in commands(text) if each.guarded and each.program.isalpha()) == guarded
+def test_guards_of_a_command(text, guarded):
+    assert (
+        "".join(command.program for command in commands(text) if command.guarded and command.program.isalpha())
+        == guarded
+    )
 
 
 def test_the_line_is_that_of_the_finding(tmp_path):
     report = found(tmp_path, "a.py", "\n\nimport os\n\nimport pynvml\n")
-    assert [(each.line, each.severity) for each in report.findings] == [(5, Severity.PROBLEM)]
+    assert [(finding.line, finding.severity) for finding in report.findings] == [(5, Severity.PROBLEM)]
 
 
 def test_a_comment_silences_its_line_and_its_rule_only(tmp_path):
     silent = found(tmp_path, "a.py", "import pynvml  # hf-rocm: ignore\nimport tensorrt  # hf-rocm: ignore[cuda-pin]\n")
-    assert [each.line for each in silent.findings] == [2] and silent.silenced == 1
+    assert [finding.line for finding in silent.findings] == [2] and silent.silenced == 1
 
 
-def test_a_tree_is_read_without_environments_and_links(tmp_path):
+def test_environments_and_links_in_a_tree_are_skipped(tmp_path):
     for place in ("own", "env", "own/.git", "own/node_modules"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "a.py").write_text("import pynvml\n")
     (tmp_path / "env" / "pyvenv.cfg").write_text("")
     (tmp_path / "own" / "again").symlink_to(tmp_path)
     done = []
-    report = check(tmp_path, progress=lambda *each: done.append(each))
-    assert [each.path for each in report.findings] == ["own/a.py"] and done == [(1, 1)]
+    report = check(tmp_path, progress=lambda *value: done.append(value))
+    assert [finding.path for finding in report.findings] == ["own/a.py"] and done == [(1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -217,12 +220,12 @@ def test_a_tree_is_read_without_environments_and_links(tmp_path):
         ("pyproject.toml", b"[project\n", "Expected ']'"),
     ],
 )
-def test_what_cannot_be_read_is_named_and_stops_nothing(tmp_path, name, content, reason):
+def test_an_unreadable_file_is_named_and_the_check_continues(tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
     (tmp_path / "b.py").write_text("import pynvml\n")
     report = check(tmp_path)
     assert reason in report.unread[name]
-    assert [each.path for each in report.findings] == ["b.py"] and report.files == 1
+    assert [finding.path for finding in report.findings] == ["b.py"] and report.files == 1
 
 
 def test_a_dangling_link_is_named(tmp_path):
@@ -230,7 +233,7 @@ def test_a_dangling_link_is_named(tmp_path):
     assert "No such file" in check(tmp_path).unread["a.py"]
 
 
-def test_nothing_to_read_is_an_error(tmp_path):
+def test_a_path_without_readable_files_is_an_error(tmp_path):
     with pytest.raises(HfRocmError, match="nothing to check"):
         check(tmp_path / "nowhere")
     (tmp_path / "a.txt").write_text("hello")
@@ -238,13 +241,13 @@ def test_nothing_to_read_is_an_error(tmp_path):
         check(tmp_path)
 
 
-def test_warp_functions_of_the_project_itself_count(tmp_path):
+def test_macros_of_the_project_for_warp_functions_are_recognised(tmp_path):
     (tmp_path / "a.cu").write_text("x += __shfl_xor_sync(0xffffffff, x, 16);\n")
     (tmp_path / "compat.cuh").write_text("#define __shfl_xor_sync(m, v, l) __shfl_xor(v, l)\n")
     assert check(tmp_path).findings == ()
 
 
-def test_the_index_of_an_extra_is_nobodys_problem(tmp_path):
+def test_the_index_of_an_extra_is_not_reported(tmp_path):
     text = """
 [tool.uv.sources]
 torch = [{ index = "cuda", SCOPE }]
@@ -255,7 +258,7 @@ explicit = true
 """
     assert found(tmp_path, "pyproject.toml", text.replace("SCOPE", 'extra = "gpu"')).findings == ()
     report = found(tmp_path, "pyproject.toml", text.replace("SCOPE", "marker = \"sys_platform == 'linux'\""))
-    assert [(each.rule, each.line) for each in report.findings] == [("cuda-pin", 6)]
+    assert [(finding.rule, finding.line) for finding in report.findings] == [("cuda-pin", 6)]
 
 
 def test_the_table_of_libraries_has_every_pair():
@@ -271,21 +274,21 @@ def test_the_table_of_libraries_has_every_pair():
     assert by_header("vector") is None and by_package("flash_attn_mine") is None
 
 
-def test_a_report_counts_itself(tmp_path):
-    told = found(tmp_path, "a.py", "import pynvml\nimport torch\ntorch.backends.cudnn.benchmark = True\n").to_dict()
-    assert told["counts"] == {"problem": 1, "warning": 1, "note": 0}
-    assert [each["severity"] for each in told["findings"]] == ["problem", "warning"]
+def test_the_counts_of_a_report_are_correct(tmp_path):
+    data = found(tmp_path, "a.py", "import pynvml\nimport torch\ntorch.backends.cudnn.benchmark = True\n").to_dict()
+    assert data["counts"] == {"problem": 1, "warning": 1, "note": 0}
+    assert [finding["severity"] for finding in data["findings"]] == ["problem", "warning"]
 
 
 INDEX = "[[tool.uv.index]]\nname = 'i{0}'\nurl = 'https://pypi.nvidia.com/{0}'\nexplicit = true\n"
 
 
 def words(number):
-    """Words that no other number has: digits as letters."""
+    """A unique word for a number: its digits as letters."""
     return str(number).translate(str.maketrans("0123456789", "abcdefghij")) + "x"
 
 
-# Files that cost the square of their size where something is read again for each of its parts: text for n parts.
+# Files whose cost is quadratic if something is read again for each part: the text for n parts.
 HOSTILE = {
     "guards.py": lambda n: "def f():\n" + "".join(f"    if {words(number)}: return\n" for number in range(n)),
     "findings.py": lambda n: "import pynvml\n" * n,
@@ -319,7 +322,7 @@ HOSTILE = {
     "try.py": lambda n: "import os\ntry:\n" + "    os.system('nvidia-smi')\n" * n + "except ValueError:\n    pass\n",
     "setup.cfg": lambda n: "[options]\ninstall_requires =\n" + "    pynvml\n" * n,
     "requirements.txt": lambda n: "pynvml\n" * n,
-    "pyproject.toml": lambda n: "[project]\ndependencies = [" + "".join(f"'p{each}',\n" for each in range(n)) + "]\n",
+    "pyproject.toml": lambda n: "[project]\ndependencies = [" + "".join(f"'p{index}',\n" for index in range(n)) + "]\n",
     "indexes/pyproject.toml": lambda n: "".join(INDEX.format(number) for number in range(n)),
 }  # fmt: skip
 CHEAP = {
@@ -334,7 +337,7 @@ CHEAP = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_twice_the_file_is_twice_the_time(tmp_path, name):
+def test_the_time_is_linear_in_the_size_of_the_file(tmp_path, name):
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
 
@@ -353,13 +356,13 @@ def test_twice_the_file_is_twice_the_time(tmp_path, name):
     assert four < 9 * max(once, 0.01), f"4 times the parts took {four / once:.1f} times as long"
 
 
-def test_a_context_keeps_the_words_that_rules_ask_for():
+def test_a_context_keeps_the_words_that_rules_match():
     module = Module(HOSTILE["guards.py"](2000) + "    if flash_attn and is_hip: return\n    x\n")
-    kept = {id(each): each for each in module.contexts.values()}
-    assert len(kept) < 10 and max(len(each.words) for each in kept.values()) <= 4
+    kept = {id(context): context for context in module.contexts.values()}
+    assert len(kept) < 10 and max(len(entry.words) for entry in kept.values()) <= 4
 
 
-def test_a_link_out_of_the_tree_is_not_read(tmp_path):
+def test_a_link_to_a_file_outside_the_tree_is_not_read(tmp_path):
     (tmp_path / "tree").mkdir()
     (tmp_path / "secret.py").write_text("import pynvml\n")
     (tmp_path / "tree" / "own.py").write_text("import tensorrt\n")
@@ -367,5 +370,5 @@ def test_a_link_out_of_the_tree_is_not_read(tmp_path):
     (tmp_path / "tree" / "outer.py").symlink_to("../secret.py")
     report = check(tmp_path / "tree")
     assert report.unread == {"outer.py": "a link to a file outside"}
-    assert [each.path for each in report.findings] == ["inner.py", "own.py"]
+    assert [finding.path for finding in report.findings] == ["inner.py", "own.py"]
     assert check(tmp_path / "tree" / "outer.py").findings, "a link that the user names is read"

@@ -1,4 +1,4 @@
-"""An aiter of any release, as far as tuning looks at one: its files, its tables, and a tuner that finds things."""
+"""A stand-in for any release of aiter: the files and tables that tuning reads, and a tuner with results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_rocm.ops.aiter.tables.machine import Gpu, Release
 
 MI300X = Gpu("gfx942", 304)
 
-# What aiter's tuners do with their two files, as far as anyone sees from outside; how it goes is in HOW.
+# The visible behaviour of aiter's tuners with their two files; the file HOW selects the outcome.
 TUNER = """
 import csv, os, sys, time
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -48,7 +48,7 @@ sys.exit("some" in how)
 
 
 class FakeAiter(NamedTuple):
-    """The package on this path. how: a file that tells its tuner how to go."""
+    """The package on this path. how: a file that selects the outcome of its tuner."""
 
     site: Path
     release: Release
@@ -57,7 +57,7 @@ class FakeAiter(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A cache of this test's own, and no table in force, before and after."""
+    """A separate cache, and no active table before and after the test."""
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "cache"))
     for name in ("AITER_CONFIG_GEMM_BF16", "GPU_ARCHS", "CU_NUM"):
         monkeypatch.delenv(name, raising=False)
@@ -67,7 +67,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 @pytest.fixture
 def fake_aiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., FakeAiter]:
-    """Install an aiter of this release on the path, seen from an MI300X."""
+    """Install an aiter of this release on the path, on a simulated MI300X."""
 
     def install(version: str, *shipped: str, models: dict[str, str] | None = None) -> FakeAiter:
         layout = layout_of(version)
@@ -101,7 +101,7 @@ def write(file: Path, text: str) -> Path:
 
 
 def row(layout: Layout, **changes: object) -> str:
-    """One row of this layout: an MI300X's, unless something else is said."""
+    """One row of this layout, for an MI300X unless overridden."""
     values: dict[str, object] = {
         "gfx": "gfx942",
         "cu_num": 304,

@@ -1,4 +1,4 @@
-"""What aiter is pointed at before it is imported."""
+"""The tables that aiter is configured with before it is imported."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LAYOUT = layout_of("0.1.20")
 
 
 def rows_of(path, release="0.1.20"):
-    found = table.read(path, layout_of(release), release)
-    assert found.problems == []
-    return [(each.key.m, each.values["kernelName"]) for each in found.rows]
+    loaded = table.read(path, layout_of(release), release)
+    assert loaded.problems == []
+    return [(row.key.m, row.values["kernelName"]) for row in loaded.rows]
 
 
 def given():
@@ -30,13 +30,13 @@ def given():
     return Path(os.environ[VARIABLE])
 
 
-def test_without_rows_of_the_users_aiter_is_left_as_it_is(fake_aiter, own_cache):
+def test_without_rows_of_the_user_aiters_configuration_is_unchanged(fake_aiter, own_cache):
     fake_aiter("0.1.20", row(LAYOUT))
     active.before_import()
     assert VARIABLE not in os.environ and not own_cache.exists()
 
 
-def test_the_users_files_come_first_then_what_was_tuned_then_what_is_shipped(fake_aiter, tmp_path, monkeypatch):
+def test_the_users_rows_precede_tuned_rows_and_shipped_rows(fake_aiter, tmp_path, monkeypatch):
     fake = fake_aiter(
         "0.1.20",
         row(LAYOUT, M=8, kernelName="shipped"),
@@ -59,12 +59,12 @@ def test_the_users_files_come_first_then_what_was_tuned_then_what_is_shipped(fak
     assert options.tuned_files() == [one, two]
     stamp = given().stat().st_mtime_ns
     active.before_import()
-    assert given().stat().st_mtime_ns == stamp, "the same content is not written again"
+    assert given().stat().st_mtime_ns == stamp, "the file was written again"
     options.use_tuned_table(None)
     assert os.environ[VARIABLE] == f"{one}{os.pathsep}{two}"
 
 
-def test_only_what_was_tuned_here(fake_aiter):
+def test_with_tuned_rows_only(fake_aiter):
     fake = fake_aiter("0.1.20")
     write(store.tuned(MI300X, fake.release), table_text(LAYOUT, row(LAYOUT, M=3, kernelName="here")))
     active.before_import()
@@ -73,32 +73,32 @@ def test_only_what_was_tuned_here(fake_aiter):
     assert VARIABLE not in os.environ
 
 
-def test_a_child_process_takes_what_its_parent_has_merged(fake_aiter, monkeypatch):
+def test_a_child_process_uses_its_parents_merged_table(fake_aiter, monkeypatch):
     fake = fake_aiter("0.1.20", row(LAYOUT, M=99))
     write(store.tuned(MI300X, fake.release), table_text(LAYOUT, row(LAYOUT, M=3)))
     active.before_import()
     inherited = given()
     write(store.tuned(MI300X, fake.release), table_text(LAYOUT, row(LAYOUT, M=4)))
     with monkeypatch.context() as child:
-        child.setattr(options, "_users_tables", None)  # what a new process starts with
+        child.setattr(options, "_users_tables", None)  # the environment of a new process
         active.before_import()
     assert given() == inherited
 
 
-def test_a_damaged_file_of_the_users_is_an_error_by_its_line(fake_aiter, tmp_path, monkeypatch):
+def test_a_damaged_file_of_the_user_is_an_error_that_names_the_line(fake_aiter, tmp_path, monkeypatch):
     fake_aiter("0.1.20")
-    mine = write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT), row(LAYOUT, N="x")))
-    monkeypatch.setenv(VARIABLE, str(mine))
+    actual = write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT), row(LAYOUT, N="x")))
+    monkeypatch.setenv(VARIABLE, str(actual))
     with pytest.raises(TableError) as refused:
         active.before_import()
     assert refused.value.facts["line 3"].startswith("N is 'x'")
-    assert os.environ[VARIABLE] == str(mine)
+    assert os.environ[VARIABLE] == str(actual)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "gone.csv"))
     with pytest.raises(TableError, match=r"gone\.csv can't be read"):
         active.before_import()
 
 
-def test_a_damaged_file_of_ours_or_of_aiters_is_a_warning(fake_aiter, tmp_path, monkeypatch):
+def test_a_damaged_file_of_hf_rocm_or_aiter_is_a_warning(fake_aiter, tmp_path, monkeypatch):
     fake = fake_aiter("0.1.20", row(LAYOUT, M=7, kernelName="good"), row(LAYOUT, M="x"))
     write(store.tuned(MI300X, fake.release), "nonsense\n")
     monkeypatch.setenv(VARIABLE, str(write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT, kernelName="mine")))))
@@ -109,7 +109,7 @@ def test_a_damaged_file_of_ours_or_of_aiters_is_a_warning(fake_aiter, tmp_path, 
     assert rows_of(given()) == [(8, "mine"), (7, "good")]
 
 
-def test_a_missing_gfx_of_the_users_is_filled_in(fake_aiter, tmp_path, monkeypatch):
+def test_a_missing_gfx_column_of_the_user_is_filled_in(fake_aiter, tmp_path, monkeypatch):
     fake_aiter("0.1.20")
     old = layout_of("0.1.12")
     monkeypatch.setenv(VARIABLE, str(write(tmp_path / "mine.csv", table_text(old, row(old, kernelName="mine")))))
@@ -119,16 +119,16 @@ def test_a_missing_gfx_of_the_users_is_filled_in(fake_aiter, tmp_path, monkeypat
 
 def test_a_cache_that_can_not_be_written_is_a_warning(fake_aiter, tmp_path, monkeypatch):
     fake_aiter("0.1.20")
-    mine = write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT)))
-    monkeypatch.setenv(VARIABLE, str(mine))
+    actual = write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT)))
+    monkeypatch.setenv(VARIABLE, str(actual))
     monkeypatch.setenv("HF_ROCM_CACHE", str(write(tmp_path / "a file", "")))
     with pytest.warns(RuntimeWarning, match="can't be written"):
         active.before_import()
-    assert os.environ[VARIABLE] == str(mine)
+    assert os.environ[VARIABLE] == str(actual)
 
 
 @pytest.mark.parametrize("release", ["0.1.6", "0.1.20"])
-def test_where_it_would_be_too_late_or_not_be_read_nothing_is_done(release, fake_aiter, tmp_path, monkeypatch):
+def test_nothing_is_done_if_aiter_is_imported_or_ignores_the_variable(release, fake_aiter, tmp_path, monkeypatch):
     layout = layout_of(release)
     fake_aiter(release)
     monkeypatch.setenv(VARIABLE, str(write(tmp_path / "mine.csv", table_text(layout, row(layout)))))
@@ -139,16 +139,16 @@ def test_where_it_would_be_too_late_or_not_be_read_nothing_is_done(release, fake
 
 
 @pytest.mark.parametrize("release", ["0.1.6.post1", "0.1.7.post2", "0.1.10", "0.1.13", "0.1.16"])
-def test_every_generation_is_given_its_own_columns(release, fake_aiter, tmp_path, monkeypatch):
+def test_every_generation_gets_its_own_columns(release, fake_aiter, tmp_path, monkeypatch):
     layout = layout_of(release)
     fake_aiter(release, row(layout, M=1, kernelName="shipped"))
-    mine = write(tmp_path / "mine.csv", table_text(layout, row(layout, kernelName="mine")))
-    monkeypatch.setenv(VARIABLE, str(mine))
+    actual = write(tmp_path / "mine.csv", table_text(layout, row(layout, kernelName="mine")))
+    monkeypatch.setenv(VARIABLE, str(actual))
     active.before_import()
     assert rows_of(given(), release) == [(8, "mine"), (1, "shipped")]
 
 
-def test_an_aiter_that_fails_to_import_leaves_the_variable_as_it_was(fake_aiter, tmp_path, monkeypatch):
+def test_a_failed_import_of_aiter_restores_the_variable(fake_aiter, tmp_path, monkeypatch):
     from hf_rocm.ops.aiter import detect
 
     fake_aiter("0.1.20")

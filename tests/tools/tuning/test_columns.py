@@ -1,4 +1,4 @@
-"""The columns of every release, held against the headers as they stand in its files."""
+"""The columns of every release, compared with the headers of its files."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def test_a_release_has_the_columns_of_its_own_files(release):
     assert layout in columns.layouts_with(tuple(tuned.split(",")))
 
 
-def test_a_key_is_made_of_columns_that_rows_have():
+def test_keys_consist_of_columns_of_the_rows():
     for layout in columns.LAYOUTS:
         assert set(layout.key) <= set(layout.tuned) and set(layout.untuned) <= set(layout.key)
 
 
-def test_libraries_come_and_go():
+def test_the_libraries_depend_on_the_release():
     assert "rocblas" in columns.libraries("0.1.6") and "rocblas" not in columns.libraries("0.1.7")
     assert "flydsl" not in columns.libraries("0.1.11.post1") and "flydsl" in columns.libraries("0.1.12")
     assert "opus" not in columns.libraries("0.1.14.post1") and "opus" in columns.libraries("0.1.15")
 
 
-def test_the_releases_that_have_some_columns_are_named():
+def test_the_releases_with_given_columns_are_named():
     named = {columns.releases_of(columns.layouts_with(layout.tuned)) for layout in columns.LAYOUTS}
     assert named == {
         "0.1.5.post2 up to 0.1.6.post1",
@@ -83,6 +83,6 @@ def test_older_releases_are_refused(release):
         columns.layout_of(release)
 
 
-def test_what_is_no_release_is_refused():
+def test_an_invalid_release_is_refused():
     with pytest.raises(TuningError, match="is not a release"):
         columns.layout_of("the newest")

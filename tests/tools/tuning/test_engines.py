@@ -1,4 +1,4 @@
-"""Running aiter's own tuner: what it is given, what is kept of it, and what is said when it fails."""
+"""Running aiter's own tuner: its inputs, the saved results, and the messages if it fails."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def test_every_generations_tuner_is_run_on_its_own_files(version, fake_aiter, mo
     monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", "/somewhere/mine.csv")
     outcome = engines.tune(SHAPES, MI300X, fake.release)
     assert (outcome.tuned, outcome.missing, outcome.code) == (4, [], 0)
-    found = kept(fake.release)
-    assert found.problems == [] and [row.key._replace(gfx="gfx942") for row in found.rows] == [
-        each.key(*MI300X) for each in SHAPES
+    table = kept(fake.release)
+    assert table.problems == [] and [row.key._replace(gfx="gfx942") for row in table.rows] == [
+        row.key(*MI300X) for row in SHAPES
     ]
     run = outcome.log.parent
     assert shapes.read(run / "untuned.csv") == SHAPES
     assert (run / "untuned.csv").read_text().splitlines()[0] == ",".join(fake.release.layout.untuned)
-    said = outcome.log.read_text()
-    assert said.startswith("tuning ['--input_file'") and said.splitlines()[0].endswith(" None"), "no table is in force"
-    assert engines.known(MI300X, fake.release) == {each.key(*MI300X) for each in SHAPES}
+    text = outcome.log.read_text()
+    assert text.startswith("tuning ['--input_file'") and text.splitlines()[0].endswith(" None"), "a table is active"
+    assert engines.known(MI300X, fake.release) == {row.key(*MI300X) for row in SHAPES}
 
 
 def test_the_command_of_an_installed_and_of_a_named_release(fake_aiter):
@@ -50,16 +50,16 @@ def test_the_command_of_an_installed_and_of_a_named_release(fake_aiter):
     assert named == ["python3", "gradlib/gradlib/gemm_tuner.py", "--input_file", "in.csv", "--tuned_file", "out.csv"]
 
 
-def test_what_is_found_later_wins_and_the_rest_stays(fake_aiter):
+def test_later_results_replace_earlier_ones_and_the_rest_is_kept(fake_aiter):
     fake = fake_aiter("0.1.20")
     layout = fake.release.layout
     old = table_text(layout, row(layout, M=1, us=900, kernelName="old"), row(layout, M=77, kernelName="old"))
     write(store.tuned(MI300X, fake.release), old)
     engines.tune(SHAPES[:1], MI300X, fake.release)
-    assert [(each.key.m, each.values["kernelName"]) for each in kept(fake.release).rows] == [(1, ""), (77, "old")]
+    assert [(row.key.m, row.values["kernelName"]) for row in kept(fake.release).rows] == [(1, ""), (77, "old")]
 
 
-def test_what_the_tuner_found_nothing_for_is_told(fake_aiter):
+def test_shapes_without_a_result_are_reported(fake_aiter):
     fake = fake_aiter("0.1.20")
     fake.how.write_text("some")
     outcome = engines.tune(SHAPES, MI300X, fake.release)
@@ -67,7 +67,7 @@ def test_what_the_tuner_found_nothing_for_is_told(fake_aiter):
     assert len(kept(fake.release).rows) == 2
 
 
-def test_a_tuner_that_fails_is_an_error_with_its_last_words(fake_aiter):
+def test_a_failed_tuner_is_an_error_with_its_last_line(fake_aiter):
     fake = fake_aiter("0.1.20")
     fake.how.write_text("fails")
     with pytest.raises(TuningError, match="returned no kernel") as refused:
@@ -77,15 +77,15 @@ def test_a_tuner_that_fails_is_an_error_with_its_last_words(fake_aiter):
     assert not store.tuned(MI300X, fake.release).exists()
 
 
-def test_a_tuner_that_tries_for_ever_is_stopped(fake_aiter):
+def test_a_tuner_that_retries_forever_is_stopped(fake_aiter):
     fake = fake_aiter("0.1.10")
     fake.how.write_text("retries")
     with pytest.raises(TuningError, match="returned no kernel"):
         engines.tune(SHAPES, MI300X, fake.release)
-    assert not (fake.how.parent / "gave-up").exists(), "it tried for a minute and ended by itself"
+    assert not (fake.how.parent / "gave-up").exists(), "it retried for a minute and exited by itself"
 
 
-def test_an_interrupt_keeps_what_was_found_and_leaves_no_process(fake_aiter):
+def test_an_interrupt_keeps_the_results_and_leaves_no_process(fake_aiter):
     fake = fake_aiter("0.1.20")
     fake.how.write_text("hangs")
     seen = []
@@ -98,9 +98,9 @@ def test_an_interrupt_keeps_what_was_found_and_leaves_no_process(fake_aiter):
     with pytest.raises(KeyboardInterrupt):
         engines.tune(SHAPES, MI300X, fake.release, progress=stop)
     assert seen[-1] == (1, 4)
-    assert [each.key.m for each in kept(fake.release).rows] == [1]
+    assert [row.key.m for row in kept(fake.release).rows] == [1]
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
-    assert not any(str(fake.how.parent).encode() in each for each in commands)
+    assert not any(str(fake.how.parent).encode() in command for command in commands)
 
 
 def test_a_release_without_its_tuner(fake_aiter):
@@ -111,7 +111,7 @@ def test_a_release_without_its_tuner(fake_aiter):
         engines.tune(SHAPES, MI300X, fake.release)
 
 
-def test_a_damaged_table_of_ours_is_refused_by_its_line_and_not_overwritten(fake_aiter):
+def test_a_damaged_table_is_refused_with_its_line_and_not_overwritten(fake_aiter):
     fake = fake_aiter("0.1.20")
     damaged = table_text(fake.release.layout, "x")
     write(store.tuned(MI300X, fake.release), damaged)
@@ -121,13 +121,13 @@ def test_a_damaged_table_of_ours_is_refused_by_its_line_and_not_overwritten(fake
     assert store.tuned(MI300X, fake.release).read_text() == damaged
 
 
-def test_which_products_aiter_is_asked_for():
+def test_the_gemms_that_are_passed_to_aiters_tuner():
     assert engines.takes(SHAPES[0]) and engines.takes(SHAPES[0]._replace(dtype="torch.float16"))
     assert not engines.takes(SHAPES[0]._replace(dtype="torch.float32"))
     assert not engines.takes(SHAPES[0]._replace(k=36))
 
 
-def test_tables_are_kept_apart_by_gpu_and_release():
+def test_tables_are_stored_by_gpu_and_release():
     layout = layout_of("0.1.20")
     places = {
         store.tuned(gpu, Release(version, layout))

@@ -1,4 +1,4 @@
-"""Which aiter and which GPU are meant."""
+"""Selecting the release of aiter and the GPU."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def test_the_installed_aiter_its_tuner_and_its_tables(version, fake_aiter):
     assert machine.release(NEWEST).folder is None or version == NEWEST
 
 
-def test_a_build_whose_version_says_little_is_known_by_its_columns(fake_aiter):
+def test_a_build_with_an_unclear_version_is_identified_by_its_columns(fake_aiter):
     fake = fake_aiter("0.1.10")
     newest = LAYOUTS[-1]
     write(fake.site / "aiter/configs/bf16_tuned_gemm.csv", table_text(newest))
-    assert machine.release().layout == LAYOUTS[-2]  # by gfx only where the new tuner is
+    assert machine.release().layout == LAYOUTS[-2]  # only the new tuner has gfx
     write(fake.site / "aiter_meta" / newest.tuner, "")
     (fake.site / "aiter_meta" / LAYOUTS[-2].tuner).unlink()
     assert machine.release().layout == newest
 
 
-def test_columns_that_nobody_has_seen_are_refused(fake_aiter):
+def test_unknown_columns_are_refused(fake_aiter):
     fake = fake_aiter("0.1.20")
     write(fake.site / "aiter/configs/bf16_tuned_gemm.csv", "gfx,M,N,K,colour\n")
     with pytest.raises(TuningError, match="columns that are not known"):
         machine.release()
 
 
-def test_without_aiter_the_newest_release_is_meant(monkeypatch):
+def test_without_aiter_the_newest_release_is_selected(monkeypatch):
     from hf_rocm.overlay.facts import AiterFacts
 
     for facts in (AiterFacts(), AiterFacts("/site/aiter", amd=False, version="0.13")):
@@ -49,7 +49,7 @@ def test_without_aiter_the_newest_release_is_meant(monkeypatch):
         assert machine.release("0.1.7").layout == layout_of("0.1.7")
 
 
-def test_the_gpu_that_is_named_or_that_aiters_variables_say(monkeypatch):
+def test_the_gpu_is_named_or_given_by_aiters_variables(monkeypatch):
     assert machine.gpu("gfx950:256") == Gpu("gfx950", 256)
     monkeypatch.setenv("GPU_ARCHS", "gfx90a;gfx942")
     monkeypatch.setenv("CU_NUM", "304")

@@ -1,4 +1,4 @@
-"""One table of several: whose row wins, what is left out, and what aiter then finds in it."""
+"""Merging tables: precedence of rows, omitted rows, and aiter's lookups in the result."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def read(tmp_path):
 
 
 def kernels(merged):
-    return [each.values["kernelName"] for each in merged.rows.values()]
+    return [row.values["kernelName"] for row in merged.rows.values()]
 
 
-def test_the_users_rows_win_and_among_shipped_ones_the_fastest(read):
-    mine = read(row(LAYOUT, kernelName="mine", us=99))
+def test_the_users_rows_have_precedence_then_the_fastest_shipped_row(read):
+    actual = read(row(LAYOUT, kernelName="mine", us=99))
     here = read(row(LAYOUT, kernelName="here", us=50), row(LAYOUT, M=16, kernelName="here16"))
     general = read(row(LAYOUT, us=1), row(LAYOUT, M=32, us=9, kernelName="slow"), row(LAYOUT, M=16))
     model = read(row(LAYOUT, M=32, us=3, kernelName="fast"))
-    merged = merge([(YOURS, mine), (TUNED, here), (SHIPPED, general), (SHIPPED, model)], LAYOUT, MI300X)
+    merged = merge([(YOURS, actual), (TUNED, here), (SHIPPED, general), (SHIPPED, model)], LAYOUT, MI300X)
     assert kernels(merged) == ["mine", "here16", "fast"]
-    assert [(each.role, each.taken, each.repeated) for each in merged.shares] == [
+    assert [(share.role, share.taken, share.repeated) for share in merged.shares] == [
         (YOURS, 1, 0),
         (TUNED, 1, 1),
         (SHIPPED, 0, 3),
@@ -42,7 +42,7 @@ def test_the_users_rows_win_and_among_shipped_ones_the_fastest(read):
     ]
 
 
-def test_rows_of_other_gpus_and_of_failed_tunings_are_left_out(read):
+def test_rows_of_other_gpus_and_of_failed_tuning_are_omitted(read):
     one = read(
         row(LAYOUT, M=1),
         row(LAYOUT, M=2, cu_num=80),
@@ -57,7 +57,7 @@ def test_rows_of_other_gpus_and_of_failed_tunings_are_left_out(read):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.since)
-def test_what_is_merged_is_a_right_table_of_the_same_rows(layout, read, tmp_path):
+def test_the_merged_table_is_valid_and_has_the_same_rows(layout, read, tmp_path):
     one = read(row(layout, M=1), row(layout, M=2, libtype="torch"), layout=layout, to=layout, release=layout.since)
     merged = merge([(YOURS, one)], layout, MI300X)
     back = table.read(write(tmp_path / "merged.csv", merged.text), layout, layout.since)
@@ -66,14 +66,14 @@ def test_what_is_merged_is_a_right_table_of_the_same_rows(layout, read, tmp_path
     assert again.text == merged.text and again.digest == merged.digest
 
 
-def test_a_missing_gfx_is_filled_in_and_flags_are_spelled_as_they_are_compared(read):
+def test_a_missing_gfx_is_filled_in_and_flags_are_normalised(read):
     old = layout_of("0.1.12")
     one = read(row(old, bias="TRUE", scaleAB="false"), layout=old)
     (line,) = merge([(YOURS, one)], LAYOUT, MI300X).text.splitlines()[1:]
     assert line.startswith("gfx942,304,8,4096,512,True,torch.bfloat16,torch.bfloat16,False,False,asm")
 
 
-def test_the_m_that_aiter_pads_to():
+def test_the_m_to_which_aiter_pads():
     assert {m: padded(m, 4096) for m in (1, 16, 17, 257, 1025, 4097)} == {
         1: (16, 1),
         16: (16, 16),
@@ -85,7 +85,7 @@ def test_the_m_that_aiter_pads_to():
     assert padded(9000, 4096) == (9088, 16384) and padded(9000, 4097) == (9088, 8192)
 
 
-def test_how_many_products_aiter_finds(read):
+def test_the_number_of_gemms_that_aiter_finds(read):
     merged = merge([(YOURS, read(row(LAYOUT, M=16), row(LAYOUT, M=64, bias=True)))], LAYOUT, MI300X)
     shapes = [
         Gemm(16, 4096, 512, "torch.bfloat16", False),
@@ -95,6 +95,6 @@ def test_how_many_products_aiter_finds(read):
         Gemm(16, 4096, 512, "torch.float16", False),
         Gemm(16, 4096, 512, "torch.bfloat16", False, shuffled=True),
     ]
-    found = [tuned_of(merged, [each.key(*MI300X)]) for each in shapes]
-    assert found == [1, 1, 1, 0, 0, 0]
-    assert module.tuned_of(merged, [each.key("gfx950", 256) for each in shapes]) == 0
+    gemms = [tuned_of(merged, [shape.key(*MI300X)]) for shape in shapes]
+    assert gemms == [1, 1, 1, 0, 0, 0]
+    assert module.tuned_of(merged, [shape.key("gfx950", 256) for shape in shapes]) == 0

@@ -1,4 +1,4 @@
-"""The products of real models, seen without their weights, are those that they run with them."""
+"""The GEMMs recorded without the weights of a model are those that it runs with weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def seen_without(path, batches, prompts, **arguments):
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_without_its_weights_a_model_shows_the_products_that_it_runs_with_them(name, checkpoints):
+def test_a_model_without_weights_records_the_gemms_of_the_real_model(name, checkpoints):
     with loaded(checkpoints[name]) as model:
         real, mark = record(model, [1, 3], [5]), shapes.fingerprint(model)
     assert seen_without(checkpoints[name], [1, 3], [5]) == (real, mark)
@@ -42,40 +42,40 @@ def test_without_its_weights_a_model_shows_the_products_that_it_runs_with_them(n
     assert (record(prepared, [1, 3], [5]), shapes.fingerprint(prepared)) == (real, mark)
 
 
-def test_prefill_and_decode_fused_as_the_loader_does_with_the_last_logits_only(checkpoints):
-    found, _ = seen_without(checkpoints["llama"], [2], [5])
+def test_prefill_and_decode_are_fused_and_compute_the_last_logits_only(checkpoints):
+    gemms, _ = seen_without(checkpoints["llama"], [2], [5])
     layers = [(128, 64), (64, 64), (192, 64), (64, 96)]  # q + k + v, o, gate + up, down
     expected = {(m, n, k) for n, k in layers for m in (2, 10)} | {(2, 131, 64)}
-    assert {each[:3] for each in found} == expected
-    assert {(each.dtype, each.bias) for each in found} == {(BF16, False)}
+    assert {shape[:3] for shape in gemms} == expected
+    assert {(tensor.dtype, tensor.bias) for tensor in gemms} == {(BF16, False)}
 
 
-def test_a_config_is_enough_and_memory_is_not_needed(checkpoints, tmp_path):
+def test_a_config_suffices_and_no_memory_is_needed(checkpoints, tmp_path):
     config = transformers.LlamaConfig(
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, num_attention_heads=64,
         num_key_value_heads=8, vocab_size=128256, torch_dtype="float16", architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    found, _ = seen_without(str(tmp_path), [64], [4096])
-    assert (262144, 57344, 8192) in {each[:3] for each in found}  # 28 GiB of output
-    assert {each.dtype for each in found} == {"torch.float16"}
-    assert {each.dtype for each in seen_without(str(tmp_path), [1], [4], dtype="bfloat16")[0]} == {BF16}
+    gemms, _ = seen_without(str(tmp_path), [64], [4096])
+    assert (262144, 57344, 8192) in {shape[:3] for shape in gemms}  # 28 GiB of output
+    assert {tensor.dtype for tensor in gemms} == {"torch.float16"}
+    assert {gemm.dtype for gemm in seen_without(str(tmp_path), [1], [4], dtype="bfloat16")[0]} == {BF16}
 
 
-def test_experts_that_depend_on_the_routing_are_said_to_need_the_weights(tmp_path):
+def test_experts_that_depend_on_the_routing_need_the_weights(tmp_path):
     config = transformers.MixtralConfig(**{**models.SHARED, "num_key_value_heads": 2, "num_local_experts": 4})
     config.architectures = ["MixtralForCausalLM"]
     config.save_pretrained(tmp_path)
     if Version(transformers.__version__) >= Version("5.0"):
-        found, _ = seen_without(str(tmp_path), [1], [4], dtype="bfloat16")
-        assert (4, 4, 64) in {each[:3] for each in found}, "the router"
+        gemms, _ = seen_without(str(tmp_path), [1], [4], dtype="bfloat16")
+        assert (4, 4, 64) in {shape[:3] for shape in gemms}, "the router"
         return
     with pytest.raises(TuningError, match="cannot be traced without its weights") as refused:
         seen_without(str(tmp_path), [1], [4])
     assert "--load" in refused.value.hint
 
 
-def test_a_loop_that_waits_for_values_ends(checkpoints, monkeypatch):
+def test_a_loop_that_depends_on_values_ends(checkpoints, monkeypatch):
     monkeypatch.setattr(module, "MAX_ANSWERS", 50)
 
     def waits(*arguments, **keywords):
@@ -87,17 +87,17 @@ def test_a_loop_that_waits_for_values_ends(checkpoints, monkeypatch):
         record(built, [1], [1])
 
 
-def test_an_encoder_and_decoder(tmp_path):
+def test_an_encoder_decoder(tmp_path):
     config = transformers.T5Config(
         d_model=64, d_ff=96, num_layers=1, num_heads=4, d_kv=16, vocab_size=131, decoder_start_token_id=0
     )
     config.architectures = ["T5ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
-    found, _ = seen_without(str(tmp_path), [2], [7], dtype="bfloat16")
-    assert {each.m for each in found} == {2, 14}
+    gemms, _ = seen_without(str(tmp_path), [2], [7], dtype="bfloat16")
+    assert {shape.m for shape in gemms} == {2, 14}
 
 
-def test_what_can_not_be_recorded_is_said(checkpoints, tmp_path):
+def test_models_that_can_not_be_recorded_are_an_error(checkpoints, tmp_path):
     with pytest.raises(LoadError, match="no config could be loaded"):
         seen_without(str(tmp_path / "nothing"), [1], [1])
     with pytest.raises(TuningError, match="there is no dtype 'bf17'"):

@@ -1,4 +1,4 @@
-"""Which products are seen, and the files that they are kept in."""
+"""Recording GEMM shapes, and the files that store them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tools.tuning.conftest import write
 FLOAT = "torch.float32"
 
 
-def test_every_way_to_a_linear_layer_is_seen():
+def test_every_kind_of_linear_call_is_recorded():
     module, weight, bias = nn.Linear(8, 16), torch.randn(24, 8), torch.randn(24)
     with Recording() as seen, torch.no_grad():
         module(torch.randn(2, 3, 8))
@@ -38,7 +38,7 @@ def test_every_way_to_a_linear_layer_is_seen():
     ]
 
 
-def test_layers_that_are_fused_count_as_one():
+def test_fused_layers_count_as_one():
     q, k, v = (nn.Linear(8, n, bias=False) for n in (16, 4, 4))
     with Recording() as seen, torch.no_grad():
         for m in (1, 6):
@@ -46,11 +46,11 @@ def test_layers_that_are_fused_count_as_one():
             q(x), k(x), v(x)
     assert seen.shapes([(q, k, v)]) == [Gemm(1, 24, 8, FLOAT, False), Gemm(6, 24, 8, FLOAT, False)]
     with seen, torch.no_grad():
-        k(torch.randn(3, 8))  # cross attention, say
-    assert {each.n for each in seen.shapes([(q, k, v)])} == {16, 4}
+        k(torch.randn(3, 8))  # such as cross-attention
+    assert {shape.n for shape in seen.shapes([(q, k, v)])} == {16, 4}
 
 
-def test_what_the_loader_would_not_fuse():
+def test_layers_that_prepare_would_not_fuse():
     plain = nn.Linear(8, 4)
     assert shapes.fusable((plain, nn.Linear(8, 16)))
     assert not shapes.fusable((plain,))
@@ -61,7 +61,7 @@ def test_what_the_loader_would_not_fuse():
     assert not shapes.fusable((plain, type("Other", (nn.Linear,), {})(8, 4)))
 
 
-def test_a_fingerprint_tells_models_apart_and_not_how_they_were_made():
+def test_a_fingerprint_depends_on_the_model_and_not_on_its_construction():
     one, same = (nn.Sequential(nn.Linear(8, 4), nn.ReLU()) for _ in range(2))
     assert shapes.fingerprint(one) == shapes.fingerprint(same)
     assert shapes.fingerprint(one) != shapes.fingerprint(one.half())
@@ -69,7 +69,7 @@ def test_a_fingerprint_tells_models_apart_and_not_how_they_were_made():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.since)
-def test_a_list_of_shapes_comes_back_as_it_was(layout, tmp_path):
+def test_a_list_of_shapes_is_read_as_written(layout, tmp_path):
     plain = [Gemm(1, 64, 32, "torch.bfloat16", False), Gemm(7, 64, 32, "torch.float16", True)]
     shuffled = [*plain, Gemm(7, 64, 64, "torch.bfloat16", False, shuffled=True)]
     text = shapes.write(shuffled, layout)
@@ -94,7 +94,7 @@ RIGHT = "1,64,32,False,torch.bfloat16,torch.bfloat16,False,False\n"
         (HEADER + RIGHT + "\0", 3, "a NUL byte"),
     ],
 )
-def test_a_damaged_list_is_refused_by_its_line(text, line, words, tmp_path):
+def test_a_damaged_list_is_refused_with_the_line(text, line, words, tmp_path):
     with pytest.raises(TableError) as refused:
         shapes.read(write(tmp_path / "s.csv", text))
     assert words in refused.value.facts[f"line {line}"]
@@ -107,12 +107,12 @@ def test_an_empty_list_is_refused(tmp_path):
 
 
 @given(st.binary(max_size=200), st.integers(0, 120), st.integers(0, 40))
-def test_any_bytes_anywhere_give_shapes_or_an_error(tmp_path_factory, noise, where, cut):
+def test_random_bytes_result_in_shapes_or_an_error(tmp_path_factory, noise, where, cut):
     whole = (HEADER + RIGHT).encode()
     path = tmp_path_factory.getbasetemp() / "noise.csv"
     path.write_bytes(whole[:where] + noise + whole[where + cut :])
     try:
-        found = shapes.read(path)
+        gemms = shapes.read(path)
     except HfRocmError:
         return
-    assert found and all(each.m > 0 for each in found)
+    assert gemms and all(shape.m > 0 for shape in gemms)

@@ -1,4 +1,4 @@
-"""Reading tables: those of every release come back as they were, damaged ones are refused by line."""
+"""Reading tables: those of every release are read as written, and damaged ones are refused with the line."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def problems(path, release=RELEASE):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.since)
-def test_a_table_of_every_release_comes_back_as_it_was(layout, tmp_path):
+def test_a_table_of_every_release_is_read_as_written(layout, tmp_path):
     rows = [row(layout, M=m, bias=bias, libtype=name) for m in (1, 64) for bias in (0, 1) for name in ["torch"]]
-    rows = [each.replace(",0,torch.", ",False,torch.").replace(",1,torch.", ",True,torch.") for each in rows]
+    rows = [row.replace(",0,torch.", ",False,torch.").replace(",1,torch.", ",True,torch.") for row in rows]
     text = table_text(layout, *rows)
-    found = read(write(tmp_path / "t.csv", text), layout.since)
-    assert found.problems == [] and found.columns == layout.tuned
-    assert [each.line for each in found.rows] == [2, 3, 4, 5]
-    assert [(each.key.m, each.key.bias) for each in found.rows] == [(1, False), (1, True), (64, False), (64, True)]
-    assert all(each.us == 7.5 for each in found.rows)
-    merged = merge([(YOURS, found)], layout, MI300X)
+    table = read(write(tmp_path / "t.csv", text), layout.since)
+    assert table.problems == [] and table.columns == layout.tuned
+    assert [row.line for row in table.rows] == [2, 3, 4, 5]
+    assert [(row.key.m, row.key.bias) for row in table.rows] == [(1, False), (1, True), (64, False), (64, True)]
+    assert all(row.us == 7.5 for row in table.rows)
+    merged = merge([(YOURS, table)], layout, MI300X)
     assert merged.text == text
 
 
-def test_what_tools_leave_in_files_is_no_problem(tmp_path):
+def test_byte_order_marks_and_blank_lines_are_accepted(tmp_path):
     text = table_text(LAYOUT, row(LAYOUT, err_ratio="Null", tflops="", kernelName="Null"), "", ",,,")
     text = "\ufeff" + text.replace("tflops,bw", "tflops, bw").replace("\n", "\r\n")
-    found = read(write(tmp_path / "t.csv", text))
-    assert found.problems == [] and len(found.rows) == 1 and found.columns == LAYOUT.tuned
+    table = read(write(tmp_path / "t.csv", text))
+    assert table.problems == [] and len(table.rows) == 1 and table.columns == LAYOUT.tuned
 
 
 DAMAGES = [
@@ -72,17 +72,17 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), DAMAGES, ids=lambda each: str(each)[:30])
-def test_a_damaged_row_is_refused_by_its_line(changes, words, tmp_path):
+@pytest.mark.parametrize(("changes", "words"), DAMAGES, ids=lambda value: str(value)[:30])
+def test_a_damaged_row_is_refused_with_its_line(changes, words, tmp_path):
     text = table_text(
         LAYOUT, row(LAYOUT), row(LAYOUT, M=16, **changes) if "M" not in changes else row(LAYOUT, **changes)
     )
-    found = read(write(tmp_path / "t.csv", text))
-    assert [problem.line for problem in found.problems] == [3]
-    assert found.problems[0].text.startswith(words)
-    assert [each.line for each in found.rows] == [2]
+    table = read(write(tmp_path / "t.csv", text))
+    assert [problem.line for problem in table.problems] == [3]
+    assert table.problems[0].text.startswith(words)
+    assert [row.line for row in table.rows] == [2]
     with pytest.raises(TableError) as refused:
-        found.refuse(RELEASE)
+        table.refuse(RELEASE)
     assert refused.value.facts["line 3"].startswith(words)
 
 
@@ -100,7 +100,7 @@ def test_two_rows_for_one_shape(tmp_path):
     assert problems(write(tmp_path / "t.csv", text)) == {5: "the same shape as line 2, with another kernel or time"}
     by_gfx = table_text(LAYOUT, row(LAYOUT), row(LAYOUT, gfx="gfx90a", us=1.0))
     assert problems(write(tmp_path / "t.csv", by_gfx)) == {}
-    # up to 0.1.15 the GPUs are told apart by their compute units alone
+    # up to 0.1.15, GPUs are distinguished only by their compute units
     assert problems(write(tmp_path / "t.csv", by_gfx), "0.1.15") == {
         3: "the same shape as line 2, with another kernel or time"
     }
@@ -113,8 +113,8 @@ def test_a_table_without_gfx(tmp_path):
         1: "there is no column gfx (`hf-rocm tune merge` fills it in)",
         3: "there is no gfx, and 110 compute units don't determine it",
     }
-    found = read(tmp_path / "t.csv")
-    assert [(each.key.gfx, each.key.units) for each in found.rows] == [("gfx942", 304), ("gfx950", 256)]
+    table = read(tmp_path / "t.csv")
+    assert [(row.key.gfx, row.key.units) for row in table.rows] == [("gfx942", 304), ("gfx950", 256)]
     assert problems(tmp_path / "t.csv", "0.1.15") == {}
 
 
@@ -138,11 +138,11 @@ def test_a_table_of_another_generation_is_refused_and_named(of, on, line, tmp_pa
 
 def test_a_newer_table_serves_an_older_release_that_ignores_gfx(tmp_path):
     path = write(tmp_path / "t.csv", table_text(LAYOUT, row(LAYOUT)))
-    found = read(path, "0.1.10")
-    assert found.problems == [] and found.rows[0].key.gfx == "gfx942" and "gfx" not in found.rows[0].values
+    table = read(path, "0.1.10")
+    assert table.problems == [] and table.rows[0].key.gfx == "gfx942" and "gfx" not in table.rows[0].values
 
 
-def test_a_header_that_is_none(tmp_path):
+def test_an_invalid_header(tmp_path):
     with pytest.raises(TableError, match="is empty"):
         read(write(tmp_path / "t.csv", "\n\n"))
     with pytest.raises(TableError) as refused:
@@ -152,7 +152,7 @@ def test_a_header_that_is_none(tmp_path):
 
 def test_a_tuner_that_found_nothing_leaves_a_row_without_a_time(tmp_path):
     text = table_text(LAYOUT, row(LAYOUT, us=-1), row(LAYOUT, M=9, us="inf"), row(LAYOUT, M=10, us=0))
-    assert [each.us for each in read(write(tmp_path / "t.csv", text)).rows] == [None, None, 0.0]
+    assert [row.us for row in read(write(tmp_path / "t.csv", text)).rows] == [None, None, 0.0]
 
 
 def hostile(tmp_path):
@@ -167,18 +167,18 @@ def hostile(tmp_path):
 
 
 @pytest.mark.parametrize("number", range(7))
-def test_a_hostile_file_is_an_error(number, tmp_path):
+def test_a_malicious_file_is_an_error(number, tmp_path):
     name, data, words = list(hostile(tmp_path))[number]
     path = tmp_path / f"{name}.csv"
     path.write_bytes(data)
-    began = time.process_time()  # of this process alone: others share the machine
+    began = time.process_time()  # processor time, because of other load
     with pytest.raises(TableError) as refused:
         read(path)
     assert words in str(refused.value) and len(str(refused.value)) < 3000
     assert time.process_time() - began < 5
 
 
-def test_what_is_no_file_is_an_error(tmp_path):
+def test_a_path_that_is_not_a_file_is_an_error(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     os.mkfifo(tmp_path / "pipe")
     for path, words in {
@@ -195,10 +195,10 @@ def test_what_is_no_file_is_an_error(tmp_path):
         assert words in str(refused.value)
 
 
-def test_reading_is_bounded(tmp_path, monkeypatch):
+def test_the_read_size_is_limited(tmp_path, monkeypatch):
     path = tmp_path / "t.csv"
     path.write_bytes(b"")
-    os.truncate(path, 1 << 40)  # a terabyte of nothing
+    os.truncate(path, 1 << 40)  # a sparse file of a terabyte
     with pytest.raises(TableError, match="larger than any table"):
         read(path)
     monkeypatch.setattr(table, "MAX_ROWS", 3)
@@ -207,7 +207,7 @@ def test_reading_is_bounded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("line", ["x", "x,y", "", ",", ",,,,,,,,,,,,,,,,,,,,"])
-def test_wrong_and_empty_rows_are_bounded_too(tmp_path, monkeypatch, line):
+def test_the_number_of_wrong_and_empty_rows_is_limited(tmp_path, monkeypatch, line):
     monkeypatch.setattr(table, "MAX_ROWS", 3)
     allowed = table_text(LAYOUT, row(LAYOUT), line, line)
     read(write(tmp_path / "t.csv", allowed))
@@ -215,28 +215,28 @@ def test_wrong_and_empty_rows_are_bounded_too(tmp_path, monkeypatch, line):
         read(write(tmp_path / "t.csv", allowed + f"{line}\n" * 2))
 
 
-def test_empty_lines_above_the_header_are_bounded(tmp_path, monkeypatch):
+def test_the_number_of_empty_lines_above_the_header_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "MAX_ROWS", 3)
     with pytest.raises(TableError, match="more than 3 rows"):
         read(write(tmp_path / "t.csv", "\n" * 9 + table_text(LAYOUT, row(LAYOUT))))
 
 
-def test_a_hopeless_file_is_not_told_line_by_line(tmp_path):
-    found = read(write(tmp_path / "t.csv", table_text(LAYOUT, *["x"] * 500)))
-    assert len(found.problems) == table.MAX_PROBLEMS and found.more_problems == 500 - table.MAX_PROBLEMS
+def test_a_file_with_many_errors_is_summarised(tmp_path):
+    loaded = read(write(tmp_path / "t.csv", table_text(LAYOUT, *["x"] * 500)))
+    assert len(loaded.problems) == table.MAX_PROBLEMS and loaded.more_problems == 500 - table.MAX_PROBLEMS
     with pytest.raises(TableError) as refused:
-        found.refuse(RELEASE)
+        loaded.refuse(RELEASE)
     assert refused.value.facts["and"] == "480 more"
 
 
 @given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 40))
-def test_any_bytes_anywhere_give_a_table_or_an_error(tmp_path_factory, noise, where, cut):
-    """A right table with noise written over it at any place never crashes the reader."""
+def test_random_bytes_result_in_a_table_or_an_error(tmp_path_factory, noise, where, cut):
+    """Random bytes at any position of a valid table never crash the reader."""
     whole = table_text(LAYOUT, row(LAYOUT), row(LAYOUT, M=9)).encode()
     path = tmp_path_factory.getbasetemp() / "noise.csv"
     path.write_bytes(whole[:where] + noise + whole[where + cut :])
     try:
-        found = read(path)
+        table = read(path)
     except HfRocmError:
         return
-    assert all(each.line >= 2 and each.key.m > 0 for each in found.rows)
+    assert all(row.line >= 2 and row.key.m > 0 for row in table.rows)

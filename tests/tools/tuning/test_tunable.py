@@ -1,4 +1,4 @@
-"""PyTorch's TunableOp: on for a block, off again, with its results in a file of ours."""
+"""PyTorch's TunableOp: enabled within a block, with its results in hf_rocm's file, and disabled afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_rocm.tools.tuning.shapes import Gemm
 
 
 class Settings:
-    """TunableOp's state, as its functions read and set it."""
+    """The state of TunableOp, which its functions read and set."""
 
     def __init__(self) -> None:
         self.state = {"enable": False, "tuning_enable": True, "filename": "theirs.csv"}
@@ -33,14 +33,14 @@ class Settings:
         )
 
 
-def test_the_settings_are_put_back_also_after_an_error(monkeypatch, tmp_path):
+def test_the_settings_are_restored_even_after_an_error(monkeypatch, tmp_path):
     settings = Settings()
     settings.install(monkeypatch)
     before = dict(settings.state)
     results = tmp_path / "tunableop.csv"
     with pytest.raises(ZeroDivisionError), tunable.scope(results, tuning=False):
         assert settings.state["enable"] is True and settings.state["tuning_enable"] is False
-        assert settings.state["filename"] not in ("theirs.csv", str(results)), "nothing of PyTorch's own is written to"
+        assert settings.state["filename"] not in ("theirs.csv", str(results)), "a file of PyTorch was written"
         raise ZeroDivisionError
     assert settings.state == before and settings.read == []
     results.write_text("Validator,PT_VERSION,2.13.0\n")
@@ -49,7 +49,7 @@ def test_the_settings_are_put_back_also_after_an_error(monkeypatch, tmp_path):
     assert settings.state == before
 
 
-def test_each_product_is_run_and_the_results_are_kept(monkeypatch, tmp_path):
+def test_every_gemm_is_run_and_the_results_are_saved(monkeypatch, tmp_path):
     Settings().install(monkeypatch)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -81,8 +81,8 @@ def test_without_rocm_it_is_an_error(tmp_path):
 
 
 @pytest.mark.rocm
-def test_on_the_gpu_each_product_has_a_result(tmp_path):
-    """Real TunableOp finds a kernel for each of three products, and is off afterwards."""
+def test_on_the_gpu_every_gemm_has_a_result(tmp_path):
+    """The real TunableOp finds a kernel for three GEMMs and is disabled afterwards."""
     file = tmp_path / "tunableop.csv"
     wanted = [Gemm(m, 256, 128, "torch.bfloat16", False) for m in (1, 8, 64)]
     assert tunable.tune(wanted, file) == []

@@ -1,4 +1,4 @@
-"""Small models of the types that are verified, built anew for each test: verify works in place."""
+"""Small models of the verified types, built for every test because verify works in place."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HERE = {case.id for case in CASES if case.here}
 
 
 def those_here(*rows: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The rows of a table whose model, their first entry, this release has."""
+    """The rows of a table whose first entry is a model of this release."""
     return [row for row in rows if row[0] in HERE]
 
 
 @pytest.fixture
 def build():
     def make(name: str, dtype: torch.dtype = torch.float32):
-        case = next(each for each in CASES if each.id == name)
+        case = next(row for row in CASES if row.id == name)
         return case.build(dtype)
 
     return make

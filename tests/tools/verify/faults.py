@@ -1,4 +1,4 @@
-"""Faults that kernels and weights have had, planted where hf_rocm alone runs into them."""
+"""Faults like those of real kernels and weights, injected only into hf_rocm's path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Planted = Callable[[Any], Any]
 
 @contextmanager
 def instead(operation: str, call: Callable[..., Any]) -> Iterator[None]:
-    """Every call of the operation goes to `call`, in hf_rocm's path alone."""
+    """Replace an operation by `call`, only in hf_rocm's path."""
     remove = ops.register(operation, name="planted", call=call, refuses=lambda spec, device: None, check=False)
     try:
         yield
@@ -28,7 +28,7 @@ def instead(operation: str, call: Callable[..., Any]) -> Iterator[None]:
 
 
 def top_left(query, key, value, *, mask, **terms):
-    """A causal mask aligned at the first key: a query on a filled cache sees too little."""
+    """A causal mask aligned at the first key: a query on a filled cache sees too few keys."""
     s_q, s_k = query.shape[2], key.shape[2]
     seen = torch.ones(s_q, s_k, dtype=torch.bool, device=query.device).tril()
     mask = None if s_q == s_k else torch.where(seen, 0.0, torch.finfo(query.dtype).min).to(query.dtype)[None, None]
@@ -36,7 +36,7 @@ def top_left(query, key, value, *, mask, **terms):
 
 
 def one_key_less(query, key, value, *, mask, **terms):
-    """A window off by one: where some key is hidden behind a query, the oldest that it sees is, too."""
+    """A window that is one key too small: the oldest visible key is hidden, too."""
     s_k = key.shape[2]
     places = torch.arange(s_k, device=query.device)
     if mask is None:
@@ -58,23 +58,23 @@ def first_rows_positions(query, key, cos, sin, interleaved):
 
 
 def wrong_block(model: Any, path: str) -> None:
-    """A fused block whose bytes are not those of its layers."""
+    """A fused block whose bytes differ from those of its layers."""
     module = model.get_submodule(path)
     with torch.no_grad():
-        held = grouped_linear.live(module)
-        held.weight = held.weight.clone()
-        held.weight[-1] += 0.5
+        block = grouped_linear.live(module)
+        block.weight = block.weight.clone()
+        block.weight[-1] += 0.5
 
 
 def stale_block(model: Any, path: str, monkeypatch: Any) -> None:
-    """A layer's weight is replaced, and the block is used as if nothing had happened."""
+    """A layer's weight is replaced, but the old block is still used."""
     module = model.get_submodule(path)
     with torch.no_grad():
-        held = grouped_linear.live(module)
-        first = module._modules[held.names[0]]
+        block = grouped_linear.live(module)
+        first = module._modules[block.names[0]]
         first.weight = torch.nn.Parameter(first.weight + 0.25 * torch.randn_like(first.weight))
     honest = grouped_linear.live
-    monkeypatch.setattr(grouped_linear, "live", lambda each: held if each is module else honest(each))
+    monkeypatch.setattr(grouped_linear, "live", lambda value: block if value is module else honest(value))
 
 
 def prepared(model: Any) -> Any:
@@ -82,7 +82,7 @@ def prepared(model: Any) -> Any:
 
 
 def rotates_by_the_first_row(honest: Callable[..., Any]) -> Callable[..., Any]:
-    """A model file's rotary function as a kernel of the hub computes it: every row takes the first row's positions."""
+    """A rotary function like that of a hub kernel, which uses the positions of the first row for every row."""
 
     def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
         return honest(q, k, cos[:1], sin[:1], *args, **kwargs)
@@ -91,7 +91,7 @@ def rotates_by_the_first_row(honest: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def nan_where_no_key_is_seen(honest: Callable[..., Any]) -> Callable[..., Any]:
-    """SDPA of a backend that divides by the sum of no weights."""
+    """An SDPA backend that divides by an empty sum."""
 
     def scaled_dot_product_attention(query, key, value, attn_mask=None, **kwargs):
         output = honest(query, key, value, attn_mask=attn_mask, **kwargs)
@@ -104,7 +104,7 @@ def nan_where_no_key_is_seen(honest: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attention_without_sinks(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """A flash interface that does not pass `s_aux` on to its kernel."""
+    """A flash attention interface that does not pass `s_aux` to its kernel."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)

@@ -1,4 +1,4 @@
-"""Each planted fault is found, and named by its layer and operation."""
+"""Every injected fault is found, and its layer and operation are named."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ ATTENTION = "self_attn.attention"
 
 
 def faults_of(model, **arguments):
-    """By check: what failed."""
-    found = hf_rocm.verify(model, force=True, quick=True, **arguments)
-    assert not found.passed
-    assert "checks failed" in " ".join(str(found).splitlines()[-4:])
-    return {check.name: check.fault for check in found.checks if check.status == "failed"}
+    """The failures by check."""
+    report = hf_rocm.verify(model, force=True, quick=True, **arguments)
+    assert not report.passed
+    assert "checks failed" in " ".join(str(report).splitlines()[-4:])
+    return {check.name: check.fault for check in report.checks if check.status == "failed"}
 
 
 def test_a_wrong_weight_of_one_layer(build):
     model = faults.prepared(build("llama"))
     faults.wrong_block(model, "model.layers.1.mlp")
-    found = faults_of(model)
+    report = faults_of(model)
     for check in ("prompt", "padded batch", "filled cache", "static cache"):
-        assert (found[check].layer, found[check].operation, found[check].others) == (
+        assert (report[check].layer, report[check].operation, report[check].others) == (
             "model.layers.1", "mlp.up_proj", ())  # fmt: skip
-    assert "weights" not in found  # the parameters themselves are as they were
+    assert "weights" not in report  # the parameters themselves are unchanged
 
 
 def test_a_stale_fused_weight(build, monkeypatch):
-    """Where there is no room to look into all layers at once, they are looked into one by one."""
+    """If memory is too small to examine all layers at once, they are examined one by one."""
     monkeypatch.setattr("hf_rocm.tools.verify.examine.ROOM", 1)
     model = faults.prepared(build("llama"))
     faults.stale_block(model, "model.layers.1.self_attn", monkeypatch)
@@ -56,40 +56,40 @@ def test_a_stale_fused_weight(build, monkeypatch):
     ),
 )
 def test_a_fault_of_a_kernel(model, operation, call, checks, point, build):
-    """It is named in the first layer that has it, and every other layer is found by itself."""
+    """The fault is reported in the first layer, and independently in every other layer."""
     built = build(model)
     with faults.instead(operation, call):
-        found = faults_of(built)
+        report = faults_of(built)
     for check in checks:
-        fault = found[check]
+        fault = report[check]
         assert fault.layer == "model.layers.0" and fault.operation == point, str(fault)
         assert fault.error > 10 * fault.allowed
         assert f"model.layers.0: {point} is the first that differs" in str(fault)
-    if model == "qwen3":  # a single row, and rows of one length, have no other row's positions
-        assert not {"prompt", "filled cache", "sliding window"} & set(found)
-    # a layer with all of the past, and no softcap or sinks of its own, is right
-    assert found[next(iter(checks))].others in ((), ("model.layers.1",))
+    if model == "qwen3":  # with a single row, or rows of equal length, the positions are correct
+        assert not {"prompt", "filled cache", "sliding window"} & set(report)
+    # a layer with full attention and without softcap or sinks is correct
+    assert report[next(iter(checks))].others in ((), ("model.layers.1",))
 
 
-def test_weights_that_preparing_damaged(build, monkeypatch):
+def test_weights_damaged_by_prepare(build, monkeypatch):
     from hf_rocm.weights import fuse
 
     honest = fuse._join
 
     def damaging(*args):
-        held = honest(*args)
+        kept = honest(*args)
         with torch.no_grad():
-            held.weight[0, 0] += 1e-3
-        return held
+            kept.weight[0, 0] += 1e-3
+        return kept
 
     monkeypatch.setattr(fuse, "_join", damaging)
-    found = faults_of(build("llama"))
-    assert found["weights"].layer == "model.layers.0.self_attn.q_proj" and found["weights"].operation == "weight"
-    assert found["restore"].layer == found["weights"].layer
+    report = faults_of(build("llama"))
+    assert report["weights"].layer == "model.layers.0.self_attn.q_proj" and report["weights"].operation == "weight"
+    assert report["restore"].layer == report["weights"].layer
 
 
-def test_what_only_gradients_show(build):
-    """A backward that is off by a factor leaves every result as it was."""
+def test_faults_in_gradients_only(build):
+    """A backward that is wrong by a factor does not change the results of the forward."""
 
     def call(query, key, value, **terms):
         output, weights = faults.softmax(query, key, value, **terms)
@@ -99,15 +99,15 @@ def test_what_only_gradients_show(build):
 
     model = build("llama")
     with faults.instead("attention", call):
-        found = faults_of(model, train=True)
-    assert list(found) == ["training"]
-    fault = found["training"]
+        report = faults_of(model, train=True)
+    assert list(report) == ["training"]
+    fault = report["training"]
     assert fault.layer == "model.layers.1" and "self_attn.v_proj" in fault.operation
-    assert "mlp" not in fault.operation and "o_proj" not in fault.operation  # they come before it on the way back
+    assert "mlp" not in fault.operation and "o_proj" not in fault.operation  # they precede it in the backward pass
 
 
-def test_a_recording_that_goes_stale(build, recorded_on_cpu, monkeypatch):
-    """Replays that do their work are right; from the fourth on they leave the logits of the third."""
+def test_a_recording_that_becomes_stale(build, recorded_on_cpu, monkeypatch):
+    """The first three replays are correct; later ones do nothing, so the logits of the third remain."""
     clean = hf_rocm.verify(build("llama"), force=True, quick=True)
     assert clean.passed, str(clean)
     check = clean.check("graph replay")
@@ -119,11 +119,11 @@ def test_a_recording_that_goes_stale(build, recorded_on_cpu, monkeypatch):
             honest(self)
 
     monkeypatch.setattr(Operators, "replay", stale)
-    found = hf_rocm.verify(build("llama"), force=True, quick=True)
-    assert not found.passed and found.check("greedy tokens").status == "passed"  # the calls were taken back
-    check = found.check("graph replay")
+    report = hf_rocm.verify(build("llama"), force=True, quick=True)
+    assert not report.passed and report.check("greedy tokens").status == "passed"  # the calls were repeated
+    check = report.check("graph replay")
     assert check.status == "failed" and "a replayed step differed from the step itself" in check.note
-    assert check.note in " ".join(str(found).split())
+    assert check.note in " ".join(str(report).split())
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_recording_that_goes_stale(build, recorded_on_cpu, monkeypatch):
     ],
     ids=["operation", "results"],
 )
-def test_what_a_restore_leaves_behind(left, words, build, monkeypatch):
+def test_leftovers_of_restore(left, words, build, monkeypatch):
     restore = saving.restore
 
     def leaves_a_forward(model):
@@ -142,6 +142,6 @@ def test_what_a_restore_leaves_behind(left, words, build, monkeypatch):
         head.forward = lambda x: left(x, head.weight)
 
     monkeypatch.setattr(saving, "restore", leaves_a_forward)
-    found = hf_rocm.verify(build("llama"), force=True, quick=True)
-    (check,) = [each for each in found.checks if each.status == "failed"]
+    report = hf_rocm.verify(build("llama"), force=True, quick=True)
+    (check,) = [outcome for outcome in report.checks if outcome.status == "failed"]
     assert check.name == "restore" and words in check.note

@@ -1,4 +1,4 @@
-"""The reference: wide throughout, one block at a time, and nothing left behind."""
+"""The reference: float64 in all layers, one block at a time, and nothing remains converted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.coverage.inputs import tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_one_block_is_wide_at_a_time_and_all_comes_back(dtype, build):
+def test_one_block_is_float64_at_a_time_and_all_are_restored(dtype, build):
     model = build("llama", dtype)
     subject = Subject(model)
-    before = {name: (id(each), each.dtype) for name, each in model.named_parameters()}
+    before = {name: (id(parameter), parameter.dtype) for name, parameter in model.named_parameters()}
     wide_blocks = []
 
     def watch(module, args, kwargs, call):
@@ -28,17 +28,17 @@ def test_one_block_is_wide_at_a_time_and_all_comes_back(dtype, build):
         logits = model(input_ids=tokens(1, 5)).logits
     assert logits.dtype == subject.wide == wide_of(dtype)
     assert wide_blocks == [[True, False], [False, True]]
-    assert {name: (id(each), each.dtype) for name, each in model.named_parameters()} == before
+    assert {name: (id(parameter), parameter.dtype) for name, parameter in model.named_parameters()} == before
     assert torch.get_default_dtype() == torch.float32 and nn.Module.__call__ is nn.Module._wrapped_call_impl
 
 
-def test_the_reference_is_as_exact_as_a_wide_model(build):
-    """Norms and softmax, too, which stock computes in fp32 whatever comes in."""
+def test_the_reference_is_as_accurate_as_a_float64_model(build):
+    """Including norms and softmax, which stock always computes in fp32."""
     model = build("llama")
     with torch.no_grad(), Subject(model).reference():
-        found = model(input_ids=tokens(1, 5)).logits
+        actual = model(input_ids=tokens(1, 5)).logits
     with torch.no_grad():
         narrow = model.double()(input_ids=tokens(1, 5)).logits  # its norms stay in fp32
     step = torch.finfo(torch.float32).eps
-    off = ((found - narrow).norm() / narrow.norm()).item()
+    off = ((actual - narrow).norm() / narrow.norm()).item()
     assert 0 < off < 16 * step

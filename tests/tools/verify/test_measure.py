@@ -1,4 +1,4 @@
-"""The measure, the bound that follows from it, and the checksums."""
+"""The error measure, the bound derived from it, and the checksums."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from hf_rocm.tools.verify.fingerprint import checksum, differing, together
 from hf_rocm.tools.verify.measure import Difference, allowed, difference, predictions
 
 
-def test_a_position_is_measured_by_its_own_size():
+def test_the_error_is_relative_to_the_norm_of_its_position():
     expected = torch.tensor([[1000.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
     actual = expected + torch.tensor([[10.0, 0.0], [0.0, 0.0], [0.0, 0.5]])
-    found = difference(actual, expected)
-    assert (found.finite, found.largest, found.worst) == (True, 10.0, 0.5)
-    assert found.typical == pytest.approx(0.51 / 3) and found.median == pytest.approx(0.01)
+    result = difference(actual, expected)
+    assert (result.finite, result.largest, result.worst) == (True, 10.0, 0.5)
+    assert result.typical == pytest.approx(0.51 / 3) and result.median == pytest.approx(0.01)
 
 
-def test_a_position_of_nothing_is_measured_by_the_median_one():
+def test_the_error_at_a_zero_position_is_relative_to_the_median():
     expected = torch.tensor([[0.0], [2.0], [4.0]])
     assert difference(expected + 1, expected).worst == 0.5
 
 
-def test_what_is_not_finite_exceeds_every_bound():
+def test_nonfinite_values_exceed_every_bound():
     broken = difference(torch.tensor([[math.nan]]), torch.ones(1, 1))
     assert not broken.finite and allowed([broken, Difference(True, 9, 9, 9, 9, 9)], torch.float32).exceeded(broken)
 
 
-def test_the_bound_is_twice_the_worst_and_a_rounding_step():
+def test_the_bound_is_twice_the_largest_error_plus_a_rounding_step():
     bound = allowed([Difference(True, 1, 1, 0.25, 0.1, 0.1), Difference(True, 1, 1, 0.5, 0.05, 0.05)], torch.bfloat16)
     assert (bound.worst, bound.typical) == (1 + 2**-7, 0.2 + 2**-7)
     assert not bound.exceeded(Difference(True, 0, 0, 1.0, 0.2, 0)) and bound.exceeded(Difference(True, 0, 0, 1.1, 0, 0))
-    assert bound.exceeded(Difference(True, 0, 0, 0.0, 0.3, 0))  # every position a little
+    assert bound.exceeded(Difference(True, 0, 0, 0.0, 0.3, 0))  # a small error at every position
 
 
-def test_predictions_beside_a_reference():
+def test_predictions_compared_with_a_reference():
     exact = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    found = predictions(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), exact, exact)
+    result = predictions(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), exact, exact)
     p = math.exp(1) / (1 + math.exp(1))
-    assert found.same == 0.5 and found.within_guides == 0.5
-    assert found.kl == pytest.approx(((2 * p - 1) * 1.0) / 2)
+    assert result.same == 0.5 and result.within_guides == 0.5
+    assert result.kl == pytest.approx(((2 * p - 1) * 1.0) / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
@@ -58,6 +58,6 @@ def test_one_bit_changes_a_checksum(dtype, monkeypatch):
     assert checksum(torch.empty(0, dtype=dtype)) != checksum(torch.empty(0, 1, dtype=dtype))
 
 
-def test_what_differs_is_named():
+def test_the_difference_is_named():
     first, second = {"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}
     assert differing(first, second) == ["b", "c"] and together(first) != together(second) == together(second)

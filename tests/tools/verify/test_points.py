@@ -1,4 +1,4 @@
-"""Watching a run changes nothing about it, and finds stock's names for what hf_rocm runs."""
+"""Observing a run does not change it, and intermediate results have the same names as in stock."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ FUSED = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_p
 ROTATED = {"self_attn.rotated query", "self_attn.rotated key"}
 
 
-def test_the_route_is_the_same_whether_it_is_watched_or_not(build):
+def test_observing_does_not_change_the_route(build):
     model = faults.prepared(build("llama"))
     case = Case("prompt", (Step(tokens(1, 9)),))
     subject = Subject(model)
     with torch.no_grad(), ops.recording() as routes:
         expected = model(input_ids=tokens(1, 9)).logits
     watched = run(subject, case, subject.dtype, inside=set(subject.blocks))
-    assert watched.routes == routes and {"attention", "linear", "rope"} <= {each.operation for each in routes}
+    assert watched.routes == routes and {"attention", "linear", "rope"} <= {route.operation for route in routes}
     assert torch.equal(watched.finals[0], expected[0])
     points = watched.points[0][LAYER]
     assert points.keys() >= FUSED | ROTATED | {"self_attn.attention", OUTPUT}
 
 
-def test_stock_has_the_same_points_and_runs_nothing_of_ours(build):
+def test_stock_has_the_same_points_and_runs_no_hf_rocm_kernel(build):
     model = faults.prepared(build("llama"))
     subject = Subject(model)
     with ops.recording() as routes:
-        found = reference_of(subject, Case("prompt", (Step(tokens(1, 9)),)), {LAYER})
+        result = reference_of(subject, Case("prompt", (Step(tokens(1, 9)),)), {LAYER})
     assert routes == []
-    names = list(found.eager.points[0][LAYER])
+    names = list(result.eager.points[0][LAYER])
     assert set(names) >= FUSED | ROTATED | {"in self_attn.o_proj", "in mlp.down_proj", OUTPUT}
-    assert "in self_attn.q_proj" not in names  # what the norm gave, which has a name already
+    assert "in self_attn.q_proj" not in names  # the norm's output, which already has a name
     order = ["self_attn.q_proj", "self_attn.rotated key", "in self_attn.o_proj", "mlp.up_proj", "in mlp.down_proj"]
     assert [name for name in names if name in order] == order and names[-1] == OUTPUT
-    assert list(found.eager.points[0]["model.layers.1"]) == [OUTPUT]
-    assert found.local.points[0][LAYER][OUTPUT].dtype == torch.float64
+    assert list(result.eager.points[0]["model.layers.1"]) == [OUTPUT]
+    assert result.local.points[0][LAYER][OUTPUT].dtype == torch.float64

@@ -1,4 +1,4 @@
-"""Three faults that stock has on AMD, planted as stand-ins: the check of stock finds and names each."""
+"""Three faults of stock on AMD, injected as stand-ins: the check of stock finds and names them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def check_of(model, **arguments) -> Check:
         ("llama", torch.float32), ("qwen3", torch.bfloat16), ("gemma2", torch.bfloat16), ("gpt_oss", torch.float32)
     ),
 )
-def test_stock_that_is_right(name, dtype, build):
+def test_correct_stock(name, dtype, build):
     check = check_of(build(name, dtype))
     assert check.status == PASSED and check.error <= check.allowed, check
 
 
-def test_an_encoder_has_none(build):
+def test_an_encoder_has_none_of_them(build):
     assert "no causal attention" in check_of(build("bert")).note
 
 
-def test_a_rotary_kernel_that_takes_the_first_rows_positions(build, monkeypatch):
+def test_a_rotary_kernel_that_uses_the_first_rows_positions(build, monkeypatch):
     honest = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", faults.rotates_by_the_first_row(honest))
     check = check_of(build("llama"))

@@ -1,4 +1,4 @@
-"""A clean model passes, by the routes that are hf_rocm's, and comes back as it was given."""
+"""A correct model passes, with hf_rocm's kernels, and is returned unchanged."""
 
 from __future__ import annotations
 
@@ -31,55 +31,55 @@ SLIDING = (*DECODER, "sliding window")
         ("bert", torch.float32, ALL),
     ),
 )
-def test_a_clean_model_passes(name, dtype, passed, build):
+def test_a_correct_model_passes(name, dtype, passed, build):
     model = build(name, dtype)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    found = hf_rocm.verify(model, force=True, quick=True)
-    assert found.passed, str(found)
-    assert {check.name for check in found.checks if check.status == PASSED} >= set(passed)
-    assert all(check.note for check in found.checks if check.status == NOT_RUN)
-    assert found.check("aiter tier").status == NOT_RUN and "aiter" in found.check("aiter tier").note
-    # it was hf_rocm's path that passed
-    assert "attention" in found.tiers and {"linear"} & set(found.tiers)
-    assert len(found.layers) == 2 and all(0 < each.own <= each.allowed for each in found.layers)
-    # the tolerance is derived: what stock's run in this dtype is off, twice, and a rounding step
-    if name != "gpt_oss":  # a mixture's is that of the median token
-        check = found.check("prompt")
+    report = hf_rocm.verify(model, force=True, quick=True)
+    assert report.passed, str(report)
+    assert {check.name for check in report.checks if check.status == PASSED} >= set(passed)
+    assert all(check.note for check in report.checks if check.status == NOT_RUN)
+    assert report.check("aiter tier").status == NOT_RUN and "aiter" in report.check("aiter tier").note
+    # hf_rocm's path ran
+    assert "attention" in report.tiers and {"linear"} & set(report.tiers)
+    assert len(report.layers) == 2 and all(0 < layer.own <= layer.allowed for layer in report.layers)
+    # the tolerance is derived: twice stock's error in this dtype, plus a rounding step
+    if name != "gpt_oss":  # for mixture-of-experts models, that of the median token
+        check = report.check("prompt")
         assert check.allowed == pytest.approx(2 * check.numbers["stock_error"] + torch.finfo(dtype).eps)
         assert check.numbers["stock_error"] > 0 and check.error > 0
-    # it is stock again, with the same bits
+    # it is stock again, bitwise
     assert not [key for module in model.modules() for key in vars(module) if key.startswith("_hf_rocm")]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_everything_at_length_and_the_data(build, monkeypatch):
-    """Of a model that comes prepared and in training mode, and is given back like that."""
+def test_the_verbose_text_and_the_data(build, monkeypatch):
+    """For a model that is passed prepared and in training mode, and returned in this state."""
     model = faults.prepared(build("llama")).train()
-    found = hf_rocm.verify(model, force=True, train=True)
-    assert model.training and found.passed, str(found)
+    report = hf_rocm.verify(model, force=True, train=True)
+    assert model.training and report.passed, str(report)
     with torch.no_grad():
         explanation = hf_rocm.explain(model)
     assert explanation.state.startswith("served")
-    assert next(each for each in explanation.parts if each.cls == "LlamaMLP").fused == 2
-    assert found.check("save_pretrained").status == found.check("training").status == PASSED
-    assert found.check("greedy tokens").numbers["steps"] > 100
-    data = json.loads(json.dumps(found.to_dict()))
+    assert next(part for part in explanation.parts if part.cls == "LlamaMLP").fused == 2
+    assert report.check("save_pretrained").status == report.check("training").status == PASSED
+    assert report.check("greedy tokens").numbers["steps"] > 100
+    data = json.loads(json.dumps(report.to_dict()))
     assert data["version"] == VERSION and data["passed"] is True and data["model"] == "LlamaForCausalLM"
     assert set(data) == {"version", "passed", "model", "machine", "checks", "layers", "tiers", "seconds"}
     for check in data["checks"]:
         assert set(check) == {"name", "title", "status", "error", "allowed", "numbers", "note", "fault"}
-        assert f"{check['name']:<18}{check['status']}" in str(found)
-    numbers = found.check("prompt").numbers
+        assert f"{check['name']:<18}{check['status']}" in str(report)
+    numbers = report.check("prompt").numbers
     assert numbers["same_top1"] == numbers["within_5e-2"] == 1 and 0 < numbers["kl"] < 1e-9
     assert {"device", "dtype", "reference", "versions"} == set(data["machine"])
     monkeypatch.setenv("COLUMNS", "80")
-    lines = str(found).splitlines()
+    lines = str(report).splitlines()
     assert lines[-2].startswith("LlamaForCausalLM: all ") and lines[-1].startswith("next: hf-rocm bench")
-    assert len(lines) <= 30 and max(map(len, lines)) <= 80 and "model.layers.0" not in str(found)
-    assert "model.layers.0" in found.details() and "same top-1" in found.details()
-    assert "checks passed, " in found.picture()
-    drawing = ElementTree.fromstring(found.picture())
-    assert len(drawing.findall(".//{*}polyline")) == 2 and "LlamaForCausalLM" in found.picture()
+    assert len(lines) <= 30 and max(map(len, lines)) <= 80 and "model.layers.0" not in str(report)
+    assert "model.layers.0" in report.details() and "same top-1" in report.details()
+    assert "checks passed, " in report.picture()
+    drawing = ElementTree.fromstring(report.picture())
+    assert len(drawing.findall(".//{*}polyline")) == 2 and "LlamaForCausalLM" in report.picture()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_everything_at_length_and_the_data(build, monkeypatch):
         (lambda build: hf_rocm.quantize(faults.prepared(build("llama")), "int8", force=True), True, "8 bits"),
     ],
 )
-def test_what_cannot_be_verified_is_refused(make, force, words, build):
+def test_models_that_cannot_be_verified_are_refused(make, force, words, build):
     with pytest.raises(VerifyError, match=words):
         hf_rocm.verify(make(build), force=force)
 
@@ -100,7 +100,7 @@ def test_tokens_of_another_vocabulary_are_refused(build):
         hf_rocm.verify(build("llama"), force=True, ids=torch.full((80,), 131))
 
 
-def test_a_model_that_nothing_serves_is_refused(build, monkeypatch):
+def test_an_unserved_model_is_refused(build, monkeypatch):
     monkeypatch.setattr("hf_rocm.loading.prepare._bind_overlays", lambda model: ([], {"llama": "changed upstream"}))
     monkeypatch.setattr("hf_rocm.overlay.bind.binding_of", lambda module: None)
     with pytest.raises(VerifyError, match="no layer of LlamaForCausalLM is served") as refused:

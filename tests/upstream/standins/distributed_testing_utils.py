@@ -1,14 +1,14 @@
-"""Stands in for transformers' tests/distributed_testing_utils.py, which no source distribution carries."""
+"""A stand-in for transformers' tests/distributed_testing_utils.py, which is not in the source distributions."""
 
 import unittest
 
 
 def run_distributed(**options):
-    """Without its helper, no test that starts processes of its own can run."""
+    """Skip tests that start processes: they need its helper."""
 
     def refused(function):
         def skip(*args, **kwargs):
-            raise unittest.SkipTest("the distributed tests' helper stands in the public repository only")
+            raise unittest.SkipTest("the helper of the distributed tests is only in the public repository")
 
         return skip
 

@@ -1,4 +1,4 @@
-"""Tiny models for transformers' own ModelTesterMixin: the configuration and the inputs that it asks a tester for.
+"""Tiny models for transformers' own ModelTesterMixin: the configuration and the inputs that a tester provides.
 
 Copied to `tests/thin.py` of the folder in which the mixins are run (scripts/lib/upstream_tree.py).
 """
@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto
 from .generation.test_utils import GenerationTesterMixin
 from .test_modeling_common import ModelTesterMixin
 
-# What a causal model of any family is given, where its configuration knows the name. More queries than keys.
+# The config of a causal model of any family; names that a config class lacks are dropped. More queries than keys.
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -31,7 +31,7 @@ generator = random.Random(0)
 
 
 class Tester:
-    """What ModelTesterMixin reads: sizes as attributes, a configuration, and inputs that go with it."""
+    """The attributes that ModelTesterMixin reads: sizes, a configuration, and matching inputs."""
 
     batch_size = 3
     seq_length = 7
@@ -52,7 +52,7 @@ class Tester:
 
 
 class EncoderTest(ModelTesterMixin):
-    """ModelTesterMixin over a model type that can't generate: its bare model, and those of its heads that are named."""
+    """ModelTesterMixin over a model type that can't generate: its base model and the named heads."""
 
     model_type = ""
     heads = ()
@@ -66,7 +66,7 @@ class EncoderTest(ModelTesterMixin):
 
 
 class CausalTest(EncoderTest, GenerationTesterMixin):
-    """The same for a decoder. The mixin asks for the generation tests beside it; here those have no tests."""
+    """The same for a decoder. The mixin requires the generation tests; here they are empty."""
 
     heads = ("MODEL_FOR_CAUSAL_LM",)
 
@@ -74,7 +74,7 @@ class CausalTest(EncoderTest, GenerationTesterMixin):
 class EncoderDecoderTester(Tester):
     is_encoder_decoder = True
     encoder_seq_length = key_length = Tester.seq_length
-    decoder_seq_length = Tester.seq_length  # that of the labels
+    decoder_seq_length = Tester.seq_length  # the size of the labels
 
     def prepare_config_and_inputs_for_common(self):
         config, inputs = super().prepare_config_and_inputs_for_common()
@@ -84,7 +84,7 @@ class EncoderDecoderTester(Tester):
 
 
 class EncoderDecoderTest(CausalTest):
-    """The same for an encoder and a decoder of text."""
+    """The same for a text encoder-decoder."""
 
     heads = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",)
     model_tester_class = EncoderDecoderTester

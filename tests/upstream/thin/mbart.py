@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny mbart: an encoder, a decoder, and attention across."""
+"""ModelTesterMixin over a tiny mbart: an encoder, a decoder, and cross-attention."""
 
 import unittest
 

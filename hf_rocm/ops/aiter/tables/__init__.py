@@ -1,1 +1,1 @@
-"""The tuning tables of aiter: their columns, where they lie, and which rows are in force."""
+"""The tuning tables of aiter: their columns, their location, and the active rows."""

@@ -14,7 +14,9 @@ from hf_rocm.overlay.facts import aiter_facts
 
 
 class Gpu(NamedTuple):
-    """What aiter distinguishes GPUs by. units: compute units, fewer in partitioned and cut-down GPUs."""
+    """The properties by which aiter distinguishes GPUs.
+    units: compute units, fewer in partitioned and cut-down GPUs.
+    """
 
     gfx: str
     units: int

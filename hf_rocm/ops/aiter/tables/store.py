@@ -23,7 +23,7 @@ def root() -> Path:
         raise TuningError(
             "there is no cache folder for tuned GEMMs",
             facts={"system error": error.strerror or error},
-            hint="name a folder of yours as HF_ROCM_CACHE",
+            hint="set HF_ROCM_CACHE to a folder that you can write to",
         ) from error
 
 
@@ -90,7 +90,7 @@ def _errors(path: Path) -> Iterator[None]:
         raise TuningError(
             f"{path.name or path} can't be written",
             facts={"path": path, "system error": getattr(error, "strerror", None) or error},
-            hint="name another folder, or set HF_ROCM_CACHE to a folder of yours",
+            hint="name another folder, or set HF_ROCM_CACHE to a writable folder",
         ) from error
 
 

@@ -227,7 +227,7 @@ def _row(table: Table, line: int, fields: list[str], layout: Layout, known: froz
 
 
 class _Wrong(Exception):
-    """What is wrong with a field, in a sentence."""
+    """The problem with a field, as a sentence."""
 
 
 def _key(values: dict[str, str]) -> Key:

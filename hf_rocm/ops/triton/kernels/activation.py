@@ -10,7 +10,7 @@ from hf_rocm.ops.triton.builds import Build
 
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
-    """What the next operation of the unfused layers would read."""
+    """The value that the next operation of the unfused layers would read."""
     return value.to(DTYPE).to(tl.float32)
 
 

@@ -124,7 +124,7 @@ def decode_kernel(
             else:
                 bias = tl.load(its, mask=seen & real[:, None], other=-float("inf")).to(tl.float32)
                 seen = bias > HIDDEN
-            wanted = tl.max(seen.to(tl.int32), 0) > 0  # a key that nobody sees isn't read
+            wanted = tl.max(seen.to(tl.int32), 0) > 0  # a key that no query sees isn't read
 
         across = wanted[None, :] if DIM == BLOCK_D else wanted[None, :] & inside[:, None]
         if table is None:
@@ -324,7 +324,7 @@ def _attend(
             num_stages=how.stages,
             divisible=numbers,
             matrix=dtype != "fp32" or architectures[0] == "gfx90a",  # RDNA multiplies fp32 without
-            architectures=tuple(each for each in architectures if each not in besides),
+            architectures=tuple(architecture for architecture in architectures if architecture not in besides),
         )
 
 

@@ -111,9 +111,9 @@ def chosen_down(
         pairs = token * TOP + start + tl.arange(0, BLOCK_E)
         experts = tl.load(ids + pairs).to(tl.int64)
         rows = x + pairs[:, None, None] * i_size + k
-        theirs = weight + experts[:, None, None] * (h_size * i_size)
+        selected = weight + experts[:, None, None] * (h_size * i_size)
         sums = tl.zeros([BLOCK_E, BLOCK_N, BLOCK_K], tl.float32)
-        sums = _added_up(sums, rows, theirs, k, n < h_size, i_size, stride, 1.0, False, EVEN, BLOCK_K)
+        sums = _added_up(sums, rows, selected, k, n < h_size, i_size, stride, 1.0, False, EVEN, BLOCK_K)
         product = tl.sum(sums, 2)
         if bias is not None:
             at = bias + experts[:, None] * h_size + column[None, :]
@@ -127,7 +127,7 @@ def chosen_down(
 
 @triton.jit
 def _added_up(
-    sums,  # [..., N, K], of which the last is what one piece has
+    sums,  # [..., N, K]; the last dim is that of one block
     x,  # addresses [..., 1, K]
     weight,  # addresses, as sums
     k,

@@ -1,9 +1,9 @@
 """Attention of many queries: softmax and products in one pass over the keys, for dense and for packed sequences.
 
-A program has a tile of rows, the query heads of one key head beside each other, so that keys and values are loaded once
-for the whole group. Packed sequences need no list of tiles: the tiles of sequence b begin at a number that increases
-with b and can be computed from the sequence's first query, so a program finds its sequence by bisection. Scores are
-kept in powers of 2. Blocks of keys that every row of the tile sees are processed without masks.
+A program has a tile of rows, the query heads of one key head next to each other, so that keys and values are loaded
+once for the whole group. Packed sequences need no list of tiles: the tiles of sequence b begin at a number that
+increases with b and can be computed from the sequence's first query, so a program finds its sequence by bisection.
+Scores are kept in powers of 2. Blocks of keys that every row of the tile sees are processed without masks.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def four_bit_rows(
 ):
     """The same with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
 
-    Warps that have no columns of their own to compute take SPLITS blocks of 8 runs at a time.
+    Warps without separate columns process SPLITS blocks of 8 runs at a time.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -76,7 +76,7 @@ def few_rows(
 ):
     """The same with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
 
-    Warps that have no columns of their own to compute split K into SPLITS parts.
+    Warps without separate columns split K into SPLITS parts.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys in one launch, the keys and values put straight into a static cache if asked.
+"""Rotary positions of queries and keys in one launch, optionally writing keys and values to a static cache.
 
 A program rotates some heads of one token, after their norm if there is one. Each product is rounded, as in the unfused
 layers, and the compiler may not contract it with the sum that follows, so that their results are met bit for bit.
@@ -187,7 +187,7 @@ def rope_kernel(
             place = tl.load(position).to(tl.int64) + token
         else:
             place = tl.load(position + token).to(tl.int64)
-    # what lies outside of the cache is not written, and its query is no number: never wrong in silence
+    # a token outside of the cache is not written, and its query is NaN, so that the error is visible
     inside = (place >= 0) & (place < room)
     angles = batch * angle_batch + token * (ROTATED // 2 if ONCE else ROTATED)
     if ALONE or block < query_blocks:

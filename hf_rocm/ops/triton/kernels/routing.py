@@ -1,7 +1,7 @@
 """The experts of a token: scores, groups, top-k and weights in one launch, in registers.
 
 A score and its expert are packed into one integer, whose order is that of the scores and, where they are equal, the
-reverse of the experts'. So one maximum returns both, and no expert is chosen twice, whatever the numbers are.
+reverse of the experts'. So one maximum returns both, and no expert is selected twice, for any scores.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ PADDED_ROWS = "https://github.com/unslothai/unsloth/pull/9848"
 
 # The newest version of the hub's rotary kernel that is known to rotate every row by the first row's positions.
 ROPE_OF_ONE_ROW = 2
-# From this major release on, masks are not corrected for rows without a visible key, whatever the torch release.
+# From this major release on, masks are not corrected for rows without a visible key, for any torch release.
 MASKS_UNCORRECTED = 5
 # A Conv3d counts as slow if it takes SLOWER times as long as the equivalent GEMM, and more than NOTICEABLE seconds.
 SLOWER, NOTICEABLE = 20.0, 0.2

@@ -9,7 +9,7 @@ from packaging.version import Version
 from hf_rocm.tools.doctor.facts import Facts
 from hf_rocm.tools.doctor.report import Finding, ok, warning
 
-# package → what happens, what to use instead
+# package → the problem, the alternative
 NVIDIA_ONLY = {
     "transformer-engine": ("its kernels are for CUDA", "pip uninstall transformer-engine; AMD has its own build"),
     "xformers": ("builds from PyPI are for CUDA", "pip uninstall xformers; SDPA replaces it"),

@@ -1,4 +1,4 @@
-"""Stands in for transformers' tests/exporters/test_export.py, which no source distribution carries."""
+"""A stand-in for transformers' tests/exporters/test_export.py, which is not in the source distributions."""
 
 
 class ExportTesterMixin:

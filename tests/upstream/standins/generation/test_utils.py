@@ -1,5 +1,5 @@
-"""Stands in for transformers' tests/generation/test_utils.py, which no source distribution carries."""
+"""A stand-in for transformers' tests/generation/test_utils.py, which is not in the source distributions."""
 
 
 class GenerationTesterMixin:
-    """Without any tests: what generates is compared in tests/parity."""
+    """Without any tests: tests/parity compares generation."""

@@ -1,3 +1,3 @@
-"""Stands in for transformers' tests/utils/test_configuration_utils.py, which no source distribution carries."""
+"""A stand-in for transformers' tests/utils/test_configuration_utils.py, which is not in the source distributions."""
 
 config_common_kwargs: dict[str, object] = {}

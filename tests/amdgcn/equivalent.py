@@ -4,6 +4,7 @@ A fault that no case notices is either a hole in the cases or no fault. What can
 of these ways, always for the form as it is compiled, whatever data and sizes it is launched with:
 
 - the instruction computes what it computed before, from constants and the thread's number alone;
+- a wait that is left out has nothing to wait for, or another delivers as much before anything reads it;
 - the registers that differ are overwritten before they are read, on every path;
 - the lanes that differ are idle: in launches of random bits, NaN and infinity among them, whatever is put into them
   changes no byte, and no mask or branch of the form depends on an argument, so that the same lanes are idle always.
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.amdgcn import flow
+from tests.amdgcn import flow, implied
 from tests.amdgcn.machine import MachineError, Memory, Program, launch
 from tests.amdgcn.machine.operands import SCALAR
 from tests.amdgcn.machine.state import State
@@ -99,6 +100,8 @@ BITS: dict[str, Callable[[np.ndarray, Any, np.random.Generator], None]] = {
 def proof(whole: Program, changed: Program, index: int, launches: Sequence[Kept]) -> str | None:
     """Why a fault changes nothing, or None."""
     texts = whole.instructions[index].text, changed.instructions[index].text
+    if texts[0].startswith("s_wait") and texts[1] == "s_nop 0":
+        return implied.implied(whole, index)
     if any(text.startswith(_CONTROL) for text in texts) or not launches:
         return None
     if any(text.startswith(_MEMORY) for text in texts):

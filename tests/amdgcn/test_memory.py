@@ -148,6 +148,9 @@ def test_scalar_loads(arch):
     with pytest.raises(EarlyAccess):  # scalar loads return in any order: a wait for fewer than all covers none
         wait = "s_wait_kmcnt 0x1" if arch == "gfx1201" else "s_waitcnt lgkmcnt(1)"
         execute(arch, [line, line.replace("8:11", "12:15"), wait, "s_mov_b32 s2, s9"], registers, memory=memory)
+    for offset in ("0x11", "0x12"):  # the hardware ignores the lower bits, and no compiler means that
+        with pytest.raises(OutOfBounds, match="multiple of 4"):
+            execute(arch, [line.replace("0x10", offset)], registers, memory=memory)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -18,7 +18,7 @@ from hf_rocm.ops.mask_patterns import CacheRows, recognise
 from hf_rocm.ops.triton import decode
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import compiled_once, random, routed
+from tests.triton.routed import compiled_once, random, roomy, routed
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -57,7 +57,7 @@ def check(shape, lengths, *, dtype=USUAL, starts=None, window=None, softcap=None
     wide = (each.double() for each in (query, key, value))
     expected = eager_decode(*wide, lengths, sinks=None if sink is None else sink.double(), **how)
     unseen = ~seen_keys(s_q, s_k, lengths, starts, window).any(2).transpose(1, 2).expand(len(key), s_k, 1)[:, None]
-    key, value = (each.masked_fill(unseen, torch.nan) for each in (key, value))
+    key, value = key.masked_fill(unseen, torch.nan), roomy(value.masked_fill(unseen, torch.nan))
     output = routed("decode_attention", query, key, value, lengths, sinks=sink, **how)
     assert output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected)

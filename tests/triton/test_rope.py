@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -22,14 +24,17 @@ def angles(batch, length, rotated, dtype, *, interleaved=False):
     return doubled.cos().to(dtype), doubled.sin().to(dtype)
 
 
-def heads(b, s, dtype, *, h=3, kv=2, d=8, d_v=8):
-    """Queries, keys and values as views of one fused projection."""
+def heads(b, s, dtype, *, h=3, kv=2, d=8, d_v=8, more=0):
+    """Queries, keys and values as views of one fused projection, which is so much wider."""
     sizes = (h * d, kv * d, kv * d_v)
-    fused = random(b, s, sum(sizes), dtype=dtype)
-    dims = (d, d, d_v)
-    return [
-        part.unflatten(-1, (-1, dim)).transpose(1, 2) for part, dim in zip(fused.split(sizes, -1), dims, strict=True)
-    ]
+    fused = random(b, s, sum(sizes) + more, dtype=dtype)
+    parts = zip(fused.split([*sizes, more], -1)[:3], (d, d, d_v), strict=True)
+    return [part.unflatten(-1, (-1, dim)).transpose(1, 2) for part, dim in parts]
+
+
+def separate(b, s, dtype, *, step, **dims):
+    """Queries, keys and values with strides of their own."""
+    return [heads(b, s, dtype, more=step * place, **dims)[place] for place in range(3)]
 
 
 def torch_tier(operation, *arguments, **keywords):
@@ -53,7 +58,7 @@ def put_nan(tensor, first):
 @pytest.mark.parametrize(("d", "rotated"), [(8, 8), (8, 2), (6, 6), (80, 32), (96, 96)])
 def test_rope(d, rotated, tables, interleaved, dtype):
     for batch, length in ((2, 5), (3, 7)) if suite.gpu() else ((2, 5),):  # for the same form of the kernel
-        query, key, _ = heads(batch, length, dtype, d=d)
+        query, key, _ = (heads if length == 5 else partial(separate, step=16))(batch, length, dtype, d=d)
         cos, sin = angles(1 if tables == 1 else batch, length, rotated, dtype, interleaved=interleaved)
         for lost in (None, query, cos, sin):
             before = None if lost is None else lost.clone()
@@ -87,7 +92,7 @@ def test_rope_into_cache(b, s, counted, dtype):
     for start, first in ((3, None), (5, 0), (1, 1)):
         results = {}
         for tier in ("triton", "torch"):
-            query, key, value = heads(b, s, dtype, d_v=6)
+            query, key, value = heads(b, s, dtype, d_v=6) if start == 3 else separate(b, s, dtype, d_v=6, step=4)
             cos, sin = angles(b, s, 4, dtype)
             if first is not None:
                 for each in (query, value, cos) if first else (key, value, sin):

@@ -49,11 +49,11 @@ Watcher = Callable[[Code, Any, dict[str, Any]], None]
 
 
 # Of each type: the bits without the sign, those of infinity, and those of the NaN that operations produce: quiet,
-# without a payload, or with all of its bits, as Triton's conversion to bf16 has it.
+# without a payload, or with all of its bits, as Triton's conversion to bf16 has it, or one of these from another type.
 NANS = {
-    torch.float32: (0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x7FFF0000),
+    torch.float32: (0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x7FFF0000, 0x7FFFE000),
     torch.bfloat16: (0x7FFF, 0x7F80, 0x7FC0, 0x7FFF),
-    torch.float16: (0x7FFF, 0x7C00, 0x7E00, 0x7FFF),
+    torch.float16: (0x7FFF, 0x7C00, 0x7E00, 0x7FFF, 0x7FF8),
 }
 
 

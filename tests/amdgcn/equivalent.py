@@ -30,6 +30,7 @@ _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1
 FILLS = 3  # launches of each kind of bits, with other ones put into the lanes that differ
 _MOST = 1 << 22  # bytes of a launch that is kept
 _LIMIT = 2_000_000  # instructions of one
+_BANKS = ("vectors", "accumulators")  # the other instruction may name a register more
 _CONTROL = ("s_endpgm", "s_barrier", "s_branch", "s_cbranch", "s_wait")
 _MEMORY = ("ds_", "global_", "buffer_", "scratch_", "s_load", "s_buffer")
 
@@ -132,7 +133,8 @@ class _Watched:
 
     def unharmed(self, launches: Sequence[Kept]) -> bool:
         """Whether no launch leaves other bytes than without the fault, whatever stands where the two differ."""
-        program = replace(self.whole, steps=tuple(self._steps()))
+        banks = {name: max(getattr(self.whole, name), getattr(self.changed, name)) for name in _BANKS}
+        program = replace(self.whole, steps=tuple(self._steps()), **banks)
         for seed, kept in enumerate(launches):
             for bits in BITS:
                 before = kept.outcome(self.whole, bits, seed)

@@ -76,6 +76,11 @@ def test_narrow_loads(arch):
     line = f"global_load_{'short_d16_hi' if arch in CDNA else 'd16_hi_b16'} v4, v1, s[4:5]"
     state = execute(arch, [line, LOADED[arch]], {**registers, "v1": 0, "v4": 0xAAAABBBB}, memory=memory)
     assert int(vector(state, "v4")[0]) == 0x0100BBBB
+    first = line.replace("_d16_hi", "_d16")
+    state = execute(arch, [first, LOADED[arch], line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
+    assert int(vector(state, "v4")[0]) == 0x01000100
+    with pytest.raises(EarlyAccess):  # it keeps a half that is on its way
+        execute(arch, [first, line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -38,7 +38,20 @@ def pages_of(lengths, page, kv_heads, dims, dtype, columns):
     return table, *pages
 
 
-def check(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new=True, columns=4, **terms):
+def check(lengths, *, page, columns=4, **terms):
+    """As they are, and as machine code with so many keys more that a program's loop takes several turns."""
+    check_once(lengths, page=page, columns=columns, **terms)
+    if suite.gpu() is not None:
+        for units, more in ((0, 256), (8, 640)):  # one split, or several
+            longer = [None if length is None else length + more for length in lengths]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(decode, "_units", lambda device, units=units: units)
+                decode._work.cache_clear()
+                check_once(longer, page=page, columns=columns + -(-more // page), **terms)
+        decode._work.cache_clear()
+
+
+def check_once(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new=True, columns, **terms):
     """lengths: without the queries' own keys; None: a row without a request."""
     h, kv_heads = heads
     b = len(lengths)

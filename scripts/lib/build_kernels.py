@@ -1,7 +1,7 @@
 """scripts/build-kernels: compile the kernels of hf_rocm.ops.triton for AMD GPUs, without one, and analyse the code.
 
 Triton includes its AMD compiler, so the code for a GPU can be generated and read on any machine: the number of
-registers, register spills, and whether GEMMs use matrix instructions.
+registers, register spills, whether GEMMs use matrix instructions, and whether `tests/amdgcn` can execute each of them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/build-kernels",
         description="Compile every Triton kernel for AMD GPUs, without one: a spilled register, too much local memory "
-        "or a GEMM without matrix instructions is an error. Needs torch and Triton.",
+        "or a GEMM without matrix instructions is an error, and an instruction that the tests cannot execute. "
+        "Needs torch, NumPy and Triton.",
     )
     parser.add_argument("kernels", nargs="*", help="modules of kernels, such as norm (default: all)")
     parser.add_argument("--arch", action="append", help="an architecture such as gfx942 (default: all)")
@@ -132,7 +133,19 @@ def _build(job: tuple[str, int, str]) -> Built:
     except Exception as error:  # noqa: BLE001 - a compiler may raise anything, and every kernel gets a line
         lines = str(error).strip().splitlines() or ["no message"]
         return Built(**built, problems=(f"{type(error).__name__}: {lines[-1]}",))
-    return _judged(build, {**built, **_facts(compiled), "seconds": round(time.monotonic() - began, 2)})
+    facts = {**built, **_facts(compiled), "seconds": round(time.monotonic() - began, 2)}
+    return _judged(build, facts, _unknown(compiled.asm["amdgcn"], architecture))
+
+
+def _unknown(text: str, architecture: str) -> tuple[str, ...]:
+    """What the tests would fail at if a case executed this code: parse it as they do, whether a case does or not."""
+    from tests.amdgcn.machine import Program, UnknownInstruction
+
+    try:
+        Program.parse(text, architecture)
+    except UnknownInstruction as error:
+        return (f"tests/amdgcn cannot execute it: {error}",)
+    return ()
 
 
 def _facts(compiled: Any) -> dict[str, int]:
@@ -154,8 +167,8 @@ def _facts(compiled: Any) -> dict[str, int]:
     }
 
 
-def _judged(build: Any, facts: dict[str, Any]) -> Built:
-    problems = []
+def _judged(build: Any, facts: dict[str, Any], unknown: tuple[str, ...] = ()) -> Built:
+    problems = [*unknown]
     spilled = facts["spilled_vgprs"] + facts["spilled_sgprs"]
     if spilled or facts["scratch_bytes"]:
         problems.append(f"{spilled} registers spilled, {facts['scratch_bytes']} bytes of scratch")

@@ -7,7 +7,7 @@ where they are; a launch maps the storages that it is given into an address spac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,9 @@ from tests.amdgcn import decoded
 from tests.amdgcn.device import Gpu
 from tests.amdgcn.equivalent import Kept
 from tests.amdgcn.kernarg import pack, scalar
-from tests.amdgcn.machine import Memory, Program, launch
+from tests.amdgcn.machine import Garbage, Memory, Program, launch
 from tests.amdgcn.machine.vector_memory import Contract
 
-_FIRST = 0x7F00_0000_0000
-_APART = 1 << 33  # bytes from one storage to the next: no 32-bit offset leads from one into another
 _PAGE = 4096
 
 
@@ -39,6 +37,7 @@ class Code:
     def __init__(self, name: str, text: str, binary: bytes, arch: str) -> None:
         self.name, self.text, self.arch = name, text, arch
         self.key = hashlib.sha256(binary).hexdigest()[:16]
+        self.launches = 0
         self.program = Program.parse(text, arch)
 
     def instructions(self) -> list[str]:
@@ -47,6 +46,15 @@ class Code:
 
 
 Watcher = Callable[[Code, Any, dict[str, Any]], None]
+
+
+# Of each type: the bits without the sign, those of infinity, and those of the NaN that operations produce: quiet,
+# without a payload, or with all of its bits, as Triton's conversion to bf16 has it, or one of these from another type.
+NANS = {
+    torch.float32: (0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x7FFF0000, 0x7FFFE000),
+    torch.bfloat16: (0x7FFF, 0x7F80, 0x7FC0, 0x7FFF),
+    torch.float16: (0x7FFF, 0x7C00, 0x7E00, 0x7FFF, 0x7FF8),
+}
 
 
 class Utils:
@@ -94,7 +102,7 @@ class Launcher:
         leave: Any,
         *arguments: Any,
     ) -> None:
-        space = Space(code.program.target.cdna)
+        space = Space(code.program.target.cdna, code.launches)
         values = []
         for argument, kind in zip(arguments, self.kinds, strict=True):
             if kind == "constexpr":
@@ -109,24 +117,46 @@ class Launcher:
         space.hide()
         waves = self.metadata.num_warps
         kernarg = pack(code.program, values, (x, y, z), waves * self.metadata.warp_size)
-        how = {"grid": (x, y, z), "waves": waves, "lds": self.metadata.shared, "seed": SEED}
+        how = {"grid": (x, y, z), "waves": waves, "lds": self.metadata.shared, "seed": SEED + code.launches}
+        code.launches += 1
         for keeper in KEEPERS:
             keeper(code, space, kernarg, how)
         report = launch(code.program, kernarg=kernarg, memory=space.memory, limit=LIMIT, **how)
+        space.check_numbers(report.written)
         for watcher in WATCHERS:
             watcher(code, report, how)
 
 
-SEED = 0
+SEED = 0  # of a form's first launch; the next one has the next, so that other waves are first and other bits garbage
 DEFAULT_LIMIT = LIMIT = 50_000_000  # wave instructions of a launch
 WATCHERS: list[Watcher] = []  # called after every launch
 KEEPERS: list[Callable[[Code, Space, bytes, dict[str, Any]], None]] = []  # called before
 
 
-class Space:
-    """The addresses of one launch. tensors: what was passed of every storage, by where the storage starts here."""
+def base(place: int, turn: int, size: int, start: int) -> int:
+    """Where to map the storage that is met at this place of a launch: no 32-bit offset leads from one into another.
 
-    def __init__(self, cdna: bool) -> None:
+    All 48 bits of an address matter: bits 47:32 are ones but for a few, which differ from storage to storage, so that a
+    bit that is lost on the way to a load shows. Every other storage lies across a multiple of 2³², so that a lost carry
+    shows. turn: of the launches, among which both change. start: where the storage starts here, for its alignment.
+    """
+    high = 0xFFFF_0000_0000 - _PATTERNS[(place + turn) % len(_PATTERNS)]
+    across = -(size // 2 // _PAGE + 1) * _PAGE if (place + turn) % 2 else _PAGE
+    return high + across + start % _PAGE
+
+
+_CLEARED = [1 << bit for bit in range(33, 47)]
+_PATTERNS = [0, *_CLEARED, *(one | other for place, one in enumerate(_CLEARED) for other in _CLEARED[:place])]
+
+
+class Space:
+    """The addresses of one launch. tensors: what was passed of every storage, by where the storage starts here.
+
+    turn: which launch of its form this is.
+    """
+
+    def __init__(self, cdna: bool, turn: int = 0) -> None:
+        self.turn = turn
         self.memory = Memory(Contract(RECORDS, FLAGS[cdna], MASKED))
         self.bases: dict[int, int] = {}
         self.tensors: dict[int, list[Tensor]] = {}
@@ -136,7 +166,7 @@ class Space:
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if start not in self.bases:
-            self.bases[start] = _FIRST + len(self.bases) * _APART + start % _PAGE
+            self.bases[start] = base(len(self.bases), self.turn, storage.nbytes(), start)
             if storage.nbytes():
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 self.memory.add(self.bases[start], whole.numpy(), writable=True)
@@ -152,6 +182,21 @@ class Space:
                 hidden = buffer.hidden_units[1][buffer.start : buffer.length] != 0 if buffer.hidden_units else None
                 buffers.append((self.bases[start], buffer.data.copy(), hidden, tensors[0].dtype))
         return Kept(kernarg, tuple(buffers), self.memory.contract, how)
+
+    def check_numbers(self, written: Mapping[int, np.ndarray]) -> None:
+        """Raise `Garbage` for a NaN that was stored with bits that no operation produces. written: of a `Report`."""
+        for start, tensors in self.tensors.items():
+            (dtype, *others) = {tensor.dtype for tensor in tensors}
+            if others or dtype not in NANS:
+                continue
+            whole, bits = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage()).numpy(), NANS[dtype]
+            kind, size = np.dtype(f"u{dtype.itemsize}"), whole.size - whole.size % dtype.itemsize
+            stored = whole[:size].view(kind)[written[self.bases[start]][:size].reshape(-1, dtype.itemsize)[:, 0]]
+            strange = stored[(stored & bits[0] > bits[1]) & ~np.isin(stored & bits[0], bits[2:])]
+            if strange.size:
+                raise Garbage(
+                    f"{strange.size} NaN were stored whose bits no operation produces, such as {strange[0]:#x}"
+                )
 
     def hide(self) -> None:
         """Hide the bytes of a storage that belong to none of the tensors, such as the rest of the rows of a view."""

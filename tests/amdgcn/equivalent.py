@@ -4,6 +4,7 @@ A fault that no case notices is either a hole in the cases or no fault. What can
 of these ways, always for the form as it is compiled, whatever data and sizes it is launched with:
 
 - the instruction computes what it computed before, from constants and the thread's number alone;
+- a wait that is left out has nothing to wait for, or another delivers as much before anything reads it;
 - the registers that differ are overwritten before they are read, on every path;
 - the lanes that differ are idle: in launches of random bits, NaN and infinity among them, whatever is put into them
   changes no byte, and no mask or branch of the form depends on an argument, so that the same lanes are idle always.
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.amdgcn import flow
+from tests.amdgcn import flow, implied
 from tests.amdgcn.machine import MachineError, Memory, Program, launch
 from tests.amdgcn.machine.operands import SCALAR
 from tests.amdgcn.machine.state import State
@@ -29,6 +30,7 @@ _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1
 FILLS = 3  # launches of each kind of bits, with other ones put into the lanes that differ
 _MOST = 1 << 22  # bytes of a launch that is kept
 _LIMIT = 2_000_000  # instructions of one
+_BANKS = ("vectors", "accumulators")  # the other instruction may name a register more
 _CONTROL = ("s_endpgm", "s_barrier", "s_branch", "s_cbranch", "s_wait")
 _MEMORY = ("ds_", "global_", "buffer_", "scratch_", "s_load", "s_buffer")
 
@@ -99,6 +101,8 @@ BITS: dict[str, Callable[[np.ndarray, Any, np.random.Generator], None]] = {
 def proof(whole: Program, changed: Program, index: int, launches: Sequence[Kept]) -> str | None:
     """Why a fault changes nothing, or None."""
     texts = whole.instructions[index].text, changed.instructions[index].text
+    if texts[0].startswith("s_wait") and texts[1] == "s_nop 0":
+        return implied.implied(whole, index)
     if any(text.startswith(_CONTROL) for text in texts) or not launches:
         return None
     if any(text.startswith(_MEMORY) for text in texts):
@@ -129,7 +133,8 @@ class _Watched:
 
     def unharmed(self, launches: Sequence[Kept]) -> bool:
         """Whether no launch leaves other bytes than without the fault, whatever stands where the two differ."""
-        program = replace(self.whole, steps=tuple(self._steps()))
+        banks = {name: max(getattr(self.whole, name), getattr(self.changed, name)) for name in _BANKS}
+        program = replace(self.whole, steps=tuple(self._steps()), **banks)
         for seed, kept in enumerate(launches):
             for bits in BITS:
                 before = kept.outcome(self.whole, bits, seed)

@@ -36,7 +36,8 @@ SLOWER = 4  # times as many instructions as without a fault: then a launch is st
 class Planted:
     """What became of one fault.
 
-    found: how the case failed that found it, or None; cases: how many were run; proof: why it changes nothing, or None.
+    found: how the case failed that found it, or None; cases: how many were run; names: the first of them; proof: why it
+    changes nothing, or None.
     """
 
     arch: str
@@ -48,6 +49,7 @@ class Planted:
     after: str
     found: str | None
     cases: int
+    names: tuple[str, ...]
     proof: str | None
 
 
@@ -126,7 +128,8 @@ class Faults:
             code.program, driver.LIMIT = whole, driver.DEFAULT_LIMIT
         why = equivalent.proof(whole, changed, fault.index, self.kept[code.key]) if found is None else None
         kind = (fault.kind, fault.index, fault.before, fault.after)
-        return Planted(code.arch, code.name, code.key, *kind, found, ran, why)
+        names = tuple(self.items[case].nodeid for case in order[: min(ran, 3)])
+        return Planted(code.arch, code.name, code.key, *kind, found, ran, names, why)
 
     def _failure(self, case: int) -> str | None:
         item = self.items[case]
@@ -147,7 +150,8 @@ def run(session: pytest.Session, count: int, path: Path) -> None:
         planted.append(each)
         if terminal is not None:
             outcome = "found" if each.found else "no change" if each.proof else "NOT FOUND"
-            terminal.write_line(f"{outcome}  {each.kernel}  {each.before} -> {each.after}")
+            where = "" if each.found or each.proof else f"  in {', '.join(each.names)}"
+            terminal.write_line(f"{outcome}  {each.kernel}  {each.before} -> {each.after}{where}")
         path.write_text(json.dumps([asdict(each) for each in planted], indent=1))
     if terminal is not None:
         missed = sum(each.found is None and each.proof is None for each in planted)

@@ -34,7 +34,7 @@ LONG = frozenset({"test_models", "test_experts_models", "test_quantized_models",
 # Functions about the host, by name, some without an oracle for what a kernel computes: a share leaves them out.
 HOST = re.compile(
     r"refus|operators?_(of|in)_|is_needed|alone_are_ours|served_with|tile_is_whole|for_nothing|no_tokens|unknown"
-    r"|compiled_ahead|pairs_are_few|users_own|one_graph|one_launch|tier_was_named"
+    r"|compiled_ahead|pairs_are_few|users_own|one_graph|one_launch|tier_was_named|says_the_truth"
 )
 
 # Cases that are run, drawn by architecture and name: so many of a module, of different functions.

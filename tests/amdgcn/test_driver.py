@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 from hf_rocm.device import Device, describe, simulated
 from hf_rocm.ops.triton.builds import ARCHITECTURES
 from tests.amdgcn.device import GPUS
-from tests.amdgcn.driver import Space
+from tests.amdgcn.driver import NANS, Space, base
 from tests.amdgcn.kernarg import pack, scalar
+from tests.amdgcn.machine import Garbage
 from tests.amdgcn.machine.targets import TARGETS
 from tests.conftest import ROOT
 
@@ -70,6 +72,31 @@ def test_storages_are_far_apart_and_views_lie_inside():
     assert space.address(x[3:]) == first + 12
     assert abs(second - first) > 2**32
     assert first % 4096 == x.data_ptr() % 4096
+
+
+def test_every_bit_of_an_address_and_every_carry_matters():
+    """In one launch or the next, for the storage at any place: 8 GiB between two, 48 bits, the alignment as it is."""
+    for place in range(12):
+        bases = [base(place, turn, 10_000, 0x1230) for turn in range(2)]
+        assert {start >> 32 != start + 9_999 >> 32 for start in bases} == {True, False}
+        assert bases[0] >> 32 | bases[1] >> 32 == 0xFFFF
+    for turn in range(40):
+        bases = sorted(base(place, turn, 10_000, 0x1230) for place in range(40))
+        assert bases[-1] + 10_000 <= 2**48 and {start % 4096 for start in bases} == {0x230}
+        assert min(b - a for a, b in pairwise(bases)) > 2**32 + 10_000
+
+
+@pytest.mark.parametrize("dtype", NANS)
+def test_a_nan_that_is_stored_is_one_that_operations_produce(dtype):
+    space, values = Space(cdna=True), torch.tensor([1.0, float("inf"), float("nan"), -float("nan")]).to(dtype)
+    written = {space.address(values): np.ones(values.nbytes, bool)}
+    space.check_numbers(written)
+    integers = values.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    integers[2] ^= 2  # another payload
+    with pytest.raises(Garbage, match="1 NaN"):
+        space.check_numbers(written)
+    written[space.address(values)][2 * dtype.itemsize : 3 * dtype.itemsize] = False
+    space.check_numbers(written)
 
 
 def test_what_is_in_no_tensor_is_hidden():

@@ -46,6 +46,7 @@ def proof(index, after, bound="8"):
     ("index", "after", "words"),
     [
         (3, "v_and_b32_e32 v4, 0x7f, v0", "computes the same"),
+        (4, "v_mov_b32_e32 v77, 9", "overwritten before"),  # a register that nothing else names
         (4, "v_mov_b32_e32 v3, 8", "overwritten before"),
         (6, "v_and_b32_e32 v5, 15, v0", "idle"),
         (3, "v_and_b32_e32 v4, 31, v0", None),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from .machine import floats
+from .machine import UnknownInstruction, floats
 from .one import ARCHITECTURES, CDNA, execute, lanes, vector
 
 f16, f32 = np.float16, np.float32
@@ -137,6 +137,21 @@ def test_eight_bit_conversions_are_pytorch_s(arch, kind):
     np.testing.assert_array_equal(decoded, torch.arange(256).byte().view(dtype).float().numpy())
 
 
+@pytest.mark.parametrize("kind", ["fp8", "bf8"])
+@pytest.mark.parametrize("half", [0, 1])
+def test_two_codes_times_a_power_of_two(half, kind):
+    every = np.arange(256, dtype=np.uint32)
+    pairs = (every[::-1] << 8 | every) << 16 * half | 0x5A5A << 16 * (1 - half)
+    expected = torch.arange(256).byte().view(EIGHT_BIT["gfx950", kind]).float().numpy()
+    for scale, factor in (("1.0", 1), ("4.0", 4), ("-0.5", 0.5), ("0x40400000", 2)):  # of 3, the exponent alone
+        line = f"v_cvt_scalef32_pk_f32_{kind} v[2:3], v1, {scale} op_sel:[{half},0,0]"
+        np.testing.assert_array_equal(in_batches("gfx950", line, pairs, f32), expected * f32(factor))
+        moved = [line, "v_mov_b32_e32 v2, v3"]
+        np.testing.assert_array_equal(in_batches("gfx950", moved, pairs, f32), expected[::-1] * f32(factor))
+    with pytest.raises(UnknownInstruction):
+        in_batches("gfx942", line, pairs, f32)
+
+
 @pytest.mark.parametrize(("arch", "kind"), EIGHT_BIT)
 def test_eight_bit_overflow(arch, kind):
     """NaN or infinity beyond the range; the largest number if MODE.FP16_OVFL is set."""
@@ -160,38 +175,6 @@ def test_integer_conversions(arch):
     assert list(signed) == [0, 0, 0, 1, -1, top, bottom, top, bottom, top, 0, top]
     words = np.array([0, 1, 2**24 + 1, 2**24 + 3, 2**31, 2**32 - 1], np.uint32)
     assert list(in_batches(arch, "v_cvt_f32_u32_e32 v2, v1", words, f32)) == [0, 1, 2**24, 2**24 + 4, 2**31, 2**32]
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_division_is_rounded_correctly(arch):
-    """The sequence that the compiler emits for a / b, with every special case."""
-    generator = np.random.default_rng(5)
-    a = np.concatenate([generator.standard_normal(20).astype(f32), specials()[:11]])
-    b = np.concatenate([generator.standard_normal(20).astype(f32), specials()[-11:]])
-    a, b = (np.resize(x, lanes(arch)) for x in (a, b))
-    a[0], b[0] = 2.0**100, 1.5
-    a[1], b[1] = 1e-38, 1e38
-    a[2], b[2] = 3e-39, 7e-40
-    a[3], b[3] = 1.0, 3e38  # the quotient and the inverse are subnormal
-    a[4], b[4] = -1.5, 2.0**127
-    cdna = arch in CDNA
-    vcc, other = ("vcc", "s[0:1]") if cdna else ("vcc_lo", "s0")
-    lines = [
-        f"v_div_scale_f32 v3, {other}, v2, v2, v1",
-        f"v_div_scale_f32 v4, {vcc}, v1, v2, v1",
-        "v_rcp_f32_e32 v5, v3",
-        "v_fma_f32 v6, -v3, v5, 1.0",
-        "v_fma_f32 v5, v6, v5, v5",
-        "v_mul_f32_e32 v6, v4, v5",
-        "v_fma_f32 v7, -v3, v6, v4",
-        "v_fma_f32 v6, v7, v5, v6",
-        "v_fma_f32 v7, -v3, v6, v4",
-        "v_div_fmas_f32 v7, v7, v5, v6",
-        "v_div_fixup_f32 v7, v7, v2, v1",
-    ]
-    state = execute(arch, lines, {"v1": a, "v2": b})
-    with np.errstate(all="ignore"):
-        np.testing.assert_array_equal(vector(state, "v7", f32), a / b)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -76,6 +76,11 @@ def test_narrow_loads(arch):
     line = f"global_load_{'short_d16_hi' if arch in CDNA else 'd16_hi_b16'} v4, v1, s[4:5]"
     state = execute(arch, [line, LOADED[arch]], {**registers, "v1": 0, "v4": 0xAAAABBBB}, memory=memory)
     assert int(vector(state, "v4")[0]) == 0x0100BBBB
+    first = line.replace("_d16_hi", "_d16")
+    state = execute(arch, [first, LOADED[arch], line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
+    assert int(vector(state, "v4")[0]) == 0x01000100
+    with pytest.raises(EarlyAccess):  # it keeps a half that is on its way
+        execute(arch, [first, line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -148,6 +153,9 @@ def test_scalar_loads(arch):
     with pytest.raises(EarlyAccess):  # scalar loads return in any order: a wait for fewer than all covers none
         wait = "s_wait_kmcnt 0x1" if arch == "gfx1201" else "s_waitcnt lgkmcnt(1)"
         execute(arch, [line, line.replace("8:11", "12:15"), wait, "s_mov_b32 s2, s9"], registers, memory=memory)
+    for offset in ("0x11", "0x12"):  # the hardware ignores the lower bits, and no compiler means that
+        with pytest.raises(OutOfBounds, match="multiple of 4"):
+            execute(arch, [line.replace("0x10", offset)], registers, memory=memory)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -18,7 +18,7 @@ from hf_rocm.ops.mask_patterns import CacheRows, recognise
 from hf_rocm.ops.triton import decode
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import compiled_once, random, routed
+from tests.triton.routed import compiled_once, random, roomy, routed
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,6 +26,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
 USUAL = SERVED[0]
 each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
+# keys; as machine code also so many that the loop of one of four splits takes several turns
+LONGER = (149,) if suite.gpu() is None else (149, 789)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,22 @@ def tensors(shape, dtype):
     )
 
 
-def check(shape, lengths, *, dtype=USUAL, starts=None, window=None, softcap=None, sinks=False):
+def check(shape, lengths, *, dtype=USUAL, **terms):
+    """Compare once, and as machine code again with more keys, so that loops take several turns."""
+    output = check_once(shape, lengths, dtype=dtype, **terms)
+    if suite.gpu() is not None:
+        b, h, kv_heads, s_q, s_k, *dims = shape
+        for units, more in ((0, 256), (8, 2048)):  # one split as above, or several
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(decode, "_units", lambda device, units=units: units)
+                decode._work.cache_clear()
+                longer = [length + more for length in lengths]
+                check_once((b, h, kv_heads, s_q, s_k + more, *dims), longer, dtype=dtype, **terms)
+        decode._work.cache_clear()
+    return output
+
+
+def check_once(shape, lengths, *, dtype=USUAL, starts=None, window=None, softcap=None, sinks=False):
     """Run the kernel on a cache whose hidden keys are NaN, and the oracle on the same cache without NaN."""
     query, key, value = tensors(shape, dtype)
     s_q, s_k, d = query.shape[2], key.shape[2], query.shape[3]
@@ -57,7 +74,7 @@ def check(shape, lengths, *, dtype=USUAL, starts=None, window=None, softcap=None
     wide = (tensor.double() for tensor in (query, key, value))
     expected = eager_decode(*wide, lengths, sinks=None if sink is None else sink.double(), **how)
     unseen = ~seen_keys(s_q, s_k, lengths, starts, window).any(2).transpose(1, 2).expand(len(key), s_k, 1)[:, None]
-    key, value = (tensor.masked_fill(unseen, torch.nan) for tensor in (key, value))
+    key, value = key.masked_fill(unseen, torch.nan), roomy(value.masked_fill(unseen, torch.nan))
     output = routed("decode_attention", query, key, value, lengths, sinks=sink, **how)
     assert output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected)
@@ -174,7 +191,12 @@ def test_one_program_per_head_needs_no_second_kernel(sinks, monkeypatch):
 @pytest.mark.parametrize("per", ["row", "head", "query", "all"])
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_masks(kind, per, dtype):
-    shape = b, h, _, s_q, s_k, d, _ = (2, 4, 2, 3, 150, 32, 32)
+    for keys in LONGER:
+        check_mask((2, 4, 2, 3, keys + 1, 32, 32), kind, per, dtype)
+
+
+def check_mask(shape, kind, per, dtype):
+    b, h, _, s_q, s_k, d, _ = shape
     query, key, value = tensors(shape, dtype)
     sizes = {"row": (b, 1, s_q), "head": (b, h, s_q), "query": (1, 1, s_q), "all": (1, 1, 1)}[per]
     mask = torch.rand(*sizes, s_k + 3, generator=torch.Generator().manual_seed(4)) > 0.4
@@ -184,7 +206,7 @@ def test_masks(kind, per, dtype):
     if kind == "additive":
         bias = random(*mask.shape, dtype=dtype, seed=5)
         mask = bias.masked_fill(~mask, torch.finfo(dtype).min)
-    how = {"scale": d**-0.5, "causal": True, "window": 149, "softcap": None, "sinks": None}
+    how = {"scale": d**-0.5, "causal": True, "window": s_k - 1, "softcap": None, "sinks": None}
     eager, _ = eager_attention(query, key, value, mask=mask, **how)
     wide = mask.double() if kind == "additive" else mask
     expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), mask=wide, **how)
@@ -197,11 +219,12 @@ def test_masks(kind, per, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("s_q", [1, 6])
 def test_dynamic_caches_and_cross_attention(s_q, causal):
-    query, key, value = tensors((2, 4, 2, s_q, 149, 32, 48), USUAL)
-    how = {"scale": 0.2, "causal": causal, "mask": None, "window": 70, "softcap": None, "sinks": None}
-    output, _ = routed("attention", query, key, value, **how)
-    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **how)
-    assert_as_good_as_eager(output, eager_attention(query, key, value, **how)[0], expected)
+    for keys in LONGER:
+        query, key, value = tensors((2, 4, 2, s_q, keys, 32, 48), USUAL)
+        how = {"scale": 0.2, "causal": causal, "mask": None, "window": keys - 79, "softcap": None, "sinks": None}
+        output, _ = routed("attention", query, key, value, **how)
+        expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **how)
+        assert_as_good_as_eager(output, eager_attention(query, key, value, **how)[0], expected)
 
 
 def test_any_strides():

@@ -26,7 +26,8 @@ def several_splits(monkeypatch):
 def pages_of(lengths, page, kv_heads, dims, dtype, columns):
     """Pages in random order, filled up to the lengths. The rest is NaN."""
     rows = len(lengths)
-    order = torch.randperm(rows * columns + 2, generator=torch.Generator().manual_seed(1))
+    order = 1 + torch.randperm(rows * columns + 1, generator=torch.Generator().manual_seed(1))
+    order = torch.cat((torch.zeros(1, dtype=order.dtype), order))  # page 0 is one like the others
     table = order[: rows * columns].view(rows, columns).to(torch.int32)
     pages = [torch.full((len(order), page, kv_heads, dim), torch.nan, dtype=dtype) for dim in dims]
     for row, length in enumerate(lengths):
@@ -37,7 +38,20 @@ def pages_of(lengths, page, kv_heads, dims, dtype, columns):
     return table, *pages
 
 
-def check(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new=True, columns=4, **terms):
+def check(lengths, *, page, columns=4, **terms):
+    """As they are, and as machine code with so many keys more that a program's loop takes several turns."""
+    check_once(lengths, page=page, columns=columns, **terms)
+    if suite.gpu() is not None:
+        for units, more in ((0, 256), (8, 640)):  # one split, or several
+            longer = [None if length is None else length + more for length in lengths]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(decode, "_units", lambda device, units=units: units)
+                decode._work.cache_clear()
+                check_once(longer, page=page, columns=columns + -(-more // page), **terms)
+        decode._work.cache_clear()
+
+
+def check_once(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new=True, columns, **terms):
     """lengths: without the queries' own keys; None: a row without a request."""
     h, kv_heads = heads
     b = len(lengths)
@@ -51,7 +65,10 @@ def check(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new
         missing = table[row, :used] < 0
         table[row, :used][missing] = torch.arange(len(pages[0]) - 2, len(pages[0]), dtype=torch.int32)[: missing.sum()]
     query = random(b, s_q, h, dims[0], dtype=dtype).transpose(1, 2)
-    kv = [random(b, s_q, kv_heads, dim, dtype=dtype, seed=5).transpose(1, 2) if new else None for dim in dims]
+    kv = [
+        random(b, s_q, kv_heads, dim, dtype=dtype, seed=seed).transpose(1, 2) if new else None
+        for seed, dim in enumerate(dims, 5)
+    ]
     sinks = random(h, dtype=dtype, seed=3) if terms.pop("sinks", False) else None
     how = {"scale": dims[0] ** -0.5, "window": None, "softcap": None, **terms}
 

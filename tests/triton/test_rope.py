@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from hf_rocm import ops, options
 from hf_rocm.errors import OptionError, TierUnavailable
 from hf_rocm.ops.pointwise import eager_rope
+from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import compiled_once, random, routed
 
@@ -21,14 +24,17 @@ def angles(batch, length, rotated, dtype, *, interleaved=False):
     return doubled.cos().to(dtype), doubled.sin().to(dtype)
 
 
-def heads(b, s, dtype, *, h=3, kv=2, d=8, d_v=8):
-    """Queries, keys and values as views of a fused projection."""
+def heads(b, s, dtype, *, h=3, kv=2, d=8, d_v=8, more=0):
+    """Queries, keys and values as views of one fused projection, which is wider by `more`."""
     sizes = (h * d, kv * d, kv * d_v)
-    fused = random(b, s, sum(sizes), dtype=dtype)
-    dims = (d, d, d_v)
-    return [
-        part.unflatten(-1, (-1, dim)).transpose(1, 2) for part, dim in zip(fused.split(sizes, -1), dims, strict=True)
-    ]
+    fused = random(b, s, sum(sizes) + more, dtype=dtype)
+    parts = zip(fused.split([*sizes, more], -1)[:3], (d, d, d_v), strict=True)
+    return [part.unflatten(-1, (-1, dim)).transpose(1, 2) for part, dim in parts]
+
+
+def separate(b, s, dtype, *, step, **dims):
+    """Queries, keys and values with strides of their own."""
+    return [heads(b, s, dtype, more=step * place, **dims)[place] for place in range(3)]
 
 
 def torch_tier(operation, *arguments, **keywords):
@@ -37,10 +43,13 @@ def torch_tier(operation, *arguments, **keywords):
 
 
 def assert_equal(actual, expected):
-    if actual.dtype == torch.float32:  # the product may be contracted with the sum (FMA)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
-    else:
-        assert torch.equal(actual, expected)
+    atol = 2e-6 if actual.dtype == torch.float32 else 0  # a product may be contracted with the sum
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol, equal_nan=True)
+
+
+def put_nan(tensor, first):
+    """Write NaN to every third element of the last dim, in place."""
+    tensor.masked_fill_(torch.arange(tensor.shape[-1]) % 3 == first, torch.nan)
 
 
 @each_dtype
@@ -48,14 +57,21 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize(("d", "rotated"), [(8, 8), (8, 2), (6, 6), (80, 32), (96, 96)])
 def test_rope(d, rotated, tables, interleaved, dtype):
-    query, key, _ = heads(2, 5, dtype, d=d)
-    cos, sin = angles(tables, 5, rotated, dtype, interleaved=interleaved)
+    for batch, length in ((2, 5), (3, 7)) if suite.gpu() else ((2, 5),):  # for the same form of the kernel
+        query, key, _ = (heads if length == 5 else partial(separate, step=16))(batch, length, dtype, d=d)
+        cos, sin = angles(1 if tables == 1 else batch, length, rotated, dtype, interleaved=interleaved)
+        for lost in (None, query, cos, sin):
+            before = None if lost is None else lost.clone()
+            if lost is not None:
+                put_nan(lost, length % 3)
+            outputs = routed("rope", query, key, cos, sin, interleaved=interleaved)
+            expected = torch_tier("rope", query, key, cos, sin, interleaved=interleaved)
+            for ours, right in zip(outputs, expected, strict=True):
+                assert_equal(ours, right)
+                assert ours.stride(3) == 1
+            if lost is not None:
+                lost.copy_(before)
     outputs = routed("rope", query, key, cos, sin, interleaved=interleaved)
-    for actual, expected in zip(
-        outputs, torch_tier("rope", query, key, cos, sin, interleaved=interleaved), strict=True
-    ):
-        assert_equal(actual, expected)
-        assert actual.stride(3) == 1
     eager = eager_rope(query, key, cos, sin, interleaved)
     expected = eager_rope(*(tensor.double() for tensor in (query, key, cos, sin)), interleaved)
     if dtype == torch.float32:
@@ -73,19 +89,25 @@ def test_many_heads_need_several_programs():
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize(("b", "s"), [(1, 1), (2, 1), (1, 3), (2, 4)])
 def test_rope_into_cache(b, s, counted, dtype):
-    results = {}
-    for tier in ("triton", "torch"):
-        query, key, value = heads(b, s, dtype, d_v=6)
-        cos, sin = angles(b, s, 4, dtype)
-        keys, values = random(b, 2, 9, 8, dtype=dtype, seed=1), random(b, 2, 9, 6, dtype=dtype, seed=2)
-        position = torch.tensor(3) if counted else torch.tensor([8, 0, 5, 2])[:s]
-        cache = {"keys": keys, "values": values, "position": position}
-        call = routed if tier == "triton" else torch_tier
-        out = call("rope_into_cache", query, key, value, cos, sin, **cache)
-        results[tier] = (out, keys, values, position)
-    for actual, expected in zip(results["triton"], results["torch"], strict=True):
-        assert_equal(actual, expected) if actual.is_floating_point() else torch.testing.assert_close(actual, expected)
-    assert not counted or position == 3 + s
+    for start, first in ((3, None), (5, 0), (1, 1)):
+        results = {}
+        for tier in ("triton", "torch"):
+            query, key, value = heads(b, s, dtype, d_v=6) if start == 3 else separate(b, s, dtype, d_v=6, step=4)
+            cos, sin = angles(b, s, 4, dtype)
+            if first is not None:
+                for each in (query, value, cos) if first else (key, value, sin):
+                    put_nan(each, first)
+            keys, values = random(b, 2, 9, 8, dtype=dtype, seed=1), random(b, 2, 9, 6, dtype=dtype, seed=2)
+            position = torch.tensor(start) if counted else (torch.tensor([8, 0, 5, 2])[:s] + start) % 9
+            cache = {"keys": keys, "values": values, "position": position}
+            call = routed if tier == "triton" else torch_tier
+            out = call("rope_into_cache", query, key, value, cos, sin, **cache)
+            results[tier] = (out, keys, values, position)
+        for actual, expected in zip(results["triton"], results["torch"], strict=True):
+            assert_equal(actual, expected) if actual.is_floating_point() else torch.testing.assert_close(
+                actual, expected
+            )
+        assert not counted or position == start + s
 
 
 def eager_tier(query, key, value, cos, sin, cache, **terms):

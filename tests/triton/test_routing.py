@@ -18,21 +18,24 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, to
 @each_dtype
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_choose_experts(form, dtype):
-    logits, keywords = drawn(3, form, dtype)
-    actual = routed("choose_experts", logits, **keywords)
-    assert torch.equal(actual[1], eager(logits, keywords)[1]), "the largest score first"
-    check(actual, logits, keywords)
+    for tokens, seed, spread in (3, 0, 1), (17, 1, 0.25), (5, 2, 0.5):
+        logits, keywords = drawn(tokens, form, dtype, seed=seed)
+        logits *= spread
+        actual = routed("choose_experts", logits, **keywords)
+        assert torch.equal(actual[1], eager(logits, keywords)[1]), "the largest score first"
+        check(actual, logits, keywords)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize(("experts", "top"), [(1, 1), (3, 2), (60, 4), (63, 8), (128, 8), (300, 10)])
 def test_every_number_of_experts(experts, top, tokens):
-    logits, keywords = drawn(tokens, {"top": top, "normalise": True}, torch.float32, experts=experts)
-    actual = routed("choose_experts", logits, **keywords)
-    if tokens:
-        check(actual, logits, keywords)
-    else:
-        assert actual[0].shape == actual[1].shape == (0, top)
+    for seed in range(3):
+        logits, keywords = drawn(tokens, {"top": top, "normalise": True}, torch.float32, experts=experts, seed=seed)
+        actual = routed("choose_experts", logits, **keywords)
+        if tokens:
+            check(actual, logits, keywords)
+        else:
+            assert actual[0].shape == actual[1].shape == (0, top)
 
 
 @pytest.mark.parametrize("scores", routing_torch.SCORES)

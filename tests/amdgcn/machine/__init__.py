@@ -1,6 +1,16 @@
 """An interpreter of AMD's instruction sets, for the assembly that Triton emits: numpy over waves and lanes, no GPU."""
 
-from .errors import Descriptor, EarlyAccess, Hazard, MachineError, OutOfBounds, Race, Runaway, UnknownInstruction
+from .errors import (
+    Descriptor,
+    EarlyAccess,
+    Garbage,
+    Hazard,
+    MachineError,
+    OutOfBounds,
+    Race,
+    Runaway,
+    UnknownInstruction,
+)
 from .memory import Memory
 from .program import Program
 from .run import Report, launch
@@ -8,6 +18,7 @@ from .run import Report, launch
 __all__ = [
     "Descriptor",
     "EarlyAccess",
+    "Garbage",
     "Hazard",
     "MachineError",
     "Memory",

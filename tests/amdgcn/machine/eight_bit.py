@@ -28,6 +28,8 @@ def compile_eight_bit(c: Compiling) -> Step | None:
         return _pack(c, match[1])
     if match := re.fullmatch(r"v_cvt_sr_(fp8|bf8)_f32", c.base):
         return _stochastic(c, match[1])
+    if (match := re.fullmatch(r"v_cvt_scalef32_pk_f32_(fp8|bf8)", c.base)) and c.target.name == "gfx950":
+        return _scaled(c, match[1])
     if match := re.fullmatch(r"v_cvt_(pk_)?f32_(fp8|bf8)", c.base):
         return _unpack(c, match[2], packed=bool(match[1]))
     return None
@@ -97,6 +99,22 @@ def _unpack(c: Compiling, kind: str, *, packed: bool) -> Step:
     place = c.take("byte_sel", select[0] * 2 + select[1] if c.target.generation == 12 else select[0] + 2 * select[1])
     source = vector_reader(c.operands[1], "u")
     return lambda state: state.put(register, format.decode(source(state) >> u32(8 * place) & u32(255)))
+
+
+def _scaled(c: Compiling, kind: str) -> Step:
+    """The two codes of a half, times the power of two that is the exponent of the last operand; its mantissa and sign
+    don't count."""
+    format, register = small(c.target, kind), c.operands[0].register
+    read = vector_reader(c.operands[1], "w", half=c.take("op_sel", (0, 0, 0))[0])
+    scale = vector_reader(c.operands[2], "f")
+
+    def step(state: State) -> None:
+        codes, factor = read(state), scale(state)
+        exponent = (np.ascontiguousarray(factor).view(u32) >> u32(23) & u32(255)).astype(np.int32) - 127
+        for place, code in enumerate((codes & np.uint16(255), codes >> np.uint16(8))):
+            state.put(register + place, np.ldexp(format.decode(code), exponent).astype(f32))
+
+    return step
 
 
 def _whole(c: Compiling) -> None:

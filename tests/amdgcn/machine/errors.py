@@ -23,6 +23,10 @@ class Descriptor(MachineError):
     """A buffer's descriptor is not the compiler's, or a lane beyond its end was not sent there on purpose."""
 
 
+class Garbage(MachineError):
+    """A NaN was stored whose bits no operation produces: of a register that nothing wrote, or of a wrong constant."""
+
+
 class Race(MachineError):
     """Two waves touched one byte in one interval between barriers, and one of them wrote it."""
 

@@ -295,6 +295,8 @@ class Launch:
         destination = self.program.instructions[pc].operands[:1]
         if ticket.kind == "scalar" or register not in operands.parse(destination[0]).registers:
             return False
+        if "d16" in mnemonic:  # it keeps the other half: the compiler treats that as reading it
+            return False
         kinds = {"ds": "lds", "global": "vmem", "buffer": "vmem"}
         loads = "_load" in mnemonic or "_read" in mnemonic
         return loads and kinds.get(mnemonic.split("_", 1)[0]) == ticket.kind

@@ -7,6 +7,7 @@ import re
 import numpy as np
 
 from .compiling import Compiling, Step
+from .errors import OutOfBounds
 from .operands import SCALAR, scalar_reader
 from .state import State
 from .waits import Ticket, issue
@@ -50,8 +51,8 @@ def compile_scalar_load(c: Compiling) -> Step | None:
     def step(state: State) -> None:
         where = address(state) + extra(state).astype(u64) + u64(immediate & 2**64 - 1)
         where = np.broadcast_to(where, state.count)
-        if abs(size) >= 4:
-            where = where & ~u64(3)
+        if abs(size) >= 4 and (where & u64(3)).any():  # the hardware ignores these bits
+            raise OutOfBounds(f"{abs(size)} bytes at {int(where[0]):#x}: a scalar load's address is a multiple of 4")
         words, access = machine.memory.load(where, abs(size), state, index, every=True)
         if size < 0:
             words = words.astype(np.int8 if size == -1 else np.int16).astype(np.int32).view(u32)

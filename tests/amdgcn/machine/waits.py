@@ -107,16 +107,22 @@ def wait(state: State, counter: str, count: int) -> None:
 
 def compile_wait(c: Compiling) -> Step | None:
     """s_waitcnt and its successors. What only hints at scheduling does nothing."""
+    found = limits(c)
+    return None if found is None else _waits(found)
+
+
+def limits(c: Compiling) -> list[tuple[str, int]] | None:
+    """The counters that an instruction waits for and how many operations it leaves, or None if it is no wait."""
     name, generation = c.base, c.target.generation
     if name == "s_waitcnt":
-        return _waits(_old_counters(c))
+        return _old_counters(c)
     if name == "s_waitcnt_vscnt" and generation == 11:
-        return _waits([("vs", c.operands[-1].value)])
+        return [("vs", c.operands[-1].value)]
     if name.startswith("s_wait_") and name.endswith("cnt") and generation == 12:
         counters = name.removeprefix("s_wait_").split("_")
         if all(counter in _GFX12 or counter in _IDLE for counter in counters):
-            limits = _gfx12_limits(counters, c.operands[0].value)
-            return _waits([(_GFX12[counter], limit) for counter, limit in limits if counter in _GFX12])
+            values = _gfx12_limits(counters, c.operands[0].value)
+            return [(_GFX12[counter], limit) for counter, limit in values if counter in _GFX12]
     return None
 
 

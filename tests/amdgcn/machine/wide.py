@@ -127,8 +127,13 @@ def _scale(c: Compiling) -> Step:
     """Scale the numerator or the denominator by 2**64 where the quotient could not be computed otherwise; the mask
     says in which lanes v_div_fmas must scale the result back.
 
-    Where both the quotient and the inverse are subnormal, the ISA documents multiply the denominator by 2**64, which
-    makes it infinite and the quotient NaN. It is divided here, which v_div_fmas makes up for.
+    The ISA documents are not to be read literally about denominators whose inverse is subnormal. They test the inverse
+    in float64, where it never is, so that none would be scaled; and where the quotient is subnormal too, they
+    multiply the denominator by 2**64, which makes it infinite. With either reading, subnormal quotients come out as
+    zero or infinity. Here the inverse is tested in float32, and the denominator is divided by 2**64: with the
+    numerator, or alone where the quotient is subnormal too, which v_div_fmas makes up for. Then the compiler's
+    sequence rounds every quotient correctly, as it must, and v_rcp meets no denominator whose inverse it would flush
+    (test_division.py). Kernels don't use the float64 form.
     """
     value, denominator, numerator = (vector_reader(operand, "f") for operand in c.operands[2:5])
     register, write = c.operands[0].register, mask_writer(c, c.operands[1])
@@ -175,7 +180,11 @@ def _fmas(c: Compiling) -> Step:
 
 
 def _fixup(c: Compiling) -> Step:
-    """The quotient's special cases: NaN, division by zero, infinities; else the quotient with the right sign."""
+    """The quotient's special cases: NaN, division by zero, infinities; else the quotient with the right sign.
+
+    The last case is the documents' overflow. They test the denominator's exponent for it, which is never 255 here any
+    more. What overflows is the quotient; without this, 1e30 / 1e-30 would be NaN, the last step's inf - inf.
+    """
     readers = [vector_reader(operand, "f") for operand in c.operands[1:]]
     register = c.operands[0].register
 
@@ -189,9 +198,10 @@ def _fixup(c: Compiling) -> Step:
             (denominator == 0) | np.isinf(numerator),
             np.isinf(denominator) | (numerator == 0),
             _exponent(numerator) - _exponent(denominator) < -150,
-            _exponent(denominator) == 255,
+            ~np.isfinite(quotient),
         ]
-        values = [numerator, denominator, f32(np.nan), sign * f32(np.inf), sign * f32(0), sign * f32(0), sign * f32(0)]
+        nan, infinite, zero = f32(np.nan), sign * f32(np.inf), sign * f32(0)
+        values = [numerator, denominator, nan, infinite, zero, zero, infinite]
         result = np.select(special, values, sign * np.abs(quotient))
         state.put(register, result.astype(f32))
 

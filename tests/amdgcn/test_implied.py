@@ -1,0 +1,78 @@
+"""A wait that is left out changes nothing where another delivers as much in time, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.amdgcn import implied, one
+
+LOAD = "global_load_dword v4, v1, s[4:5]"
+OTHER = "global_load_dword v8, v1, s[4:5]"
+WAIT = "s_waitcnt vmcnt(0)"
+USE = "v_mov_b32_e32 v2, v4"
+IDLE = "v_mov_b32_e32 v6, v7"
+
+
+def reason(*lines, at):
+    return implied.implied(one.program("gfx942", list(lines)), at)
+
+
+def test_another_wait_comes_in_time():
+    words = "delivers as much"
+    assert words in reason(LOAD, WAIT, IDLE, WAIT, USE, at=1)
+    assert words in reason(LOAD, OTHER, "s_waitcnt vmcnt(1)", "s_waitcnt vmcnt(1)", USE, at=2)
+    newer = "global_load_dword v9, v1, s[4:5]"
+    assert words in reason(LOAD, OTHER, "s_waitcnt vmcnt(1)", newer, "s_waitcnt vmcnt(2)", USE, at=2)
+    assert words in reason(LOAD, "s_waitcnt vmcnt(0) lgkmcnt(0)", IDLE, WAIT, USE, at=1)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        [USE, WAIT],
+        ["v_mov_b32_e32 v4, 0", WAIT],  # overwritten by the load afterwards
+        ["s_barrier", WAIT],
+        ["s_cbranch_scc0 end", WAIT],
+        ["s_waitcnt vmcnt(1)"],
+        ["s_waitcnt lgkmcnt(0)"],
+        [OTHER, "s_waitcnt vmcnt(2)"],
+        [IDLE],
+    ],
+    ids=" ".join,
+)
+def test_a_wait_that_something_needs(between):
+    assert reason(LOAD, WAIT, *between, USE, "end:", "s_nop 0", at=1) is None
+
+
+def test_scalar_loads_arrive_in_any_order():
+    loads = ["s_load_dword s8, s[0:1], 0x0", "s_load_dword s9, s[0:1], 0x4"]
+    use = "s_mov_b32 s2, s8"
+    assert reason(*loads, "s_waitcnt lgkmcnt(0)", "s_waitcnt lgkmcnt(0)", use, at=2)
+    assert reason(*loads, "s_waitcnt lgkmcnt(1)", "s_waitcnt lgkmcnt(1)", use, at=2) is None
+    read = "ds_read_b32 v4, v1"
+    mixed = [read, "s_waitcnt lgkmcnt(0)", loads[0], "s_waitcnt lgkmcnt(1)", USE]
+    assert reason(*mixed, at=1) is None
+
+
+def test_nothing_is_in_flight_on_any_way():
+    words = "nothing that it waits for"
+    assert words in reason(IDLE, WAIT, at=1)
+    assert words in reason(LOAD, WAIT, "s_barrier", WAIT, at=3)
+    assert words in reason("ds_read_b32 v4, v1", WAIT, USE, at=1)  # another counter
+    loop = ["loop:", WAIT, IDLE, LOAD, "s_cbranch_scc0 loop"]
+    assert reason(*loop, at=0) is None  # in flight from the turn before
+    assert reason("s_cbranch_scc0 past", LOAD, "past:", WAIT, "s_barrier", USE, at=2) is None
+    assert reason(LOAD, "s_waitcnt vmcnt(1)", WAIT, USE, at=2) is None  # a wait for one leaves one
+
+
+def test_counters_of_gfx12_are_apart():
+    lines = [
+        "ds_load_b32 v4, v1",
+        "global_load_b32 v8, v1, s[4:5]",
+        "s_wait_loadcnt_dscnt 0x0",
+        "s_wait_dscnt 0x0",
+        USE,
+    ]
+    assert implied.implied(one.program("gfx1201", lines), 2) is None
+    lines.insert(4, "s_wait_loadcnt 0x0")
+    assert "delivers as much" in implied.implied(one.program("gfx1201", lines), 2)

@@ -132,7 +132,8 @@ def release(version: str, shared: Environment, built: Path, *, aiter: bool = Fal
 
     aiter: also install AMD's package, which the other environments must not have.
     """
-    name, others = f"{version}-aiter" if aiter else version, FORMATS if version == NEWEST else ()
+    name = f"{version}-aiter" if aiter else version
+    others: tuple[str, ...] = FORMATS if version == NEWEST else ()
     if aiter:
         others = (*AITER, AITER_TRITON, DECODER)
     environment = Environment(ENVIRONMENTS / name)

@@ -73,6 +73,7 @@ def quantized_linear(
         group, round_input = k // scale.shape[1], False
     bias_dtype = None if bias is None else bias.dtype
     norm_dtype = None if norm_weight is None else norm_weight.dtype
+    scale_dtype = None if format != INT4 or scale.dtype == SCALE else scale.dtype
     rows = MANY
     if not round_input:
         m = x.numel() // k if k else 0
@@ -92,7 +93,7 @@ def quantized_linear(
         activation,
         residual is not None,
         rows,
-        None if format != INT4 or scale.dtype == SCALE else scale.dtype,
+        scale_dtype,
         zeros is not None,
     )
     call = QuantizedCall(

@@ -269,6 +269,8 @@ def refused(cls: type) -> str | None:
     if cls in waiting:
         from hf_rocm.overlay.replacements import origin
 
+        if _stock(cls):
+            return f"{cls.__name__}.forward was replaced when the model was prepared; call `hf_rocm.prepare` again"
         return f"{cls.__name__}.forward was replaced by {origin(vars(cls)['forward'])}"
     binding = _bindings.get(cls)
     return None if binding is None or binding.watch is None or not binding.change.live else binding.watch.difference()

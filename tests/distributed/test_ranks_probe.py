@@ -38,7 +38,7 @@ check = probe.checked("linear", "gemm", version=lambda: "1")
 (meeting / f"coming-{os.environ['RANK']}").touch()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    print(json.dumps([check(None, Device("cuda", True, "gfx942")), check(None, Device("cuda", True, "gfx942"))]))
+    print(json.dumps([check((), Device("cuda", True, "gfx942")), check((), Device("cuda", True, "gfx942"))]))
 """
 
 HOLDER = """

@@ -96,6 +96,8 @@ def test_a_replacement_before_prepare_is_called(name, recorded_on_cpu):
             prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
             close(prepared, stock)
             assert torch.equal(generate(prepared), generate(stock))
+        for reason in map(bind.refused, bind.waiting):
+            assert "call `hf_rocm.prepare` again" in reason
         hf_rocm.prepare(prepared, force=True)
         for _ in range(2):
             assert torch.equal(generate(prepared), before)

@@ -30,9 +30,12 @@ def contents(cache):
 
 
 def close(one, two):
-    """Equal up to rounding: two layers sum in another order. Tolerance: rounding steps of the largest value."""
+    """Equal up to rounding: two layers sum in another order. Tolerance: rounding steps of the largest value.
+
+    These random weights amplify a rounding, T5's the most (45 steps were seen): it doesn't scale its scores.
+    """
     assert one.isfinite().all() and two.isfinite().all()
-    assert (one - two).abs().max() <= 64 * torch.finfo(two.dtype).eps * two.abs().max()
+    assert (one - two).abs().max() <= 512 * torch.finfo(two.dtype).eps * two.abs().max()
 
 
 def _pairs(layers):

@@ -111,8 +111,8 @@ def _record(models: Models, diff: str | None, *, transformers_path: Transformers
         if rows:
             print_table(("finding", "hard links", "file"), rows)
         others = len(report.entries) - len(report.foreign)
-        overlaid = f", {others} with our block below them" if others else ""
-        print(f"{report.compared} files compared{overlaid}; {len(report.foreign)} neither stock nor ours")
+        overlaid = f", {others} with a block of hf-rocm below them" if others else ""
+        print(f"{report.compared} files compared{overlaid}; {len(report.foreign)} neither stock nor written by hf-rocm")
     if report.warning:
         print_error(report.warning)
     if report.foreign:

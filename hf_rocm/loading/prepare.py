@@ -103,11 +103,11 @@ def prepare(
         "preshuffle": shuffled,  # the settings, what was shuffled or skipped and why, bytes of copies
         "graphs": _record_steps(
             model,
-            before.get("graphs", {}).get("asked") if graphs is None else graphs,
+            before.get("graphs", {}).get("requested") if graphs is None else graphs,
             bind.ON if forced else bind.GPU,
         ),
         "inputs": _keep_inputs(model, bind.ON if forced else bind.GPU),  # why transformers prepares its steps, or None
-        "forwards": _record_forwards(model, before.get("graphs", {}).get("asked") if graphs is None else graphs),
+        "forwards": _record_forwards(model, before.get("graphs", {}).get("requested") if graphs is None else graphs),
         "patch_embeddings": {"products": products, "stock": left_stock},  # convolutions; stock: and why
         "routed": None if routed is None else {"backend": routed.backend, "layers": routed.layers},
     }
@@ -255,13 +255,13 @@ def _serve_flash(model: nn.Module, mode: str) -> None:
 def _record_steps(model: nn.Module, graphs: bool | None, mode: str) -> dict[str, Any]:
     """Make `generate` use recorded decode steps. Returns the setting, and why recording is off or None."""
     if not hasattr(model, "generate"):
-        return {"asked": graphs, "off": "it does not generate"}
+        return {"requested": graphs, "off": "it does not generate"}
     from hf_rocm.generation import continuous_batching, decide, hooks
 
     model = decide.generator_of(model)
     off = hooks.switch_on(model, graphs, mode)
     continuous_batching.switch_on(model, required=hooks.wanted_of(graphs) is options.Switch.REQUIRED)
-    return {"asked": graphs, "off": off}
+    return {"requested": graphs, "off": off}
 
 
 def _record_forwards(model: nn.Module, graphs: bool | None) -> dict[str, str | None]:

@@ -90,7 +90,7 @@ def _leave(file: Path, mine: Turn) -> None:
     assert mine.lock is not None
     with suppress(OSError):
         if mine.reason is not None:
-            text = json.dumps({"reason": mine.reason, "told": secrets.token_hex(8)})
+            text = json.dumps({"reason": mine.reason, "id": secrets.token_hex(8)})
             os.ftruncate(mine.lock, 0)
             os.pwrite(mine.lock, text.encode(), 0)
         elif mine.failure is None:  # otherwise other processes may still be waiting to read it

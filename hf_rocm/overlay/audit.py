@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 class Finding(str, Enum):
     """How a file differs from the record."""
 
-    OVERLAY = "overlay"  # the recorded bytes followed by our block, as installed
+    OVERLAY = "overlay"  # the recorded bytes followed by the block, as installed
     OLD = "old"  # the recorded bytes followed by an intact block that this hf-rocm would not install
     CHANGED = "changed"  # bytes other than the recorded ones
     MISSING = "missing"

@@ -84,7 +84,7 @@ def _words(error: BaseException) -> dict[str, Any]:
 
 class _Rank:
     def __init__(self, question: Question, rank: int, place: Path) -> None:
-        self.asked, self.rank, self.place = question, rank, place
+        self.question, self.rank, self.place = question, rank, place
         gpu = question.subject["device"] == "cuda"
         self.device = torch.device("cuda", rank) if gpu else torch.device("cpu")
         if gpu:
@@ -109,7 +109,7 @@ class _Rank:
             files.write(self.place / "progress", text)
 
     def run(self) -> Segment:
-        requested = self.asked
+        requested = self.question
         self.say(f"{self.subject.name}: loading each rank's part")
         stock = restore(self._load())
         if requested.blank:
@@ -139,13 +139,13 @@ class _Rank:
         )
 
     def _load(self) -> Any:
-        model = from_pretrained(self.asked.folder, force=False, dtype=self.subject.dtype, tp_plan="auto").eval()
+        model = from_pretrained(self.question.folder, force=False, dtype=self.subject.dtype, tp_plan="auto").eval()
         silence(model)
         return model
 
     def _sides(self, stock: Any) -> list[Side]:
         """The stock and the prepared model over the same parameters: a copy would call the sharded layers of stock."""
-        wanted = self.asked.sides
+        wanted = self.question.sides
         made = {STOCK: Side(STOCK, stock)}
         if {OURS, UNCAPTURED} & set(wanted):
             prepared = self._load()
@@ -173,13 +173,13 @@ class _Rank:
             taken[side.name].parity = parity
             if parity.refusal is not None:
                 raise Mismatch(
-                    f"{side.name} returns wrong numbers over {self.asked.world} ranks, so nothing is timed",
+                    f"{side.name} returns wrong numbers over {self.question.world} ranks, so nothing is timed",
                     facts={"case": case.title, "error": f"{parity.error:.4g}", "allowed": f"{parity.allowed:.4g}"},
                     hint="`hf-rocm bench` without --tp shows whether one device has the same; please report this",
                 )
-        for number in range(WARM_ROUNDS + self.asked.rounds):
+        for number in range(WARM_ROUNDS + self.question.rounds):
             for side in sides:
-                self.say(f"{case.title}: round {number + 1} of {WARM_ROUNDS + self.asked.rounds}, {side.name}")
+                self.say(f"{case.title}: round {number + 1} of {WARM_ROUNDS + self.question.rounds}, {side.name}")
                 run = self._turn(side, case)
                 if number >= WARM_ROUNDS:
                     taken[side.name].runs.append(run)
@@ -225,9 +225,9 @@ class _Rank:
         new = min(case.new, first.tokens.shape[1])
         differ = (first.tokens != other.tokens)[:, -new:].any(dim=0)
         if not bool(differ.any()):
-            return f"all {new} new tokens agree with those of {self.asked.sides[0]}"
+            return f"all {new} new tokens agree with those of {self.question.sides[0]}"
         same = int(differ.nonzero()[0].item())
-        agree = f"the first {same} new tokens agree with those of {self.asked.sides[0]}"
+        agree = f"the first {same} new tokens agree with those of {self.question.sides[0]}"
         return f"{agree}; there, two logits differ by less than rounding"
 
     def _start_of_peak(self) -> int:

@@ -91,7 +91,7 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
         numbers |= {"same": float(first), "margin": float(best[0] - best[1]), "behind": float(behind[first])}
         note = (
             f"the first {first} of {len(text)} are {whose}; there the reference's two best logits are "
-            f"{numbers['margin']:.2e} apart, and ours is {numbers['behind']:.2e} behind the best"
+            f"{numbers['margin']:.2e} apart, and that of hf_rocm is {numbers['behind']:.2e} behind the best"
         )
     # with routed experts, a nearly equal choice of experts may change a token's logits by any amount: compare the
     # median

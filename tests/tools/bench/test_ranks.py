@@ -192,7 +192,7 @@ def test_ranks_that_choose_different_tokens_are_detected(monkeypatch):
 
 def test_the_number_of_equal_leading_tokens_of_two_sides():
     one = object.__new__(rank._Rank)
-    one.asked = SimpleNamespace(sides=["stock", "hf_rocm"])
+    one.question = SimpleNamespace(sides=["stock", "hf_rocm"])
     first, other = rank._Taken(), rank._Taken()
     first.tokens = other.tokens = torch.arange(20).reshape(2, 10)
     assert one._against(first, other, Case("decode", 2, 6, 4)) == "all 4 new tokens agree with those of stock"

@@ -77,6 +77,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "beams": tuple(
         f"{_GENERATION}{name}" for name in ("_beam_search", "_temporary_reorder_cache", "_flatten_beam_dim")
     ),
+    "speculation": (
+        f"{_GENERATION}_assisted_decoding",
+        f"{_GENERATION}_get_candidate_generator",
+        "transformers.generation.candidate_generator:_crop_past_key_values",
+    ),
     "encoder_decoder": (f"{_CACHES}EncoderDecoderCache", f"{_MASKS}create_bidirectional_mask"),
     "decode_inputs": (
         f"{_GENERATION}prepare_inputs_for_generation",

@@ -3,7 +3,8 @@
 It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic cache, so that a prompt costs
 what it costs in stock: attention sees the prompt's own keys, and no mask covers unwritten rows. After the prompt, every
 step of one token writes to the row whose index the device reads from `place`, so that a recording of the step stays
-valid. Changes that affect a recording (a buffer grows, a window moves) are made on the host between two steps.
+valid; steps that verify drafts write several. Changes that affect a recording (a buffer grows, a window moves) are made
+on the host between two steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_rocm.generation.cache_layer import Layer, bucket
+from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket
 from hf_rocm.generation.step import Unrecordable, bits
 from hf_rocm.layers.slots import Slot
 
@@ -32,12 +33,14 @@ class DecodeCache(Cache):
         self.layers: Any = [Layer(window) for window in windows]
         self.target = capacity
         self.limit = limit
+        self.drafts: int | None = None  # of a call that verifies drafts: how many may be written with the prompt
+        self.tokens = 1  # how many tokens the step writes for which the places were written
         self.recordings: dict[Any, Any] = {}  # the recorded steps over these buffers, and their recorder; see runner.py
         self.recording = False
         self.user: Any = None  # the `UserCache` that this cache represents, or None
         self._loaded = 0  # how many tokens were copied from it
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → the tensor, and a layer that reads it
-        self._placed = -1  # the length for which the places were written
+        self._placed = -1, 1  # the length for which the places were written, and the number of tokens
         self._spare = 0  # how many tokens fit before a layer needs room
         self._settled = 0  # the length at the last move of a buffer or window
         # attributes that methods of transformers' base class read
@@ -69,29 +72,38 @@ class DecodeCache(Cache):
         """Whether the next token fits without growing a buffer or moving a window."""
         return self._spare > 0
 
-    def aim(self) -> None:
-        """Make room for one token in every layer and write its rows to the device. A second call does nothing."""
-        if self._placed == self.length:
+    @property
+    def longest_step(self) -> int:
+        """The largest number of tokens that a step writes to rows which the device reads."""
+        return 1 if self.drafts is None else LONGEST_STEP
+
+    def aim(self, tokens: int = 1) -> None:
+        """Make room for a step's tokens in every layer and write its rows to the device. A second call does nothing."""
+        if self._placed == (self.length, tokens):
             return
         if self.recording:
             raise Unrecordable("the step writes to the cache more than once")
-        if self._spare <= 0:
-            self._make_room()
+        if self._spare < tokens:
+            self._make_room(tokens)
         with torch.inference_mode(False), torch.no_grad():
-            for place, layer in self._places.values():
-                place.fill_(layer.rows)
-        self._placed = self.length
-        self._spare -= 1
+            for places, layer in self._places.values():
+                if tokens == 1:
+                    places.fill_(layer.rows)
+                else:
+                    torch.arange(layer.rows, layer.rows + len(places), out=places)
+        self._placed = self.length, tokens
+        self.tokens = tokens
+        self._spare -= tokens
 
     def advance(self) -> None:
-        """Count the token of a replayed step, which runs no Python."""
+        """Count the tokens of a replayed step, which runs no Python."""
         for layer in self.layers:
-            layer.rows += 1
+            layer.rows += self.tokens
 
     def rewind(self) -> None:
-        """Forget the last token, so that the same step can run again."""
+        """Forget the tokens of the last step, so that it can run again."""
         for layer in self.layers:
-            layer.rows -= 1
+            layer.rows -= self.tokens
 
     @property
     def steady(self) -> int:
@@ -102,7 +114,7 @@ class DecodeCache(Cache):
         """Forget `steps` more tokens, at most `steady`, after `aim`, which has to be called again for the next step."""
         for layer in self.layers:
             layer.rows -= steps
-        self._placed = -1
+        self._placed = -1, 1
         self._spare += steps + 1
 
     def load(self, layer_idx: int, keys: Tensor, values: Tensor, *, seen: int) -> None:
@@ -121,10 +133,10 @@ class DecodeCache(Cache):
         for layer in self.layers:
             layer.rows = length - layer.base
 
-    def written(self, steps: int = 1) -> list[Tensor]:
-        """Copy the rows that the last steps wrote: [B, Hkv, steps, D], keys and values of every layer."""
+    def written(self, tokens: int) -> list[Tensor]:
+        """Copy the rows of the last tokens: [B, Hkv, tokens, D], keys and values of every layer."""
         return [
-            buffer[:, :, layer.rows - steps : layer.rows].clone()
+            buffer[:, :, layer.rows - tokens : layer.rows].clone()
             for layer in self.layers
             for buffer in (layer.keys, layer.values)
         ]
@@ -150,6 +162,7 @@ class DecodeCache(Cache):
     def fresh(self) -> DecodeCache:
         """An empty cache for the same call."""
         cache = type(self)([layer.window for layer in self.layers], capacity=self.target, limit=self.limit)
+        cache.drafts = self.drafts
         if self.user is not None:
             self.user.load(cache)
         return cache
@@ -163,28 +176,29 @@ class DecodeCache(Cache):
         finally:
             self.recording = False
 
-    def _make_room(self) -> None:
+    def _make_room(self, tokens: int) -> None:
         for layer in self.layers:
-            if layer.rows == layer.capacity and layer.window is not None and layer.rows >= layer.window:
+            if layer.rows + tokens > layer.capacity and layer.window is not None and layer.rows >= layer.window:
                 layer.move_window(layer.window)
-            if layer.rows == layer.capacity:
-                self._grow(layer)
+            if layer.rows + tokens > layer.capacity:
+                self._grow(layer, layer.rows + tokens)
             self._set_place(layer)
         self._spare = min(layer.capacity - layer.rows for layer in self.layers)
         self._settled = self.length
 
-    def _grow(self, layer: Layer) -> None:
+    def _grow(self, layer: Layer, rows: int) -> None:
         self.recordings.clear()
-        tokens = max(layer.rows + 1, min(2 * layer.capacity, self.limit))
-        layer.allocate(layer.keys, layer.values, layer.room(bucket(tokens)))
+        tokens = max(rows, min(2 * layer.capacity, self.limit))
+        layer.allocate(layer.keys, layer.values, max(rows, layer.room(bucket(tokens))))
 
     def _set_place(self, layer: Layer) -> None:
         place = self._places.get(layer.window)
         if place is None or place[0].device != layer.keys.device:
             with torch.inference_mode(False):
-                place = torch.zeros(1, dtype=torch.int64, device=layer.keys.device), layer
+                place = torch.zeros(LONGEST_STEP, dtype=torch.int64, device=layer.keys.device), layer
             self._places[layer.window] = place
-        layer.place = place[0]
+        if layer.places is not place[0]:
+            layer.places, layer.place = place[0], place[0][:1]
 
     # Called by transformers
 
@@ -196,16 +210,14 @@ class DecodeCache(Cache):
         count = key_states.shape[2]
         if not layer.rows:
             return self._write_prompt(layer, key_states, value_states)
-        if count > 1 or layer.length == self._loaded:
+        if count > self.longest_step or layer.length == self._loaded:
             return self._write_more(layer, key_states, value_states)
-        if self._placed != layer.length:
-            self.aim()
-        return self._write_one(layer, key_states, value_states)
-
-    def _write_one(self, layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        layer.keys.index_copy_(2, layer.place, key)
-        layer.values.index_copy_(2, layer.place, value)
-        layer.rows += 1
+        if self._placed != (layer.length, count):
+            self.aim(count)
+        places = layer.place if count == 1 else layer.places[:count]
+        layer.keys.index_copy_(2, places, key_states)
+        layer.values.index_copy_(2, places, value_states)
+        layer.rows += count
         return layer.keys, layer.values
 
     def _hf_rocm_slot(self, layer_idx: int, count: int) -> Slot | None:
@@ -213,14 +225,14 @@ class DecodeCache(Cache):
         layer = self.layers[layer_idx]
         if count != 1 or layer.length == self._loaded:
             return None
-        if self._placed != layer.length:
+        if self._placed != (layer.length, 1):
             self.aim()
         return Slot(layer.keys, layer.values, layer.place, layer.count)
 
     def _write_prompt(self, layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         count = key.shape[2]
-        written = count if layer.window is None else min(count, layer.window)
-        rows = layer.room(max(self.target, bucket(count + 1)))
+        written = layer.kept(count, self.drafts or 0)
+        rows = max(layer.room(max(self.target, bucket(count + 1))), written + 1)
         self._spare = 0
         if not _fits(layer.keys, key, written) or not _fits(layer.values, value, written):
             self.recordings.clear()
@@ -240,10 +252,10 @@ class DecodeCache(Cache):
         key = torch.cat((layer.keys[:, :, : layer.rows], key), dim=2)
         value = torch.cat((layer.values[:, :, : layer.rows], value), dim=2)
         total = layer.rows + count
-        written = total if layer.window is None else min(total, layer.window)
+        written = layer.kept(total, 0 if self.drafts is None else count)
         if written > layer.capacity:
             self.recordings.clear()
-            layer.allocate(key, value, layer.room(bucket(written + 1)))
+            layer.allocate(key, value, max(layer.room(bucket(written + 1)), written))
         layer.keys[:, :, :written].copy_(key[:, :, total - written :])
         layer.values[:, :, :written].copy_(value[:, :, total - written :])
         layer.base += total - written
@@ -265,8 +277,8 @@ class DecodeCache(Cache):
             raise Unrecordable("the step creates its masks itself")
         layer = self.layers[layer_idx if layer_idx < len(self.layers) else 0]
         count = query if isinstance(query, int) else query.shape[0]
-        if count == 1 and layer.length > self._loaded:
-            self.aim()
+        if count <= self.longest_step and layer.length > self._loaded:
+            self.aim(count)
             return layer.capacity, layer.base
         return layer.rows + count, layer.base
 
@@ -279,18 +291,23 @@ class DecodeCache(Cache):
     def reset(self) -> None:
         for layer in self.layers:
             layer.forget()
-        self._placed = -1
+        self._placed = -1, 1
         self._spare = 0
+        self.drafts = None
         self.stand_for(None)
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `-tokens` tokens: the step that ran before the late stop check."""
-        if tokens > 0 or self.recording:
+        """Forget the last `-tokens` tokens: the step that ran before the late stop check, or drafts that were rejected.
+
+        In a call that verifies drafts, a positive number is the length to which transformers crops the cache.
+        """
+        if self.recording or (tokens > 0 and self.drafts is None):
             raise NotImplementedError("a cache of recorded steps can't be cropped to a length; pass a DynamicCache")
+        forgotten = int(max(0, self.length - tokens) if tokens > 0 else -tokens)  # in some releases a tensor
         for layer in self.layers:
-            layer.rows += tokens
-        if tokens:
-            self._placed = -1
+            layer.rows -= forgotten
+        if forgotten:
+            self._placed = -1, 1
             self._spare = 0
 
     def activate_past_recording(self) -> None:

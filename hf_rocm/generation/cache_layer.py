@@ -13,14 +13,17 @@ SLACK = 256
 # The smallest number of tokens that a cache has room for.
 LEAST = 256
 
+# The largest number of tokens that a recorded step writes: one, and the drafts that it verifies.
+LONGEST_STEP = 21
+
 
 class Layer:
     """The rows of one attention layer.
 
     keys: [B, Hkv, capacity, D]; values: [B, Hkv, capacity, D_v]; both None until the prompt arrives. window: how many
     keys a query sees, itself included, or None for all. base: the position of row 0; it changes in sliding layers only.
-    rows: how many rows are written. place: [1] int64 on the device, the row that the next step writes; all layers with
-    the same window share one tensor.
+    rows: how many rows are written. places: [LONGEST_STEP] int64 on the device; a step of n tokens writes to the first
+    n of these rows. place: [1], the first of them. All layers with the same window share one tensor.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -29,6 +32,7 @@ class Layer:
         self.values: Any = None
         self.base = 0
         self.rows = 0
+        self.places: Any = None
         self.place: Any = None
 
     @property
@@ -47,6 +51,10 @@ class Layer:
     def room(self, capacity: int) -> int:
         """The number of rows that this layer needs in a cache for `capacity` tokens."""
         return capacity if self.window is None else min(capacity, self.window + SLACK)
+
+    def kept(self, tokens: int, drafts: int) -> int:
+        """How many of the last `tokens` tokens later queries may see, if up to `drafts` of them are forgotten again."""
+        return tokens if self.window is None else min(tokens, self.window + drafts)
 
     def allocate(self, key: Tensor, value: Tensor, rows: int) -> None:
         """Allocate buffers for heads like these and copy the rows that are already written."""

@@ -23,6 +23,8 @@ from hf_rocm.generation.recorded_step import RecordedStep, tensors_of
 from hf_rocm.generation.resident_inputs import Residents
 from hf_rocm.generation.schedule import BACK
 from hf_rocm.generation.step import Inputs, bits, sum_of_bits
+from hf_rocm.ops.captured import as_captured
+from hf_rocm.weights.shuffled_copy import counters_watched
 
 # The largest difference between two runs of the same kernels, which may sum in another order: in rounding steps of the
 # largest value.
@@ -77,8 +79,8 @@ def compare(
     before = cache.digest(0)
     step.replay(inputs.tensors)
     cache.advance()
-    intact = ranks.all(torch.equal(before, cache.digest(1)))
-    replayed = [tensor.clone() for tensor in step.tensors] + cache.written(back + 1)
+    intact = ranks.all(torch.equal(before, cache.digest(cache.tokens)))
+    replayed = [tensor.clone() for tensor in step.tensors] + cache.written(back + cache.tokens)
     runs: list[list[Tensor]] = []
     operators, agrees, difference = 0, False, 0.0
     for number in range(RUNS):
@@ -87,7 +89,7 @@ def compare(
             returned = _run(model, arguments, cache, back)
         outputs, digests = returned.outputs, returned.digests
         operators = 0 if counted is None else counted.count // (back + 1)
-        runs.append([tensor.clone() for tensor in tensors_of(outputs)] + cache.written(back + 1))
+        runs.append([tensor.clone() for tensor in tensors_of(outputs)] + cache.written(back + cache.tokens))
         agrees, difference, noise = agree(replayed, runs)
         if agrees and not noise:
             agrees = bool(torch.equal(step.digests[-len(digests) :], digests))
@@ -112,8 +114,9 @@ def _run(model: Any, arguments: Mapping[str, Any], cache: DecodeCache, back: int
     finite: list[Tensor] = []
 
     def run() -> Any:
-        cache.aim()
-        outputs = model(**arguments)
+        cache.aim(cache.tokens)
+        with as_captured(), counters_watched():  # the kernels of the recording
+            outputs = model(**arguments)
         tensors = tensors_of(outputs)
         digests.append(sum_of_bits(tensors))
         finite.extend(tensor.isfinite().all() for tensor in tensors)

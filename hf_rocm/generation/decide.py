@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_rocm import features
-from hf_rocm.generation import beams, encoder_decoder, recorder, user_cache
+from hf_rocm.generation import beams, encoder_decoder, recorder, speculation, user_cache
 from hf_rocm.generation.methods import own
 from hf_rocm.generation.watch import KNOWN, watches_of
 from hf_rocm.weights.tensor_parallel import mesh_of
@@ -116,10 +116,12 @@ def refuses_device(model: nn.Module) -> str | None:
     return f"its layers are on several devices: {', '.join(sorted(places))}" if len(places) > 1 else None
 
 
-def refuses_call(model: Any, generation_config: Any, model_kwargs: Mapping[str, Any], mode: Any) -> str | None:
+def refuses_call(
+    model: Any, generation_config: Any, model_kwargs: Mapping[str, Any], mode: Any, assistant: Any = None
+) -> str | None:
     """Why this call of `generate` uses the cache that transformers chooses, or None.
 
-    generation_config: the call's own copy. mode: transformers' `GenerationMode`.
+    generation_config: the call's own copy. mode: transformers' `GenerationMode`. assistant: the call's assistant model.
     """
     reason = refuses_modules(model) or _refuses_preparation(model) or features.refuses("graph_decode")
     if reason is not None:
@@ -132,10 +134,12 @@ def refuses_call(model: Any, generation_config: Any, model_kwargs: Mapping[str, 
         return f"the attention implementation {attention!r} does not accept sequence lengths"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast caches copies of the weights and frees them when it ends"
-    searches = getattr(mode, "value", mode) in beams.MODES
-    if not searches and getattr(mode, "value", mode) not in ("greedy_search", "sample"):
-        return f"{str(getattr(mode, 'value', mode)).replace('_', ' ')} runs uncaptured"
+    name = str(getattr(mode, "value", mode))
+    searches, drafts = name in beams.MODES, name == speculation.MODE
+    if not searches and not drafts and name not in ("greedy_search", "sample"):
+        return f"{name.replace('_', ' ')} runs uncaptured"
     reason = beams.refuses(model) if searches else None
+    reason = speculation.refuses(model, generation_config, assistant) if drafts else reason
     if reason is not None:
         return reason
     if generation_config.use_cache is False:
@@ -143,6 +147,8 @@ def refuses_call(model: Any, generation_config: Any, model_kwargs: Mapping[str, 
     brought = model_kwargs.get("past_key_values")
     if brought is not None and searches:
         return "the call passes a cache, and its beams change rows"
+    if brought is not None and drafts:
+        return "the call passes a cache, and its drafts are taken back"
     reason = None if brought is None else user_cache.refuses(brought)
     if reason is not None:
         return reason

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_rocm import options
 from hf_rocm.errors import GraphError
-from hf_rocm.generation import beams, decide, deferred_stop, inputs, suspects, user_cache
+from hf_rocm.generation import decide, deferred_stop, inputs, loops, speculation, suspects, user_cache
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.encoder_decoder import EncoderDecoderDecodeCache, mask_of
 from hf_rocm.generation.methods import put_before, take_away
@@ -75,6 +75,7 @@ def _prepare_cache_for_generation(
 ) -> None:
     state = state_of(self)
     windows = _served(self, state, generation_config, model_kwargs, mode)
+    drafts = _mode(generation_config, mode) == speculation.MODE
     brought = model_kwargs.get("past_key_values") is not None
     user: UserCache | None = None
     if windows is None or brought or generation_config.return_dict_in_generate:
@@ -84,6 +85,8 @@ def _prepare_cache_for_generation(
         given = model_kwargs.get("past_key_values")
         user = UserCache(_cache_of_forward(self) if given is None else given, brought=brought)
         result = user.refuses() or user.windows(windows)
+        if drafts and not isinstance(result, str):
+            result = speculation.refuses_windows(generation_config, result, returned=True) or result
         if isinstance(result, str):
             state.turn_away(result)
             return
@@ -111,6 +114,8 @@ def _prepare_cache_for_generation(
     )
     if isinstance(cache, EncoderDecoderDecodeCache):
         cache.begin(mask, additive=self.config.get_text_config(decoder=True)._attn_implementation == "eager")
+    if drafts:
+        cache.drafts = generation_config.prompt_lookup_num_tokens or 0
     if user is not None:
         user.load(cache)
     model_kwargs["past_key_values"] = cache
@@ -120,21 +125,27 @@ def _served(
     self: Any, state: State, generation_config: Any, model_kwargs: dict[str, Any], mode: Any
 ) -> Sequence[int | None] | None:
     """The windows of the layers. If the call uses transformers' own cache: None, and the reason is recorded."""
-    from transformers.generation.configuration_utils import GenerationMode
-
-    if not isinstance(mode, GenerationMode):  # the assistant model, up to 4.53
-        mode = generation_config.get_generation_mode(mode)
+    mode = _mode(generation_config, mode)
     reason = state.disabled or ("the call passes a custom_generate loop" if _thread.own_loop else None)
     if model_kwargs.get("past_key_values") is not None and _thread.observer is not None:
         reason = reason or f"the call passes a cache, which its {_thread.observer} may read"
     reason = reason or decide.refuses_device(self)
     reason = reason or suspects.refuses(self.device, required=state.required)
-    reason = reason or decide.refuses_call(self, generation_config, model_kwargs, mode)
+    reason = reason or decide.refuses_call(self, generation_config, model_kwargs, mode, _thread.assistant)
     windows = reason or decide.windows(self)
+    if mode == speculation.MODE and not isinstance(windows, str):
+        windows = speculation.refuses_windows(generation_config, windows) or windows
     if not isinstance(windows, str):
         return windows
     state.turn_away(windows)
     return None
+
+
+def _mode(generation_config: Any, mode: Any) -> Any:
+    """The `GenerationMode` of a call. mode: the same, or its assistant model, up to 4.53."""
+    from transformers.generation.configuration_utils import GenerationMode
+
+    return mode if isinstance(mode, GenerationMode) else generation_config.get_generation_mode(mode)
 
 
 def _cache_of_forward(model: Any) -> Any:
@@ -147,17 +158,19 @@ def _cache_of_forward(model: Any) -> Any:
 
 
 def _generate(self: Any, stock: Method, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `generate`, to note which code of the user may do anything with the cache of the call."""
-    before = _thread.own_loop, _thread.observer
+    """Replaces `generate`, to note its assistant, and which code of the user may do anything with its cache."""
+    before = _thread.own_loop, _thread.observer, _thread.assistant
+    call = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
     _thread.own_loop = kwargs.get("custom_generate") is not None
-    _thread.observer = user_cache.observers({**dict(zip(_POSITIONAL, args, strict=False)), **kwargs})
+    _thread.observer = user_cache.observers(call)
+    _thread.assistant = call.get("assistant_model")
     try:
         return stock(*args, **kwargs)
     finally:
-        _thread.own_loop, _thread.observer = before
+        _thread.own_loop, _thread.observer, _thread.assistant = before
 
 
-# The parameters of `generate` that may be passed by position, up to the last one that `observers` reads.
+# The parameters of `generate` that may be passed by position, up to the last one that is read here.
 _POSITIONAL = (
     "inputs",
     "generation_config",
@@ -171,10 +184,11 @@ _POSITIONAL = (
 
 
 class _Thread(threading.local):
-    """Of this thread's call of `generate`: whether it has a loop of the user's, and code that may read its cache."""
+    """Of this thread's `generate`: whether it has a loop of the user's, code that may read its cache, its assistant."""
 
     own_loop = False
     observer: str | None = None
+    assistant: Any = None
 
 
 _thread = _Thread()
@@ -219,10 +233,11 @@ def _sample(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: A
     return _decoded(self, _sampled, stock, input_ids, args, kwargs)
 
 
-def _beam_search(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _loop(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Replaces the loops that call the model themselves: of beams and of drafts."""
     if not isinstance(kwargs.get("past_key_values"), DecodeCache):
         return stock(input_ids, *args, **kwargs)
-    return _decoded(self, _searched, stock, input_ids, args, kwargs)
+    return _decoded(self, _looped, stock, input_ids, args, kwargs)
 
 
 def _decoded(
@@ -264,9 +279,11 @@ def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], a
     return result if late is None or not late.undone else _without_last(result, late.undone, attempt.cache)
 
 
-def _searched(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
+def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
     step = _get_compiled_call(self, stock, None)
-    with deferred_stop.stopping_on_time(), beams.stepping(self, attempt.cache, lambda arguments: step(**arguments)):
+    if attempt.cache.drafts is not None:
+        step = speculation.verifying(step)
+    with deferred_stop.stopping_on_time(), loops.stepping(self, attempt.cache, lambda arguments: step(**arguments)):
         return stock(input_ids, *args, **attempt.arguments)
 
 
@@ -305,6 +322,7 @@ _METHODS: dict[str, Method] = {
     "get_compiled_call": _get_compiled_call,
     "generate": _generate,
     "_sample": _sample,
-    "_beam_search": _beam_search,
+    "_beam_search": _loop,
+    "_assisted_decoding": _loop,
     "_has_unfinished_sequences": _has_unfinished_sequences,
 }

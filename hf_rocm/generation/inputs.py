@@ -137,8 +137,10 @@ def _step_of(cache: Any) -> Step | None:
 
 
 def _is_step(inputs: Mapping[str, Any], cache: Any) -> bool:
-    """Whether these are the inputs of a one-token step over static buffers."""
+    """Whether these are the inputs of a one-token step over static buffers, and those of the next step follow."""
     ids = inputs.get("input_ids")
+    if getattr(cache, "drafts", None) is not None:
+        return False  # the next step may have any number of tokens
     return ids is not None and ids.shape[1] == 1 and getattr(cache, "is_compileable", False)
 
 

@@ -1,9 +1,10 @@
 """Take a call of `generate` back when a replay turns out to be wrong after its tokens were used.
 
-`_sample` runs again, uncaptured, over a new cache and from its initial random state, so it returns what an uncaptured
-call returns. It begins at the prompt and not at the last proven step: a stale pointer may have written to any row of
-the cache, and a prompt that includes earlier tokens rounds differently from their steps. Tokens that a streamer has
-received can't be taken back: the new tokens are compared with them, and a difference raises an error.
+Its loop (`_sample`, for example) runs again, uncaptured, over a new cache and from its initial random state, so it
+returns what an uncaptured call returns. It begins at the prompt and not at the last proven step: a stale pointer may
+have written to any row of the cache, and a prompt that includes earlier tokens rounds differently from their steps.
+Tokens that a streamer has received can't be taken back: the new tokens are compared with them, and a difference raises
+an error.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Rewind(GraphError):
 
 
 class Attempt:
-    """One call of `_sample`, and the state that is needed to repeat it.
+    """One call of a loop of `generate`, and the state that is needed to repeat it.
 
     given: its keyword arguments. `arguments`: those to call it with, in which the streamer is wrapped.
     """
@@ -53,6 +54,8 @@ class Attempt:
         self._streamer: Received | None = None
         if given.get("streamer") is not None:
             self._streamer = self.arguments["streamer"] = Received(given["streamer"])
+        assistant = getattr(given.get("assistant_model"), "generation_config", None)
+        self._settings = None if assistant is None else (assistant, dict(vars(assistant)))
         self._random: list[tuple[Any, Tensor]] = []
         if getattr(given.get("generation_config"), "do_sample", False):
             self._random = list(_random_states(input_ids.device))
@@ -74,6 +77,9 @@ class Attempt:
             raise GraphError("a replayed step was wrong, and its tokens can't be taken back", facts=facts, hint=_HINT)
         for generator, state in self._random:
             generator.set_state(state)
+        if self._settings is not None:  # transformers adapts the length of drafts there
+            vars(self._settings[0]).clear()
+            vars(self._settings[0]).update(self._settings[1])
         self.arguments["past_key_values"] = self.cache.fresh()
         if self._streamer is not None:
             self._streamer.compare_again()
@@ -81,6 +87,8 @@ class Attempt:
     def _refuses(self, ranks: Agreement) -> str | None:
         if self._positional or self.arguments.get("synced_gpus"):
             return "the call was not made by generate, or runs in step with other processes"
+        if hasattr(self.arguments.get("candidate_generator"), "assistant_model"):  # made by generate, up to 4.53
+            return "the assistant model has received them"
         if self._streamer is not None and ranks.group is not None:
             return "a streamer on one of several ranks has received them"
         for piece in _processors(self.arguments):

@@ -1,7 +1,7 @@
 """The decode steps of one call of `generate`: run uncaptured at first, then recorded, compared and replayed.
 
-A step without a recording runs uncaptured. The second step in a row with the same key is recorded, and the following
-ones are replayed. `schedule` decides when a replay is compared with an uncaptured step, `comparison` compares them, and
+A step without a recording runs uncaptured. The second step with the same key is recorded, and the following ones are
+replayed. `schedule` decides when a replay is compared with an uncaptured step, `comparison` compares them, and
 `rewind` handles a difference. No token comes from a replay before the first comparison has passed.
 """
 
@@ -53,7 +53,7 @@ class Runner:
         self._hooks = 0  # how many hooks of any module this process had registered when the modules were examined
         self._ranks: Agreement
         self._uncaptured = False  # True: every step of this call runs uncaptured
-        self._last_key: Hashable = None
+        self._keys: set[Hashable] = set()  # of the steps so far
         self._call = next(_calls)
         self._unproven = 0  # replays of this call since its last comparison
         self._in_a_row = 0  # the number of replays since the last uncaptured step
@@ -65,7 +65,11 @@ class Runner:
         """
         if self._state.disabled is not None or self._uncaptured:
             return model(**arguments)
-        self.cache.aim()
+        tokens = 1 if self.cache.drafts is None else arguments["input_ids"].shape[1]
+        if tokens > self.cache.longest_step:
+            self._state.turn_away(f"a step verifies more than {self.cache.longest_step - 1} drafted tokens")
+            return self._run(model, arguments)
+        self.cache.aim(tokens)
         arguments = self.cache.step_arguments(arguments)
         try:
             inputs = take_apart(arguments, self.cache.constants)
@@ -94,9 +98,9 @@ class Runner:
             self._unproven += 1
             self._in_a_row += 1
             return step.outputs(self.cache)
-        if key == self._last_key:
+        if key in self._keys:  # twice: the shapes don't grow with every step
             return self._record(key, model, arguments, inputs)
-        self._last_key = key  # the same key twice in a row: the shapes don't grow with every step
+        self._keys.add(key)
         return self._run(model, arguments)
 
     def _begin(self, model: Any) -> bool:
@@ -153,7 +157,8 @@ class Runner:
         if not self._ranks.all(step is not None) or step is None:
             self._state.disable(f"the step can't be recorded: {failure}")
             return outputs
-        for oldest in [other for other in cache.recordings if other != _RECORDER][: 1 - _MOST]:
+        most = _MOST + cache.longest_step - 1  # drafts of each length need their own
+        for oldest in [other for other in cache.recordings if other != _RECORDER][: 1 - most]:
             del cache.recordings[oldest]
         cache.recordings[key] = step
         self._state.recorded += 1

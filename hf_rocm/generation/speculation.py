@@ -1,0 +1,61 @@
+"""Prompt lookup and assistant models: which calls verify their drafts over recorded steps, and why the others don't.
+
+A step verifies the drafted tokens and computes one more, so there is one recording for each number of drafts. The cache
+forgets rejected tokens by its length. How many tokens are drafted, and which are accepted, is decided by transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hf_rocm import features
+from hf_rocm.generation.methods import own
+
+MODE = "assisted_generation"
+
+
+def refuses(model: Any, generation_config: Any, assistant: Any) -> str | None:
+    """Why drafts are not verified over recorded steps, or None.
+
+    generation_config: the call's own copy. assistant: the `assistant_model` of the call, or None.
+    """
+    from transformers import GenerationMixin
+
+    if own(type(model), "_assisted_decoding", GenerationMixin):
+        return f"{type(model).__name__} overrides _assisted_decoding"
+    if model.config.is_encoder_decoder:
+        return "drafts for encoder-decoder models are verified uncaptured"
+    if generation_config.assistant_early_exit is not None:
+        return "the model's first layers draft, which changes its config during the call"
+    if generation_config.prompt_lookup_num_tokens is None:
+        read_by = getattr(generation_config, "speculation_type", None) or getattr(generation_config, "use_mtp", None)
+        if assistant is None or read_by or type(assistant).__name__.startswith(_READS_OUTPUTS):
+            return "the drafts are computed from hidden states, which recorded steps don't return"
+    return features.refuses("speculation")
+
+
+# Assistants whose drafts transformers computes from outputs of the model.
+_READS_OUTPUTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
+
+
+def refuses_windows(generation_config: Any, windows: Sequence[int | None], *, returned: bool = False) -> str | None:
+    """Why drafts are not verified over a cache with these windows, or None. returned: whether the call returns it."""
+    if not any(windows):
+        return None
+    if returned:
+        return "the call returns a cache with sliding windows, from which drafts are taken back"
+    if generation_config.prompt_lookup_num_tokens is None:
+        return "an assistant drafts any number of tokens, and the model's sliding windows must keep as many more"
+    return None
+
+
+def verifying(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same step, with logits that transformers may keep and write to."""
+
+    def verify(**arguments: Any) -> Any:
+        outputs = step(**arguments)
+        outputs.logits = outputs.logits.clone()  # transformers copies those of other dtypes than fp32 only
+        return outputs
+
+    return verify

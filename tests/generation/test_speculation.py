@@ -1,0 +1,302 @@
+"""Drafts verified over recorded steps: stock's tokens and random draws, replayed for each number of drafts."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers.generation import candidate_generator
+
+import hf_rocm
+from hf_rocm import patches
+from hf_rocm.errors import GraphError
+from hf_rocm.generation import cache_layer, recorder
+from hf_rocm.generation.recorded_step import RecordedStep
+from hf_rocm.generation.state import known
+from hf_rocm.ops.captured import in_captured_block
+from tests.generation import faults
+from tests.generation.conftest import counted, generate, prompt
+from tests.generation.test_user_caches import alike, close
+
+NEW = 40
+NEVER = 61  # an end token beyond the vocabulary: stock before 5.0 fails without one
+KINDS = ["llama", "mistral", "gemma2", "gemma3"]
+
+
+def before(version):
+    return Version(transformers.__version__) < Version(version)
+
+
+def repeating(seed=0, padded=0, length=11):
+    """A prompt of one row that repeats itself, so that a lookup drafts some tokens."""
+    ids = torch.cat([prompt(rows=1, length=length, seed=seed)["input_ids"]] * 2, dim=1)
+    mask = torch.ones_like(ids)
+    mask[0, :padded] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def looked_up(model, inputs, seed=0, *, tokens=4, **arguments):
+    arguments = {"new": NEW, "eos_token_id": NEVER, "prompt_lookup_num_tokens": tokens, **arguments}
+    return generate(model, inputs, seed=seed, **arguments)
+
+
+def alike_greedy(tokens, stock, inputs):
+    """Whether these are the tokens of greedy decoding. Before 5.14, the last draft may exceed the length."""
+    expected = generate(stock, inputs, new=NEW)
+    excess = tokens.shape[1] - expected.shape[1]
+    return torch.equal(tokens[:, : expected.shape[1]], expected) and (excess == 0 or before("5.14"))
+
+
+def assistant_of(stock, schedule="heuristic", noise=0.02):
+    """A model that drafts most of another one's tokens."""
+    assistant = copy.deepcopy(stock)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    if schedule is not None:
+        config = assistant.generation_config
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = 4, schedule
+        config.assistant_confidence_threshold = 0.0
+    return assistant
+
+
+@pytest.fixture
+def drafted(monkeypatch):
+    """The number of tokens of every draft so far."""
+    counts = []
+    for name in ("PromptLookupCandidateGenerator", "AssistedCandidateGenerator"):
+        kind = getattr(candidate_generator, name)
+
+        def get_candidates(self, input_ids, *args, stock=kind.get_candidates, **kwargs):
+            result = stock(self, input_ids, *args, **kwargs)
+            counts.append(result[0].shape[1] - input_ids.shape[1])
+            return result
+
+        monkeypatch.setattr(kind, "get_candidates", get_candidates)
+    return counts
+
+
+def steps_of(model):
+    """The recorded steps over the cache of the model's last call."""
+    recordings = known(model).pool._idle[-1].cache.recordings.values()
+    return [step for step in recordings if isinstance(step, RecordedStep)]
+
+
+@pytest.mark.parametrize("tokens", [3, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_greedy_decoding(kind, tokens, pair):
+    ours, stock = pair(kind)
+    for seed in range(3):
+        inputs = repeating(seed, padded=3 * (seed % 2))
+        with torch.inference_mode(seed == 1):
+            result = looked_up(ours, inputs, tokens=tokens)
+        assert alike_greedy(result, stock, inputs)
+    assert counted(ours)[1] > 1
+
+
+def test_a_recording_for_each_number_of_drafts(pair, drafted):
+    ours, stock = pair()
+    counts, results = [], []
+    for model in (ours, stock):
+        results.append([looked_up(model, repeating(seed)) for seed in range(4)])
+        counts.append(list(drafted))
+        drafted.clear()
+    assert all(map(torch.equal, *results)) and counts[0] == counts[1]
+    lengths = [step.tensors[0].shape[1] for step in steps_of(ours)]  # of the logits
+    assert len(lengths) > 2 and {length - 1 for length in lengths} <= set(counts[0])
+    assert counted(ours)[1] > len(counts[0]) / 2 and known(ours).turned_away == {}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 0.8}, {"eos_token_id": [5, 17, 40]}])
+def test_sampling_draws_what_stock_draws(arguments, pair, drafted):
+    ours, stock = pair()
+    for seed in range(4):
+        how = {"do_sample": True, "top_k": 3, "temperature": 0.6, **arguments}
+        calls = [looked_up(model, repeating(seed), seed, **how) for model in (ours, stock)]
+        assert torch.equal(*calls)
+    assert max(drafted) > 0 and counted(ours)[1] > 0
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_what_is_returned(sampled, pair):
+    ours, stock = pair()
+    how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "do_sample": sampled}
+    for seed in range(3):
+        inputs = repeating(seed, padded=2)
+        got, wanted = (looked_up(model, inputs, seed, repetition_penalty=0.9, **how) for model in (ours, stock))
+        assert type(got) is type(wanted) and list(got) == list(wanted)
+        assert torch.equal(got.sequences, wanted.sequences)
+        for part in ("scores", "logits"):
+            ones, others = torch.stack(got[part]), torch.stack(wanted[part])
+            close(ones.nan_to_num(neginf=0), others.nan_to_num(neginf=0))
+        alike(got.past_key_values, wanted.past_key_values)
+    assert counted(ours)[1] > NEW / 2
+
+
+def test_what_a_streamer_receives(pair):
+    class Streamer:
+        def __init__(self):
+            self.values = []
+
+        def put(self, value):
+            self.values.append(value.tolist())
+
+        def end(self):
+            self.values.append("end")
+
+    ours, stock = pair()
+    for seed in range(2):
+        streamers = Streamer(), Streamer()
+        for model, streamer in zip((ours, stock), streamers, strict=True):
+            looked_up(model, repeating(seed), streamer=streamer)
+        assert streamers[0].values == streamers[1].values
+    assert counted(ours)[1] > 0
+
+
+@pytest.mark.parametrize("schedule", [None, "heuristic"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_assistant_models(sampled, schedule, pair, drafted):
+    ours, stock = pair()
+    assistants = [assistant_of(stock, schedule) for _ in range(2)]
+    for seed in range(2):
+        results, lengths = [], []
+        for model, assistant in zip((ours, stock), assistants, strict=True):
+            drafted.clear()
+            how = {"assistant_model": assistant, "do_sample": sampled}
+            results.append(generate(model, repeating(seed), seed=seed, new=NEW, **how))
+            lengths.append(list(drafted))
+        assert torch.equal(*results) and lengths[0] == lengths[1]
+        if not sampled:
+            assert torch.equal(results[0], generate(stock, repeating(seed), new=NEW))
+    first, second = (vars(assistant.generation_config) for assistant in assistants)
+    assert {**first, "_eos_token_tensor": None} == {**second, "_eos_token_tensor": None}
+    assert counted(ours)[1] > 0 and known(ours).turned_away == {}
+
+
+def test_long_drafts_run_uncaptured(pair):
+    ours, stock = pair(graphs=None)
+    assistant = assistant_of(stock, "constant", noise=0)
+    assistant.generation_config.num_assistant_tokens = 25
+    inputs = repeating()
+    assert torch.equal(generate(ours, inputs, new=90, assistant_model=assistant), generate(stock, inputs, new=90))
+    assert known(ours).turned_away["a step verifies more than 20 drafted tokens"] > 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_other_calls_take_turns_with_it(kind, pair):
+    ours, stock = pair(kind)
+    for seed in range(3):
+        inputs = repeating(seed)
+        assert torch.equal(generate(ours, inputs, new=NEW), generate(stock, inputs, new=NEW))
+        assert alike_greedy(looked_up(ours, inputs), stock, inputs)
+    recorded = counted(ours)[0]
+    for seed in range(3):
+        generate(ours, repeating(seed), new=NEW)
+    assert counted(ours)[0] == recorded
+
+
+@pytest.mark.parametrize("fault", [faults.garbage, faults.node_dropped, faults.stale_input])
+def test_a_wrong_replay_is_noticed_and_the_call_begins_again(fault, pair, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
+    monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=4))
+    ours, stock = pair(graphs=None)
+    for seed in range(4):
+        how = {"do_sample": bool(seed % 2)}
+        assert torch.equal(looked_up(ours, repeating(), seed, **how), looked_up(stock, repeating(), seed, **how))
+    assert "differed from the step itself" in known(ours).disabled
+
+
+def test_a_wrong_replay_with_an_assistant(pair, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
+    monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=4))
+    ours, stock = pair(graphs=None)
+    assistants = [assistant_of(stock, noise=0.1) for _ in range(2)]
+    expected = generate(stock, repeating(), new=2 * NEW, assistant_model=assistants[1])
+    if before("4.57"):
+        with pytest.raises(GraphError, match="the assistant model has received them"):
+            generate(ours, repeating(), new=2 * NEW, assistant_model=assistants[0])
+    else:
+        result = generate(ours, repeating(), new=2 * NEW, assistant_model=assistants[0])
+        assert torch.equal(result, expected)
+        numbers = [assistant.generation_config.num_assistant_tokens for assistant in assistants]
+        assert numbers[0] == numbers[1]
+    assert "differed from the step itself" in known(ours).disabled
+
+
+def test_comparisons_run_the_kernels_of_the_recording(pair, monkeypatch):
+    ours, _ = pair()
+    stock, captured = type(ours).forward, []
+
+    def forward(self, *args, **kwargs):
+        captured.append(in_captured_block())
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(ours), "forward", forward)
+    monkeypatch.setattr(hf_rocm.generation.watch, "KNOWN", hf_rocm.generation.watch.KNOWN | {"tests"})
+    looked_up(ours, repeating())
+    assert set(captured) == {False, True}
+
+
+def test_calls_that_run_as_in_stock(pair):
+    from transformers import DynamicCache
+
+    ours, stock = pair(graphs=None)
+    inputs = repeating()
+    expected = looked_up(stock, inputs)
+    assert torch.equal(looked_up(ours, inputs, past_key_values=DynamicCache()), expected)
+    assert "the call passes a cache, and its drafts are taken back" in known(ours).turned_away
+    if before("5.0") or not before("5.3"):  # stock fails in these
+        assert torch.equal(generate(ours, inputs, new=NEW, assistant_early_exit=1), expected)
+        assert "the model's first layers draft, which changes its config during the call" in known(ours).turned_away
+    sliding, _ = pair("mistral", graphs=None)
+    if before("4.54"):
+        return  # without layers that forget
+    if before("4.56") or not before("5.14"):
+        result = generate(sliding, inputs, new=NEW, assistant_model=assistant_of(stock))
+        assert torch.equal(result, generate(sliding, inputs, new=NEW))
+        reason = "an assistant drafts any number of tokens, and the model's sliding windows must keep as many more"
+        assert reason in known(sliding).turned_away
+    if not before("5.14"):
+        looked_up(sliding, inputs, return_dict_in_generate=True)
+        reason = "the call returns a cache with sliding windows, from which drafts are taken back"
+        assert reason in known(sliding).turned_away
+
+
+def test_threads_look_up_side_by_side(pair):
+    ours, stock = pair()
+    inputs = [repeating(seed) for seed in range(4)]
+    expected = [looked_up(stock, given) for given in inputs]
+    results = [None] * len(inputs)
+
+    def run(index):
+        for _ in range(2):
+            results[index] = looked_up(ours, inputs[index], seed=None)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(*both) for both in zip(results, expected, strict=True))
+
+
+def test_the_class_is_stocks_again_after_a_call(pair):
+    ours, stock = pair()
+    looked_up(ours, repeating())
+    assert "__call__" not in vars(type(ours))
+    hf_rocm.restore(ours)
+    assert patches.of(ours) == [] and torch.equal(looked_up(ours, repeating()), looked_up(stock, repeating()))
+
+
+def test_rejected_drafts_leave_room_in_windows(pair, monkeypatch):
+    """Drafts longer than the rows that a window's buffer has in reserve."""
+    monkeypatch.setattr(cache_layer, "SLACK", 2)
+    ours, stock = pair("mistral")
+    for seed in range(3):
+        inputs = repeating(seed, length=20)
+        assert alike_greedy(looked_up(ours, inputs, tokens=15), stock, inputs)
+    assert counted(ours)[1] > 0

@@ -30,27 +30,50 @@ _log = logging.getLogger("hf_rocm")
 _NOT_REPLAYED: Any = object()
 
 
-def run(model: Any, state: State, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run or replay one call. Returns what `stock(*args, **kwargs)` would return, in tensors that the caller owns."""
+def run(
+    model: Any,
+    state: State,
+    stock: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    method: str = "forward",
+) -> Any:
+    """Run or replay one call of a method, whose stock implementation is `stock`.
+
+    Returns what `stock(*args, **kwargs)` would return, in tensors that the caller owns.
+    """
     reason = decide.refuses_call(model, state.device)
     if reason is not None:
         state.turn_away(reason)
         return stock(*args, **kwargs)
     with state.lock:
-        output = _recorded(model, state, stock, args, kwargs)
+        output = _recorded(model, state, _Given(method, stock, args, kwargs))
     return stock(*args, **kwargs) if output is _NOT_REPLAYED else output
+
+
+class _Given(NamedTuple):
+    """A call as it was given. method: its name."""
+
+    method: str
+    stock: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        return self.stock(*self.args, **self.kwargs)
 
 
 class _Call(NamedTuple):
     """A call in a form that can be recorded.
 
-    forward: runs it with these tensors. whole: runs it as it was given. padded: how it is padded, or None.
+    forward: runs it with these tensors. padded: how it is padded, or None.
     """
 
+    given: _Given
     forward: Callable[[Sequence[Tensor]], Any]
     inputs: Inputs
     reason: str | None
-    whole: Callable[[], Any]
     padded: Padded | None = None
 
 
@@ -64,9 +87,7 @@ class _Found(NamedTuple):
     reason: str | None
 
 
-def _recorded(
-    model: Any, state: State, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _recorded(model: Any, state: State, given: _Given) -> Any:
     """The output, or `_NOT_REPLAYED` if the call has to run as stock."""
     if state.disabled is not None:  # by another thread, while this one waited
         return _NOT_REPLAYED
@@ -74,9 +95,9 @@ def _recorded(
     if snapshot is None or not snapshot.in_place():
         snapshot = _begin(model, state)
     for _ in range(_STATES):
-        found = _find(state, snapshot, _call(state, stock, args, kwargs))
+        found = _find(state, snapshot, _call(state, given))
         if found.recording is None and found.reason is None:
-            found = _find_padded(model, state, snapshot, stock, args, kwargs) or found
+            found = _find_padded(model, state, snapshot, given) or found
         call, key, path, recording, reason = found
         compared_now = recording is not None and (
             recording.schedule.due or recording.alarm.rings(recording.schedule.replays)
@@ -103,49 +124,36 @@ def _recorded(
     return _NOT_REPLAYED
 
 
-def _call(
-    state: State,
-    stock: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    padded: Padded | None = None,
-) -> _Call:
+def _call(state: State, given: _Given, padded: Padded | None = None) -> _Call:
     """padded: how to pad it, or None."""
-    positional = args if padded is None else ()
-    named = kwargs if padded is None else padded.arguments
-    arguments: dict[str, Any] = {**{f"argument {index}": value for index, value in enumerate(positional)}, **named}
+    args = given.args if padded is None else ()
+    named = given.kwargs if padded is None else padded.arguments
+    arguments: dict[str, Any] = {**{f"argument {index}": value for index, value in enumerate(args)}, **named}
 
     def forward(tensors: Sequence[Tensor]) -> Any:
-        given = put_together(arguments, tensors)
-        first = [given.pop(f"argument {index}") for index in range(len(positional))]
-        return stock(*first, **given)
+        filled = put_together(arguments, tensors)
+        first = [filled.pop(f"argument {index}") for index in range(len(args))]
+        return given.stock(*first, **filled)
 
-    return _Call(forward, *_inputs(arguments, state.device), lambda: stock(*args, **kwargs), padded)
+    return _Call(given, forward, *_inputs(arguments, state.device), padded)
 
 
 def _find(state: State, snapshot: Snapshot, call: _Call) -> _Found:
     reason = state.refused.get(snapshot.number, call.reason)
     form: Hashable = call.inputs.key if call.padded is None else ("padded", call.inputs.key)
-    key = (snapshot.number, decide.surroundings(), form)
+    key = (snapshot.number, decide.surroundings(), call.given.method, form)
     recording, path = (None, ()) if reason is not None else state.find(key, call.inputs.tensors)
     return _Found(call, key, path, recording, reason)
 
 
-def _find_padded(
-    model: Any,
-    state: State,
-    snapshot: Snapshot,
-    stock: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> _Found | None:
+def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) -> _Found | None:
     """The call in its padded form, if calls of several lengths have that form; else None."""
-    if state.refuses_padding(model, snapshot) is not None:
+    if given.method != "forward" or state.refuses_padding(model, snapshot) is not None:
         return None
-    padded = padding.pad(model, stock, args, kwargs)
+    padded = padding.pad(model, given.stock, given.args, given.kwargs)
     if padded is None:
         return None
-    found = _find(state, snapshot, _call(state, stock, args, kwargs, padded))
+    found = _find(state, snapshot, _call(state, given, padded))
     if found.reason is not None or state.why_not(found.key, found.path) is not None:
         return None
     if found.recording is None and not state.lengths_differ(found.key, padded.length):
@@ -184,7 +192,7 @@ def _begin(model: Any, state: State) -> Snapshot:
 def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: Path, call: _Call) -> Any:
     """Observe the call for its result, then record it. The next call of this shape is the first that is replayed."""
     observed = observe(call.forward, call.inputs, snapshot.tensors)
-    output = observed.output if call.padded is None else call.whole()
+    output = observed.output if call.padded is None else call.given()
     if not snapshot.unchanged(model):
         _begin(model, state)  # it has kept something in the model, which the next call may use
         return output
@@ -236,7 +244,7 @@ def _compare(model: Any, state: State, recording: RecordedForward, call: _Call) 
     """Replay the call and run it uncaptured, padded and as it was given. Returns the result of the latter."""
     compared = recording.compare(call.forward, call.inputs)
     schedule = recording.schedule
-    output = compared.output if call.padded is None else call.whole()
+    output = compared.output if call.padded is None else call.given()
     if compared.agrees:
         if recording.alarm.rang():
             recording.alarm.ignored = True  # the model's own outputs are not finite

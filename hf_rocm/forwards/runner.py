@@ -57,11 +57,11 @@ class _Given(NamedTuple):
 
     method: str
     stock: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    positional: Sequence[Any]
+    named: Mapping[str, Any]
 
     def __call__(self) -> Any:
-        return self.stock(*self.args, **self.kwargs)
+        return self.stock(*self.positional, **self.named)
 
 
 class _Call(NamedTuple):
@@ -126,8 +126,8 @@ def _recorded(model: Any, state: State, given: _Given) -> Any:
 
 def _call(state: State, given: _Given, padded: Padded | None = None) -> _Call:
     """padded: how to pad it, or None."""
-    args = given.args if padded is None else ()
-    named = given.kwargs if padded is None else padded.arguments
+    args = given.positional if padded is None else ()
+    named = given.named if padded is None else padded.arguments
     arguments: dict[str, Any] = {**{f"argument {index}": value for index, value in enumerate(args)}, **named}
 
     def forward(tensors: Sequence[Tensor]) -> Any:
@@ -150,7 +150,7 @@ def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) ->
     """The call in its padded form, if calls of several lengths have that form; else None."""
     if given.method != "forward" or state.refuses_padding(model, snapshot) is not None:
         return None
-    padded = padding.pad(model, given.stock, given.args, given.kwargs)
+    padded = padding.pad(model, given.stock, given.positional, given.named)
     if padded is None:
         return None
     found = _find(state, snapshot, _call(state, given, padded))

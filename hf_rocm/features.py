@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hf_rocm import patches
 from hf_rocm.overlay.block import sha256
 from hf_rocm.overlay.dependencies import Reference
 from hf_rocm.overlay.digest import digests
@@ -54,6 +55,20 @@ _CAUSAL_MASKS = (
     f"{_MASKS}sliding_window_overlay",
     f"{_MASKS}prepare_padding_mask",
 )
+
+# Encoders whose results do not depend on masked tokens at the end of a row: the prefix of their classes, and the parts
+# that depend on the length of a call, besides the classes of `_PADDED_TASKS`
+_PADDED_PARTS = {
+    "bert": ("Bert", ("BertEmbeddings", "BertEncoder", "BertPooler")),
+    "camembert": ("Camembert", ("CamembertEmbeddings", "CamembertEncoder", "CamembertClassificationHead")),
+    "distilbert": ("DistilBert", ("Embeddings", "Transformer")),
+    "electra": ("Electra", ("ElectraEmbeddings", "ElectraEncoder", "ElectraClassificationHead")),
+    "modernbert": ("ModernBert", ("ModernBertEmbeddings", "ModernBertPredictionHead")),
+    "mpnet": ("MPNet", ("MPNetEmbeddings", "MPNetEncoder", "MPNetPooler", "MPNetClassificationHead")),
+    "roberta": ("Roberta", ("RobertaEmbeddings", "RobertaEncoder", "RobertaPooler", "RobertaClassificationHead")),
+    "xlm_roberta": ("XLMRoberta", ("XLMRobertaEmbeddings", "XLMRobertaEncoder", "XLMRobertaClassificationHead")),
+}
+_PADDED_TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 # feature → the names, `module:name`, whose digests are recorded
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -137,7 +152,23 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_MODELS}set_attn_implementation",
     ),
     "static_cache": (f"{_CACHES}StaticCache", f"{_CACHES}StaticLayer", f"{_CACHES}Cache.update"),
+    # calls that are padded to buckets of lengths
+    **{
+        f"padding_{model}": tuple(
+            f"transformers.models.{model}.modeling_{model}:{name}"
+            for name in (*(f"{prefix}{task}" for task in _PADDED_TASKS), *parts)
+        )
+        for model, (prefix, parts) in _PADDED_PARTS.items()
+    },
 }
+
+
+def padding_of(cls: type) -> str | None:
+    """Return the feature of a class whose calls are padded to buckets of lengths, or None."""
+    feature = f"padding_{cls.__module__.rpartition('.modeling_')[2]}"
+    names = FEATURES.get(feature, ())[: len(_PADDED_TASKS)]
+    stock = getattr(sys.modules.get(cls.__module__), cls.__name__, None)
+    return feature if f"{cls.__module__}:{cls.__name__}" in names and stock is cls else None
 
 
 def refuses(feature: str) -> str | None:
@@ -227,10 +258,16 @@ def _places(feature: str) -> Iterator[Reference]:
         cls, _, method = inner.partition(".")
         part = vars(loaded).get(cls)
         if inspect.isclass(part):
-            names = [method] if method else [key for key, value in vars(part).items() if inspect.isfunction(value)]
+            names = [method] if method else _functions(part)
             yield from (Reference(part, key) for key in names if _is_code(inspect.getattr_static(part, key, None)))
         elif callable(part):
             yield Reference(vars(loaded), inner)
+
+
+def _functions(cls: type) -> list[str]:
+    """The functions that a class defines, without those that hf_rocm added."""
+    names = [name for name, value in vars(cls).items() if inspect.isfunction(value)]
+    return [name for name in names if patches.original(cls, name) is not patches.ABSENT]
 
 
 def _is_code(value: Any) -> bool:

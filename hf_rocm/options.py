@@ -7,7 +7,6 @@ overlay is active, options are ignored. The table in the README is generated fro
 from __future__ import annotations
 
 import errno
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_rocm.budget import in_bytes
 from hf_rocm.errors import OptionError
+from hf_rocm.option_values import flag, memory, number, seconds
 
 # In order of preference; `user` stands for implementations that users register.
 TIERS = ("user", "aiter", "triton", "torch", "eager")
@@ -96,6 +95,12 @@ VARIABLES = (
         "memory limit for the caches and recordings that a model keeps between calls; a share is of the device's "
         "memory (default 10%; 0 keeps none)",
     ),
+    Variable(
+        "HF_ROCM_PAD_TOKENS",
+        "tokens",
+        "largest size (rows × padded length) of an encoder's call that is padded, so that calls of many lengths share "
+        "recordings (default 2048; 0: never)",
+    ),
     Variable("FORCE_EAGER_ATTENTION", "0, 1", "attention in plain PyTorch (the same as HF_ROCM_TIER=attention=eager)"),
     Variable(
         "HF_ROCM_RANKS_TIMEOUT",
@@ -123,6 +128,7 @@ class Options:
     preshuffle_threshold: int = 128  # rows; 0: replace the original, -1: shuffle nothing
     graphs: Switch = Switch.AUTO
     graphs_memory: str = "10%"
+    pad_tokens: int = 2048  # rows × padded length; 0: never
     ranks_timeout: float = 300.0
 
     def tier(self, operation: str) -> str | None:
@@ -132,12 +138,12 @@ class Options:
 
 def force_requested() -> bool:
     """Return whether `HF_ROCM_FORCE` enables the ROCm path on any machine."""
-    return _flag(os.environ, "HF_ROCM_FORCE", default=False)
+    return flag(os.environ, "HF_ROCM_FORCE", default=False)
 
 
 def auto_requested() -> bool:
     """Return whether `HF_ROCM_AUTO` enables preparing every model that transformers loads."""
-    return _flag(os.environ, "HF_ROCM_AUTO", default=False)
+    return flag(os.environ, "HF_ROCM_AUTO", default=False)
 
 
 def aiter_may_log() -> bool:
@@ -261,7 +267,7 @@ def override(**changes: Any) -> Iterator[Options]:
 def parse(environment: Mapping[str, str]) -> Options:
     """Read options from a mapping. Raises `OptionError` with the variable, its value and the allowed values."""
     tiers = _parse_tiers(environment.get("HF_ROCM_TIER", ""), source="HF_ROCM_TIER=")
-    if _flag(environment, "FORCE_EAGER_ATTENTION", default=False):
+    if flag(environment, "FORCE_EAGER_ATTENTION", default=False):
         named = tiers.setdefault("attention", "eager")
         if named != "eager":
             raise OptionError(
@@ -282,15 +288,22 @@ def parse(environment: Mapping[str, str]) -> Options:
     return Options(
         tiers,
         aiter,
-        probe=refresh or _flag(environment, "HF_ROCM_PROBE", default=True),
+        probe=refresh or flag(environment, "HF_ROCM_PROBE", default=True),
         refresh=refresh,
-        probe_timeout=_seconds(environment, "HF_ROCM_PROBE_TIMEOUT", default=900.0),
+        probe_timeout=seconds(environment, "HF_ROCM_PROBE_TIMEOUT", default=900.0),
         preshuffle=preshuffle_mode(environment.get("HF_ROCM_PRESHUFFLE", "").strip() or "auto", "HF_ROCM_PRESHUFFLE="),
-        preshuffle_budget=_memory(environment, "HF_ROCM_PRESHUFFLE_BUDGET", default="0"),
-        preshuffle_threshold=_threshold(environment, "PRESHUFFLE_M_THRESH", default=128),
+        preshuffle_budget=memory(environment, "HF_ROCM_PRESHUFFLE_BUDGET", default="0"),
+        preshuffle_threshold=number(
+            environment,
+            "PRESHUFFLE_M_THRESH",
+            default=128,
+            smallest=-1,
+            allowed="a number of rows, 0 (always) or -1 (never)",
+        ),
         graphs=_switch(environment, "HF_ROCM_GRAPHS"),
-        graphs_memory=_memory(environment, "HF_ROCM_GRAPHS_MEMORY", default="10%"),
-        ranks_timeout=_seconds(environment, "HF_ROCM_RANKS_TIMEOUT", default=300.0, largest=1e9),
+        graphs_memory=memory(environment, "HF_ROCM_GRAPHS_MEMORY", default="10%"),
+        pad_tokens=number(environment, "HF_ROCM_PAD_TOKENS", default=2048, allowed="a number of tokens, or 0 (never)"),
+        ranks_timeout=seconds(environment, "HF_ROCM_RANKS_TIMEOUT", default=300.0, largest=1e9),
     )
 
 
@@ -348,45 +361,6 @@ def _parse_tiers(text: str, *, source: str) -> dict[str, str]:
             )
         tiers[operation] = tier
     return tiers
-
-
-def _flag(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
-    text = environment.get(name, "").strip()
-    if text in ("0", "1"):
-        return text == "1"
-    if text:
-        raise OptionError(f"{name}={text} is not valid", facts={"allowed": "0, 1, or unset"})
-    return default
-
-
-def _seconds(environment: Mapping[str, str], name: str, *, default: float, largest: float = math.inf) -> float:
-    text = environment.get(name, "").strip()
-    try:
-        seconds = float(text) if text else default
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds <= largest:
-        allowed = "a positive number of seconds" + ("" if largest == math.inf else f", {largest:g} at most")
-        raise OptionError(f"{name}={text} is not valid", facts={"allowed": allowed})
-    return seconds
-
-
-def _memory(environment: Mapping[str, str], name: str, *, default: str) -> str:
-    text = environment.get(name, "").strip() or default
-    in_bytes(text, 0, source=f"{name}=")
-    return text
-
-
-def _threshold(environment: Mapping[str, str], name: str, *, default: int) -> int:
-    text = environment.get(name, "").strip()
-    try:
-        rows = int(text) if text else default
-    except ValueError:
-        rows = -2
-    if rows < -1:
-        allowed = "a number of rows, 0 (always) or -1 (never)"
-        raise OptionError(f"{name}={text} is not valid", facts={"allowed": allowed})
-    return rows
 
 
 def _switch(environment: Mapping[str, str], name: str) -> Switch:

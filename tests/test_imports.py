@@ -36,7 +36,7 @@ ORDER = (
     ("overlay",),
     ("patches",),
     ("architectures", "device", "known_faults"),
-    ("arguments", "budget", "files", "options", "tolerance"),
+    ("arguments", "budget", "files", "option_values", "options", "tolerance"),
     ("variables",),
     ("errors",),
     ("hf_rocm",),  # the version

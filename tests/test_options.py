@@ -85,9 +85,12 @@ def test_preshuffling():
     requested = {"HF_ROCM_PRESHUFFLE": "all", "HF_ROCM_PRESHUFFLE_BUDGET": "25%", "PRESHUFFLE_M_THRESH": "-1"}
     parsed = parse(requested)
     assert (parsed.preshuffle, parsed.preshuffle_budget, parsed.preshuffle_threshold) == ("all", "25%", -1)
+    assert (parse({}).pad_tokens, parse({"HF_ROCM_PAD_TOKENS": "0"}).pad_tokens) == (2048, 0)
 
 
-@pytest.mark.parametrize(("name", "text"), [("PRESHUFFLE_M_THRESH", "-2"), ("PRESHUFFLE_M_THRESH", "many")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("PRESHUFFLE_M_THRESH", "-2"), ("PRESHUFFLE_M_THRESH", "many"), ("HF_ROCM_PAD_TOKENS", "-1")]
+)
 def test_a_threshold_is_a_number_of_rows_zero_or_minus_one(name, text):
     with pytest.raises(OptionError, match=f"{name}={text}"):
         parse({name: text})

@@ -1,22 +1,25 @@
-"""The forward of a prepared model that doesn't generate: recorded and replayed.
+"""The forward of a prepared model that doesn't generate, and its methods for features: recorded and replayed.
 
-It is set on the class and not on the model, as the methods of recorded steps are: models that are not prepared, and
+They are set on the class and not on the model, as the methods of recorded steps are: models that are not prepared, and
 subclasses, run the forward that was there before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from hf_rocm import patches
 from hf_rocm.forwards import decide
 from hf_rocm.forwards.runner import run
 from hf_rocm.forwards.state import SETTINGS, refusal, release, state_of
 from hf_rocm.generation.methods import put_before, take_away
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.options import Switch
+from hf_rocm.overlay.replacements import origin
 
 
 def switch_on(model: nn.Module, wanted: Switch) -> dict[str, str | None]:
@@ -31,7 +34,8 @@ def switch_on(model: nn.Module, wanted: Switch) -> dict[str, str | None]:
         required = wanted is Switch.REQUIRED and encoder is model
         reasons[name] = reason = decide.refuses_model(encoder, wanted)
         if reason is None:
-            put_before(encoder, {"forward": _forward}, SETTINGS)
+            methods = {name: method for name, method in _METHODS.items() if _is_transformers(type(encoder), name)}
+            put_before(encoder, methods, SETTINGS)
             encoder.__dict__[SETTINGS] = {"required": required}
         elif required:
             raise refusal(type(encoder).__name__, reason)
@@ -46,11 +50,21 @@ def switch_off(model: nn.Module) -> None:
             take_away(module, SETTINGS)
 
 
-def _forward(self: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _is_transformers(cls: type, name: str) -> bool:
+    """Whether a method is the forward, which is checked elsewhere, or the code of transformers."""
+    values = (patches.original(parent, name) for parent in cls.__mro__)
+    value = next((value for value in values if value is not patches.ABSENT), None)
+    return name == "forward" or origin(value).partition(".")[0] == "transformers"
+
+
+def _run(name: str, self: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if compiling() or "_is_replica" in self.__dict__:  # of nn.DataParallel, which makes new ones in every call
         return stock(*args, **kwargs)
     state = state_of(self)
     if state.disabled is not None:
         state.turned_away[state.disabled] += 1
         return stock(*args, **kwargs)
-    return run(self, state, stock, args, kwargs)
+    return run(self, state, stock, args, kwargs, method=name)
+
+
+_METHODS = {name: partial(_run, name) for name in ("forward", "get_image_features", "get_text_features")}

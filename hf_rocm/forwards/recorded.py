@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_rocm import patches
 from hf_rocm.forwards.host_reads import Answers, Read, Reads
 from hf_rocm.forwards.outputs import Outputs
+from hf_rocm.forwards.padding import Padded
 from hf_rocm.generation.comparison import RUNS, Operators, agree
 from hf_rocm.generation.recorded_step import Recorded
 from hf_rocm.generation.recorder import Recorder
@@ -64,17 +65,24 @@ class RecordedForward(Recorded):
         super().__init__(recorder, inputs, tensors, outputs.tensors)
         self._weights = weights
         self._build = outputs.build
+        self.cuts: Sequence[tuple[int, ...]] | None = None  # of a padded call; see `padding.Padded.cuts`
         self._last: Any = None  # the stream of the last replay
 
-    def copies(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Replay with these inputs. Returns copies of the output's tensors, which no later replay changes."""
+    def copies(self, inputs: Sequence[Tensor], padded: Padded | None = None) -> list[Tensor]:
+        """Replay with these inputs. Returns copies of the output's tensors, which no later replay changes.
+
+        padded: the call, if it is padded: the padding is cut off.
+        """
         if self.tensors[0].is_cuda:
             stream = torch.cuda.current_stream(self.tensors[0].device)
             if self._last is not None and self._last != stream:
                 stream.wait_stream(self._last)
             self._last = stream
         self.replay(inputs)
-        return [tensor.clone() for tensor in self.tensors]
+        tensors: Sequence[Tensor] = self.tensors
+        if padded is not None and self.cuts is not None:
+            tensors = padded.cut(tensors, self.cuts)
+        return [tensor.clone() for tensor in tensors]
 
     def output(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The output of a forward with these tensors in it."""

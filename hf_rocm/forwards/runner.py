@@ -1,24 +1,27 @@
 """One call of a model's forward: run uncaptured at first, recorded when its shape comes again, then replayed.
 
 The second call with the same shapes, flags and host reads is observed and recorded, and the third is the first that is
-replayed; `generation.schedule` decides when a replay is compared with an uncaptured forward again. The kernels of a
-replay are queued before the model's state is compared, so that the comparison costs no time; a replay writes only to
-memory of its recording, and its results are dropped if the state differs.
+replayed. Calls of encoders that differ only in length are padded and share a recording, see `padding`.
+`generation.schedule` decides when a replay is compared with an uncaptured forward again. The kernels of a replay are
+queued before the model's state is compared, so that the comparison costs no time; a replay writes only to memory of its
+recording, and its results are dropped if the state differs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_rocm.forwards import decide
+from hf_rocm.forwards import decide, padding
+from hf_rocm.forwards.outputs import Outputs
+from hf_rocm.forwards.padding import Padded
 from hf_rocm.forwards.recorded import RecordedForward, observe
 from hf_rocm.forwards.snapshot import Snapshot
-from hf_rocm.forwards.state import State
+from hf_rocm.forwards.state import Path, State
 from hf_rocm.generation import incident
 from hf_rocm.generation.step import Inputs, Unrecordable, put_together, take_apart
 
@@ -27,59 +30,135 @@ _log = logging.getLogger("hf_rocm")
 _NOT_REPLAYED: Any = object()
 
 
-def run(model: Any, state: State, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run or replay one call. Returns what `stock(*args, **kwargs)` would return, in tensors that the caller owns."""
+def run(
+    model: Any,
+    state: State,
+    stock: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    method: str = "forward",
+) -> Any:
+    """Run or replay one call of a method, whose stock implementation is `stock`.
+
+    Returns what `stock(*args, **kwargs)` would return, in tensors that the caller owns.
+    """
     reason = decide.refuses_call(model, state.device)
     if reason is not None:
         state.turn_away(reason)
         return stock(*args, **kwargs)
     with state.lock:
-        output = _recorded(model, state, stock, args, kwargs)
+        output = _recorded(model, state, _Given(method, stock, args, kwargs))
     return stock(*args, **kwargs) if output is _NOT_REPLAYED else output
 
 
-def _recorded(
-    model: Any, state: State, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+class _Given(NamedTuple):
+    """A call as it was given. method: its name."""
+
+    method: str
+    stock: Callable[..., Any]
+    positional: Sequence[Any]
+    named: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        return self.stock(*self.positional, **self.named)
+
+
+class _Call(NamedTuple):
+    """A call in a form that can be recorded.
+
+    forward: runs it with these tensors. padded: how it is padded, or None.
+    """
+
+    given: _Given
+    forward: Callable[[Sequence[Tensor]], Any]
+    inputs: Inputs
+    reason: str | None
+    padded: Padded | None = None
+
+
+class _Found(NamedTuple):
+    """A call, the key and the path of its recording, and the recording, or the reason why it has none, or neither."""
+
+    call: _Call
+    key: Hashable
+    path: Path
+    recording: RecordedForward | None
+    reason: str | None
+
+
+def _recorded(model: Any, state: State, given: _Given) -> Any:
     """The output, or `_NOT_REPLAYED` if the call has to run as stock."""
     if state.disabled is not None:  # by another thread, while this one waited
         return _NOT_REPLAYED
-    arguments: dict[str, Any] = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
-
-    def forward(tensors: Sequence[Tensor]) -> Any:
-        given = put_together(arguments, tensors)
-        first = [given.pop(f"argument {index}") for index in range(len(args))]
-        return stock(*first, **given)
-
     snapshot = state.snapshots[-1] if state.snapshots else None
     if snapshot is None or not snapshot.in_place():
         snapshot = _begin(model, state)
     for _ in range(_STATES):
-        inputs, reason = _inputs(arguments, state.device)
-        reason = state.refused.get(snapshot.number, reason)
-        key = (snapshot.number, decide.surroundings(), inputs.key)
-        recording, path = (None, ()) if reason is not None else state.find(key, inputs.tensors)
+        found = _find(state, snapshot, _call(state, given))
+        if found.recording is None and found.reason is None:
+            found = _find_padded(model, state, snapshot, given) or found
+        call, key, path, recording, reason = found
         compared_now = recording is not None and (
             recording.schedule.due or recording.alarm.rings(recording.schedule.replays)
         )
-        copies = None if recording is None or compared_now else recording.copies(inputs.tensors)
+        copies = None if recording is None or compared_now else recording.copies(call.inputs.tensors, call.padded)
         if not snapshot.unchanged(model):
             snapshot = _begin(model, state)
             continue
+        if call.padded is not None:
+            state.padded[call.padded.bucket] += 1
         if recording is None:
             reason = reason or state.why_not(key, path)
             if reason is not None:
                 state.turn_away(reason)
-            elif state.seen(key, path):
-                return _record(model, state, snapshot, key, path, forward, inputs)
+            elif state.seen(key, path) or call.padded is not None:
+                return _record(model, state, snapshot, key, path, call)
             return _NOT_REPLAYED
         state.unsettled = 0
         if copies is None:
-            return _compare(model, state, recording, forward, inputs)
+            return _compare(model, state, recording, call)
         recording.schedule.count()
         state.replayed += 1
-        return recording.output(copies, inputs.tensors)
+        return recording.output(copies, call.inputs.tensors)
     return _NOT_REPLAYED
+
+
+def _call(state: State, given: _Given, padded: Padded | None = None) -> _Call:
+    """padded: how to pad it, or None."""
+    args = given.positional if padded is None else ()
+    named = given.named if padded is None else padded.arguments
+    arguments: dict[str, Any] = {**{f"argument {index}": value for index, value in enumerate(args)}, **named}
+
+    def forward(tensors: Sequence[Tensor]) -> Any:
+        filled = put_together(arguments, tensors)
+        first = [filled.pop(f"argument {index}") for index in range(len(args))]
+        return given.stock(*first, **filled)
+
+    return _Call(given, forward, *_inputs(arguments, state.device), padded)
+
+
+def _find(state: State, snapshot: Snapshot, call: _Call) -> _Found:
+    reason = state.refused.get(snapshot.number, call.reason)
+    form: Hashable = call.inputs.key if call.padded is None else ("padded", call.inputs.key)
+    key = (snapshot.number, decide.surroundings(), call.given.method, form)
+    recording, path = (None, ()) if reason is not None else state.find(key, call.inputs.tensors)
+    return _Found(call, key, path, recording, reason)
+
+
+def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) -> _Found | None:
+    """The call in its padded form, if calls of several lengths have that form; else None."""
+    if given.method != "forward" or state.refuses_padding(model, snapshot) is not None:
+        return None
+    padded = padding.pad(model, given.stock, given.positional, given.named)
+    if padded is None:
+        return None
+    found = _find(state, snapshot, _call(state, given, padded))
+    if found.reason is not None or state.why_not(found.key, found.path) is not None:
+        return None
+    if found.recording is None and not state.lengths_differ(found.key, padded.length):
+        return None
+    return found if padded.sees_tokens(padding.window_of(model)) else None
 
 
 # The largest number of states of the model that are examined in one call; another thread may change it meanwhile.
@@ -110,25 +189,19 @@ def _begin(model: Any, state: State) -> Snapshot:
     return snapshot
 
 
-def _record(
-    model: Any,
-    state: State,
-    snapshot: Snapshot,
-    key: Any,
-    path: Any,
-    forward: Callable[[Sequence[Tensor]], Any],
-    inputs: Inputs,
-) -> Any:
+def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: Path, call: _Call) -> Any:
     """Observe the call for its result, then record it. The next call of this shape is the first that is replayed."""
-    observed = observe(forward, inputs, snapshot.tensors)
+    observed = observe(call.forward, call.inputs, snapshot.tensors)
+    output = observed.output if call.padded is None else call.given()
     if not snapshot.unchanged(model):
         _begin(model, state)  # it has kept something in the model, which the next call may use
-        return observed.output
+        return output
     reason = observed.reason
     if reason is None:
         before = _reserved(state.device)
         try:
-            recording = RecordedForward(state.recorder(), inputs, forward, observed, snapshot.tensors)
+            cuts = None if call.padded is None else _cuts(call.padded, snapshot.tensors, observed.output, output)
+            recording = RecordedForward(state.recorder(), call.inputs, call.forward, observed, snapshot.tensors)
         except Unrecordable as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001  the forward itself has just run, so its recording failed
@@ -136,32 +209,52 @@ def _record(
             reason = f"the forward can't be recorded: {text.splitlines()[0]}"
             _log.warning("%s: %s", state.name, reason)
         else:
+            recording.cuts = cuts
+            if not _padding_agrees(model, state, recording, call, observed.output, output):
+                return output
             grown = max(0, _reserved(state.device) - before)
             reason = state.keep(key, observed.reads, recording, grown)
     if reason is not None:
         state.failed(key, path, reason)
         state.turn_away(reason)
-    return observed.output
+    return output
 
 
-def _compare(
-    model: Any,
-    state: State,
-    recording: RecordedForward,
-    forward: Callable[[Sequence[Tensor]], Any],
-    inputs: Inputs,
-) -> Any:
-    """Replay the call and run it uncaptured. Returns the uncaptured result."""
-    compared = recording.compare(forward, inputs)
+def _cuts(padded: Padded, weights: Sequence[Tensor], long: Any, whole: Any) -> list[tuple[int, ...]]:
+    return padded.cuts(Outputs(whole, (), weights), Outputs(long, (), weights))
+
+
+def _padding_agrees(
+    model: Any, state: State, recording: RecordedForward, call: _Call, long: Any, whole: Any, *, earlier: int = 0
+) -> bool:
+    """Whether the output of a padded forward is that of the unpadded one; if not, no call is padded any more.
+
+    True for calls that are not padded. earlier: the number of results since the last comparison.
+    """
+    if call.padded is None or recording.cuts is None:
+        return True
+    tensors = call.padded.cut(Outputs(long, (), ()).tensors, recording.cuts)
+    reason = padding.differs(model, tensors, Outputs(whole, (), ()).tensors)
+    if reason is not None:
+        state.stop_padding(f"{reason}; up to {earlier} earlier results may differ as much" if earlier else reason)
+    return reason is None
+
+
+def _compare(model: Any, state: State, recording: RecordedForward, call: _Call) -> Any:
+    """Replay the call and run it uncaptured, padded and as it was given. Returns the result of the latter."""
+    compared = recording.compare(call.forward, call.inputs)
     schedule = recording.schedule
+    output = compared.output if call.padded is None else call.given()
     if compared.agrees:
         if recording.alarm.rang():
             recording.alarm.ignored = True  # the model's own outputs are not finite
+        if not _padding_agrees(model, state, recording, call, compared.output, output, earlier=schedule.since):
+            return output
         if schedule.proven:
             state.replayed += 1
             state.compared += 1
         schedule.agreed()
-        return compared.output
+        return output
     reason = f"a replayed forward differed from the forward itself by up to {compared.difference:.3g}"
     if schedule.since:
         reason += f"; up to {schedule.since} earlier results may be wrong too"
@@ -173,7 +266,7 @@ def _compare(
         unproven=schedule.since,
     )
     state.disable(reason)
-    return compared.output
+    return output
 
 
 def _reserved(device: torch.device) -> int:

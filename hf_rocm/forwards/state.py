@@ -16,6 +16,7 @@ from hf_rocm import options
 from hf_rocm.budget import in_bytes
 from hf_rocm.device import total_memory
 from hf_rocm.errors import GraphError
+from hf_rocm.forwards import padding
 from hf_rocm.forwards.host_reads import Program, Read
 from hf_rocm.forwards.recorded import RecordedForward
 from hf_rocm.forwards.snapshot import Snapshot
@@ -62,11 +63,15 @@ class State:
         self.replayed = 0  # after the first comparison
         self.compared = 0  # replays that were compared again
         self.turned_away: Counter[str] = Counter()  # reason → calls that ran uncaptured
+        self.padded: Counter[int] = Counter()  # length → calls that were padded to it
+        self.unpadded: str | None = None  # why no call is padded any more
         self.snapshots: list[Snapshot] = []  # the current one last
         self.refused: dict[Hashable, str] = {}  # snapshot's number → why nothing is recorded in this state
         self._roots: dict[Hashable, Branch | RecordedForward] = {}
         self._recordings: OrderedDict[tuple[Hashable, Path], tuple[RecordedForward, int]] = OrderedDict()
         self._seen: OrderedDict[tuple[Hashable, Path], str | None] = OrderedDict()
+        self._lengths: OrderedDict[Hashable, int] = OrderedDict()  # key of a padded call → the first length
+        self._paddable: dict[int, str | None] = {}  # snapshot's number → why calls are not padded, or None
         self._options: dict[int, Any] = {}
         self._numbers = count()
         self.unsettled = 0  # new states since the last replay
@@ -84,6 +89,25 @@ class State:
         _log.warning("%s: forwards run uncaptured from now on: %s", self.name, reason)
         if self.required:
             raise refusal(self.name, reason)
+
+    def stop_padding(self, reason: str) -> None:
+        """Pad no more calls of this model."""
+        self.unpadded = reason
+        self.clear()
+        _log.warning("%s: calls are not padded from now on: %s", self.name, reason)
+
+    def refuses_padding(self, model: Any, snapshot: Snapshot) -> str | None:
+        """Why the calls of this model are not padded in this state, or None."""
+        if snapshot.number not in self._paddable:
+            self._paddable[snapshot.number] = padding.refuses_model(model)
+        return self.unpadded or self._paddable[snapshot.number]
+
+    def lengths_differ(self, key: Hashable, length: int) -> bool:
+        """Whether calls with this key of their padded form had another length before. Stores the first one."""
+        first = self._lengths.setdefault(key, length)
+        while len(self._lengths) > _SEEN:
+            self._lengths.popitem(last=False)
+        return first != length
 
     def failed(self, key: Hashable, path: Path, reason: str) -> None:
         """Store why a shape can't be recorded; after several in a row, give up recording the model."""
@@ -194,6 +218,7 @@ class State:
         for place in [place for place in self._recordings if place[0][0] not in numbers]:  # type: ignore[index]
             self._drop(place)
         self.refused = {number: reason for number, reason in self.refused.items() if number in numbers}
+        self._paddable = {number: reason for number, reason in self._paddable.items() if number in numbers}
 
     def clear(self) -> None:
         """Free every recording."""
@@ -201,6 +226,7 @@ class State:
             self._keep([])
             self._roots.clear()
             self._seen.clear()
+            self._lengths.clear()
 
     def summary(self) -> tuple[int, int]:
         """The number of recordings, and their size in bytes."""

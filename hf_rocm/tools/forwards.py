@@ -19,6 +19,7 @@ def forwards(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _of(model: Any, off: str | None) -> Iterator[str]:
+    from hf_rocm import features
     from hf_rocm.forwards.decide import refuses_model, refuses_state
     from hf_rocm.forwards.state import SETTINGS, known
     from hf_rocm.generation import suspects
@@ -32,6 +33,10 @@ def _of(model: Any, off: str | None) -> Iterator[str]:
     reason = None if state is None else state.disabled
     reason = reason or refuses_model(model, Switch.REQUIRED if required else Switch.AUTO) or refuses_state(model)
     yield "forwards are recorded and replayed" if reason is None else f"forwards run uncaptured: {reason}"
+    feature = features.padding_of(type(model))
+    changed = None if feature is None else features.refuses(feature)
+    if changed is not None:
+        yield f"calls are not padded: {changed}"
     if state is None:
         return
     recordings, nbytes = state.summary()
@@ -41,6 +46,10 @@ def _of(model: Any, off: str | None) -> Iterator[str]:
         yield f"{state.compared} of the replayed forwards were compared again with uncaptured forwards"
     if recordings:
         yield f"{recordings} recordings ({nbytes / 2**20:.1f} MiB) are kept"
+    for length, count in sorted(state.padded.items()):
+        yield f"padded × {count}: to {length} tokens"
+    if state.unpadded is not None:
+        yield f"calls are no longer padded: {state.unpadded}"
     fault = suspects.fault_of(model.device) if required else None
     if fault is not None:
         yield f"recorded because graphs are required, though {suspects.reason(fault)}"

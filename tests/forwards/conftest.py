@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import hf_rocm
+from hf_rocm import options
 from hf_rocm.forwards.state import known
 from hf_rocm.generation import recorder
 from tests.forwards.families import make
+from tests.generation import faults
 from tests.generation.emulator import EmulatedRecorder
 
 
@@ -21,13 +23,20 @@ def recorded_on_cpu(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def exact_lengths():
+    """Calls are recorded by their exact shapes, so their results are stock's bit for bit."""
+    with options.override(pad_tokens=0):
+        yield
+
+
+@pytest.fixture
 def pair(recorded_on_cpu):
     """(the recorded model, its twin that is never recorded) of a family.
     Both run the same kernels, so their results are equal.
     """
 
     def build(name="bert", *, graphs=None, **changes):
-        stock = make(name, **changes)
+        stock = make(name, **changes)  # task: another class of the family
         prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs)
         return prepared, hf_rocm.prepare(stock, force=True, graphs=False)
 
@@ -53,6 +62,16 @@ def equal(one, other):
     return all(torch.equal(*both) for both in zip(ones, others, strict=True))
 
 
+def close(one, other):
+    """Whether two outputs are equal except for the rounding of other kernels, in fp32."""
+    ones, others = tensors(one), tensors(other)
+    assert type(one) is type(other) and len(ones) == len(others) and ones
+    return all(
+        a.shape == b.shape and a.dtype is b.dtype and torch.allclose(a, b, rtol=2e-5, atol=2e-5)
+        for a, b in zip(ones, others, strict=True)
+    )
+
+
 def counted(model):
     """(number of recordings, number of replays) so far."""
     state = known(model)
@@ -61,3 +80,34 @@ def counted(model):
 
 def reasons(model):
     return list(known(model).turned_away)
+
+
+def recorder_with(fault, *, first):
+    """A recorder whose replays have this fault in a linear layer, from the first one on that is named."""
+
+    def of_linear(kept, memory):
+        return fault([(_named(operator), *rest) for operator, *rest in kept], memory)
+
+    return faults.recorder_with(of_linear, first=first)
+
+
+def _named(operator):
+    """Compute linear layers with `addmm`."""
+    if str(operator) not in ("aten.addmm.default", "aten.linear.default"):
+        return operator
+
+    def product(*args, **kwargs):
+        return operator(*args, **kwargs)
+
+    return _Named(product)
+
+
+class _Named:
+    def __init__(self, function):
+        self._function = function
+
+    def __call__(self, *args, **kwargs):
+        return self._function(*args, **kwargs)
+
+    def __str__(self):
+        return "aten.mm"

@@ -42,6 +42,8 @@ CLIP_TEXT = {**TEXT, "eos_token_id": 3, "bos_token_id": 2, "projection_dim": 16}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     "bert": ("BertModel", "BertConfig", TEXT, False),
     "roberta": ("RobertaModel", "RobertaConfig", TEXT, False),
+    "camembert": ("CamembertModel", "CamembertConfig", TEXT, False),
+    "electra": ("ElectraModel", "ElectraConfig", TEXT, False),
     "distilbert": ("DistilBertModel", "DistilBertConfig", DISTIL, False),
     "modernbert": ("ModernBertModel", "ModernBertConfig", MODERN, False),
     "classifier": ("BertForSequenceClassification", "BertConfig", {**TEXT, "num_labels": 5}, False),
@@ -55,12 +57,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
 }
 
 
-def make(name: str, **changes: Any) -> Any:
-    """A stock model with weights large enough that every part affects the output."""
+def make(name: str, *, task: str | None = None, **changes: Any) -> Any:
+    """A stock model with weights large enough that every part affects the output. task: another class of the family."""
     class_name, config_name, arguments, _ = FAMILIES[name]
     config = getattr(transformers, config_name)(**{**arguments, **changes})
     torch.manual_seed(len(name))
-    model = getattr(transformers, class_name)(config)
+    model = getattr(transformers, task or class_name)(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -92,6 +92,7 @@ def test_repeated_outputs_and_inputs_keep_their_identity(pair):
     assert output.hidden_states[-1] is output.last_hidden_state
 
 
+@pytest.mark.usefixtures("exact_lengths")
 def test_with_a_limit_of_one_only_the_last_shape_stays_recorded(pair, monkeypatch):
     monkeypatch.setattr(state, "MOST", 3)
     prepared, stock = pair()
@@ -111,6 +112,7 @@ def test_the_memory_of_recordings_is_bounded(pair):
     assert counted(prepared) == (0, 0) and "more than HF_ROCM_GRAPHS_MEMORY=0 allows" in reasons(prepared)[0]
 
 
+@pytest.mark.usefixtures("exact_lengths")
 def test_threads(pair):
     prepared, stock = pair()
     wrong = []

@@ -1,0 +1,166 @@
+"""Calls that are padded on the right to a bucket of lengths, so that calls of many lengths share a few recordings.
+
+A masked token changes no other token's result in a bidirectional encoder whose positions are counted from the left. So
+a call of [B, S] tokens is also a call of [B, bucket] tokens, the last of which are masked and cut off from the outputs.
+`features` names the classes for which that was verified. The results are those of the unpadded forward except for
+rounding, because other kernels may run: comparisons run the unpadded forward too, and the caller gets its result.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_rocm import features, options
+from hf_rocm.forwards.outputs import Outputs
+from hf_rocm.generation.step import Unrecordable
+
+# Up to `_LONG` tokens, lengths are padded to multiples of the first number, and above to multiples of the second. GEMMs
+# and attention compute tiles of 32 to 128 rows, so a finer step saves little; a coarser one doubles the work of short
+# rows. 12 buckets cover 512 tokens.
+_STEPS = (32, 64)
+_LONG = 256
+
+# Arguments of shape [B, S] or [1, S], and the value of the padding.
+_TOKENS = {"attention_mask": 0, "token_type_ids": 0, "position_ids": 0}
+_FLAGS = ("return_dict", "output_hidden_states", "output_attentions")
+
+# The largest difference between a padded and an unpadded forward, as a root mean square, in rounding steps of the
+# outputs' magnitude. The rounding errors of layers add up like independent ones.
+_ROUNDINGS = 4
+
+
+class Padded(NamedTuple):
+    """A padded call. arguments: of the padded forward, all by name."""
+
+    length: int
+    bucket: int
+    arguments: dict[str, Any]
+
+    def sees_tokens(self, window: int | None) -> bool:
+        """Whether every position of the call sees a token, on the host. Attention over nothing depends on the length.
+
+        window: the distance that local attention sees, or None.
+        """
+        mask = self.arguments["attention_mask"][:, : self.length] > 0
+        seen = mask.any(-1)
+        if window is not None:
+            near = functional.max_pool1d(mask[:, None].float(), 2 * window + 1, stride=1, padding=window)
+            seen = seen & (near > 0).all(-1)[:, 0]
+        return bool(seen.all())
+
+    def cuts(self, whole: Outputs, padded: Outputs) -> list[tuple[int, ...]]:
+        """For every tensor of the padded output, the dimensions that are cut to the call's length.
+
+        whole: the output of the unpadded call. Raises `Unrecordable` if the two don't correspond.
+        """
+        if len(whole.tensors) != len(padded.tensors):
+            raise Unrecordable("its padded output has other tensors")
+        cuts = []
+        for one, other in zip(whole.tensors, padded.tensors, strict=True):
+            if one.dim() != other.dim() or one.dtype != other.dtype:
+                raise Unrecordable("its padded output has other tensors")
+            different = [index for index in range(one.dim()) if one.shape[index] != other.shape[index]]
+            if any((one.shape[index], other.shape[index]) != (self.length, self.bucket) for index in different):
+                raise Unrecordable("its output has a shape that depends on the length in another way")
+            cuts.append(tuple(different))
+        return cuts
+
+    def cut(self, tensors: Sequence[Tensor], cuts: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """The tensors of a padded output without the padding: views."""
+        results = []
+        for tensor, dimensions in zip(tensors, cuts, strict=True):
+            for dimension in dimensions:
+                tensor = tensor.narrow(dimension, 0, self.length)
+            results.append(tensor)
+        return results
+
+
+def bucket_of(length: int) -> int:
+    """The length to which a call of this length is padded."""
+    step = _STEPS[0] if length <= _LONG else _STEPS[1]
+    return math.ceil(length / step) * step
+
+
+def window_of(model: Any) -> int | None:
+    """The distance that the local attention of this model sees, or None."""
+    local = getattr(model.config, "local_attention", None)
+    return None if local is None else local // 2
+
+
+def refuses_model(model: Any) -> str | None:
+    """Why the calls of this model are not padded in its current state, or None."""
+    feature = features.padding_of(type(model))
+    if feature is None:
+        return f"{type(model).__name__} is not among the encoders whose calls are padded"
+    config = model.config
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        return "it is a decoder"
+    if getattr(config, "chunk_size_feed_forward", 0):
+        return "its feed-forward layers compute chunks"
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return f"attention of {config._attn_implementation!r} may treat masked tokens in another way"
+    return features.refuses(feature)
+
+
+def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Padded | None:
+    """The padded form of a call, or None: of other arguments than tokens, their mask and flags, or too large."""
+    limit = options.current().pad_tokens
+    arguments = {**dict(zip(_names(getattr(stock, "__func__", stock)), args, strict=False)), **kwargs}
+    ids = arguments.get("input_ids")
+    if ids is None or not _is_tokens(ids):
+        return None
+    rows, length = ids.shape
+    bucket = bucket_of(length)
+    if bucket == length or rows * bucket > limit or bucket > model.config.max_position_embeddings:
+        return None
+    mask = arguments.get("attention_mask")
+    given = {**arguments, "attention_mask": torch.ones_like(ids) if mask is None else mask}
+    for name, value in given.items():
+        if name == "input_ids":
+            given[name] = _extended(value, bucket, getattr(model.get_input_embeddings(), "padding_idx", None) or 0)
+        elif name in _TOKENS and value is not None:
+            shapes = (ids.shape,) if name == "attention_mask" else (ids.shape, (1, length))
+            if not _is_tokens(value) or value.shape not in shapes:
+                return None
+            given[name] = _extended(value, bucket, _TOKENS[name])
+        elif value is not None and not (name in _FLAGS and isinstance(value, bool)):
+            return None
+    return Padded(length, bucket, given)
+
+
+def differs(model: Any, padded: Sequence[Tensor], whole: Sequence[Tensor]) -> str | None:
+    """Why the results of a padded and of an unpadded forward are not the same except for rounding, or None."""
+    layers = int(getattr(model.config, "num_hidden_layers", 1))
+    for one, other in zip(padded, whole, strict=True):
+        if not other.is_floating_point():
+            if not torch.equal(one, other):
+                return "a padded forward returned other integers than the unpadded one"
+            continue
+        difference = float((one.float() - other.float()).square().mean().sqrt())
+        magnitude = max(1.0, float(other.float().square().mean().sqrt()))
+        allowed = _ROUNDINGS * torch.finfo(other.dtype).eps * math.sqrt(layers) * magnitude
+        if not difference <= allowed:
+            return f"a padded forward differed from the unpadded one by {difference:.3g}, {allowed:.3g} is rounding"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _names(forward: Callable[..., Any]) -> list[str]:
+    """The names of a forward's arguments, without `self`."""
+    return [name for name in inspect.signature(inspect.unwrap(forward)).parameters if name != "self"]
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() and not value.is_complex()
+
+
+def _extended(tensor: Tensor, bucket: int, value: int) -> Tensor:
+    return functional.pad(tensor, (0, bucket - tensor.shape[1]), value=value)

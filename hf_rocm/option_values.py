@@ -1,0 +1,49 @@
+"""The values of options: one function for each form, which reads a variable from a mapping or raises `OptionError`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from hf_rocm.budget import in_bytes
+from hf_rocm.errors import OptionError
+
+
+def flag(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
+    text = environment.get(name, "").strip()
+    if text in ("0", "1"):
+        return text == "1"
+    if text:
+        raise OptionError(f"{name}={text} is not valid", facts={"allowed": "0, 1, or unset"})
+    return default
+
+
+def seconds(environment: Mapping[str, str], name: str, *, default: float, largest: float = math.inf) -> float:
+    text = environment.get(name, "").strip()
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= largest:
+        allowed = "a positive number of seconds" + ("" if largest == math.inf else f", {largest:g} at most")
+        raise OptionError(f"{name}={text} is not valid", facts={"allowed": allowed})
+    return value
+
+
+def memory(environment: Mapping[str, str], name: str, *, default: str) -> str:
+    """A number of bytes, with a unit or as a share, as text."""
+    text = environment.get(name, "").strip() or default
+    in_bytes(text, 0, source=f"{name}=")
+    return text
+
+
+def number(environment: Mapping[str, str], name: str, *, default: int, allowed: str, smallest: int = 0) -> int:
+    """An integer. allowed: the values that are allowed, for the error."""
+    text = environment.get(name, "").strip()
+    try:
+        value = int(text) if text else default
+    except ValueError:
+        value = smallest - 1
+    if value < smallest:
+        raise OptionError(f"{name}={text} is not valid", facts={"allowed": allowed})
+    return value

@@ -1,0 +1,279 @@
+"""Calls of encoders that differ in length are padded, share a recording, and return what stock returns."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+import transformers
+
+import hf_rocm
+from hf_rocm import features, options
+from hf_rocm.forwards import padding
+from hf_rocm.forwards.state import known
+from hf_rocm.generation import recorder
+from tests.forwards.conftest import call, close, counted, equal, reasons, recorder_with
+from tests.forwards.families import inputs, make
+from tests.generation import faults
+
+TASKS = [
+    ("camembert", "CamembertForTokenClassification", {}),
+    ("electra", "ElectraForSequenceClassification", {"embedding_size": 16}),
+    ("bert", "BertForMaskedLM", {}),
+    ("distilbert", "DistilBertForQuestionAnswering", {}),
+    ("modernbert", "ModernBertForSequenceClassification", {"classifier_pooling": "mean"}),
+]
+
+
+def padded(model):
+    """Length → number of calls that were padded to it."""
+    return dict(known(model).padded)
+
+
+def lengths(count=24, smallest=1, largest=62):
+    draw = random.Random(count)
+    return [draw.randrange(smallest, largest) for _ in range(count)]
+
+
+def test_buckets():
+    assert [padding.bucket_of(length) for length in (1, 32, 33, 250, 256, 257, 500)] == [32, 32, 64, 256, 256, 320, 512]
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert", "classifier", "reranker", "mpnet"])
+def test_mixed_lengths_share_a_recording(name, pair):
+    prepared, stock = pair(name)
+    for seed, length in enumerate(lengths()):
+        hidden = (0, None, min(2, length - 1))[seed % 3]
+        given = inputs(name, length=length, seed=seed, padded=hidden)
+        assert close(call(prepared, given), call(stock, given)), f"call {seed}"
+    recorded, replayed = counted(prepared)
+    assert recorded == 2 and replayed > 12 and not reasons(prepared)
+    assert padded(prepared).keys() == {32, 64} and sum(padded(prepared).values()) >= replayed
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "changes"), TASKS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_tasks(family, task, changes, pair):
+    prepared, stock = pair(family, task=task, **changes)
+    for seed, length in enumerate(lengths(12, largest=31)):
+        given = inputs(family, length=length, seed=seed, padded=min(1, length - 1))
+        assert close(call(prepared, given), call(stock, given)), f"call {seed}"
+    assert counted(prepared)[0] == 1 and counted(prepared)[1] > 6
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"output_hidden_states": True}, {"return_dict": False}, {"output_attentions": True}],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_flags(flags, pair):
+    prepared, stock = pair(attn_implementation="eager")
+    for seed, length in enumerate(lengths(12, largest=31)):
+        given = {**inputs("bert", length=length, seed=seed), **flags}
+        assert close(call(prepared, given), call(stock, given)), f"call {seed}"
+    assert counted(prepared)[0] == 1 and counted(prepared)[1] > 6
+    if "output_hidden_states" in flags:
+        output = call(prepared, {**inputs("bert", length=5), **flags})
+        assert output.hidden_states[-1] is output.last_hidden_state
+
+
+def test_types_and_positions_of_tokens(pair):
+    prepared, stock = pair()
+    for seed, length in enumerate(lengths(10, largest=31)):
+        given = inputs("bert", length=length, seed=seed)
+        extra = (torch.ones(2, length, dtype=torch.long), torch.arange(length).flip(0)[None])
+        args = (given["input_ids"], given["attention_mask"], *extra)
+        assert close(call(prepared, {}, *args), call(stock, {}, *args))
+    assert counted(prepared)[0] == 1 and counted(prepared)[1] > 4
+
+
+def test_outputs_belong_to_the_caller_and_have_stocks_strides(pair):
+    prepared, stock = pair()
+    kept = []
+    for seed, length in enumerate(lengths(16, largest=31)):
+        given = inputs("bert", length=length, seed=seed)
+        output, expected = call(prepared, given).last_hidden_state, call(stock, given).last_hidden_state
+        assert output.stride() == expected.stride() and output.untyped_storage().nbytes() == output.nbytes
+        kept.append((output, output.clone()))
+    assert all(torch.equal(*both) for both in kept) and counted(prepared)[1] > 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype, pair):
+    prepared, stock = pair()
+    prepared.to(dtype)
+    stock.to(dtype)
+    for seed, length in enumerate(lengths(12, largest=31)):
+        given = inputs("bert", length=length, seed=seed, padded=0)
+        output, expected = call(prepared, given).last_hidden_state, call(stock, given).last_hidden_state
+        assert output.dtype is dtype
+        assert (output.float() - expected.float()).square().mean().sqrt() < 4 * torch.finfo(dtype).eps
+    assert counted(prepared)[1] > 6 and known(prepared).unpadded is None
+
+
+def test_one_length_is_recorded_by_its_shape(pair):
+    prepared, stock = pair()
+    for seed in range(8):
+        given = inputs("bert", seed=seed)
+        assert equal(call(prepared, given), call(stock, given))
+    for seed in range(8):  # other lengths are padded from now on, and the recorded one is not
+        given = inputs("bert", length=(7, 9)[seed % 2], seed=seed)
+        assert close(call(prepared, given), call(stock, given))
+    assert counted(prepared)[0] == 2 and padded(prepared) == {32: 4}
+
+
+def no_token(given):
+    given["attention_mask"][0] = 0
+
+
+def of_floats(given):
+    given["attention_mask"] = given["attention_mask"].float()
+
+
+def of_every_pair(given):
+    rows, length = given["input_ids"].shape
+    given["attention_mask"] = torch.ones(rows, length, length, dtype=torch.long)
+
+
+def embedded(given):
+    given["inputs_embeds"] = torch.randn(*given.pop("input_ids").shape, 32)
+
+
+def of_a_decoder(given):
+    given["encoder_hidden_states"] = None
+    given["use_cache"] = True
+
+
+@pytest.mark.parametrize("change", [no_token, of_floats, of_every_pair, embedded, of_a_decoder])
+def test_other_calls_are_not_padded(change, pair):
+    prepared, stock = pair()
+    for seed, length in enumerate((5, 6, 7, 8, 5, 6, 7, 8)):
+        given = inputs("bert", length=length, seed=seed, padded=1)
+        change(given)
+        assert equal(call(prepared, given), call(stock, given))
+    assert padded(prepared) == {}
+
+
+def test_a_loss_is_not_padded(pair):
+    prepared, stock = pair("classifier")
+    for seed, length in enumerate((5, 6, 7, 8)):
+        given = {**inputs("classifier", length=length, seed=seed), "labels": torch.tensor([1, 0])}
+        assert equal(call(prepared, given), call(stock, given))
+    assert padded(prepared) == {}
+
+
+def test_local_attention_that_sees_no_token(pair):
+    """Masked tokens that are far from all others attend to everything in some releases, which depends on the length."""
+    prepared, stock = pair("modernbert")
+    for seed, length in enumerate((12, 13, 14, 15, 12, 13)):
+        given = inputs("modernbert", length=length, seed=seed, padded=8)
+        assert equal(call(prepared, given), call(stock, given))
+    assert padded(prepared) == {}
+    for seed, length in enumerate((12, 13, 14, 15, 16, 17, 18)):
+        given = inputs("modernbert", length=length, seed=seed, padded=4)
+        assert close(call(prepared, given), call(stock, given))
+    assert padded(prepared)[32] > 4
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, {}), (64, {32: 5}), (63, {})])
+def test_the_size_of_padded_calls_is_an_option(tokens, expected, pair):
+    prepared, stock = pair()
+    with options.override(pad_tokens=tokens):
+        for length in (5, 6, 7, 8, 9, 10):
+            given = inputs("bert", length=length)
+            assert close(call(prepared, given), call(stock, given))
+    assert padded(prepared) == expected
+
+
+def test_lengths_above_the_models_are_not_padded(pair):
+    prepared, _ = pair(max_position_embeddings=40)
+    for length in (33, 35, 36, 38):
+        call(prepared, inputs("bert", length=length))
+    assert padded(prepared) == {}
+
+
+@pytest.mark.parametrize("changes", [{"is_decoder": True}, {"chunk_size_feed_forward": 1}])
+def test_models_that_are_not_padded(changes, pair):
+    if "is_decoder" not in changes and not hasattr(transformers.BertConfig(), "chunk_size_feed_forward"):
+        pytest.skip("this release has no such setting")
+    prepared, _ = pair(**changes)
+    assert padding.refuses_model(prepared) is not None
+    for length in (5, 6, 7, 8):
+        call(prepared, inputs("bert", length=length), **({"use_cache": False} if "is_decoder" in changes else {}))
+    assert padded(prepared) == {}
+
+
+class Subclass(transformers.BertModel):
+    pass
+
+
+def test_classes_that_are_not_padded(monkeypatch):
+    assert padding.refuses_model(make("bert")) is None
+    assert "Subclass" in padding.refuses_model(Subclass(make("bert").config))
+    assert "CLIPTextModel" in padding.refuses_model(make("clip-text"))
+    monkeypatch.setattr(type(make("bert").embeddings), "forward", lambda self, **kwargs: None)
+    assert "BertEmbeddings.forward was replaced" in padding.refuses_model(make("bert"))
+    assert padding.refuses_model(make("roberta")) is None
+    prepared = hf_rocm.prepare(make("bert"), force=True)
+    assert any("BertEmbeddings.forward was replaced" in line for line in hf_rocm.explain(prepared).forwards)
+
+
+def test_every_padded_class_exists():
+    for feature, names in features.FEATURES.items():
+        if feature.startswith("padding_"):
+            module, _, name = names[0].partition(":")
+            assert features.padding_of(getattr(transformers, name)) == feature, module
+
+
+def test_a_forward_that_depends_on_the_length(pair):
+    """Its results differ from those of the unpadded forward at once: padding ends, and the caller gets stock's."""
+
+    def mean(module, args, output):
+        return output + args[0].mean(1)
+
+    mean.__module__ = "transformers"
+    prepared, stock = pair()
+    for model in (prepared, stock):
+        model.pooler.register_forward_hook(mean)
+    for seed, length in enumerate((5, 6, 7, 8, 9, 5, 5, 5, 5)):
+        given = inputs("bert", length=length, seed=seed)
+        assert equal(call(prepared, given), call(stock, given))
+    assert padded(prepared) == {32: 1}
+    assert known(prepared).unpadded.startswith("a padded forward differed from the unpadded one by")
+    assert any(line.startswith("calls are no longer padded") for line in hf_rocm.explain(prepared).forwards)
+    assert counted(prepared)[1] > 0  # by exact shapes
+
+
+def test_a_wrong_replay_of_a_padded_call(pair, monkeypatch):
+    monkeypatch.setitem(recorder.factories, "cpu", recorder_with(faults.garbage, first=1))
+    prepared, stock = pair()
+    for seed, length in enumerate((5, 6, 7, 8, 9)):
+        given = inputs("bert", length=length, seed=seed)
+        assert equal(call(prepared, given), call(stock, given))
+    assert "a replayed forward differed" in known(prepared).disabled and padded(prepared) == {32: 2}
+
+
+def test_explain(pair):
+    prepared, _ = pair()
+    for length in (5, 6, 7, 40, 41, 42):
+        call(prepared, inputs("bert", length=length))
+    lines = hf_rocm.explain(prepared).forwards
+    assert "padded × 2: to 32 tokens" in lines and "padded × 2: to 64 tokens" in lines
+
+
+def test_a_changed_model_is_padded_again(pair):
+    prepared, stock = pair()
+    for epsilon in (1e-12, 1.0):
+        for model in (prepared, stock):
+            model.embeddings.LayerNorm.eps = epsilon
+        for seed, length in enumerate(lengths(10, largest=31)):
+            given = inputs("bert", length=length, seed=seed)
+            assert close(call(prepared, given), call(stock, given))
+    assert counted(prepared)[0] == 2
+    twin = copy.deepcopy(prepared)
+    for length in (5, 6, 7, 8):
+        assert close(call(twin, inputs("bert", length=length)), call(stock, inputs("bert", length=length)))
+    assert padded(twin) == {32: 3}

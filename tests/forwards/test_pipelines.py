@@ -1,0 +1,98 @@
+"""Loops of transformers' pipelines over inputs of mixed lengths return what stock's return, over recorded forwards."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy
+import PIL.Image
+import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import hf_rocm
+from tests.forwards.conftest import counted
+from tests.forwards.families import make
+
+WORDS = [f"w{number}" for number in range(57)]
+
+
+@pytest.fixture
+def tokenizer():
+    special = ["[CLS]", "[PAD]", "[SEP]", "[UNK]"]
+    words = {word: index for index, word in enumerate([*special, *WORDS])}
+    built = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    built.pre_tokenizer = pre_tokenizers.Whitespace()
+    built.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 2)]
+    )
+    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    inputs = ["input_ids", "attention_mask"]
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=built, model_max_length=60, model_input_names=inputs, **names
+    )
+
+
+def texts(count=24):
+    draw = random.Random(0)
+    return [" ".join(draw.choices(WORDS, k=draw.randrange(1, 50))) for _ in range(count)]
+
+
+def both(task, stock, **parts):
+    """(a pipeline over a prepared copy of the model, one over the stock model)."""
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    return [transformers.pipeline(task, model=model, device="cpu", **parts) for model in (prepared, stock)]
+
+
+def numbers(result):
+    """Every number in a result, in order; and everything else, as text."""
+    if isinstance(result, dict):
+        return [item for key, value in result.items() for item in (key, *numbers(value))]
+    if isinstance(result, (list, tuple)):
+        return [item for value in result for item in numbers(value)]
+    return [result.item() if isinstance(result, numpy.generic) else result]
+
+
+def same(one, other):
+    ones, others = numbers(one), numbers(other)
+    assert len(ones) == len(others) and ones
+    return all(
+        one == (pytest.approx(other, rel=1e-4, abs=1e-5) if isinstance(other, float) else other)
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("task", "family", "name"),
+    [
+        ("text-classification", "classifier", None),
+        ("text-classification", "distilbert", "DistilBertForSequenceClassification"),
+        ("token-classification", "bert", "BertForTokenClassification"),
+        ("feature-extraction", "roberta", None),
+        ("feature-extraction", "modernbert", None),
+    ],
+)
+def test_texts_of_mixed_lengths(task, family, name, batch, recorded_on_cpu, tokenizer):
+    window = {"local_attention": 128} if family == "modernbert" else {}
+    prepared, stock = both(task, make(family, task=name, **window), tokenizer=tokenizer)
+    given = texts()
+    assert same(prepared(given, batch_size=batch), stock(given, batch_size=batch))
+    if batch == 1:  # one call for each text
+        assert all(same(prepared(text), stock(text)) for text in given)
+    recorded, replayed = counted(prepared.model)
+    assert recorded in (1, 2) and replayed > (20 if batch == 1 else 0)
+
+
+def test_images_of_mixed_sizes(recorded_on_cpu):
+    sizes = ((24, 24), (40, 30), (17, 50))
+    generator = numpy.random.default_rng(0)
+    images = [
+        PIL.Image.fromarray(generator.integers(0, 256, (*sizes[number % 3], 3), dtype="uint8")) for number in range(12)
+    ]
+    newer = getattr(transformers, "ViTImageProcessorPil", None)  # the other one needs torchvision there
+    processor = (newer or transformers.ViTImageProcessor)(size={"height": 24, "width": 24})
+    prepared, stock = both("image-classification", make("vit"), image_processor=processor)
+    assert same(prepared(images), stock(images))
+    assert counted(prepared.model)[0] == 1 and counted(prepared.model)[1] > 6

@@ -56,6 +56,13 @@ def prepared(kind):
     return hf_rocm.prepare(model, force=True), alone
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten():
+    """Free the prepared models after the tests of this module: their classes stay changed while they live."""
+    yield
+    prepared.cache_clear()
+
+
 class Walk:
     """Requests at random to one manager. forks: answers of each request; those after the first are forked from it."""
 

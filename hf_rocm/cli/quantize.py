@@ -64,6 +64,7 @@ def quantize(
         "layer outputs": f"off by {error['mean']:.2%} on average, {error['max']:.2%} at most ({error['worst']})",
         "logits": f"off by {gap.mean:.3g} on average, {gap.largest:.3g} at most; they spread by {gap.size:.3g}",
         "same choice": f"{gap.same_choice:.2%} of {gap.tokens} tokens",
+        "divergence": f"{gap.divergence:.3g} nats (Kullback-Leibler) on average",
     }
     if gap.perplexity is not None:
         actual, expected = gap.perplexity

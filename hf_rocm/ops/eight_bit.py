@@ -1,4 +1,4 @@
-"""8-bit numbers with one scale for each row: the formats, and the rounding of a row.
+"""8-bit numbers with one scale for each row, or for each block of 128 × 128: the formats, and the rounding.
 
 A row with the largest magnitude `a` is divided by `a / largest`, so that it uses the whole range of the format, and
 rounded to the nearest number. The scale is never 0, so a row of zeros stays zero. A NaN makes only its own row NaN, and
@@ -8,6 +8,7 @@ a row with an infinity is not finite either.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_rocm.device import Device
@@ -52,6 +53,30 @@ def dequantize_rows(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantise 8-bit rows [N, K] with scales [N], rounding once to dtype."""
     wide = torch.promote_types(dtype, torch.float32)
     return (rows.to(wide) * scale.to(wide).unsqueeze(-1)).to(dtype)
+
+
+BLOCK = 128  # rows and columns with one scale
+
+
+def quantize_blocks(weight: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round a weight [N, K] to 8 bits with a scale for each block, the last ones smaller.
+
+    Returns [N, K] of the format and the scales [⌈N / 128⌉, ⌈K / 128⌉] in fp32.
+    """
+    n, k = weight.shape
+    whole = F.pad(weight, (0, -k % BLOCK, 0, -n % BLOCK))
+    blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
+    rows, scale = quantize_rows(blocks.flatten(2), format)
+    data = rows.view(torch.uint8).view(blocks.shape).transpose(1, 2).reshape(whole.shape)[:n, :k]
+    return data.contiguous().view(format), scale.squeeze(-1).float()
+
+
+def dequantize_blocks(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantise 8-bit rows [N, K] with a scale for each block, rounding once to dtype."""
+    n, k = rows.shape
+    wide = torch.promote_types(dtype, torch.float32)
+    scales = scale.to(wide).repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+    return (rows.to(wide) * scales).to(dtype)
 
 
 RUN = 16  # columns of 8 bits that are stored together

@@ -1,7 +1,7 @@
 """quantized_linear: x Wᵀ + b with weights of 8 or 4 bits, with the norm before it and the gate and sum after it.
 
-8-bit weights have a scale for each row, 4-bit weights one for each group of a row. Few rows are not rounded: a kernel
-reads the weight's own bytes. Many rows meet dequantised weights, or 8-bit weights rounded likewise.
+8-bit weights have a scale for each row or block, 4-bit weights one for each group of a row. Few rows are not rounded: a
+kernel reads the weight's own bytes. Many rows meet dequantised weights, or 8-bit weights rounded likewise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_rocm.ops import probe, quantized_torch
 from hf_rocm.ops.aiter import quantized as aiter
 from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.custom_op import compiling
-from hf_rocm.ops.eight_bit import INT8, quantize_rows, shuffle_rows
+from hf_rocm.ops.eight_bit import BLOCK, INT8, quantize_blocks, quantize_rows, shuffle_rows
 from hf_rocm.ops.four_bit import INT4, PER_WORD, SCALE, quantize_groups
 from hf_rocm.ops.linear import ACTIVATIONS, Norm
 from hf_rocm.ops.pointwise import eager_act_and_mul, eager_rms_norm
@@ -50,10 +50,11 @@ def quantized_linear(
 ) -> Tensor:
     """rms_norm(x) (s · W)ᵀ + b, then the gate, then + residual; the norm, gate and residual only if given.
 
-    x: [..., K] fp64, fp32, fp16 or bf16; weight: [N, K] int8 or fp8 with scale [N] fp32, or [N, K / 8] int32 with scale
-    [N, K / group], see `four_bit.quantize_groups`; bias: [N] or None. shuffled: the weight is in the order of
-    `eight_bit.shuffle_rows`. round_input: round the rows of x to the format of W too, which must have 8 bits. norm,
-    activation, residual: as in `fused_linear`. zeros: the zero points of the groups, see `four_bit.dequantize_groups`.
+    x: [..., K] fp64, fp32, fp16 or bf16; weight: [N, K] int8 or fp8 with scale [N] fp32, or [⌈N / 128⌉, ⌈K / 128⌉] fp32
+    for blocks, or [N, K / 8] int32 with scale [N, K / group], see `four_bit.quantize_groups`; bias: [N] or None.
+    shuffled: the weight is in the order of `eight_bit.shuffle_rows`. round_input: round the rows of x to the format of
+    W too; ignored unless it has a scale for each row. norm, activation, residual: as in `fused_linear`. zeros: the zero
+    points of the groups, see `four_bit.dequantize_groups`.
     Returns [..., N], or [..., N / 2] with an activation, in x's dtype.
     Raises `OptionError` if gradients are on and x requires them, and on another activation.
     """
@@ -71,6 +72,8 @@ def quantized_linear(
     if format == INT4:
         k *= PER_WORD
         group, round_input = k // scale.shape[1], False
+    elif scale.dim() == 2:
+        group, round_input = BLOCK, False
     bias_dtype = None if bias is None else bias.dtype
     norm_dtype = None if norm_weight is None else norm_weight.dtype
     scale_dtype = None if format != INT4 or scale.dtype == SCALE else scale.dtype
@@ -160,14 +163,15 @@ def _kind(spec: QuantizedSpec) -> QuantizedSpec:
         return spec
     k = spec.k if spec.k <= 2048 else 1024 + spec.k % 1024
     group = k if spec.group == spec.k else spec.group  # a row that is one group stays one
-    return spec._replace(rows=MANY, n=smaller(spec.n, 4160), k=k, group=group)
+    blocks = group and spec.format != INT4  # a gate begins with one
+    return spec._replace(rows=MANY, n=smaller(spec.n, 4352, 256) if blocks else smaller(spec.n, 4160), k=k, group=group)
 
 
 def _cases(spec: QuantizedSpec) -> Iterator[Case]:
     """One row of each x is zero, and its largest magnitude must not be used as a divisor."""
     n, draw = fewer_rows(spec.n, spec.k, 256), Draw(spec.dtype, spec.device)
     numbers = draw(n, spec.k) * spec.k**-0.5
-    weight, scale = quantize_groups(numbers, spec.group) if spec.group else quantize_rows(numbers, spec.format)
+    weight, scale = _encoded(numbers, spec)
     bias = None if spec.bias_dtype is None else draw(n).to(spec.bias_dtype)
     if spec.shuffled:
         weight = shuffle_rows(weight)
@@ -183,7 +187,7 @@ def _cases(spec: QuantizedSpec) -> Iterator[Case]:
             x[0] = 0
         residual = draw(m, columns) if spec.residual else None
         yield Case(
-            (x, weight, scale if spec.group else scale.flatten().float(), bias),
+            (x, weight, scale, bias),
             (
                 spec.format,
                 spec.shuffled,
@@ -196,6 +200,15 @@ def _cases(spec: QuantizedSpec) -> Iterator[Case]:
                 zeros,
             ),
         )
+
+
+def _encoded(numbers: Tensor, spec: QuantizedSpec) -> tuple[Tensor, Tensor]:
+    if spec.format == INT4:
+        return quantize_groups(numbers, spec.group)
+    if spec.group:
+        return quantize_blocks(numbers, spec.format)
+    weight, scale = quantize_rows(numbers, spec.format)
+    return weight, scale.flatten().float()
 
 
 _operation = Operation("quantized_linear", QuantizedSpec, _cases, _kind, family="linear", terms=QuantizedCall)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_rocm.device import Device
-from hf_rocm.ops.eight_bit import INT8, dequantize_rows, quantize_rows, unshuffle_rows
+from hf_rocm.ops.eight_bit import BLOCK, INT8, dequantize_blocks, dequantize_rows, quantize_rows, unshuffle_rows
 from hf_rocm.ops.four_bit import INT4, dequantize_groups
 from hf_rocm.ops.pointwise import act_and_mul, rms_norm
 
@@ -33,7 +33,7 @@ class QuantizedSpec(NamedTuple):
     bias_dtype: torch.dtype | None
     shuffled: bool
     round_input: bool = True
-    group: int = 0  # numbers with one scale; 0: a row
+    group: int = 0  # numbers of a row with one scale; 0: all. With 8 bits a block: so many rows share it
     norm_dtype: torch.dtype | None = None
     one_plus: bool = False
     activation: str | None = None
@@ -77,7 +77,7 @@ class QuantizedCall(NamedTuple):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] in this dtype."""
         weight = self.weight if self.format == INT4 else self.plain_weight()
-        step = max(1, _AT_ONCE // max(1, self.x.shape[-1]))
+        step = max(1, _AT_ONCE // max(1, self.x.shape[-1]) // BLOCK) * BLOCK
         parts = [
             self._decoded(weight[start : start + step], slice(start, start + step), dtype)
             for start in range(0, max(1, len(weight)), step)
@@ -85,6 +85,8 @@ class QuantizedCall(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decoded(self, rows: Tensor, place: slice, dtype: torch.dtype) -> Tensor:
+        if self.format != INT4 and self.scale.dim() == 2:
+            return dequantize_blocks(rows, self.scale[place.start // BLOCK : place.stop // BLOCK], dtype)
         if self.format != INT4:
             return dequantize_rows(rows, self.scale[place], dtype)
         return dequantize_groups(rows, self.scale[place], dtype, None if self.zeros is None else self.zeros[place])

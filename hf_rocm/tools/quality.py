@@ -23,7 +23,8 @@ class QuantizationLoss:
     """The logits of a model compared with those of its reference, over every position of a text.
 
     tokens: the number of positions. largest, mean: of the absolute differences. size: the standard deviation of the
-    reference's logits. same_choice: the share of positions with the same most likely token. perplexity: (of the model,
+    reference's logits. same_choice: the share of positions with the same most likely token. divergence: the mean
+    Kullback-Leibler divergence of the model's probabilities from the reference's, in nats. perplexity: (of the model,
     of the reference), or None for models that don't predict the next token.
     """
 
@@ -32,6 +33,7 @@ class QuantizationLoss:
     mean: float
     size: float
     same_choice: float
+    divergence: float
     perplexity: tuple[float, float] | None
 
     @property
@@ -48,6 +50,7 @@ class QuantizationLoss:
             f"  logits       off by {self.mean:.3g} on average, {self.largest:.3g} at most",
             f"  their spread {self.size:.3g}",
             f"  same choice  {self.same_choice:.1%} of the positions",
+            f"  divergence   {self.divergence:.3g} nats (Kullback-Leibler)",
         ]
         if self.perplexity is not None:
             actual, expected = self.perplexity
@@ -87,7 +90,7 @@ def compare(
     logits: Sequence[Tensor], expected: Sequence[Tensor], pieces: Sequence[Tensor], *, predicts: bool
 ) -> QuantizationLoss:
     """Compare logits [1, S_i, V] of pieces of tokens [1, S_i]. predicts: whether to compute the perplexity."""
-    largest, total, square, mean, same, count, positions = 0.0, 0.0, 0.0, 0.0, 0, 0, 0
+    largest, total, square, mean, divergence, same, count, positions = 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0
     losses = [0.0, 0.0]
     predicted = 0
     for actual, reference, ids in zip(logits, expected, pieces, strict=True):
@@ -99,6 +102,7 @@ def compare(
         mean += reference.double().sum().item()
         count += off.numel()
         same += int((actual.argmax(-1) == reference.argmax(-1)).sum())
+        divergence += _divergence(actual, reference)
         positions += ids.numel()
         if predicts and ids.shape[1] > 1:
             predicted += ids.numel() - 1
@@ -110,8 +114,17 @@ def compare(
         mean=total / count,
         size=math.sqrt(max(0.0, square / count - (mean / count) ** 2)),
         same_choice=same / positions,
+        divergence=divergence / positions,
         perplexity=(math.exp(losses[0] / predicted), math.exp(losses[1] / predicted)) if predicted else None,
     )
+
+
+def _divergence(logits: Tensor, expected: Tensor) -> float:
+    """Σ p (log p - log q) over all positions, for the probabilities p of the expected logits and q of the others."""
+    wanted = expected.log_softmax(-1)
+    shares = wanted.exp()
+    terms = torch.where(shares == 0, 0, shares * (wanted - logits.log_softmax(-1)))
+    return terms.double().sum().item()
 
 
 @torch.no_grad()

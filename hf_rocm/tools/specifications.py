@@ -54,7 +54,7 @@ def _of_module(module: nn.Module) -> Iterator[Specification]:
         spec = LinearSpec(dtype, dtype, device, n, k, None if fused.bias is None else fused.bias.dtype, True, False)
         yield "linear", f"{' + '.join(fused.names)}, {n} × {k}", tuple(spec)
     if fused is not None or group is not None:
-        n = len(fused.weight if group is None else group.scale)  # type: ignore[union-attr]
+        n = len(fused.weight if group is None else group.data)  # type: ignore[union-attr]
         activation = activation_of(getattr(module, "act_fn", None))
         if activation is not None:
             yield "act_and_mul", activation, tuple(ActivationSpec(dtype, device, n // 2, activation, False))

@@ -23,6 +23,7 @@ from hf_rocm.weights.stored import (
     StoredFormat,
     Tensors,
     Unsupported,
+    only_known,
     pack,
     stored_format,
     unpack,
@@ -105,6 +106,21 @@ class PackedAlongK(FourBitFormat):
         out[start : start + len(levels)] = pack(levels.view(len(levels), -1, PER_WORD), IN_ORDER)
 
 
+@dataclass(frozen=True)
+class PlainOrder(EightBitFormat):
+    """`weight_scale`: one for the tensor or one for each row."""
+
+    marker = "weight_scale"
+
+    def expected(self, n: int, k: int) -> dict[str, Expected]:
+        return {
+            **super().expected(n, k),
+            # of activations: no product here rounds them with these, but they are saved again
+            "input_scale": Expected(SCALES, self.one, required=False),
+            "input_zero_point": Expected((INT8, FP8, torch.int32, *SCALES), self.one, required=False),
+        }
+
+
 @stored_format(_METHOD)
 def parse(config: Mapping[str, Any]) -> StoredFormat:
     """Return the format of the quantised layers. Raises `Unsupported` for everything that is not known to be right."""
@@ -142,15 +158,16 @@ def parse(config: Mapping[str, Any]) -> StoredFormat:
     if inputs and inputs.get("num_bits") != 8:
         raise Unsupported(f"its activations have {inputs.get('num_bits')} bits")
     rounded = bool(inputs) and inputs.get("symmetric", True)  # our products round symmetrically, or not at all
-    return EightBitFormat(_METHOD, INT8 if number == "int" else FP8, strategy == "channel", not rounded)
+    scale_for = "row" if strategy == "channel" else "tensor"
+    return PlainOrder(_METHOD, INT8 if number == "int" else FP8, scale_for, not rounded)
 
 
 def _nothing_else(config: Mapping[str, Any]) -> None:
     """Refuse features that change the result of the model and are not implemented."""
     for group in (config.get("config_groups") or {}).values():
-        _known(group, _OF_GROUP, "layers")
-        _known(group.get("weights") or {}, _OF_WEIGHTS, "weights")
-    _known(config, _SETTINGS, "checkpoint")
+        only_known(group, _OF_GROUP, "layers")
+        only_known(group.get("weights") or {}, _OF_WEIGHTS, "weights")
+    only_known(config, _SETTINGS, "checkpoint")
     status = config.get("quantization_status", "compressed")
     if status != "compressed":
         raise Unsupported(f"its quantization_status is {status!r}, not 'compressed'")
@@ -161,12 +178,6 @@ def _nothing_else(config: Mapping[str, Any]) -> None:
         raise Unsupported(f"its weights are sparse ({sparsity['format']})")
     if (config.get("transform_config") or {}).get("config_groups"):
         raise Unsupported("its weights were transformed (transform_config)")
-
-
-def _known(settings: Mapping[str, Any], known: tuple[str, ...], of: str) -> None:
-    other = next((name for name, value in settings.items() if value and name not in known), None)
-    if other is not None:
-        raise Unsupported(f"the setting {other!r} of its {of} is not known")
 
 
 def _group(strategy: str | None, size: int | None) -> int:

@@ -1,4 +1,4 @@
-"""8-bit weights with one scale for each row: `fp8` and `int8`."""
+"""8-bit weights with one scale for each row, `fp8` and `int8`, or for each block, which checkpoints have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from torch import Tensor, nn
 
 from hf_rocm.device import describe, is_rocm
 from hf_rocm.errors import TierUnavailable
-from hf_rocm.ops.eight_bit import FP8, INT8, dequantize_rows, fp8_of, quantize_rows, shuffle_rows, unshuffle_rows
+from hf_rocm.ops.eight_bit import (
+    BLOCK,
+    FP8,
+    INT8,
+    dequantize_blocks,
+    dequantize_rows,
+    fp8_of,
+    quantize_rows,
+    shuffle_rows,
+    unshuffle_rows,
+)
 from hf_rocm.ops.quantized import choose, shuffle_refuses
 from hf_rocm.ops.quantized_torch import QuantizedSpec
 from hf_rocm.weights.encoding import QuantizedWeight, encoding
@@ -18,13 +28,17 @@ from hf_rocm.weights.encoding import QuantizedWeight, encoding
 
 @encoding("fp8", "int8")
 class EightBitWeight(QuantizedWeight):
-    """data: [N, K] int8 or fp8, shuffled for aiter or not; scale: [N] fp32. weight_only: x is never rounded."""
+    """data: [N, K] int8 or fp8, shuffled for aiter or not; scale: [N] fp32, or [⌈N / 128⌉, ⌈K / 128⌉] for blocks.
+
+    weight_only: x is never rounded, as with blocks.
+    """
 
     step = 16  # a shuffled tile has 16 rows
 
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None, *, weight_only: bool = False) -> None:
         super().__init__(data, scale, bias)
-        self.weight_only = weight_only
+        self.weight_only = weight_only or scale.dim() == 2
+        self.per_scale = BLOCK if scale.dim() == 2 else 1
         self._choose()
 
     def _choose(self) -> None:
@@ -61,7 +75,9 @@ class EightBitWeight(QuantizedWeight):
             self.shuffled = True
 
     def _is_better_shuffled(self, dtype: torch.dtype) -> bool:
-        """Whether aiter's GEMM on shuffled weights serves; shuffling in place costs no memory."""
+        """Whether aiter's GEMM on shuffled weights serves; shuffling in place costs no memory. It rounds x."""
+        if not self.rounds:
+            return False
         device = describe(self.data.device)
         bias_dtype = None if self.bias is None else self.bias.dtype
         n, k = self.data.shape
@@ -74,7 +90,8 @@ class EightBitWeight(QuantizedWeight):
             return False
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        return dequantize_rows(self.rows(start, stop), self.scale[start:stop], dtype)
+        dequantize = dequantize_rows if self.scale.dim() == 1 else dequantize_blocks
+        return dequantize(self.rows(start, stop), self.scale[self.scales_of(start, stop)], dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return these rows in their plain order; a view where that is the order of the data."""

@@ -20,7 +20,8 @@ CHUNK = 2**22  # elements that are rounded at once; 16 MiB in fp32
 
 
 class QuantizedWeight(nn.Module):
-    """data: [N, …], the encoded numbers; scale: [N] or [N, K / group]; bias: [N] or None; zeros: as scale, or None.
+    """data: [N, …], the encoded numbers; scale: one or several for each `per_scale` rows; bias: [N] or None; zeros: as
+    scale, or None.
 
     Its buffers are not part of a state dict: the layers save the weights in their own dtype. A subclass defines an
     encoding. format: what the encoding needs, apart from the sizes, as `format_for` returns it.
@@ -31,6 +32,7 @@ class QuantizedWeight(nn.Module):
     bias: Tensor | None
     zeros: Tensor | None
     step = 1  # rows that are encoded together
+    per_scale = 1  # rows with the same scales
     rounds = False  # whether x is rounded too, if it has many rows
 
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None) -> None:
@@ -89,7 +91,7 @@ class QuantizedWeight(nn.Module):
         buffers: Any = self._buffers  # faster than attributes of a module
         data, scale, bias, zeros = buffers["data"], buffers["scale"], buffers["bias"], buffers["zeros"]
         if start or stop is not None:
-            data, scale = data[start:stop], scale[start:stop]
+            data, scale = data[start:stop], scale[self.scales_of(start, stop)]
             zeros = None if zeros is None else zeros[start:stop]
             bias = None if bias is None else bias[start:stop]
         if torch.is_autocast_enabled(x.device.type):  # as F.linear does
@@ -106,6 +108,11 @@ class QuantizedWeight(nn.Module):
             residual=residual,
             zeros=zeros,
         )
+
+    def scales_of(self, start: int, stop: int | None) -> slice:
+        """The rows of scale for the rows from start to stop. start is a multiple of `per_scale`."""
+        per = self.per_scale
+        return slice(start // per, None if stop is None else -(-stop // per))
 
     def write(self, start: int, weight: Tensor) -> None:
         """Quantise a weight [N_i, K] into the rows from start on, in chunks."""

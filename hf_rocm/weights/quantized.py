@@ -64,7 +64,7 @@ class QuantizedLinear(PackedLinear):
         return result
 
     def _rows(self) -> tuple[int, ...]:
-        alone = self.out_features == len(self.quantized.scale)
+        alone = self.out_features == len(self.quantized.data)
         return () if alone else (self.start, self.start + self.out_features)
 
     @property
@@ -291,7 +291,7 @@ def specifications(model: nn.Module) -> Iterator[tuple[str, QuantizedSpec]]:
             joined.add(id(weight))
             children: Any = module._modules
             names = names_in(module)
-            yield _specification(" + ".join(names), children[names[0]], weight, len(weight.scale))
+            yield _specification(" + ".join(names), children[names[0]], weight, len(weight.data))
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear) and id(module.quantized) not in joined:
             yield _specification(path.rpartition(".")[2], module, module.quantized, module.out_features)
@@ -299,6 +299,7 @@ def specifications(model: nn.Module) -> Iterator[tuple[str, QuantizedSpec]]:
 
 def _specification(name: str, layer: QuantizedLinear, weight: QuantizedWeight, n: int) -> tuple[str, QuantizedSpec]:
     packed, k = weight.data.dtype == INT4, layer.in_features
+    group = weight.per_scale if weight.per_scale > 1 else k // weight.scale.shape[1] if packed else 0
     spec = QuantizedSpec(
         dtype=layer.dtype,
         format=weight.data.dtype,
@@ -308,7 +309,7 @@ def _specification(name: str, layer: QuantizedLinear, weight: QuantizedWeight, n
         bias_dtype=None if weight.bias is None else weight.bias.dtype,
         shuffled=weight.shuffled,
         round_input=False,
-        group=k // weight.scale.shape[1] if packed else 0,
+        group=group,
         scale_dtype=weight.scale.dtype if packed and weight.scale.dtype != SCALE else None,
         zeros=weight.zeros is not None,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm.errors import HfRocmError, OptionError
-from hf_rocm.ops.eight_bit import FP8, INT8, dequantize_rows
+from hf_rocm.ops.eight_bit import BLOCK, dequantize_blocks, dequantize_rows
 from hf_rocm.ops.four_bit import INT4, PER_WORD, run_length
 from hf_rocm.ops.four_bit import packed as packed_runs
 from hf_rocm.ops.four_bit import unpacked as unpacked_runs
@@ -93,50 +93,64 @@ class StoredFormat:
 
 @dataclass(frozen=True)
 class EightBitFormat(StoredFormat):
-    """`weight`: [N, K] int8 or fp8; `weight_scale`: one for the tensor or one for each row.
+    """`weight`: [N, K] int8 or fp8; the scale has the name `marker`.
 
-    weight_only: x is not rounded in any product.
+    scale_for: `row`, `tensor`, or `block` of 128 × 128. weight_only: x is not rounded in any product, as with blocks.
     """
 
-    marker = "weight_scale"
     bulk = ("weight",)
+    one: ClassVar[tuple[tuple[int, ...], ...]] = ((1,), ())  # the shapes of a single number
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = SCALES
     library: str
     format: torch.dtype
-    per_row: bool
+    scale_for: str
     weight_only: bool
 
     def described(self) -> str:
         name = str(self.format).removeprefix("torch.")
-        return f"{name}, a scale for each {'row' if self.per_row else 'tensor'} ({self.library})"
+        return f"{name}, a scale for each {self.scale_for} ({self.library})"
 
     def expected(self, n: int, k: int) -> dict[str, Expected]:
-        scales: tuple[tuple[int, ...], ...] = ((n, 1), (n,)) if self.per_row else ((1,), (), (1, 1))
-        one: tuple[tuple[int, ...], ...] = ((1,), ())
+        scales = {"row": ((n, 1), (n,)), "tensor": (*self.one, (1, 1)), "block": (_blocks(n, k),)}
         return {
             "weight": Expected((self.format,), ((n, k),)),
-            "weight_scale": Expected(SCALES, scales),
-            # of activations: no product here rounds them with these, but they are saved again
-            "input_scale": Expected(SCALES, one, required=False),
-            "input_zero_point": Expected((INT8, FP8, torch.int32, *SCALES), one, required=False),
+            self.marker: Expected(self.scale_dtypes, scales[self.scale_for]),
         }
+
+    def joins(self, first: Tensors, other: Tensors) -> bool:
+        whole = self.scale_for != "block" or len(first["weight"]) % BLOCK == len(other["weight"]) % BLOCK == 0
+        return super().joins(first, other) and whole
 
     def empty(self, n: int, k: int, layers: Sequence[Tensors], bias: Tensor | None) -> QuantizedWeight:
         device = layers[0]["weight"].device
         data = torch.empty((n, k), dtype=self.format, device=device)
-        scale = torch.empty(n, dtype=torch.float32, device=device)
+        scale = torch.empty(_blocks(n, k) if self.scale_for == "block" else n, dtype=torch.float32, device=device)
         return EightBitWeight(data, scale, bias, weight_only=self.weight_only)
 
     def put(self, weight: Any, start: int, tensors: Tensors) -> None:
         data = tensors["weight"].to(weight.data.device)
         weight.put(start, data)
-        weight.scale[start : start + len(data)] = tensors["weight_scale"].flatten().float()
+        place = weight.scales_of(start, start + len(data))
+        weight.scale[place] = self._numbers(tensors)
+
+    def _numbers(self, tensors: Tensors) -> Tensor:
+        """The scales in fp32: [N] or [1], or those of the blocks."""
+        scale = tensors[self.marker].float()
+        return scale if self.scale_for == "block" else scale.flatten()
 
     def get(self, weight: Any, start: int, n: int, name: str, info: TensorInfo) -> Tensor:
         rows: Tensor = weight.rows(start, start + n)
         return rows.clone()
 
     def read(self, tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> Tensor:
-        return dequantize_rows(tensors["weight"], tensors["weight_scale"].flatten().float().expand(n), dtype)
+        data, scale = tensors["weight"], self._numbers(tensors)
+        if self.scale_for == "block":
+            return dequantize_blocks(data, scale, dtype)
+        return dequantize_rows(data, scale.expand(n), dtype)
+
+
+def _blocks(n: int, k: int) -> tuple[int, int]:
+    return -(-n // BLOCK), -(-k // BLOCK)
 
 
 @dataclass(frozen=True)
@@ -278,6 +292,13 @@ def _pieces(n: int, k: int) -> list[tuple[int, int]]:
     """Rows that are converted at once: a multiple of 8, which layouts that pack rows require."""
     step = max(8, CHUNK // k // 8 * 8)
     return [(first, min(n, first + step)) for first in range(0, n, step)]
+
+
+def only_known(settings: Mapping[str, Any], known: tuple[str, ...], of: str) -> None:
+    """Raise `Unsupported` if another setting is set."""
+    other = next((name for name, value in settings.items() if value and name not in known), None)
+    if other is not None:
+        raise Unsupported(f"the setting {other!r} of its {of} is not known")
 
 
 Parser = Callable[[Mapping[str, Any]], StoredFormat]

@@ -21,9 +21,11 @@ def test_the_loss_is_measured_and_printed(kind, tiny_checkpoint, tmp_path, capsy
     loss = data["loss"]
     assert 0 < loss["mean"] < loss["largest"] and 0.9 < loss["same_choice"] <= 1
     assert loss["ratio"] == pytest.approx(loss["perplexity"][0] / loss["perplexity"][1]) == pytest.approx(1, abs=0.05)
+    assert 0 < loss["divergence"] < 0.05
     assert main(command) == 0
     out = capsys.readouterr().out
     assert out.startswith("LlamaForCausalLM in int8\n" if kind == "int8" else "LlamaForCausalLM in fp8 (float8_")
+    assert f"{loss['divergence']:.3g} nats" in out
     assert "left 1: it is not part of a repeated block" in out
     assert f"{loss['perplexity'][1]:.4f} before, {loss['perplexity'][0]:.4f} after" in out
 

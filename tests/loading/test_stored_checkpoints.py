@@ -8,6 +8,9 @@ import threading
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, modeling_utils
 from transformers.quantizers import auto
 
@@ -19,7 +22,7 @@ from hf_rocm.weights.stored_linear import StoredLinear
 from tests.weights import stored_checkpoints as checkpoints
 
 PACKED, INT8, FP8 = checkpoints.COMPRESSED[4], checkpoints.EIGHT_BITS[0], checkpoints.EIGHT_BITS[3]
-AWQ, GPTQ = checkpoints.AWQ[0], checkpoints.GPTQ[6]
+AWQ, GPTQ, BLOCKS = checkpoints.AWQ[0], checkpoints.GPTQ[6], checkpoints.FINEGRAINED[0]
 LAYER = "model.layers.1.mlp.up_proj"
 
 
@@ -27,7 +30,7 @@ LAYER = "model.layers.1.mlp.up_proj"
 def folders(tmp_path_factory):
     """One whole checkpoint for each layout."""
     made = {}
-    for case in (PACKED, INT8, FP8, AWQ, GPTQ):
+    for case in (PACKED, INT8, FP8, AWQ, GPTQ, BLOCKS):
         made[case.name] = tmp_path_factory.mktemp("checkpoint")
         checkpoints.write(made[case.name], case)
     return made
@@ -79,6 +82,10 @@ def replace(name, change):
         (INT8, replace(f"{LAYER}.weight", lambda tensor: tensor[:, :-8]), "[384, 256] int8", "[384, 248] int8"),
         (FP8, replace(f"{LAYER}.weight", lambda tensor: tensor.bfloat16()), "float8_e4m3fn", "bfloat16"),
         (FP8, replace(f"{LAYER}.weight_scale", lambda tensor: tensor[:7]), "[384, 1]", "[7, 1]"),
+        (BLOCKS, drop(f"{LAYER}.weight_scale_inv"), "[3, 2] bfloat16 or float16 or float32", "no such tensor"),
+        (BLOCKS, replace(f"{LAYER}.weight_scale_inv", lambda tensor: tensor.t()), "[3, 2]", "[2, 3] float32"),
+        (BLOCKS, replace(f"{LAYER}.weight", lambda tensor: tensor[:-128]), "[384, 256]", "[256, 256]"),
+        (BLOCKS, replace(f"{LAYER}.weight", lambda tensor: tensor.bfloat16()), "float8_e4m3fn", "bfloat16"),
         (AWQ, drop(f"{LAYER}.qzeros"), "[8, 48] int32", "no such tensor"),
         (AWQ, replace(f"{LAYER}.qweight", lambda tensor: tensor.t()), "[256, 48] int32", "[48, 256] int32"),
         (GPTQ, drop(f"{LAYER}.scales"), "[2, 384] bfloat16 or float16", "no such tensor"),
@@ -146,6 +153,12 @@ def changed(case, where, **values):
         (checkpoints.GPTQ[0].config | {"is_marlin_format": True}, "marlin"),
         (checkpoints.GPTQ[0].config | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
         (checkpoints.GPTQ[0].config | {"bits": 3}, "3 bits"),
+        (BLOCKS.config | {"weight_block_size": [1, 32]}, "1 × 32"),
+        (BLOCKS.config | {"scale_fmt": "e5m3"}, "e5m3"),
+        (BLOCKS.config | {"fmt": "e5m2"}, "e5m2"),
+        (BLOCKS.config | {"expert_dtype": "fp4"}, "fp4"),
+        (BLOCKS.config | {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert"),
+        (BLOCKS.config | {"dequantize": True}, "dequantize"),
     ],
 )
 def test_features_that_are_left_to_stock(folder, caplog, config, reason):
@@ -260,6 +273,27 @@ def test_another_dtype_of_the_model(folder, dtype):
     assert state[f"{LAYER}.weight_scale"].dtype == torch.float32 and model.lm_head.weight.dtype == dtype
     assert state["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.bfloat16
     assert model(torch.tensor([[1, 2]])).logits.dtype == dtype
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5"), reason="not run: needs transformers 5")
+def test_scales_that_are_powers_of_two(folder):
+    """In one byte, as DeepSeek's `ue8m0`: transformers 4 has no such dtype."""
+    path = folder(BLOCKS)
+
+    def powers(state):
+        for name in [name for name in state if name.endswith("weight_scale_inv")]:
+            state[name] = state[name].to(torch.float8_e8m0fnu)
+
+    checkpoints.edit_tensors(path, powers)
+    checkpoints.edit(path, quantization_config={**BLOCKS.config, "scale_fmt": "ue8m0"})
+    expected = {name: checkpoints.raw(tensor) for name, tensor in load_file(path / "model.safetensors").items()}
+    model = hf_rocm.from_pretrained(path, force=True)
+    assert {name: checkpoints.raw(tensor) for name, tensor in model.state_dict().items()} == expected
+    layer = dict(layers(model))[LAYER]
+    scale = layer.stored.tensors()["weight_scale_inv"].double()
+    data = layer.state_dict()["weight"].double()
+    wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(layer.weight.double(), data * wide) and (scale.log2() % 1 == 0).all()
 
 
 def test_auto_prepare(folder):

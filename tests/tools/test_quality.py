@@ -17,7 +17,7 @@ from tests.weights import models
 def test_a_model_compared_with_itself_has_no_loss():
     model = models.build()
     loss = hf_rocm.quantization_loss(model, models.build(), ids=models.IDS)
-    assert (loss.tokens, loss.largest, loss.mean, loss.same_choice, loss.ratio) == (14, 0, 0, 1, 1)
+    assert (loss.tokens, loss.largest, loss.mean, loss.same_choice, loss.divergence, loss.ratio) == (14, 0, 0, 1, 0, 1)
     with torch.no_grad():
         logits = model(models.IDS).logits
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), models.IDS[:, 1:].flatten()).exp()
@@ -33,6 +33,7 @@ def test_8_bits_have_a_small_loss(tmp_path):
         quantized = hf_rocm.quantize(models.build(), kind, force=True)
         losses[kind] = hf_rocm.quantization_loss(quantized, tmp_path, ids=ids[:60])
         assert 0 < losses[kind].mean < losses[kind].largest < losses[kind].size and losses[kind].ratio != 1
+    assert 0 < losses["int8"].divergence < losses["fp8"].divergence < 0.1
     assert losses["int8"].mean < losses["fp8"].mean  # 7 bits of a row's range, and 3 bits of every number
     assert [len(chunk[0]) for chunk in quality.chunks(ids)] == [512, 512, 76]
     assert f"× {losses['fp8'].ratio:.4f}" in str(losses["fp8"]) and losses["fp8"].to_dict()["tokens"] == 60
@@ -45,10 +46,16 @@ def test_a_known_difference_is_measured():
     loss = quality.compare([second], [first], [ids], predicts=True)
     assert (loss.largest, loss.mean, loss.size) == (2.0, 2 / 12, 0.0)
     assert math.isclose(loss.same_choice, 2 / 3)
+    # of equal shares from one that is e² times the other three, at one of three positions
+    divergence = math.log((3 + math.e**2) / 4) - 2 / 4
+    assert math.isclose(loss.divergence, divergence / 3, rel_tol=1e-6)
+    impossible = torch.tensor([[[0.0, -math.inf, 1.0, 0.0]]])
+    assert quality.compare([impossible], [impossible], [ids[:, :1]], predicts=False).divergence == 0
     uneven = (2 * math.log(4) + math.log((3 + math.e**2) / math.e**2) - math.log(4)) / 2
     assert loss.perplexity is not None and math.isclose(loss.perplexity[1], 4.0, rel_tol=1e-6)
     assert math.isclose(loss.perplexity[0], math.exp(uneven), rel_tol=1e-6)
-    assert math.isnan(quality.compare([second * torch.nan], [first], [ids], predicts=False).largest)
+    lost = quality.compare([second * torch.nan], [first], [ids], predicts=False)
+    assert math.isnan(lost.largest) and math.isnan(lost.divergence)
     assert quality.compare([second], [first], [ids], predicts=False).perplexity is None
 
 

@@ -134,6 +134,28 @@ def eight_bits(format: str, number: str, strategy: str, *, dynamic: bool | None 
     return Case(f"{format} {number} {strategy} {dynamic}", write, config(format, weights, inputs))
 
 
+def finegrained(strategy: str = "block", dtype: torch.dtype = torch.float32, *, static: bool = False) -> Case:
+    """fp8 as transformers and DeepSeek write it: a scale for each block of 128 × 128, or for the tensor."""
+
+    def write(weight: torch.Tensor) -> Layer:
+        wide, size = weight.double(), 128 if strategy == "block" else max(weight.shape)
+        data, exact = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(wide)
+        scale = torch.empty(-(-weight.shape[0] // size), -(-weight.shape[1] // size), dtype=dtype)
+        for i, j in numpy.ndindex(*scale.shape):
+            place = slice(size * i, size * (i + 1)), slice(size * j, size * (j + 1))
+            scale[i, j] = (wide[place].abs().max() / 448).clamp(min=2.0**-100)
+            data[place] = fp8(wide[place] / scale[i, j].double())
+            exact[place] = data[place].double() * scale[i, j].double()
+        tensors = {"weight": data, "weight_scale_inv": scale if strategy == "block" else scale[0, 0]}
+        if static:
+            tensors["activation_scale"] = torch.tensor(0.125, dtype=dtype)
+        return tensors, exact
+
+    given = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
+    more = {"weight_block_size": [128, 128] if strategy == "block" else None, "modules_to_not_convert": ["lm_head"]}
+    return Case(f"fp8 {strategy} {dtype} {'None' if strategy == 'block' else static}", write, {**given, **more})
+
+
 def fp8(levels: torch.Tensor) -> torch.Tensor:
     return levels.clamp(-448, 448).float().to(torch.float8_e4m3fn)
 
@@ -174,9 +196,10 @@ EIGHT_BITS = [
     eight_bits("float-quantized", "float", "tensor", dynamic=False),
     eight_bits("naive-quantized", "float", "tensor"),
 ]
+FINEGRAINED = [finegrained(), finegrained(dtype=torch.bfloat16), finegrained("tensor", static=True)]
 FOUR_BITS = [*COMPRESSED, *AWQ, *GPTQ]
-CASES = [*FOUR_BITS, *EIGHT_BITS]
-FEW = [COMPRESSED[4], COMPRESSED[3], AWQ[0], GPTQ[4], GPTQ[7], EIGHT_BITS[1], EIGHT_BITS[3]]
+CASES = [*FOUR_BITS, *EIGHT_BITS, *FINEGRAINED]
+FEW = [COMPRESSED[4], COMPRESSED[3], AWQ[0], GPTQ[4], GPTQ[7], EIGHT_BITS[1], EIGHT_BITS[3], FINEGRAINED[0]]
 
 
 def write(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:

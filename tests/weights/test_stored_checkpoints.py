@@ -192,7 +192,7 @@ def test_offloading_to_disk(tmp_path, case, caplog):
     offloaded |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     arguments = {"force": True, "device_map": offloaded, "offload_folder": tmp_path / "offloaded"}
     if Version(transformers.__version__) < Version("5"):
-        with pytest.raises(ImportError):
+        with pytest.raises((ImportError, RuntimeError)):  # the package of the format is missing, or a GPU
             hf_rocm.from_pretrained(tmp_path, **arguments)
         assert "offloaded to disk" in caplog.text
         return

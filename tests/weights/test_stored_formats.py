@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 
+from hf_rocm.device import Device
+from hf_rocm.weights import eight_bit
 from hf_rocm.weights.encode_stored import encode
 from hf_rocm.weights.kinds import import_all
 from hf_rocm.weights.stored import TensorInfo, parsers
@@ -88,7 +93,10 @@ def test_any_bits_come_back(case):
     assert raw_of(new.original()) == expected
 
 
-@pytest.mark.parametrize("case", [case for case in checkpoints.CASES if " tensor " not in case.name], ids=str)
+ROW_SCALES = [case for case in checkpoints.CASES if " tensor " not in case.name and " block " not in case.name]
+
+
+@pytest.mark.parametrize("case", ROW_SCALES, ids=str)
 def test_zero_nan_and_extreme_scales(case):
     """A NaN stays in its own output; zeros give zeros; nothing else changes."""
     layer, exact = made(case, 48, 256)
@@ -129,3 +137,70 @@ def test_the_library_that_defines_the_format(case):
     assert described == {name: (tensor.dtype, tensor.shape) for name, tensor in ours.items()}
     values = layer_of(case, theirs, 48, 256).dequantized(torch.float32)
     assert torch.equal(values.bfloat16(), compressor.decompress(dict(theirs), scheme)["weight"].bfloat16())
+
+
+def test_zero_nan_and_extreme_scales_of_blocks():
+    """They stay in the rows of their block, of which the last is smaller."""
+    layer, _ = made(checkpoints.FINEGRAINED[0], 272, 384)
+    scales = layer.tensors()["weight_scale_inv"]
+    scales[0], scales[1, 2], scales[2, 0] = 0, torch.nan, 2.0**90
+    new, x = encoded(layer), torch.randn(4, 384)
+    for output in (new.quantized(x), new.original()(x)):
+        assert (output[:, :128] == 0).all() and output[:, 128:256].isnan().all()
+        assert torch.isfinite(output[:, 256:]).all() and output[:, 256:].abs().min() > 2.0**60
+
+
+def test_blocks_are_joined_on_their_borders():
+    """Layers whose first rows would be inside a block are not; a part of a joined weight is read from its blocks."""
+    case = checkpoints.FINEGRAINED[0]
+    one, other, odd = (made(case, n, 192)[0] for n in (256, 128, 144))
+    assert one.format.joins(one.tensors(), other.tensors())
+    assert not one.format.joins(one.tensors(), odd.tensors()) and not one.format.joins(odd.tensors(), one.tensors())
+    weight = one.format.empty(384, 192, [one.tensors(), other.tensors()], None)
+    one.format.put(weight, 0, one.tensors())
+    one.format.put(weight, 256, other.tensors())
+    assert torch.equal(weight.read(256, 384, torch.float32), other.dequantized(torch.float32))
+    x = torch.randn(70, 192)
+    assert torch.equal(weight(x, 256, 384), encoded(other).quantized(x))
+    assert weight.scale.nbytes < 0.001 * 2 * weight.data.nbytes
+
+
+@pytest.mark.parametrize(("weight_only", "scales"), [(False, (256,)), (True, (256,)), (False, (2, 4))], ids=str)
+def test_only_weights_whose_products_round_x_are_shuffled_for_aiter(weight_only, scales, monkeypatch):
+    """Its GEMM rounds x, and our kernels for few rows read the plain order."""
+    monkeypatch.setattr(eight_bit, "describe", lambda device: Device("cuda", rocm=True, arch="gfx950"))
+    monkeypatch.setattr(eight_bit, "shuffle_refuses", lambda spec, device: None)
+    monkeypatch.setattr(eight_bit, "choose", lambda spec: ("aiter", "gemm_a8w8_bpreshuffle"))
+    data = torch.randn(256, 512).to(torch.float8_e4m3fn)
+    weight = eight_bit.EightBitWeight(data, torch.ones(scales), None, weight_only=weight_only)
+    weight.written(torch.bfloat16)
+    assert weight.shuffled == weight.rounds == (not weight_only and scales == (256,))
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.19"), reason="not run: needs transformers 5.19")
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_transformers_own_fp8(scale_fmt):
+    """It writes tensors of the same names, shapes and dtypes, and reads the same numbers."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    import_all()
+    case = checkpoints.FINEGRAINED[0]
+    config = FineGrainedFP8Config(**({"scale_fmt": scale_fmt} if scale_fmt != "float" else {}))
+    owner = SimpleNamespace(quantization_config=config, pre_quantized=True)
+    weight = torch.randn(256, 384)
+    written = Fp8Quantize(owner).convert({"weight": weight})
+    theirs = {name.rpartition(".")[2]: tensor for name, tensor in written.items()}
+    raw = {name: checkpoints.raw(tensor) for name, tensor in theirs.items()}
+    assert theirs.keys() == case.write(weight)[0].keys()
+    expected = parsers()["fp8"]({**config.to_dict(), "quant_method": "fp8"}).expected(256, 384)
+    for name, tensor in theirs.items():
+        assert tensor.dtype in expected[name].dtypes and tuple(tensor.shape) in expected[name].shapes
+    layer = layer_of(case, theirs, 256, 384)
+    read = Fp8Dequantize(owner).convert({name: [tensor] for name, tensor in theirs.items()})["weight"]
+    read = read[0] if isinstance(read, list) else read  # by release
+    assert torch.equal(layer.dequantized(read.dtype), read)
+    wide, x = layer.dequantized(torch.float64), torch.randn(5, 384)
+    new = encoded(layer)
+    assert_as_good_as_eager(new.quantized(x), x @ wide.float().t(), x.double() @ wide.t())
+    assert raw_of(new) == raw

@@ -105,7 +105,7 @@ def _forward(
         kernels.few_rows if tile.matrix else kernels.matrix_vector,
         (-(-n // tile.n), -(-m // ROWS)),
         (x.contiguous(), weight, None, bias, residual, out, m, n, k),
-        {"ACTIVATION": activation, "EVEN": k % (tile.splits * tile.k) == 0, **tile.constants()},
+        {"ACTIVATION": activation, "EVEN": k % (tile.splits * tile.k) == 0, "GROUP": 0, **tile.constants()},
         num_warps=warps(tile.threads, x.device),
         num_stages=tile.stages,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
-from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ
+from hf_rocm.ops.eight_bit import BLOCK, FP8, FP8_FNUZ
 from hf_rocm.ops.four_bit import INT4, PER_WORD, kernel_groups, run_length
 from hf_rocm.ops.triton import detect, linear, norm
 from hf_rocm.ops.triton.launch import launch, warps
@@ -52,6 +52,8 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
         return f"with 4 bits K must be a multiple of {PER_WORD * _SHORTEST_RUN}, got {spec.k}"
     if spec.activation is not None and spec.format != INT4 and (device.arch or "").startswith("gfx11"):
         return "on RDNA 3, a wait is missing from the code of our kernels for 8 bits with a gate"
+    if spec.activation is not None and spec.format != INT4 and spec.group and spec.n % (2 * BLOCK):
+        return f"with a scale for each block, a gate needs N to be a multiple of {2 * BLOCK}, got {spec.n}"
     return _format_refuses(spec, device) or linear.parts_refuse(spec)
 
 
@@ -138,7 +140,7 @@ def _forward(
         tile = eight_bit_tile(m, n, gated, rocm=device.rocm)
         kernel = kernels.few_rows if tile.matrix else kernels.matrix_vector
         rest = (*rest, k)
-        constants = {"EVEN": k % (tile.splits * tile.k) == 0}
+        constants = {"EVEN": k % (tile.splits * tile.k) == 0, "GROUP": _block(scale)}
     launch(
         kernel,
         (-(-n // tile.n), -(-m // tile.m)),
@@ -173,18 +175,28 @@ def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, zeros: Tensor
     if out.numel() == 0:
         return out
     four = weight.dtype == INT4
-    group = k // scale.shape[1] if four else 0
+    group = k // scale.shape[1] if four else _block(scale)
     run = run_length(k, group) if four else 0
-    group, step = kernel_groups(k, group)
     size, threads = dequantize_tile(k, run)
+    if four:
+        group, step = kernel_groups(k, group)
+        constants = {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": size}
+    else:
+        size = max(size, group)
+        constants = {"GROUP": group, "BLOCK": size}
     launch(
         kernels.dequantize_four if four else kernels.dequantize_eight,
         (n, -(-k // (8 * run * size if four else size))),
         (weight.contiguous(), scale.contiguous(), *((zeros,) if four else ()), out, weight.shape[1]),
-        {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": size} if four else {"BLOCK": size},
+        constants,
         num_warps=warps(threads, weight.device),
     )
     return out
+
+
+def _block(scale: Tensor) -> int:
+    """Rows and columns of an 8-bit weight with one scale, or 0 if each row has one."""
+    return BLOCK if scale.dim() == 2 else 0
 
 
 def _plain(weight: Tensor, scale: Tensor, dtype: torch.dtype, zeros: Tensor | None = None) -> Tensor:

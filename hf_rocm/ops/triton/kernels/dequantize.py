@@ -14,15 +14,23 @@ from hf_rocm.ops.triton.tiles import dequantize_tile
 @triton.jit
 def dequantize_eight(
     weight,  # [N, K] int8 or fp8
-    scale,  # [N] fp32
+    scale,  # [N] fp32, or [⌈N / GROUP⌉, ⌈K / GROUP⌉]
     out,  # [N, K]
     k_size,
+    GROUP: tl.constexpr,  # rows and columns with one scale; 0: a row
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if GROUP:
+        block = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[:, None]
+        count = tl.cdiv(k_size, GROUP)
+        factor = tl.load(scale + row // GROUP * count + block, mask=block < count)
+        k = block * GROUP + tl.arange(0, GROUP)[None, :]
+    else:
+        factor = tl.load(scale + row)
+        k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < k_size
-    numbers = wide(tl.load(weight + row * k_size + k, mask=inside)) * tl.load(scale + row)
+    numbers = wide(tl.load(weight + row * k_size + k, mask=inside)) * factor
     tl.store(out + row * k_size + k, numbers.to(out.dtype.element_ty), mask=inside)
 
 
@@ -61,12 +69,15 @@ def dequantize_four(
 def _build(
     k: int, weight: str, *, out: str = "bf16", group: int = 0, zeros: bool = False, arch: str | None = None
 ) -> Build:
-    run = run_length(k, group) if group else 0
+    four = weight == "i32"
+    run = run_length(k, group) if four else 0
     block, threads = dequantize_tile(k, run)
-    group, step = kernel_groups(k, group)
-    size, scale = ("k_words", "bf16") if group else ("k_size", "fp32")
+    step = 1
+    if four:
+        group, step = kernel_groups(k, group)
+    size, scale = ("k_words", "bf16") if four else ("k_size", "fp32")
     return Build(
-        dequantize_four if group else dequantize_eight,
+        dequantize_four if four else dequantize_eight,
         {
             "weight": f"*{weight}",
             "scale": f"*{scale}",
@@ -75,8 +86,8 @@ def _build(
             **({"zeros": "*u8"} if zeros else {}),
         },
         {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": block, **({} if zeros else {"zeros": None})}
-        if group
-        else {"BLOCK": block},
+        if four
+        else {"GROUP": group, "BLOCK": block},
         threads=threads,
         divisible=(size,),
         architectures=tuple(ARCHITECTURES) if arch is None else (arch,),
@@ -87,6 +98,7 @@ BUILDS = (
     _build(4096, "i8"),
     _build(4096, "fp8e4nv"),
     _build(4096, "fp8e4b8", arch="gfx942"),
+    _build(4096, "fp8e4nv", group=128),
     _build(4096, "i32", group=128),
     _build(4096, "i32", group=32, out="fp16"),
     _build(4096, "i32", group=128, zeros=True),

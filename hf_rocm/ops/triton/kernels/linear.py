@@ -2,8 +2,8 @@
 
 Such a product reads all of W and does little arithmetic, so it is bound by memory bandwidth: a program reads few rows
 of W in long pieces, and the gate of an MLP and the residual sum are fused in. Everything is added up in fp32 and
-rounded where the separate layers round. W has the dtype of x, or 8 bits and a scale for each row: then it is converted
-in registers, and a row of the result is multiplied by its scale.
+rounded where the separate layers round. W has the dtype of x, or 8 bits and a scale for each row or block: then it is
+converted in registers, and a row of the result is multiplied by its scale, or the sum of a block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_rocm.ops.triton.tiles import eight_bit_tile, linear_tile
 def matrix_vector(
     x,  # [1, K]
     weight,  # [N, K], with a gate [2N, K]
-    scale,  # fp32, one for each row of weight, or None
+    scale,  # fp32, one for each row of weight, or for each block of GROUP × GROUP; or None
     bias,  # one for each row of weight, or None
     residual,  # [1, N] or None
     out,  # [1, N]
@@ -28,30 +28,42 @@ def matrix_vector(
     k_size,
     ACTIVATION: tl.constexpr,  # of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
+    GROUP: tl.constexpr,  # rows and columns of weight with one scale, a multiple of BLOCK_N; 0: a row
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """BLOCK_N columns of the result for one row, by multiplying and adding up."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(n, n_size - 1)[:, None].to(tl.int64)
     columns = tl.arange(0, BLOCK_K)[None, :]
-    x += columns
-    weight += tl.minimum(n, n_size - 1)[:, None].to(tl.int64) * k_size + columns
-    gap = n_size.to(tl.int64) * k_size
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    if ACTIVATION is not None:
-        ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    scales, up_scales, block = scale, scale, 0
+    if GROUP:
+        block = tl.arange(0, BLOCK_K // GROUP)[None, :, None]
+        columns = block * GROUP + tl.arange(0, GROUP)[None, None, :]
+        rows = rows[:, :, None]
+        scales, up_scales = _scales(scale, block, n_size, k_size, GROUP, BLOCK_N)
+        sums = tl.zeros([BLOCK_N, BLOCK_K // GROUP, GROUP], tl.float32)
+    x += columns
+    weight += rows * k_size + columns
+    gap = n_size.to(tl.int64) * k_size
+    ups = sums
     for k in tl.range(0, k_size, BLOCK_K):
         inside = columns < k_size - k
         first = piece(weight + k, inside, EVEN)
         if ACTIVATION is not None:
             second = piece(weight + gap + k, inside, EVEN)
         values = piece(x + k, inside, EVEN).to(tl.float32)
-        sums += wide(first) * values
+        there = block * GROUP < k_size - k
+        sums += wide(first) * _scaled(values, scales, k, there, EVEN, GROUP)
         if ACTIVATION is not None:
-            ups += wide(second) * values
-    product = finished(tl.sum(sums, 1)[None, :], scale, bias, n, n_size, out.dtype.element_ty)
+            ups += wide(second) * _scaled(values, up_scales, k, there, EVEN, GROUP)
+    if GROUP:
+        sums, ups = tl.sum(sums, 2), tl.sum(ups, 2)
+    of_rows = None if GROUP else scale
+    product = finished(tl.sum(sums, 1)[None, :], of_rows, bias, n, n_size, out.dtype.element_ty)
     if ACTIVATION is not None:
-        up = finished(tl.sum(ups, 1)[None, :], scale, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
+        up = finished(tl.sum(ups, 1)[None, :], of_rows, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
         product = gate(product, up, ACTIVATION)
     store(product, residual, out, tl.arange(0, 1), n, m_size, n_size)
 
@@ -69,6 +81,7 @@ def few_rows(
     k_size,
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of SPLITS · BLOCK_K
+    GROUP: tl.constexpr,  # 0 or BLOCK_K
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -94,17 +107,26 @@ def few_rows(
     weight += rows + across
     gap = n_size.to(tl.int64) * k_size
     ups = sums
+    scales, up_scales, block = scale, scale, 0
+    if GROUP:
+        tl.static_assert(GROUP == BLOCK_K)
+        if SPLITS > 1:
+            block = tl.arange(0, SPLITS)[:, None, None]
+        scales, up_scales = _scales(scale, block, n_size, k_size, GROUP, BLOCK_N)
     for k in tl.range(0, k_size, SPLITS * BLOCK_K):
         first = piece(weight + k, across < k_size - k, EVEN)
         values = tl.load(x + k, mask=there if EVEN else there & (down < k_size - k), other=0.0)
-        sums = tl.dot(_like(first, values), values, sums)
+        of_block = block * GROUP < k_size - k
+        sums = _added(sums, first, values, scales, k, of_block, EVEN, GROUP)
         if ACTIVATION is not None:
-            ups = tl.dot(_like(piece(weight + gap + k, across < k_size - k, EVEN), values), values, ups)
+            second = piece(weight + gap + k, across < k_size - k, EVEN)
+            ups = _added(ups, second, values, up_scales, k, of_block, EVEN, GROUP)
     if SPLITS > 1:
         sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
-    product = finished(tl.trans(sums), scale, bias, n, n_size, out.dtype.element_ty)
+    of_rows = None if GROUP else scale
+    product = finished(tl.trans(sums), of_rows, bias, n, n_size, out.dtype.element_ty)
     if ACTIVATION is not None:
-        up = finished(tl.trans(ups), scale, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
+        up = finished(tl.trans(ups), of_rows, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
         product = gate(product, up, ACTIVATION)
     store(product, residual, out, m, n, m_size, n_size)
 
@@ -114,6 +136,31 @@ def piece(at, inside, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(at)
     return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _scales(scale, block, n_size, k_size, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The addresses of the scales of blocks of a program's rows, and of its rows of the second half of W."""
+    count = tl.cdiv(k_size, GROUP)
+    first = scale + tl.program_id(0) * BLOCK_N // GROUP * count + block
+    return first, first + n_size // GROUP * count
+
+
+@triton.jit
+def _scaled(values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr):
+    """Numbers of x, multiplied by the scale of their block of W, if blocks have one."""
+    if GROUP:
+        return values * piece(scales + k // GROUP, inside, EVEN)
+    return values
+
+
+@triton.jit
+def _added(sums, numbers, values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr):
+    """Add the product of numbers of the weight and of x, multiplied by the block's scale, if blocks have one."""
+    if GROUP:
+        part = tl.dot(_like(numbers, values), values)
+        return sums + part * piece(scales + k // GROUP, inside, EVEN)
+    return tl.dot(_like(numbers, values), values, sums)
 
 
 @triton.jit
@@ -173,6 +220,7 @@ def _build(
     n: int,
     *,
     weight: str = "bf16",
+    group: int = 0,
     activation: str | None = None,
     residual: bool = False,
     arch: str | None = None,
@@ -192,6 +240,7 @@ def _build(
             **{name: None for name, dtype in tensors.items() if not dtype},
             "ACTIVATION": activation,
             "EVEN": True,
+            "GROUP": group,
             **cut.constants(),
         },
         threads=cut.threads,
@@ -219,4 +268,9 @@ BUILDS = (
     _build(64, 6144, weight="i8"),
     _build(1, 6144, weight="fp8e4b8", arch="gfx942"),
     _build(8, 6144, weight="fp8e4b8", arch="gfx942"),
+    _build(1, 6144, weight="fp8e4nv", group=128),
+    _build(1, 14336, weight="fp8e4nv", group=128, activation="silu"),
+    _build(8, 4096, weight="fp8e4nv", group=128, residual=True),
+    _build(8, 14336, weight="fp8e4nv", group=128, activation="silu"),
+    _build(64, 6144, weight="fp8e4nv", group=128),
 )

@@ -1,0 +1,69 @@
+"""Checkpoints of transformers' `FineGrainedFP8Config`, DeepSeek and Qwen: fp8 with a scale for each 128 × 128 block.
+
+A number is multiplied by its `weight_scale_inv`, which may be a power of two in one byte (`scale_fmt` `ue8m0`).
+Without blocks, a tensor has one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_rocm.ops.eight_bit import BLOCK, FP8
+from hf_rocm.weights.stored import (
+    SCALES,
+    EightBitFormat,
+    Expected,
+    StoredFormat,
+    Unsupported,
+    only_known,
+    stored_format,
+)
+
+# The settings whose meaning is known, or which say nothing about the result.
+_SETTINGS = (
+    "quant_method",
+    "fmt",
+    "activation_scheme",
+    "weight_block_size",
+    "modules_to_not_convert",
+    "ignored_layers",
+    "scale_fmt",
+    "expert_dtype",
+)
+_POWERS = tuple(dtype for dtype in (getattr(torch, "float8_e8m0fnu", None),) if dtype is not None)
+# What these must be, where they are set
+_VALUES = {"fmt": ("e4m3",), "activation_scheme": ("dynamic", "static"), "expert_dtype": ("fp8",)}
+
+
+@dataclass(frozen=True)
+class FinegrainedFp8(EightBitFormat):
+    """`weight_scale_inv`: [⌈N / 128⌉, ⌈K / 128⌉], or one for the tensor; `activation_scale`: one, if it is static."""
+
+    marker = "weight_scale_inv"
+    scale_dtypes = (*SCALES, *_POWERS)
+
+    def expected(self, n: int, k: int) -> dict[str, Expected]:
+        # of activations: no product here rounds them with it, but it is saved again
+        return {**super().expected(n, k), "activation_scale": Expected(SCALES, self.one, required=False)}
+
+
+@stored_format("fp8")
+def parse(config: Mapping[str, Any]) -> StoredFormat:
+    """Return the format of the quantised layers. Raises `Unsupported` for everything that is not known to be right."""
+    only_known(config, _SETTINGS, "checkpoint")
+    for name, known in _VALUES.items():
+        value = config.get(name) or known[0]
+        if value not in known:
+            raise Unsupported(f"its {name} is {value!r}")
+    if config.get("scale_fmt") not in (None, "float", "ue8m0"):
+        raise Unsupported(f"its scale_fmt is {config['scale_fmt']!r}")
+    size = config.get("weight_block_size", (BLOCK, BLOCK))
+    if size is None:
+        return FinegrainedFp8("fp8", FP8, "tensor", False)
+    if list(size) != [BLOCK, BLOCK]:
+        raise Unsupported(f"its blocks have {' × '.join(map(str, size))} numbers")
+    return FinegrainedFp8("fp8", FP8, "block", True)

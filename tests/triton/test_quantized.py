@@ -177,6 +177,11 @@ def test_every_number_of_a_format():
                     x[:, column] = 1
                     output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)
                     assert torch.equal(output, weight[:, column].to(dtype).expand(m, -1))
+            for first in range(0, 0 if suite.gpu() is None else 16, 2):  # every column, another one in each row
+                columns = torch.tensor([first, first + 1])
+                x = torch.zeros(2, k, dtype=BF16).scatter_(1, columns[:, None], 1)
+                output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)
+                assert torch.equal(output, weight[:, columns].to(BF16).T)
 
 
 def test_an_empty_batch_and_a_graph():

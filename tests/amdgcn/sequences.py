@@ -77,13 +77,17 @@ def _lowest(values: Values, result: int | None) -> int | None:
 def _converted(values: Values, instruction: Instruction, constants: frozenset[int]) -> int | None:
     """The number whose conversion a choice ends; -1 if it is none, and None if it does not look like one."""
     lost, kept = values.operands(instruction)[:2]
+    compares = "v_cmp_o_f32", "v_cmp_o_f16"
     known = lost in map(values.constant, _NAN)
-    if not known and lost not in {values.of("register", each) for each in constants}:
+    if kept in map(values.constant, _NAN):
+        lost, kept, compares = kept, lost, ("v_cmp_u_f32", "v_cmp_u_f16")
+    if lost not in {*map(values.constant, _NAN)} | {values.of("register", each) for each in constants}:
         return None
     mask = values.value(parse(instruction.operands[3])) if len(instruction.operands) > 3 else None
     mask = values.held.get(SCALAR + VCC) if mask is None else mask
     compared = values.keys[mask] if mask is not None else ()
-    ordered = compared[0] in ("v_cmp_o_f32", "v_cmp_o_f16") and compared[1] == compared[2] if compared else False
+    # a comparison before a label is not known
+    ordered = compared[:1] in ((), ("register",)) or (compared[0] in compares and compared[1] == compared[2])
     source = next(iter(_sources(values, kept, constants)), None) if ordered else None
     shifted = values.keys[kept][0] == "shifted" or "sdwa" in instruction.mnemonic
     if source is not None and (shifted or lost != values.constant(_NAN[0])):

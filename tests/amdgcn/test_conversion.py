@@ -38,6 +38,8 @@ def test_the_sequence_is_recognised_in_the_forms_that_compilers_give_it():
     assert wrong("gfx1100", shifts) == []
     twice = [PLAIN[0], "v_add_nc_u32_e32 v2, v1, v2", "v_add_nc_u32_e32 v2, 0x7fff, v2", *PLAIN[2:]]
     assert wrong("gfx1100", twice) == []
+    swapped = [*PLAIN[:3], "v_cmp_u_f32_e32 vcc_lo, v1, v1", "v_cndmask_b32_e64 v1, v2, 0x7fff, vcc_lo"]
+    assert wrong("gfx1100", swapped) == [] and wrong("gfx1100", [*swapped[:3], PLAIN[3], swapped[4]]) == [0]
     before_a_loop = [*OLD[:2], "loop:", OLD[0], *OLD[2:], "s_cbranch_scc0 loop"]
     assert wrong("gfx942", before_a_loop) == []
     assert wrong("gfx1100", ["v_cndmask_b32_e32 v1, 0x7fff, v2, vcc_lo"]) == []  # no conversion to be seen

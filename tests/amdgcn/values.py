@@ -80,7 +80,7 @@ class Values:
             return self.of(name, *self.operands(instruction), self.held.get(SCALAR + VCC, -1))
         if name.startswith("v_div_scale"):
             return self.of(name, *self.operands(instruction, 2))
-        if name in ("v_rcp_f32", "v_cmp_o_f32", "v_cmp_o_f16"):
+        if name in ("v_rcp_f32", "v_cmp_o_f32", "v_cmp_o_f16", "v_cmp_u_f32", "v_cmp_u_f16"):
             return self.of(name, *self.operands(instruction))
         if name == "v_bfe_u32":
             return self.field(*self.operands(instruction))
@@ -88,6 +88,8 @@ class Values:
             return self.of("plus", *sorted(self.operands(instruction)))
         if name in ("v_lshrrev_b32", "v_ashrrev_i32"):
             return self.shifted(*reversed(self.operands(instruction)))
+        if name == "s_lshr_b32":
+            return self.shifted(*self.operands(instruction))
         if name == "v_and_or_b32":  # of bits that are known to be 0, it is a sum
             first, second, third = self.operands(instruction)
             return self.total(self.masked(first, second), third)

@@ -92,7 +92,10 @@ def _converted(values: Values, instruction: Instruction, constants: frozenset[in
     shifted = values.keys[kept][0] == "shifted" or "sdwa" in instruction.mnemonic
     if source is not None and (shifted or lost != values.constant(_NAN[0])):
         return source
-    judged = known and values.keys[kept][0] not in ("written", "register")
+    core = values.keys[kept]
+    while core[0] == "shifted":
+        core = values.keys[core[1]]
+    judged = known and core[0] not in ("written", "register")
     return -1 if judged else None
 
 

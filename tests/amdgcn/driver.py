@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.amdgcn import decoded
+from tests.amdgcn import decoded, sequences
 from tests.amdgcn.device import Gpu
 from tests.amdgcn.equivalent import Kept
 from tests.amdgcn.kernarg import pack, scalar
-from tests.amdgcn.machine import Garbage, Memory, Program, launch
+from tests.amdgcn.machine import Garbage, Memory, Program, Rounding, launch
 from tests.amdgcn.machine.vector_memory import Contract
 
 _PAGE = 4096
@@ -39,6 +39,14 @@ class Code:
         self.key = hashlib.sha256(binary).hexdigest()[:16]
         self.launches = 0
         self.program = Program.parse(text, arch)
+        self.checked: Program | None = None
+
+    def check_sequences(self) -> None:
+        """Raise `Rounding` for a division or a conversion that is not the compiler's sequence."""
+        if self.checked is not self.program:
+            for index, why in sequences.wrong(self.program):
+                raise Rounding(f"{self.program.instructions[index].text!r} at {index} of {self.name}: {why}")
+            self.checked = self.program
 
     def instructions(self) -> list[str]:
         """The text of every instruction that can be executed, in order."""
@@ -119,6 +127,7 @@ class Launcher:
         kernarg = pack(code.program, values, (x, y, z), waves * self.metadata.warp_size)
         how = {"grid": (x, y, z), "waves": waves, "lds": self.metadata.shared, "seed": SEED + code.launches}
         code.launches += 1
+        code.check_sequences()
         for keeper in KEEPERS:
             keeper(code, space, kernarg, how)
         report = launch(code.program, kernarg=kernarg, memory=space.memory, limit=LIMIT, **how)

@@ -3,7 +3,7 @@
 `pytest tests/triton --machine-code gfx942 --machine-code-faults 60 --machine-code-report FILE` first runs the chosen
 cases as they are, and notes which of them execute which compiled form. Then faults are drawn by seed: a kernel, one of
 its forms, an instruction that a case reached, a change. The cases that execute the form run until one fails. A fault
-that none finds is listed.
+that none finds is listed. `--machine-code-again FILE`, with an earlier report, plants those faults instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ import pytest
 from tests.amdgcn import driver, equivalent, mutate, suite
 from tests.amdgcn.driver import Code
 from tests.amdgcn.equivalent import Kept
-from tests.amdgcn.machine import UnknownInstruction
+from tests.amdgcn.machine import Program, UnknownInstruction
 
 _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE)
 
@@ -113,7 +113,34 @@ class Faults:
                 changed = whole.with_instruction(fault.index, fault.after)
             except (UnknownInstruction, ValueError, KeyError, IndexError, TypeError):
                 continue  # no assembler would take it
-            break
+            return self._tried(code, fault, changed)
+        raise AssertionError("drawn() does not end")
+
+    def again(self, planted: Sequence[Mapping[str, Any]]) -> Iterator[Planted]:
+        """Faults of an earlier session, in the same form or else in the nearest equal instruction of the kernel."""
+        for each in planted:
+            places = self._places(each)
+            if not places:
+                continue
+            _, key, index = min(places)
+            fault = mutate.Fault(index, each["kind"], each["before"], each["after"])
+            code = self.codes[key]
+            yield self._tried(code, fault, code.program.with_instruction(index, fault.after))
+
+    def _places(self, each: Mapping[str, Any]) -> list[tuple[tuple[bool, int], str, int]]:
+        """(how far it is from there, form, index) of every instruction that such a fault can be planted in."""
+        places = []
+        for key, code in self.codes.items():
+            if code.name == each["kernel"] and self.cases[key]:
+                for index in self.reached[key]:
+                    if code.program.instructions[index].text == each["before"]:
+                        distance = abs(index - each.get("index", 0))
+                        places.append(((key != each.get("form"), distance), key, index))
+        return places
+
+    def _tried(self, code: Code, fault: mutate.Fault, changed: Program) -> Planted:
+        """Run the cases of a form with a fault until one fails."""
+        whole = code.program
         found, ran = None, 0
         order = sorted(self.cases[code.key], key=lambda case: self.cases[code.key][case])
         code.program = changed
@@ -136,7 +163,7 @@ class Faults:
         return _run(item, next((other for other in self.items if other.path == item.path and other is not item), None))
 
 
-def run(session: pytest.Session, count: int, path: Path) -> None:
+def run(session: pytest.Session, path: Path) -> None:
     """The whole session instead of pytest's loop: the report is the result."""
     items = [item for item in session.items if item.path.stem not in {suite.LAST, *suite.LONG}]
     faults = Faults(items, session.config.getoption("--machine-code-seed"))
@@ -146,7 +173,9 @@ def run(session: pytest.Session, count: int, path: Path) -> None:
     for name in faults.survey():
         if terminal is not None:
             terminal.write_line(f"{name} fails without a fault")
-    for each in faults.plant(count):
+    known, count = (session.config.getoption(f"--machine-code-{name}") for name in ("again", "faults"))
+    again = [] if known is None else json.loads(known.read_text(encoding="utf-8"))
+    for each in faults.plant(count) if known is None else faults.again(again):
         planted.append(each)
         if terminal is not None:
             outcome = "found" if each.found else "no change" if each.proof else "NOT FOUND"

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.amdgcn.by_hand import PROOFS
 from tests.amdgcn.one import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,26 +31,33 @@ _INTRODUCTION = """# Planted faults
 
 One-instruction faults in the machine code, drawn by seed over kernels, their compiled forms and the instructions that
 a case reached, and what detected them: see [machine-code.md](machine-code.md#planted-faults). Written by
-`python -m tests.amdgcn.record_faults`. *Changes nothing* stands where a proof succeeded, which is named then
-(`tests/amdgcn/equivalent.py`); what was neither detected nor proven is **not detected**.
+`python -m tests.amdgcn.record_faults`. *Changes nothing* stands where a proof succeeded, which is named then, by
+`tests/amdgcn/equivalent.py` or by hand (`tests/amdgcn/by_hand.py`); what was neither detected nor proven is
+**not detected**.
 """
 
 
 def section(arch: str, seed: int, faults: Sequence[Mapping[str, Any]]) -> str:
     """What one architecture's faults came to."""
     found = sum(each["found"] is not None for each in faults)
-    proven = sum(each["found"] is None and each["proof"] is not None for each in faults)
+    proven = sum(each["found"] is None and _proof(each, arch) is not None for each in faults)
     counts = f"{len(faults)} planted with seed {seed}, {found} detected, {proven} change nothing"
-    rows = [_row(each) for each in faults]
+    rows = [_row(each, arch) for each in faults]
     summary = f"{counts}, {len(faults) - found - proven} not detected."
     return "\n".join([f"## {arch}", "", summary, "", _HEAD, *rows]) + "\n"
 
 
-def _row(fault: Mapping[str, Any]) -> str:
+def _proof(fault: Mapping[str, Any], arch: str) -> str | None:
+    """Why a fault changes nothing, proven by the analysis or by hand, or None."""
+    by_hand = PROOFS.get((arch, fault["kernel"], fault["before"], fault["after"]))
+    return fault["proof"] or (by_hand and f"{by_hand} (by hand)")
+
+
+def _row(fault: Mapping[str, Any], arch: str) -> str:
     if fault["found"]:
         outcome = fault["found"]
-    elif fault["proof"]:
-        outcome = f"changes nothing: {fault['proof']}"
+    elif proof := _proof(fault, arch):
+        outcome = f"changes nothing: {proof}"
     else:
         outcome = f"**not detected** by {fault['cases']} cases"
     before, after = (fault[name].replace("|", "\\|") for name in ("before", "after"))

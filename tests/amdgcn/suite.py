@@ -68,6 +68,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--machine-code-share", choices=list(SHARES), default="all", help="how many cases (default: all)")
     group.addoption("--machine-code-report", metavar="FILE", type=Path, help="write what was executed, as JSON")
     group.addoption("--machine-code-faults", metavar="N", type=int, help="plant N faults instead of testing")
+    group.addoption("--machine-code-again", metavar="FILE", type=Path, help="plant the faults of this report instead")
     group.addoption("--machine-code-seed", metavar="N", type=int, default=0, help="of the faults (default: 0)")
 
 
@@ -126,8 +127,14 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 def finish(config: pytest.Config) -> None:
     """Write the report."""
     path = config.getoption("--machine-code-report")
-    if _record is not None and path is not None and config.getoption("--machine-code-faults") is None:
+    if _record is not None and path is not None and not plants_faults(config):
         _record.write(path)
+
+
+def plants_faults(config: pytest.Config) -> bool:
+    """Whether this session plants faults instead of testing."""
+    options = "--machine-code-faults", "--machine-code-again"
+    return any(config.getoption(name) is not None for name in options)
 
 
 def _drawn(items: Sequence[pytest.Item], count: int) -> list[pytest.Item]:

@@ -35,3 +35,20 @@ def test_one_architecture_is_recorded_again(tmp_path, monkeypatch):
     assert "## gfx942\n\n3 planted with seed 5, 3 detected" in page.read_text(encoding="utf-8")
     assert record_faults.main(["gfx1100", "--count", "2"]) == 0
     assert list(record_faults.sections_of(page.read_text(encoding="utf-8"))) == ["gfx942", "gfx1100"]
+
+
+def test_a_proof_by_hand_is_of_a_listed_fault():
+    page = record_faults.sections_of(record_faults.PAGE.read_text(encoding="utf-8"))
+    for arch, kernel, before, after in record_faults.PROOFS:
+        assert f"| {kernel} | " in page[arch] and f"| `{before}` | `{after}` | changes nothing: " in page[arch]
+
+
+def test_a_proof_by_hand_counts(monkeypatch):
+    key = ("gfx942", *(FAULT[name] for name in ("kernel", "before", "after")))
+    monkeypatch.setattr(record_faults, "PROOFS", {key: "both are 0"})
+    assert "0 detected, 2 change nothing, 1 not" in record_faults.section(
+        "gfx942",
+        1,
+        [*faults((None, None), (None, "it is dead")), {**FAULT, "before": "v_c", "found": None, "proof": None}],
+    )
+    assert "both are 0 (by hand)" in record_faults.section("gfx942", 1, faults((None, None)))

@@ -41,12 +41,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    count = session.config.getoption("--machine-code-faults")
-    if count is None or suite.gpu() is None or session.config.option.collectonly:
+    if not suite.plants_faults(session.config) or suite.gpu() is None or session.config.option.collectonly:
         return None
     from tests.amdgcn import faults
 
-    faults.run(session, count, session.config.getoption("--machine-code-report"))
+    faults.run(session, session.config.getoption("--machine-code-report"))
     return True
 
 

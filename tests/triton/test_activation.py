@@ -47,7 +47,7 @@ def test_it_rounds_like_unfused_layers(activation):
         ones = torch.ones_like(gate, dtype=torch.float64)
         expected = eager_act_and_mul(torch.cat((gate.double(), ones), -1), activation).bfloat16() * up
     # exponentials differ in the last bit, which moves few values across a rounding boundary
-    assert (actual != expected).float().mean() < 2e-3
+    assert (actual != expected).sum() <= 3
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

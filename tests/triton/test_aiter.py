@@ -48,6 +48,13 @@ def flash_attn_func(tmp_path_factory):
 )  # B, H, Hkv, S_q, S, D
 def test_attention(flash_attn_func, shape, causal, dtype):
     b, h, kv_heads, s_q, s_k, d = shape
+    attend(flash_attn_func, shape, causal, dtype)
+    if d < 128:  # for the same form of the kernel: one more sequence, and more blocks of keys
+        attend(flash_attn_func, (b + 1, h, kv_heads, s_q, s_k + 66, d), causal, dtype)
+
+
+def attend(flash_attn_func, shape, causal, dtype):
+    b, h, kv_heads, s_q, s_k, d = shape
     query = random(b, h, s_q, d, dtype=dtype)
     key, value = (random(b, kv_heads, s_k, d, dtype=dtype, seed=seed) for seed in (1, 2))
     how = {"scale": d**-0.5, "causal": causal, "mask": None, "window": None, "softcap": None, "sinks": None}

@@ -51,6 +51,8 @@ def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torc
     output = check_once(x, weight, scale, bias, **more)
     if suite.gpu() is not None:
         assert_apart(output, x, weight, scale, bias, round_input=False, **more)
+        if scale.dim() == 1 and not any(more.values()):
+            check_small_codes(x, weight, bias)
         if scale.dim() == 1:
             copies = range(1100 // x.shape[-1] // 2 * 2 + 3)
             wide = torch.cat([x * (-1.0) ** i * 2.0 ** -(i % 3) for i in copies], -1)
@@ -59,6 +61,17 @@ def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torc
             arguments = (wide, torch.cat([weight.roll(i, 0) for i in copies], -1), scale, bias)
             check_once(*arguments, **more)
     return output
+
+
+def check_small_codes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """The smallest numbers of a format, which a conversion treats one by one: their sums are exact."""
+    codes = torch.randint(8, weight.shape, generator=torch.Generator().manual_seed(3)).to(torch.uint8)
+    signs = torch.randint(2, weight.shape, generator=torch.Generator().manual_seed(4)).bool() & (codes > 0)
+    small = torch.where(signs, -codes if weight.dtype == INT8 else codes + 128, codes).view(weight.dtype)
+    zeros = None if bias is None else torch.zeros_like(bias)
+    output = routed("quantized_linear", torch.ones_like(x), small, torch.ones(len(small)), zeros, round_input=False)
+    expected = small.float().sum(1).to(x.dtype)
+    assert torch.equal(output, expected.expand_as(output))
 
 
 def check_once(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, **more: Any):
@@ -177,6 +190,11 @@ def test_every_number_of_a_format():
                     x[:, column] = 1
                     output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)
                     assert torch.equal(output, weight[:, column].to(dtype).expand(m, -1))
+            for first in range(0, 0 if suite.gpu() is None else 16, 2):  # every column, another one in each row
+                columns = torch.tensor([first, first + 1])
+                x = torch.zeros(2, k, dtype=BF16).scatter_(1, columns[:, None], 1)
+                output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)
+                assert torch.equal(output, weight[:, columns].to(BF16).T)
 
 
 def test_an_empty_batch_and_a_graph():

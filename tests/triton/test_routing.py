@@ -9,6 +9,7 @@ from hf_rocm import ops
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import routing, routing_torch
 from hf_rocm.ops.triton import routing as triton
+from tests.amdgcn import suite
 from tests.ops.test_routing import FORMS, check, drawn, eager
 from tests.triton.routed import compiled_once, here, routed
 
@@ -24,6 +25,18 @@ def test_choose_experts(form, dtype):
         actual = routed("choose_experts", logits, **keywords)
         assert torch.equal(actual[1], eager(logits, keywords)[1]), "the largest score first"
         check(actual, logits, keywords)
+    for first in range(0 if suite.gpu() is None else 3):  # a NaN affects only its row, and is the largest
+        lost = torch.arange(tokens) % 3 == first
+        broken = logits.masked_fill(lost[:, None] & (torch.arange(16) == 5 * first), torch.nan)
+        weights, ids = routed("choose_experts", broken, **keywords)
+        assert torch.equal(weights[~lost], actual[0][~lost]) and torch.equal(ids[~lost], actual[1][~lost])
+        if keywords.get("scores") == routing_torch.SIGMOID:
+            assert torch.equal(ids[lost].sort().values, eager(broken, keywords)[1][lost].sort().values)
+            none = torch.arange(16) % 4 == first  # scores of 0 are the lowest
+            changed = {**keywords, "bias": keywords["bias"].masked_fill(none, 0)}
+            broken = logits.masked_fill(none, -torch.inf)
+            ids = routed("choose_experts", broken, **changed)[1]
+            assert torch.equal(ids.sort().values, eager(broken, changed)[1].sort().values)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
@@ -58,6 +71,8 @@ def test_for_any_logits_the_experts_are_valid_and_distinct(scores):
     weights, ids = routed("choose_experts", logits, top=3, scores=scores)
     assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in ids.tolist())
     assert weights[0].isnan().all() and weights[3].isnan().any()
+    usual, keywords = drawn(4, {"top": 3, "scores": scores}, torch.float32, experts=5)
+    check(routed("choose_experts", usual, **keywords), usual, keywords)  # the same form with usual ones
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from .errors import (
     MachineError,
     OutOfBounds,
     Race,
+    Rounding,
     Runaway,
     UnknownInstruction,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Program",
     "Race",
     "Report",
+    "Rounding",
     "Runaway",
     "UnknownInstruction",
     "launch",

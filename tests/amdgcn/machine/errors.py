@@ -35,5 +35,9 @@ class Hazard(MachineError):
     """Two instructions are closer to one another than the hardware's wait states allow."""
 
 
+class Rounding(MachineError):
+    """A division or a conversion is not the sequence of instructions that rounds every number correctly."""
+
+
 class Runaway(MachineError):
     """More instructions than the limit: a loop that does not end, or waves that wait for one another for ever."""

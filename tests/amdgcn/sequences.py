@@ -1,0 +1,119 @@
+"""Sequences that are the same in every program, compared in the text: results hardly show what is wrong in them.
+
+A division of float32 is what v_div_scale, v_div_fmas and v_div_fixup are for: a wrong step changes the last bit of few
+quotients. A conversion from float32 to bfloat16, where no instruction does it, adds half of the last bit, or less by
+one where that is even, and keeps NaN apart: a wrong step shows in the middle between two numbers, and of NaN, alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.amdgcn.machine import Program
+from tests.amdgcn.machine.operands import SCALAR, VCC, parse
+from tests.amdgcn.machine.text import Instruction
+from tests.amdgcn.values import Values
+
+_WITH_CONSTANTS = {"product": None, "plus": None, "masked": 0xFFFF0000, "shifted": 16}  # and which constants
+_NAN = (0x7FFF, 0x7FFF0000)  # of bfloat16, and before it is shifted
+
+
+def wrong(program: Program) -> Iterator[tuple[int, str]]:
+    """(index, what is wrong) of every sequence that is not as it should be."""
+    values = Values()
+    halves: dict[int, int] = {}  # the lowest bit of a result that is rounded: where it is read
+    rounded = set[int]()
+    constants = _set_before(program)
+    for index, instruction, name in values.walk(program):
+        if name == "v_div_fixup_f32" and not _is_division(values, *values.operands(instruction)):
+            yield index, "the division that ends here is not rounded correctly"
+        source = _lowest(values, values.result(name, instruction))
+        if source is not None:
+            halves[source] = index
+        if name in ("v_cndmask_b32", "v_cndmask_b32_sdwa"):
+            source = _converted(values, instruction, constants)
+            if source == -1:
+                yield index, "the conversion to bfloat16 that ends here is wrong"
+            elif source is not None:
+                rounded.add(source)
+    for source in halves.keys() - rounded:
+        yield halves[source], "the conversion to bfloat16 that begins here does not end"
+
+
+def _set_before(program: Program) -> frozenset[int]:
+    """The registers that a constant of a conversion is copied into somewhere, such as before a loop."""
+    copies = (each for each in program.instructions if each.mnemonic.startswith(("v_mov", "s_mov")))
+    found = [each for each in copies if each.operands[-1] in map(hex, _NAN)]
+    return frozenset[int]().union(*(parse(each.operands[0]).registers for each in found))
+
+
+def _is_division(values: Values, quotient: int, denominator: int, numerator: int) -> bool:
+    scaled = values.of("v_div_scale_f32", denominator, denominator, numerator)
+    dividend = values.of("v_div_scale_f32", numerator, denominator, numerator)
+    negative, one = values.of("negative", scaled), values.constant(0x3F800000)
+    first = values.of("v_rcp_f32", scaled)
+    inverse = values.fused(values.fused(negative, first, one), first, first)
+    estimate = values.product(dividend, inverse)
+    estimate = values.fused(values.fused(negative, estimate, dividend), inverse, estimate)
+    left = values.fused(negative, estimate, dividend)
+    flag = values.of("flag", dividend)
+    pairs = (left, inverse), (inverse, left)
+    return quotient in (values.of("v_div_fmas_f32", *pair, estimate, flag) for pair in pairs)
+
+
+def _lowest(values: Values, result: int | None) -> int | None:
+    """The number whose lowest bit as a bfloat16 this is, or None."""
+    key = values.keys[result] if result is not None else ()
+    if key[:1] != ("masked",):
+        return None
+    for bit, mask in (key[1:], key[:0:-1]):
+        shift = values.keys[bit]
+        if mask == values.constant(1) and shift[0] == "shifted" and shift[2] == values.constant(16):
+            source: int = shift[1]
+            return source
+    return None
+
+
+def _converted(values: Values, instruction: Instruction, constants: frozenset[int]) -> int | None:
+    """The number whose conversion a choice ends; -1 if it is none, and None if it does not look like one."""
+    lost, kept = values.operands(instruction)[:2]
+    compares = "v_cmp_o_f32", "v_cmp_o_f16"
+    known = lost in map(values.constant, _NAN)
+    if kept in map(values.constant, _NAN):
+        lost, kept, compares = kept, lost, ("v_cmp_u_f32", "v_cmp_u_f16")
+    if lost not in {*map(values.constant, _NAN)} | {values.of("register", each) for each in constants}:
+        return None
+    mask = values.value(parse(instruction.operands[3])) if len(instruction.operands) > 3 else None
+    mask = values.held.get(SCALAR + VCC) if mask is None else mask
+    compared = values.keys[mask] if mask is not None else ()
+    # a comparison before a label is not known
+    ordered = compared[:1] in ((), ("register",)) or (compared[0] in compares and compared[1] == compared[2])
+    source = next(iter(_sources(values, kept, constants)), None) if ordered else None
+    shifted = values.keys[kept][0] == "shifted" or "sdwa" in instruction.mnemonic
+    if source is not None and (shifted or lost != values.constant(_NAN[0])):
+        return source
+    core = values.keys[kept]
+    while core[0] == "shifted":
+        core = values.keys[core[1]]
+    judged = known and core[0] not in ("written", "register")
+    return -1 if judged else None
+
+
+def _sources(values: Values, value: int, constants: frozenset[int]) -> Iterator[int]:
+    """Of which number a value is the sum of a conversion, or its upper half; signs and factors may be moved into it."""
+    name, *parts = values.keys[value]
+    numbers = [part for part in parts if name in _WITH_CONSTANTS and values.keys[part][0] == "constant"]
+    if name == "negative" or (numbers and _WITH_CONSTANTS[name] in (None, values.keys[numbers[0]][1])):
+        for part in parts:
+            if part not in numbers:
+                yield from _sources(values, part, constants)
+    if name == "sum":
+        for source in set(parts):
+            left = list(parts)
+            left.remove(source)
+            low = values.field(source, values.constant(16), values.constant(1))
+            if low in left:
+                left.remove(low)
+                known = {values.constant(_NAN[0]), *(values.of("register", each) for each in constants)}
+                if len(left) == 1 and left[0] in known:
+                    yield source

@@ -1,0 +1,140 @@
+"""What the registers of a program hold, as expressions of few operations, to compare sequences of instructions.
+
+Values are numbers: equal numbers are equal expressions. A value that no operation here makes stands for itself, and so
+does everything behind a label that a branch leads to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tests.amdgcn import flow
+from tests.amdgcn.machine import Program
+from tests.amdgcn.machine.operands import SCALAR, VCC, Operand, parse
+from tests.amdgcn.machine.text import Instruction
+
+_COPIES = ("v_mov_b32", "s_mov_b32", "s_mov_b64", "s_movk_i32")
+_SUMS = ("v_add_u32", "v_add_nc_u32", "v_add3_u32")
+_LEAVES = 4  # of a sum
+_SIGN = 0x80000000
+_UPPER = {"dst_sel": "DWORD", "dst_unused": "UNUSED_PAD", "src0_sel": "WORD_1", "src1_sel": "DWORD"}
+
+
+class Values:
+    """Walk a program once, and keep what its registers hold at the current instruction."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[Any, ...], int] = {}
+        self.keys: list[tuple[Any, ...]] = []
+        self.held: dict[int, int] = {}
+
+    def of(self, *key: Any) -> int:
+        """The number of an expression."""
+        number = self.numbers.setdefault(key, len(self.keys))
+        if number == len(self.keys):
+            self.keys.append(key)
+        return number
+
+    def walk(self, program: Program) -> Iterator[tuple[int, Instruction, str]]:
+        """Every instruction with its name without encoding, before its results are held; pairs one after the other."""
+        goals = {
+            program.source.labels[instruction.operands[0]]
+            for instruction in program.instructions
+            if instruction.mnemonic.startswith(("s_branch", "s_cbranch"))
+        }
+        for index, instruction in enumerate(program.instructions):
+            if index in goals:
+                self.held = {}
+            written: dict[int, int] = {}
+            for half in [instruction, instruction.second] if instruction.second else [instruction]:
+                name = half.mnemonic.replace("v_dual_", "v_").removesuffix("_e32").removesuffix("_e64")
+                yield index, half, name
+                result = self.result(name, half)
+                for place, register in enumerate(sorted(flow.writes(half))):
+                    written[register] = self.of("written", index, place) if result is None else result
+                if result is not None and name.startswith("v_div_scale"):
+                    flag = self.of("flag", result)
+                    written |= dict.fromkeys(parse(half.operands[1]).registers, flag)
+            self.held |= written
+
+    def result(self, name: str, instruction: Instruction) -> int | None:
+        """What an instruction computes, if its operation is one of those here."""
+        if name == "v_and_b32_sdwa" and instruction.modifiers == _UPPER:
+            upper, mask = self.operands(instruction)
+            return self.masked(self.shifted(upper, self.constant(16)), mask)
+        if instruction.modifiers:
+            return None
+        if name in _COPIES:
+            return self.operands(instruction)[0]
+        if name == "v_xor_b32" and self.constant(_SIGN) in (values := self.operands(instruction)):
+            return self.of("negative", values[values[0] == self.constant(_SIGN)])
+        if name in ("v_fma_f32", "v_fmac_f32"):
+            first, second, *third = self.operands(instruction)
+            return self.fused(first, second, *third or [self.value(parse(instruction.operands[0]))])
+        if name == "v_mul_f32":
+            return self.product(*self.operands(instruction))
+        if name in _SUMS:
+            return self.total(*self.operands(instruction))
+        if name == "v_div_fmas_f32":
+            return self.of(name, *self.operands(instruction), self.held.get(SCALAR + VCC, -1))
+        if name.startswith("v_div_scale"):
+            return self.of(name, *self.operands(instruction, 2))
+        if name in ("v_rcp_f32", "v_cmp_o_f32", "v_cmp_o_f16", "v_cmp_u_f32", "v_cmp_u_f16"):
+            return self.of(name, *self.operands(instruction))
+        if name == "v_bfe_u32":
+            return self.field(*self.operands(instruction))
+        if name == "v_add_f32":
+            return self.of("plus", *sorted(self.operands(instruction)))
+        if name in ("v_lshrrev_b32", "v_ashrrev_i32"):
+            return self.shifted(*reversed(self.operands(instruction)))
+        if name == "s_lshr_b32":
+            return self.shifted(*self.operands(instruction))
+        if name == "v_and_or_b32":  # of bits that are known to be 0, it is a sum
+            first, second, third = self.operands(instruction)
+            return self.total(self.masked(first, second), third)
+        if name == "v_and_b32":
+            return self.masked(*self.operands(instruction))
+        return None
+
+    def operands(self, instruction: Instruction, first: int = 1) -> list[int]:
+        """The values of the sources."""
+        return [self.value(parse(word)) for word in instruction.operands[first:]]
+
+    def value(self, operand: Operand) -> int:
+        if operand.kind not in ("v", "s"):
+            return self.of("constant", operand.value & 0xFFFFFFFF if operand.kind == "constant" else operand.text)
+        register = min(operand.registers)
+        value = self.held.get(register, self.of("register", register))
+        value = self.of("absolute", value) if operand.absolute else value
+        return self.of("negative", value) if operand.negate else value
+
+    def constant(self, bits: int) -> int:
+        return self.of("constant", bits)
+
+    def product(self, first: int, second: int) -> int:
+        return self.of("product", min(first, second), max(first, second))
+
+    def fused(self, first: int, second: int, third: int) -> int:
+        return self.of("fused", self.product(first, second), third)
+
+    def shifted(self, value: int, places: int) -> int:
+        return self.of("shifted", value, places)
+
+    def masked(self, first: int, second: int) -> int:
+        return self.of("masked", min(first, second), max(first, second))
+
+    def field(self, value: int, first: int, bits: int) -> int:
+        """The bits of a field; a single one is what a shift and a mask make."""
+        if bits == self.constant(1):
+            return self.masked(self.shifted(value, first), bits)
+        return self.of("field", value, first, bits)
+
+    def total(self, *values: int) -> int | None:
+        """A sum, whatever the order; None of one with many summands."""
+        leaves = [leaf for value in values for leaf in self.leaves(value)]
+        return self.of("sum", *sorted(leaves)) if len(leaves) <= _LEAVES else None
+
+    def leaves(self, value: int) -> tuple[int, ...]:
+        key = self.keys[value]
+        return key[1:] if key[0] == "sum" else (value,)

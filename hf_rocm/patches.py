@@ -48,15 +48,12 @@ class Change:
         self, owner: Any, name: Hashable, make: Callable[[Change], Any], *, key: Hashable | None = None
     ) -> None:
         self.owner, self.name, self.key = owner, name, key
+        self.place = id(owner), name
         self.live = False
         self.original: Any = ABSENT
         self.applied_before = False
         self.users = 0
         self.replacement = make(self)
-
-    @property
-    def place(self) -> tuple[int, Hashable]:
-        return id(self.owner), self.name
 
     def current(self) -> Any:
         """The owner's own attribute with this name, or ABSENT."""
@@ -249,8 +246,9 @@ def _operation() -> Iterator[None]:
             record = _gone.popleft()
             left += _release(record, list(record.changes))
         for change in list(_undone):
-            again = any(other.replacement is change.replacement for other in _live.get(change.place, ()))
-            if not again and change.current() is change.replacement:
+            if change.current() is not change.replacement:
+                continue
+            if not any(other.replacement is change.replacement for other in _live.get(change.place, ())):
                 change.write(change.original)
         yield
     _report(left)

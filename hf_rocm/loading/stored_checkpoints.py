@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_rocm import patches
@@ -23,6 +24,9 @@ ResultT = TypeVar("ResultT")
 _log = logging.getLogger("hf_rocm")
 _loading = threading.local()  # quantizer: of the load in this thread, once it exists; active: whether there is a load
 
+_SETTINGS = b"quantization_config"
+_ADAPTER = "adapter_config.json"  # the base model is elsewhere
+
 _FILES = "_get_resolved_checkpoint_files"
 
 # Arguments of from_pretrained with which stock loads.
@@ -34,7 +38,7 @@ def load(call: Callable[..., ResultT], *given: Any, **arguments: Any) -> ResultT
 
     Raises `LoadError` if tensors of such a checkpoint are missing or do not fit.
     """
-    if any(arguments.get(name) is not None for name in _STOCK):
+    if any(arguments.get(name) is not None for name in _STOCK) or _is_plain(given, arguments):
         return call(*given, **arguments)
     try:
         with _standing_in():
@@ -42,6 +46,17 @@ def load(call: Callable[..., ResultT], *given: Any, **arguments: Any) -> ResultT
     except Unsupported as reason:
         _log.warning("the quantised checkpoint is loaded by transformers: %s", reason)
     return call(*given, **arguments)
+
+
+def _is_plain(given: Sequence[Any], arguments: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint is a folder whose config names no quantiser; nothing needs to be changed to load it."""
+    if len(given) != 1 or any(arguments.get(name) is not None for name in ("config", "subfolder")):
+        return False
+    try:
+        folder = Path(given[0])
+        return not (folder / _ADAPTER).exists() and _SETTINGS not in (folder / "config.json").read_bytes()
+    except (OSError, TypeError, ValueError):
+        return False
 
 
 @contextmanager

@@ -232,6 +232,21 @@ def test_an_unquantised_checkpoint(tmp_path):
     assert not layers(model) and getattr(model, "hf_quantizer", None) is None
 
 
+def test_nothing_stands_in_for_a_folder_without_a_quantiser(folder, tmp_path, monkeypatch):
+    plain, entered = tmp_path / "plain", []
+    checkpoints.build().save_pretrained(plain)
+    entering = stored_checkpoints._standing_in
+    monkeypatch.setattr(stored_checkpoints, "_standing_in", lambda: entered.append(True) or entering())
+    model = stored_checkpoints.load(LlamaForCausalLM.from_pretrained, plain)
+    assert not entered
+    stored_checkpoints.load(LlamaForCausalLM.from_pretrained, plain, config=model.config)
+    stored_checkpoints.load(LlamaForCausalLM.from_pretrained, folder())
+    assert len(entered) == 2
+    (plain / "adapter_config.json").write_text("{}")  # the weights may be elsewhere
+    stored_checkpoints.load(lambda path: None, plain)
+    assert len(entered) == 3
+
+
 def test_another_thread_stays_stock(folder, tmp_path):
     """A load elsewhere meanwhile is stock's: with this checkpoint, the error of the missing package."""
     path, results = folder(), []

@@ -43,7 +43,17 @@ def blocks(site: Site) -> str:
 
 
 # The modules that an inert block imports.
-IMPORTED = ("", ".budget", ".errors", ".options", ".overlay", ".overlay.bind", ".overlay.declare", ".patches")
+IMPORTED = (
+    "",
+    ".budget",
+    ".errors",
+    ".option_values",
+    ".options",
+    ".overlay",
+    ".overlay.bind",
+    ".overlay.declare",
+    ".patches",
+)
 
 
 def test_an_inert_block_is_cheap_and_imports_only_the_dispatcher(blocks: str, tmp_path: Path) -> None:

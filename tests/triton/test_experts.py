@@ -218,7 +218,7 @@ def test_the_limit_of_few_pairs(tiers, most, monkeypatch):
         with options.override(tiers=tiers):
             assert moe.most_pairs(x) == most
         assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW  # no Triton kernels there
-        monkeypatch.setattr(probe, "_off", {("experts", "triton", experts.NAME): "its check failed"})
+        monkeypatch.setattr(probe, "_off", {("experts", "triton", experts.NAME, "bfloat16"): "its check failed"})
         assert moe.most_pairs(x) == moe_torch.FEW
 
 

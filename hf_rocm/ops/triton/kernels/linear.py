@@ -229,6 +229,8 @@ def _build(
     scale = "fp32" if weight != "bf16" else ""
     tensors = {"x": "bf16", "weight": weight, "scale": scale, "bias": "", "residual": "bf16" * residual, "out": "bf16"}
     gated = activation is not None
+    # RDNA 3 refuses gates with 8 bits, see `triton.quantized`
+    served = tuple(gfx for gfx in ARCHITECTURES if not (gated and scale and gfx.startswith("gfx11")))
     cut = eight_bit_tile(rows, n, gated, rocm=True) if scale else linear_tile(rows, n, gated, rocm=True, arch=arch)
     return Build(
         few_rows if cut.matrix else matrix_vector,
@@ -247,7 +249,7 @@ def _build(
         num_stages=cut.stages,
         divisible=("n_size", "k_size"),
         matrix=cut.matrix,
-        architectures=tuple(ARCHITECTURES) if arch is None else (arch,),
+        architectures=served if arch is None else (arch,),
     )
 
 

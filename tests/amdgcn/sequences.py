@@ -15,6 +15,7 @@ from tests.amdgcn.machine.text import Instruction
 from tests.amdgcn.values import Values
 
 _WITH_CONSTANTS = {"product": None, "plus": None, "masked": 0xFFFF0000, "shifted": 16}  # and which constants
+DIVISION = "the division that ends here is not rounded correctly"
 _NAN = (0x7FFF, 0x7FFF0000)  # of bfloat16, and before it is shifted
 
 
@@ -26,7 +27,7 @@ def wrong(program: Program) -> Iterator[tuple[int, str]]:
     constants = _set_before(program)
     for index, instruction, name in values.walk(program):
         if name == "v_div_fixup_f32" and not _is_division(values, *values.operands(instruction)):
-            yield index, "the division that ends here is not rounded correctly"
+            yield index, DIVISION
         source = _lowest(values, values.result(name, instruction))
         if source is not None:
             halves[source] = index

@@ -50,8 +50,9 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
         return f"N and K must be at least {linear.FEWEST}, got {spec.n} and {spec.k}"
     if spec.format == INT4 and run_length(spec.k, spec.group) < _SHORTEST_RUN:
         return f"with 4 bits K must be a multiple of {PER_WORD * _SHORTEST_RUN}, got {spec.k}"
-    if spec.activation is not None and spec.format != INT4 and (device.arch or "").startswith("gfx11"):
-        return "on RDNA 3, a wait is missing from the code of our kernels for 8 bits with a gate"
+    more = spec.activation is not None or spec.group  # a gate, or scales within the loop over K
+    if more and spec.format != INT4 and (device.arch or "").startswith("gfx11"):
+        return "on RDNA 3, a wait is missing from the code of our kernels for 8 bits with a gate or scales for blocks"
     if spec.activation is not None and spec.format != INT4 and spec.group and spec.n % (2 * BLOCK):
         return f"with a scale for each block, a gate needs N to be a multiple of {2 * BLOCK}, got {spec.n}"
     return _format_refuses(spec, device) or linear.parts_refuse(spec)

@@ -229,8 +229,9 @@ def _build(
     scale = "fp32" if weight != "bf16" else ""
     tensors = {"x": "bf16", "weight": weight, "scale": scale, "bias": "", "residual": "bf16" * residual, "out": "bf16"}
     gated = activation is not None
-    # RDNA 3 refuses gates with 8 bits, see `triton.quantized`
-    served = tuple(gfx for gfx in ARCHITECTURES if not (gated and scale and gfx.startswith("gfx11")))
+    # RDNA 3 refuses 8 bits with a gate or blocks, see `triton.quantized`
+    refused = bool(scale) and (gated or group > 0)
+    served = tuple(gfx for gfx in ARCHITECTURES if not (refused and gfx.startswith("gfx11")))
     cut = eight_bit_tile(rows, n, gated, rocm=True) if scale else linear_tile(rows, n, gated, rocm=True, arch=arch)
     return Build(
         few_rows if cut.matrix else matrix_vector,

@@ -23,7 +23,7 @@ from hf_rocm.weights.stored import (
     stored_format,
 )
 
-# The settings whose meaning is known, or which say nothing about the result.
+# The settings whose meaning is known, or which do not affect the result.
 _SETTINGS = (
     "quant_method",
     "fmt",

@@ -49,8 +49,9 @@ class Code:
         """
         if self.checked is self.program:
             return
-        left = Counter(why for _, why in sequences.wrong(self.compiled) if why != sequences.DIVISION)
-        for index, why in sequences.wrong(self.program):
+        compiled = list(sequences.wrong(self.compiled))
+        left = Counter(why for _, why in compiled if why != sequences.DIVISION)
+        for index, why in compiled if self.program is self.compiled else sequences.wrong(self.program):
             left[why] -= 1
             if left[why] < 0:
                 raise Rounding(f"{self.program.instructions[index].text!r} at {index} of {self.name}: {why}")

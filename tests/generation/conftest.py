@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -122,6 +123,22 @@ def generate(model, inputs=None, *, new=12, seed=None, **arguments):
         torch.manual_seed(seed)
     arguments.setdefault("do_sample", False)
     return model.generate(**(inputs or prompt()), max_new_tokens=new, **arguments)
+
+
+def alike_from_threads(call, inputs, expected):
+    """Whether each input's result is the expected one in calls from a thread for each input, two one after another."""
+    results = [None] * len(inputs)
+
+    def run(index):
+        for _ in range(2):
+            results[index] = call(inputs[index])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return all(torch.equal(*both) for both in zip(results, expected, strict=True))
 
 
 def counted(model):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from hf_rocm import patches
 from hf_rocm.generation import recorder
 from hf_rocm.generation.state import known
 from tests.generation import faults
-from tests.generation.conftest import counted, generate, prompt
+from tests.generation.conftest import alike_from_threads, counted, generate, prompt
 from tests.generation.test_encoder_decoder import SIZES, asked, couple  # noqa: F401  a fixture
 from tests.generation.test_user_caches import alike, close
 
@@ -133,18 +131,7 @@ def test_threads_search_side_by_side(pair):
     ours, stock = pair()
     inputs = [prompt(seed=seed) for seed in range(4)]
     expected = [searched(stock, given) for given in inputs]
-    results = [None] * len(inputs)
-
-    def run(index):
-        for _ in range(2):
-            results[index] = searched(ours, inputs[index])
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(*both) for both in zip(results, expected, strict=True))
+    assert alike_from_threads(lambda given: searched(ours, given), inputs, expected)
 
 
 def test_the_class_is_stocks_again_after_a_search(pair):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.state import known
 from hf_rocm.ops.captured import in_captured_block
 from tests.generation import faults
-from tests.generation.conftest import counted, generate, prompt
+from tests.generation.conftest import alike_from_threads, counted, generate, prompt
 from tests.generation.test_user_caches import alike, close
 
 NEW = 40
@@ -270,18 +269,7 @@ def test_threads_look_up_side_by_side(pair):
     ours, stock = pair()
     inputs = [repeating(seed) for seed in range(4)]
     expected = [looked_up(stock, given) for given in inputs]
-    results = [None] * len(inputs)
-
-    def run(index):
-        for _ in range(2):
-            results[index] = looked_up(ours, inputs[index], seed=None)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(*both) for both in zip(results, expected, strict=True))
+    assert alike_from_threads(lambda given: looked_up(ours, given, seed=None), inputs, expected)
 
 
 def test_the_class_is_stocks_again_after_a_call(pair):

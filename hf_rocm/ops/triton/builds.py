@@ -16,6 +16,9 @@ from hf_rocm.architectures import BUILT_AHEAD, KNOWN
 # The wave size of every architecture that kernels are compiled for: 64 on CDNA, 32 on RDNA.
 ARCHITECTURES: Mapping[str, int] = {gfx: KNOWN[gfx].wave for gfx in BUILT_AHEAD}
 
+# RDNA 3, which refuses some forms of kernels.
+GFX11 = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx11"))
+
 # The local memory (LDS) of a workgroup in bytes, if it is not 64 KiB.
 LOCAL_MEMORY: Mapping[str, int] = {"gfx950": 160 * 1024}
 

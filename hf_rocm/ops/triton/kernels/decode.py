@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
+from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
 from hf_rocm.ops.triton.tiles import plan
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -260,7 +260,6 @@ def page_kernel(
 
 CDNA = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx9"))
 RDNA = tuple(gfx for gfx in ARCHITECTURES if not gfx.startswith("gfx9"))
-GFX11 = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx11"))
 
 
 def _attend(

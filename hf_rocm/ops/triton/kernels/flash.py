@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
+from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
 from hf_rocm.ops.triton.tiles import flash_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -245,7 +245,6 @@ def _attend(
 
 
 CDNA = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx9"))
-GFX11 = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx11"))
 GFX12 = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx12"))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
+from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
 from hf_rocm.ops.triton.tiles import eight_bit_tile, linear_tile
 
 
@@ -230,8 +230,8 @@ def _build(
     tensors = {"x": "bf16", "weight": weight, "scale": scale, "bias": "", "residual": "bf16" * residual, "out": "bf16"}
     gated = activation is not None
     # RDNA 3 refuses 8 bits with a gate or blocks, see `triton.quantized`
-    refused = bool(scale) and (gated or group > 0)
-    served = tuple(gfx for gfx in ARCHITECTURES if not (refused and gfx.startswith("gfx11")))
+    refused = GFX11 if scale and (gated or group) else ()
+    served = tuple(gfx for gfx in ARCHITECTURES if gfx not in refused)
     cut = eight_bit_tile(rows, n, gated, rocm=True) if scale else linear_tile(rows, n, gated, rocm=True, arch=arch)
     return Build(
         few_rows if cut.matrix else matrix_vector,

@@ -80,5 +80,13 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def sum_of_bits(tensors: Sequence[Tensor]) -> Tensor:
-    """A digest of these tensors: the sum of their bits, [1] int64."""
-    return torch.stack([bits(tensor).sum(dtype=torch.int64) for tensor in tensors]).sum(0, keepdim=True)
+    """A digest of these tensors: the sum of their bits as 64-bit integers where they have whole ones, [1] int64."""
+    return torch.stack([_words(tensor).sum(dtype=torch.int64) for tensor in tensors]).sum(0, keepdim=True)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """`bits`, several elements to an integer if possible: a GPU then adds fewer numbers."""
+    whole = (
+        tensor.is_contiguous() and tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0
+    )
+    return tensor.view(-1).view(torch.int64) if whole else bits(tensor)

@@ -18,6 +18,7 @@ from torch.nn.modules import module as torch_module
 from hf_rocm import ops
 from hf_rocm.layers.norm import SEPARATE, PrenormResidual, RMSNorm, can_fuse
 from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.norm_add import one_kernel
 from hf_rocm.ops.rope_into_cache import alike
 from hf_rocm.overlay.bind import GPU, MODE, OFF, Binding, bindings_by_class
 
@@ -93,13 +94,31 @@ class PreNormLayer:
     def _fused(self, children: dict[str, Any], x: Tensor, arguments: dict[str, Any]) -> Tensor:
         """Few rows: norms and sums are part of the GEMMs, where only our functions would run."""
         after = (None, None) if self.post_norms is None else self.post_norms
+        normed: Tensor | None = None  # x, if the operation before has normalised it
         for norm, name, post_norm in zip(self.norms, ("self_attn", self.mlp), after, strict=True):
-            terms = norm_terms(children[norm], x)
-            branch = children[norm](x) if terms is None else x
+            terms = norm_terms(children[norm], x) if normed is None else None
+            branch = normed if normed is not None else children[norm](x) if terms is None else x
             fused = PrenormResidual(terms, x if post_norm is None else None)
             output = _branch(children[name], branch, fused, arguments if name == "self_attn" else None)
-            x = fused.sum(output) if post_norm is None else x + children[post_norm](output)
+            if post_norm is None:
+                x = fused.sum(output)
+            else:
+                following = children[self.norms[1]] if name == "self_attn" else None
+                normed, x = _norm_add(children[post_norm], output, x, following)
         return x
+
+
+def _norm_add(norm: Any, output: Tensor, x: Tensor, following: Any) -> tuple[Tensor | None, Tensor]:
+    """x + norm(output), and before it the `following` module's norm of this sum, or None if that is still to be done.
+
+    following: the norm of the next branch, or None.
+    """
+    terms = norm_terms(norm, output) if output.dtype == x.dtype else None
+    then = None if following is None else norm_terms(following, x)
+    for second in (then, None):
+        if terms is not None and one_kernel(output, x, terms, second):
+            return ops.norm_add(output, x, terms, second)
+    return None, x + norm(output)
 
 
 def _branch(module: Any, x: Tensor, fused: PrenormResidual, arguments: dict[str, Any] | None) -> Tensor:

@@ -7,7 +7,12 @@ their own shape.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+import textwrap
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +30,9 @@ from hf_rocm.overlay.replacements import constant_in_traces, replacement_among
 from hf_rocm.weights import instance_forward
 from hf_rocm.weights.eligible import accepted_forward
 
+# In a convolution's __dict__: the class of the module around it, which only flattens its output.
+_FLATTENED_BY = "_hf_rocm_flattened_by"
+
 # What the stock forwards call, by class.
 _CALLED = {
     cls: (Reference(cls, "forward"), Reference(cls, "_conv_forward"), Reference(vars(functional), function))
@@ -37,7 +45,8 @@ def forward(self: Any, input: Tensor) -> Tensor:
     """Compute the convolution as a GEMM.
 
     input: [B, C, size_1, …], in the weight's dtype. Returns [B, N, size_1 // kernel_1, …], in the memory format of a
-    convolution. Unsupported calls, and those whose functions were replaced, run the stock forward.
+    convolution, or with N as the innermost dim where the module around it only flattens the patches (`_flattens`).
+    Unsupported calls, and those whose functions were replaced, run the stock forward.
     """
     weight = self._parameters.get("weight")
     if not _serves(self, input, weight):
@@ -48,6 +57,8 @@ def forward(self: Any, input: Tensor) -> Tensor:
     multiply = functional.linear if compiling() else ops.linear
     rows = multiply(patches, flat, bias).view(input.shape[0], *counts, weight.shape[0])
     result = rows.movedim(-1, 1)
+    if _flattened(self):
+        return result
     if compiling() or input.is_contiguous() or not input.is_contiguous(memory_format=_LAYOUTS[type(self)]):
         return result.contiguous()
     return result
@@ -72,6 +83,10 @@ def attach(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
             continue
         bind.set_mode(module, mode)
         instance_forward.attach(module)
+        parent, _, child = name.rpartition(".")
+        around: Any = type(model.get_submodule(parent))
+        if _flattens(around, child) is not None:
+            module.__dict__[_FLATTENED_BY] = around
         served.append(name)
     return served, skipped
 
@@ -81,6 +96,7 @@ def detach(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, tuple(_CALLED)):
             instance_forward.detach(module)
+            module.__dict__.pop(_FLATTENED_BY, None)
 
 
 def in_force(model: nn.Module) -> list[str]:
@@ -138,6 +154,50 @@ def _serves(self: Any, x: Any, weight: Any) -> bool:
 def _class_is_pytorchs(cls: Any) -> bool:
     """Whether this convolution class is PyTorch's own, apart from hf_rocm's changes."""
     return replacement_among(_CALLED[cls]) is None
+
+
+@constant_in_traces
+def _flattened(convolution: Any) -> bool:
+    """Whether the module around this convolution still flattens its output."""
+    around = convolution.__dict__.get(_FLATTENED_BY)
+    return around is not None and _flattened_by.get(around) is around.forward
+
+
+# class → its forward, which flattens the outputs of its convolutions
+_flattened_by: dict[Any, Callable[..., Any]] = {}
+
+
+@cache
+def _flattens(cls: Any, child: str) -> Callable[..., Any] | None:
+    """The forward of a module class of transformers if it uses the output of this child only as `….flatten(2)`.
+
+    With patches as rows and N as the innermost dim, `.flatten(2).transpose(1, 2)` is then contiguous. With a
+    convolution's format it isn't, and neither are the hidden states of all layers that follow, whose residual sums then
+    take three times as long.
+    """
+    if cls.__module__.partition(".")[0] != "transformers":
+        return None
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(cls.forward))).body
+    except (AttributeError, OSError, SyntaxError, TypeError, ValueError):
+        return None
+    nodes = list(ast.walk(function))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    outputs = [call for call in calls if ast.unparse(call.func) == f"self.{child}"]
+    stored = [node for node in nodes if isinstance(node, ast.Assign) and node.value in outputs]
+    names = [target.id for node in stored for target in node.targets if isinstance(target, ast.Name)]
+    loads = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    kept = [assignment.value for assignment in stored]
+    uses = [*(load for load in loads if load.id in names), *(call for call in outputs if call not in kept)]
+    flattened = [
+        call.func.value
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and ast.unparse(call).endswith(".flatten(2)")
+    ]
+    if not outputs or len(names) != len(stored) or not all(use in flattened for use in uses):
+        return None
+    _flattened_by[cls] = cls.forward
+    return _flattened_by[cls]
 
 
 def _patches(x: Tensor, kernel: tuple[int, ...]) -> tuple[Tensor, list[int]]:

@@ -43,4 +43,4 @@ def test_a_profile_has_kernels_and_gaps(tmp_path):
         progress=lambda text: None,
         side="stock",
     )
-    assert 0 < summary.busy < summary.span and summary.kernels and "waits for" in summary.lines()[0]
+    assert 0 < summary.busy < summary.span and summary.kernels and "idle for" in summary.lines()[0]

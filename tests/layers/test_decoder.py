@@ -124,6 +124,38 @@ def test_with_many_rows_the_residual_sum_and_the_second_norm_are_fused(each_pair
     assert routes.count("add_rms_norm") == LAYERS
 
 
+def test_norms_after_the_branches_are_one_operation_with_the_sum(few, monkeypatch):
+    model = build("Gemma2")
+    actual = hf_rocm.prepare(copy.deepcopy(model), force=True)
+    separate, routes = run(actual)
+    assert "norm_add" not in routes
+    monkeypatch.setattr(decoder, "one_kernel", lambda *norms: True)
+    together, routes = run(actual)
+    assert routes.count("norm_add") == 2 * LAYERS
+    assert all(map(torch.equal, together.layers, separate.layers))
+
+
+@pytest.mark.parametrize(
+    ("part", "operations"),
+    [("post_attention_layernorm", 1), ("pre_feedforward_layernorm", 2), ("post_feedforward_layernorm", 1)],
+)
+def test_a_hooked_norm_is_called_once_beside_the_operation(few, part, operations, monkeypatch):
+    """operations: how many `norm_add` are left in the changed layer."""
+    monkeypatch.setattr(decoder, "one_kernel", lambda *norms: True)
+    model = build("Gemma2")
+    pair = model, hf_rocm.prepare(copy.deepcopy(model), force=True)
+    outputs = []
+    for one in pair:
+        calls: list[int] = []
+        one.model.layers[0].get_submodule(part).register_forward_hook(
+            lambda module, args, output, calls=calls: _changed(output, calls)
+        )
+        outputs.append(run(one))
+        assert calls == [1]
+    assert_same(outputs[1][0], outputs[0][0])
+    assert outputs[1][1].count("norm_add") == operations + 2 * (LAYERS - 1)
+
+
 @pytest.mark.parametrize("part", TOUCHABLE)
 @pytest.mark.parametrize("how", ["hook", "forward"])
 def test_a_changed_module_takes_effect(pair, few, part, how):

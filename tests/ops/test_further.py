@@ -103,6 +103,29 @@ def test_add_rms_norm(tier, dtype, one_plus, shape):
 
 @each_dtype
 @each_tier
+@pytest.mark.parametrize("one_plus", [False, True])
+@pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (0, 8)], ids=str)
+def test_norm_add(tier, dtype, one_plus, shape):
+    """Bitwise equal to its parts, with and without the second norm."""
+    sizes = [shape, shape, shape[-1:], shape[-1:]]
+    x, residual, first, second = (random(*size, dtype=dtype, seed=i) for i, size in enumerate(sizes))
+    norms = ops.Norm(first, 1e-6, one_plus), ops.Norm(second, 1e-5, one_plus)
+    normed, total = routed("rms_norm", tier, "norm_add", x, residual, *norms)
+    with options.override(tier=tier):
+        assert torch.equal(total, residual + ops.rms_norm(x, first, eps=1e-6, one_plus=one_plus))
+        assert torch.equal(normed, ops.rms_norm(total, second, eps=1e-5, one_plus=one_plus))
+        none, alone = ops.norm_add(x, residual, norms[0])
+    assert none is None and torch.equal(alone, total)
+
+
+def test_norm_add_refuses_norms_of_two_kinds():
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    with pytest.raises(OptionError, match="norms of one kind"):
+        ops.norm_add(x, x, ops.Norm(weight, 1e-6, False), ops.Norm(weight, 1e-6, True))
+
+
+@each_dtype
+@each_tier
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [2, 6, 8])
 def test_rope_rotates_every_pair_by_its_angle(tier, dtype, interleaved, rotated):

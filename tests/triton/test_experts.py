@@ -33,7 +33,7 @@ def blocks(monkeypatch):
     """Small blocks along K, so that there are several, and wide ones along N: the interpreter is slow per program."""
     monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(8, 16, 64, 2))
     monkeypatch.setattr(
-        experts, "down_tile", lambda tokens, top, transposed: experts.ExpertsTile(8, 8, 64, 2, gcd(top, 4))
+        experts, "down_tile", lambda tokens, top, transposed, rocm: experts.ExpertsTile(8, 8, 64, 2, gcd(top, 4))
     )
 
 

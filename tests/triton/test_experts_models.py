@@ -32,7 +32,7 @@ def wide_blocks(monkeypatch):
     """Use large blocks: the interpreter is slow per program."""
     monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(32, 64, 64, 2))
     monkeypatch.setattr(
-        experts, "down_tile", lambda tokens, top, transposed: experts.ExpertsTile(32, 64, 64, 2, gcd(top, 4))
+        experts, "down_tile", lambda tokens, top, transposed, rocm: experts.ExpertsTile(32, 64, 64, 2, gcd(top, 4))
     )
 
 

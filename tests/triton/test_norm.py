@@ -54,6 +54,30 @@ def test_add_rms_norm(shape, one_plus, dtype):
     assert torch.equal(output.view(-1, shape[-1])[:-1].isnan().any(0), lost & (output.numel() > shape[-1]))
 
 
+@each_dtype
+@each_form
+@pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (5, 2560)], ids=str)
+def test_norm_add(shape, one_plus, dtype):
+    """As the norm, the sum and the second norm in turn, also with a NaN in a row or in a weight."""
+    x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
+    first, second = (random(shape[-1], dtype=dtype, seed=seed) for seed in (2, 3))
+    norms = ops.Norm(first, 1e-5, one_plus), ops.Norm(second, 1e-6, one_plus)
+    lost = torch.arange(shape[-1]) % 3 == 1
+    for damage in (lambda: None, lambda: x.view(-1, shape[-1])[-1].masked_fill_(lost, torch.nan)):
+        damage()
+        normed, total = routed("norm_add", x, residual, *norms)
+        expected = residual + routed("rms_norm", x, first, eps=1e-5, one_plus=one_plus)
+        torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)
+        expected = routed("rms_norm", total, second, eps=1e-6, one_plus=one_plus)
+        torch.testing.assert_close(normed, expected, rtol=0, atol=0, equal_nan=True)
+        none, alone = routed("norm_add", x, residual, norms[0])
+        assert none is None
+        torch.testing.assert_close(alone, total, rtol=0, atol=0, equal_nan=True)
+    first.masked_fill_(lost, torch.nan)
+    _, total = routed("norm_add", residual, residual, *norms)
+    assert torch.equal(total.isnan().any(0), lost.expand(total.shape[1:]) if total.ndim > 2 else lost)
+
+
 def test_it_rounds_like_transformers():
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm

@@ -12,6 +12,7 @@ BF16 = torch.bfloat16
 KINDS = {
     "rms_norm": (BF16, BF16, CPU, 48, False, False),
     "add_rms_norm": (BF16, BF16, CPU, 48, True, False),
+    "norm_add": (BF16, BF16, CPU, 48, False, True, False),
     "act_and_mul": (BF16, CPU, 24, "clamped_swiglu", False, True),
     "rope": (BF16, BF16, CPU, 16, 8, True, False, False),
     "rope_into_cache": (BF16, BF16, CPU, 16, 12, 16, False, True, True, False, False, None, False, False),

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import hf_rocm
@@ -83,6 +84,51 @@ def test_the_memory_format_is_that_of_the_convolution():
     prepared, routes = products(hf_rocm.prepare(model, force=True), pixels)
     assert routes and strides(prepared) == strides(stock) and not prepared.is_contiguous()
     torch.testing.assert_close(prepared, stock)
+
+
+def siglip():
+    config = transformers.SiglipVisionConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    torch.manual_seed(0)
+    return transformers.SiglipVisionModel(config).eval(), torch.randn(2, 3, 16, 16)
+
+
+def test_patches_that_are_only_flattened_are_rows():
+    """Otherwise the hidden states of all layers have the strides of a transposed image, as in stock."""
+    model, pixels = siglip()
+    prepared = hf_rocm.prepare(copy.deepcopy(model), force=True)
+    name = next(name for name, module in model.named_modules() if type(module).__name__ == "SiglipVisionEmbeddings")
+    with torch.no_grad():
+        stock, hidden = (one.get_submodule(name)(pixels) for one in (model, prepared))
+        assert hidden.is_contiguous() and not stock.is_contiguous()
+        torch.testing.assert_close(hidden, stock)
+        torch.testing.assert_close(prepared(pixels).last_hidden_state, model(pixels).last_hidden_state)
+    convolution = prepared.get_submodule(name).patch_embedding
+    assert not convolution(pixels).is_contiguous()
+    hf_rocm.restore(prepared)
+    assert vars(convolution).keys() == vars(model.get_submodule(name).patch_embedding).keys()
+
+
+def test_a_replaced_forward_gets_the_format_of_a_convolution(monkeypatch):
+    model, pixels = siglip()
+    hf_rocm.prepare(model, force=True)
+    around = next(module for module in model.modules() if type(module).__name__ == "SiglipVisionEmbeddings")
+    monkeypatch.setattr(type(around), "forward", lambda self, pixels: self.patch_embedding(pixels).view(2, 48, -1))
+    output, routes = products(around, pixels)
+    assert routes and output.is_contiguous()
+
+
+def test_the_use_of_the_patches_is_read_from_the_source():
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchEmbed
+    from transformers.models.siglip.modeling_siglip import SiglipVisionEmbeddings
+    from transformers.models.vit.modeling_vit import ViTPatchEmbeddings
+
+    flattens = patch_embeddings._flattens
+    assert flattens(SiglipVisionEmbeddings, "patch_embedding") is SiglipVisionEmbeddings.forward
+    assert flattens(ViTPatchEmbeddings, "projection") is ViTPatchEmbeddings.forward
+    assert flattens(PatchEmbed, "proj") is None  # it calls view
+    assert flattens(Embedding, "proj") is None  # not a class of transformers
 
 
 def test_an_empty_batch():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hf_rocm import options
+from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.fakes import like
 from hf_rocm.ops.triton import detect
@@ -109,7 +110,7 @@ def _forward(
         num_warps=warps(tile.threads, x.device),
         num_stages=tile.stages,
     )
-    tile = down_tile(tokens, top, transposed)
+    tile = down_tile(tokens, top, transposed, rocm=describe(x.device).rocm)
     launch(
         kernels.chosen_down,
         (tokens, -(-hidden // tile.n)),

@@ -100,7 +100,7 @@ def _forward(
     if norm_weight is not None:  # a separate kernel is faster than the norm in every program of the product
         x = norm.rms_norm(x, norm_weight, eps, one_plus)
     device = describe(x.device)
-    tile = linear_tile(m, n, activation is not None, rocm=device.rocm, arch=device.arch)
+    tile = linear_tile(m, n, k, activation is not None, rocm=device.rocm, arch=device.arch)
     launch(
         kernels.few_rows if tile.matrix else kernels.matrix_vector,
         (-(-n // tile.n), -(-m // ROWS)),

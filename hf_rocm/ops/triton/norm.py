@@ -14,13 +14,14 @@ from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
+    from hf_rocm.ops.norm_add import NormAddSpec
     from hf_rocm.ops.pointwise import NormSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 32768  # a row must fit into the registers of one workgroup
 
 
-def refuses(spec: NormSpec, device: Device) -> str | None:
+def refuses(spec: NormSpec | NormAddSpec, device: Device) -> str | None:
     """Why the kernel can't serve this norm, or None; the same with the residual sum."""
     if spec.grad:
         return "our norm kernel has no gradient"
@@ -42,6 +43,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool) -> tuple[Tensor, Tensor]:
     """See `hf_rocm.ops.add_rms_norm`. The sum is rounded before it is normalised, as two operations would."""
     result: tuple[Tensor, Tensor] = _traced_add(x, residual, weight, eps, one_plus)
+    return result
+
+
+def norm_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    then_weight: Tensor | None,
+    eps: float,
+    then_eps: float,
+    one_plus: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `hf_rocm.ops.norm_add`. Without a second norm, the first result is empty."""
+    result: tuple[Tensor, Tensor] = _traced_norm_add(x, residual, weight, then_weight, eps, then_eps, one_plus)
     return result
 
 
@@ -69,30 +84,56 @@ def _add_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_pl
     return out, total
 
 
+def _norm_add_forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    then_weight: Tensor | None,
+    eps: float,
+    then_eps: float,
+    one_plus: bool,
+) -> tuple[Tensor, Tensor]:
+    out, total = _normed_sum(x, residual, weight, then_weight)
+    if total.numel():
+        x, residual, strides = x.contiguous(), residual.contiguous(), (x.shape[-1], 1, 0)
+        _launch(x, residual, then_weight, out, total, strides, then_eps, one_plus, weight, eps)
+    return out, total
+
+
+def _normed_sum(
+    x: Tensor, residual: Tensor, weight: Tensor, then_weight: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor]:
+    return (x.new_empty(0) if then_weight is None else like(x)), like(x)
+
+
 def _launch(
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     out: Tensor,
     total: Tensor | None,
     strides: tuple[int, int, int],
     eps: float,
     one_plus: bool,
+    before: Tensor | None = None,
+    before_eps: float = 0.0,
 ) -> None:
     from hf_rocm.ops.triton.kernels.norm import rms_norm_kernel
 
     dim = x.shape[-1]
     rows = x.numel() // dim
     many, block, threads = tile(rows, dim)
-    weight = weight.contiguous()
-    tensors = (x, weight, out) if residual is None or total is None else (x, weight, out, residual, total)
+    weights = tuple(None if one is None else one.contiguous() for one in (weight, before))
+    every = x, residual, weights[0], None if weight is None else out, total, weights[1]
+    there = tuple(tensor is not None for tensor in every)
+    dtypes = tuple(None if one is None else one.dtype for one in weights)
     launch(
         rms_norm_kernel,
         (-(-rows // many),),
-        (x, residual, weight, out, total, rows, *strides, eps),
+        (*every[:5], rows, *strides, float(eps), weights[1], float(before_eps)),
         {"DIM": dim, "ONE_PLUS": one_plus, "ROWS": many, "BLOCK": block},
         num_warps=warps(threads, x.device),
-        forms=(alike(*tensors), weight.dtype, len(tensors), form(rows), *strides),
+        forms=(alike(*(tensor for tensor in every if tensor is not None)), dtypes, there, form(rows), *strides),
     )
 
 
@@ -119,4 +160,10 @@ _traced_add = opaque(
     "triton_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool one_plus) -> (Tensor, Tensor)",
     _add_forward,
     two_like,
+)
+_traced_norm_add = opaque(
+    "triton_norm_add(Tensor x, Tensor residual, Tensor weight, Tensor? then_weight, float eps, float then_eps, "
+    "bool one_plus) -> (Tensor, Tensor)",
+    _norm_add_forward,
+    _normed_sum,
 )

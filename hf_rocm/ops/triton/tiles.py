@@ -39,22 +39,37 @@ class LinearTile(NamedTuple):
 _NARROW_UP_TO = {"gfx942": 16384, "gfx950": 24576}
 
 
-def linear_tile(rows: int, n: int, gated: bool, *, rocm: bool = False, arch: str | None = None) -> LinearTile:
-    """The tile for x with this number of rows and n columns of the result.
+def linear_tile(rows: int, n: int, k: int, gated: bool, *, rocm: bool = False, arch: str | None = None) -> LinearTile:
+    """The tile for x [rows, k] and n columns of the result.
 
-    Measured on one NVIDIA H200 with the matrices of Llama-3.1-8B in bf16, in a recorded graph, where it is at least as
-    fast as the vendor's library for up to 16 rows. Nothing was measured on AMD GPUs: they use similar tiles that need
-    less local memory and fewer registers. `HF_ROCM_TIER=linear=torch` uses the vendor's library there.
+    Measured on one NVIDIA H200 in bf16, in recorded graphs: for one row with the matrices of seven models (1B to 30B),
+    for more rows with those of Llama-3.1-8B, where it is at least as fast as the vendor's library for up to 16 rows.
+    Nothing was measured on AMD GPUs: they use similar tiles that need less local memory and fewer registers.
+    `HF_ROCM_TIER=linear=torch` uses the vendor's library there.
     """
     if rows > 1:
         if n <= _NARROW_UP_TO.get(arch or "", NARROW) and not gated:
             return LinearTile(True, 16, 128, 4, 128, 2 if rocm else 3)
         return LinearTile(True, 32 if rocm and gated else 64, 128, 1, 128, 2 if rocm else 4 + (not gated))
+    if not rocm:
+        return _row_tile(n, k, gated)
     if arch == "gfx950" and n <= NARROW and not gated:
         return LinearTile(False, 2, 1024, 1, 128, 2)  # twice the bytes in flight: computed, not measured
     if gated or n <= NARROW:
         return LinearTile(False, 2, 512, 1, 64, 2)
     return LinearTile(False, 4, 1024, 1, 128, 2)
+
+
+def _row_tile(n: int, k: int, gated: bool) -> LinearTile:
+    """The tile for one row on NVIDIA, the fastest measured one or within 2 % of it."""
+    whole = k % 1024 == 0  # another K leaves a part of the last block of 1024 unused
+    if gated:
+        return LinearTile(False, 2, 1024 if whole else 512, 1, 64, 2)
+    if n < NARROW:
+        return LinearTile(False, 4, 1024, 1, 128, 2)
+    if n == NARROW:
+        return LinearTile(False, 4, 1024, 1, 64, 2) if whole else LinearTile(False, 2, 512, 1, 64, 2)
+    return LinearTile(False, 4, 1024, 1, 128, 2) if k >= 4096 else LinearTile(False, 4, 512, 1, 64, 2)
 
 
 def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False) -> LinearTile:
@@ -141,8 +156,8 @@ class ExpertsTile(NamedTuple):
         return shared if self.experts is None else {"BLOCK_E": self.experts, **shared}
 
 
-# Tiles were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B and, transposed,
-# of gpt-oss-20b. On AMD GPUs nothing was measured: `HF_ROCM_TIER=experts=torch` gives them PyTorch's products.
+# Tiles were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B, OLMoE and,
+# transposed, gpt-oss-20b. On AMD GPUs nothing was measured: `HF_ROCM_TIER=experts=torch` gives them PyTorch's products.
 SOME = 4  # up to this many tokens, programs of the second product must be small, or there are too few of them
 
 
@@ -151,11 +166,16 @@ def gate_up_tile(transposed: bool) -> ExpertsTile:
     return ExpertsTile(32, 64, 256, 2) if transposed else ExpertsTile(2, 512, 64, 2)
 
 
-def down_tile(tokens: int, top: int, transposed: bool) -> ExpertsTile:
+def down_tile(tokens: int, top: int, transposed: bool, *, rocm: bool = False) -> ExpertsTile:
     """The tile of the second product, for this number of tokens and of experts per token."""
+    experts = gcd(top, 4)
     if not transposed:
-        return ExpertsTile(2, 256, 64, 2, gcd(top, 4))
-    return ExpertsTile(16, 64, 128, 2, gcd(top, 4)) if tokens <= SOME else ExpertsTile(32, 32, 128, 2, gcd(top, 4))
+        return ExpertsTile(2, 256, 64, 2, experts)
+    if rocm:
+        return ExpertsTile(16, 64, 128, 2, experts) if tokens <= SOME else ExpertsTile(32, 32, 128, 2, experts)
+    if tokens == 1:  # few programs: each needs many bytes in flight
+        return ExpertsTile(16, 64, 512, 2, experts)
+    return ExpertsTile(32, 64, 128, 2, experts) if tokens <= SOME else ExpertsTile(64, 32, 256, 2, experts)
 
 
 class Plan(NamedTuple):

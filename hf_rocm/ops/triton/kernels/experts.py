@@ -169,10 +169,10 @@ _GPT_OSS: dict[str, Any] = {"TOP": 4, "TRANSPOSED": True}
 
 BUILDS = (
     _build(chosen_gate_up, gate_up_tile(False), _TERMS, {**_QWEN, "ACTIVATION": "silu", "INTERLEAVED": False}),
-    _build(chosen_down, down_tile(1, 8, False), {}, _QWEN),
+    _build(chosen_down, down_tile(1, 8, False, rocm=True), {}, _QWEN),
     _build(
         chosen_gate_up, gate_up_tile(True), _TERMS, {**_GPT_OSS, "ACTIVATION": "clamped_swiglu", "INTERLEAVED": True}
     ),
-    _build(chosen_down, down_tile(1, 4, True), {}, _GPT_OSS),
-    _build(chosen_down, down_tile(8, 4, True), {}, _GPT_OSS),
+    _build(chosen_down, down_tile(1, 4, True, rocm=True), {}, _GPT_OSS),
+    _build(chosen_down, down_tile(8, 4, True, rocm=True), {}, _GPT_OSS),
 )

@@ -232,7 +232,9 @@ def _build(
     # RDNA 3 refuses 8 bits with a gate or blocks, see `triton.quantized`
     refused = GFX11 if scale and (gated or group) else ()
     served = tuple(gfx for gfx in ARCHITECTURES if gfx not in refused)
-    cut = eight_bit_tile(rows, n, gated, rocm=True) if scale else linear_tile(rows, n, gated, rocm=True, arch=arch)
+    cut = linear_tile(rows, n, 4096, gated, rocm=True, arch=arch)
+    if scale:
+        cut = eight_bit_tile(rows, n, gated, rocm=True)
     return Build(
         few_rows if cut.matrix else matrix_vector,
         {

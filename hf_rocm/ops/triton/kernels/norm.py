@@ -1,4 +1,4 @@
-"""RMSNorm of rows, with or without the residual sum before it: each value is read once and written once."""
+"""RMSNorm of rows, with or without a norm and the residual sum before it: each value is read and written once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_rocm.ops.triton.builds import Build
 def rms_norm_kernel(
     x,
     residual,  # None: no sum
-    weight,
+    weight,  # None: the sum is not normalised
     out,
     total,
     rows,
@@ -20,6 +20,8 @@ def rms_norm_kernel(
     inner,  # row r is at (r // inner) · outer_stride + (r % inner) · inner_stride
     inner_stride,
     eps,
+    before,  # the weight of a norm before the sum, or None
+    before_eps,
     DIM: tl.constexpr,
     ONE_PLUS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -30,11 +32,19 @@ def rms_norm_kernel(
     there = (row < rows) & (column < DIM)
     values = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + column, mask=there, other=0.0)
     place = row * DIM + column
+    if before is not None:
+        values = _normed(values, before, before_eps, column, DIM, ONE_PLUS)
     if residual is not None:
         values = (values.to(tl.float32) + tl.load(residual + place, mask=there, other=0.0).to(tl.float32)).to(
             values.dtype
         )
         tl.store(total + place, values, mask=there)
+    if weight is not None:
+        tl.store(out + place, _normed(values, weight, eps, column, DIM, ONE_PLUS), mask=there)
+
+
+@triton.jit
+def _normed(values, weight, eps, column, DIM: tl.constexpr, ONE_PLUS: tl.constexpr):
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
     factor = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
@@ -43,16 +53,35 @@ def rms_norm_kernel(
     else:
         # transformers rounds here, and again after the weight
         normed = (wide * scale).to(values.dtype).to(tl.float32) * factor
-    tl.store(out + place, normed.to(values.dtype), mask=there)
+    return normed.to(values.dtype)
 
 
-def _build(dim: int, rows: int, threads: int, *, add: bool, one_plus: bool = False, dtype: str = "bf16") -> Build:
-    pointers = {name: f"*{dtype}" for name in ("x", "weight", "out", *(("residual", "total") if add else ()))}
-    absent = {} if add else {"residual": None, "total": None}
+def _build(
+    dim: int,
+    rows: int,
+    threads: int,
+    *,
+    add: bool,
+    before: bool = False,
+    then: bool = True,
+    one_plus: bool = False,
+    dtype: str = "bf16",
+) -> Build:
+    there = {"x": True, "weight": then, "out": then, "residual": add, "total": add, "before": before}
+    pointers = {name: f"*{dtype}" for name, present in there.items() if present}
+    absent = {name: None for name, present in there.items() if not present}
     block = triton.next_power_of_2(dim)
     return Build(
         rms_norm_kernel,
-        {**pointers, "rows": "i32", "outer_stride": "i32", "inner": "i32", "inner_stride": "i32", "eps": "fp32"},
+        {
+            **pointers,
+            "rows": "i32",
+            "outer_stride": "i32",
+            "inner": "i32",
+            "inner_stride": "i32",
+            "eps": "fp32",
+            "before_eps": "fp32",
+        },
         {**absent, "DIM": dim, "ONE_PLUS": one_plus, "ROWS": rows, "BLOCK": block},
         threads=threads,
         divisible=("outer_stride", "inner_stride"),
@@ -65,4 +94,7 @@ BUILDS = (
     _build(8192, 1, 512, add=True, dtype="fp16"),
     _build(3584, 1, 256, add=True, one_plus=True),
     _build(128, 16, 256, add=False),
+    _build(2560, 1, 256, add=True, before=True, one_plus=True),  # Gemma 3
+    _build(2560, 1, 256, add=True, before=True, then=False, one_plus=True),
+    _build(4096, 1, 256, add=True, before=True),  # GLM-4
 )

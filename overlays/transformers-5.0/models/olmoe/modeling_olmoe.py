@@ -34,9 +34,10 @@ if overlay is not None and overlay.wanted(__name__):
         if limit is not None:
             parts = tuple(part.clamp(-limit, limit) for part in parts)
         query, key, value = layers.split_heads(parts, self.head_dim)  # [B, H | Hkv, S, D]
-        query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
+        query, key, value = layers.rotate_and_update_cache(
+            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        )
         window = getattr(self.config, "sliding_window", None)
-        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return layers.project_out(self, output.flatten(2), fused=fused), weights

@@ -97,6 +97,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_GENERATION}_get_candidate_generator",
         "transformers.generation.candidate_generator:_crop_past_key_values",
     ),
+    "prompt_lookup": ("transformers.generation.candidate_generator:PromptLookupCandidateGenerator",),
     "encoder_decoder": (f"{_CACHES}EncoderDecoderCache", f"{_MASKS}create_bidirectional_mask"),
     "decode_inputs": (
         f"{_GENERATION}prepare_inputs_for_generation",

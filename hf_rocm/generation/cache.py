@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket
+from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket, reorder
 from hf_rocm.generation.step import Unrecordable, bits
 from hf_rocm.layers.slots import Slot
 
@@ -37,6 +37,7 @@ class DecodeCache(Cache):
         self.tokens = 1  # how many tokens the step writes for which the places were written
         self.recordings: dict[Any, Any] = {}  # the recorded steps over these buffers, and their recorder; see runner.py
         self.recording = False
+        self.reorderer: Any = None  # a weak reference to the method of a runner that reorders by a recording
         self.user: Any = None  # the `UserCache` that this cache represents, or None
         self._loaded = 0  # how many tokens were copied from it
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → the tensor, and a layer that reads it
@@ -149,6 +150,19 @@ class DecodeCache(Cache):
             for buffer in (layer.keys, layer.values)
         ]
         return torch.stack(sums)
+
+    def rows_of_beams(self, *, rounded: bool = False) -> list[Tensor]:
+        """The written keys and values of every layer, [B, Hkv, S, D]. rounded: with the same S for many steps."""
+        return [
+            buffer[:, :, : bucket(layer.rows) if rounded else layer.rows]
+            for layer in self.layers
+            for buffer in (layer.keys, layer.values)
+            if buffer is not None
+        ]
+
+    def extents(self) -> tuple[int, ...]:
+        """The rounded number of rows for each window."""
+        return tuple(min(bucket(layer.rows), layer.capacity) for _, layer in self._places.values())
 
     def step_arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """The arguments of a step as it is recorded."""
@@ -325,9 +339,8 @@ class DecodeCache(Cache):
         """
         if self.recording:
             raise Unrecordable("the step reorders the cache")
-        for layer in self.layers:
-            if layer.keys is not None:
-                layer.reorder(beam_idx)
+        recorded = None if self.reorderer is None else self.reorderer()
+        reorder(self.rows_of_beams(), beam_idx) if recorded is None else recorded(beam_idx)
         self._settled = self.length
 
     def batch_select_indices(self, indices: Tensor) -> None:

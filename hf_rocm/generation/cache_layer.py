@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,19 +76,18 @@ class Layer:
         self.base += self.rows - visible
         self.rows = visible
 
-    def reorder(self, rows: Tensor) -> None:
-        """Copy the written keys and values of these rows of the batch, [B] int64, to rows 0, 1, …"""
-        rows = rows.to(self.keys.device)
-        for buffer in (self.keys, self.values):
-            written = buffer[:, :, : self.rows]
-            written.copy_(written.index_select(0, rows))
-
     def forget(self) -> None:
         """Mark all rows as unwritten. Unwritten rows must be finite, so the buffers are set to zero."""
         self.base = self.rows = 0
         for buffer in (self.keys, self.values):
             if buffer is not None:
                 buffer.zero_()
+
+
+def reorder(tensors: Sequence[Tensor], rows: Tensor) -> None:
+    """Copy these rows of the batch, [B] integers, to rows 0, 1, … of every tensor [B, …], in place."""
+    for tensor in tensors:
+        tensor.copy_(tensor.index_select(0, rows.to(tensor.device)))
 
 
 def bucket(tokens: int) -> int:

@@ -176,10 +176,8 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
     def constants(self) -> tuple[object, ...]:
         return (self, self.encoder_outputs)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        for tensor in self.cross_attention_cache.tensors:
-            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+    def rows_of_beams(self, *, rounded: bool = False) -> list[Tensor]:
+        return [*super().rows_of_beams(rounded=rounded), *self.cross_attention_cache.tensors]
 
     def digest(self, without: int) -> Tensor:
         cross = [bits(tensor).sum(dtype=torch.int64) for tensor in self.cross_attention_cache.tensors]

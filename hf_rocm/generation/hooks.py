@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_rocm import options
 from hf_rocm.errors import GraphError
-from hf_rocm.generation import decide, deferred_stop, inputs, loops, speculation, suspects, user_cache
+from hf_rocm.generation import decide, deferred_stop, inputs, lookup, loops, speculation, suspects, user_cache
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.encoder_decoder import EncoderDecoderDecodeCache, mask_of
 from hf_rocm.generation.methods import put_before, take_away
@@ -283,7 +283,11 @@ def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], at
     step = _get_compiled_call(self, stock, None)
     if attempt.cache.drafts is not None:
         step = speculation.verifying(step)
-    with deferred_stop.stopping_on_time(), loops.stepping(self, attempt.cache, lambda arguments: step(**arguments)):
+    with (
+        deferred_stop.stopping_on_time(),
+        loops.stepping(self, attempt.cache, lambda arguments: step(**arguments)),
+        lookup.searching_on_the_host(),
+    ):
         return stock(input_ids, *args, **attempt.arguments)
 
 

@@ -10,18 +10,24 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from typing import Any
+from weakref import WeakMethod
 
+import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hf_rocm.generation import comparison, incident
 from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.generation.cache_layer import reorder
 from hf_rocm.generation.decide import refuses_modules
 from hf_rocm.generation.fingerprint import fingerprint
 from hf_rocm.generation.rank_consensus import Agreement
-from hf_rocm.generation.recorded_step import RecordedStep
+from hf_rocm.generation.recorded_step import Recorded, RecordedStep
 from hf_rocm.generation.recorder import Recorder
+from hf_rocm.generation.reordering import MOST, Reordering
 from hf_rocm.generation.rewind import Rewind
 from hf_rocm.generation.schedule import BACK
 from hf_rocm.generation.state import State
@@ -34,6 +40,7 @@ from hf_rocm.weights.shuffled_copy import counters_watched
 _MOST = 4
 
 _RECORDER = "recorder"
+_REORDERINGS = "reorderings"
 
 _calls = itertools.count()
 
@@ -49,6 +56,7 @@ class Runner:
         self._state = state
         self.cache = cache
         self._model_state: int | None = None  # a number for the model's fingerprint
+        self._model: Any
         self._watch: Watch
         self._hooks = 0  # how many hooks of any module this process had registered when the modules were examined
         self._ranks: Agreement
@@ -110,6 +118,8 @@ class Runner:
         self._watch = watches.step
         self._hooks = RemovableHandle.next_id
         self._ranks = Agreement(model)
+        self._model = model
+        self.cache.reorderer = WeakMethod(self._reorder)
         self._uncaptured = not self._ranks.same(self._model_state, len(self.cache.recordings))
         if self._uncaptured:
             self._state.start_over()  # on all ranks: from here on their counts are equal again
@@ -135,7 +145,7 @@ class Runner:
     def _record(self, key: Hashable, model: Any, arguments: Mapping[str, Any], inputs: Inputs) -> Any:
         """Run the step for its result, then record it. The next step with this key is the first that is replayed."""
         cache = self.cache
-        recorder = self._recorder(inputs)
+        recorder = self._recorder(inputs.tensors[0].device)
         outputs = self._run(model, arguments)
         after = cache.length
         cache.rewind()
@@ -158,16 +168,43 @@ class Runner:
             self._state.disable(f"the step can't be recorded: {failure}")
             return outputs
         most = _MOST + cache.longest_step - 1  # drafts of each length need their own
-        for oldest in [other for other in cache.recordings if other != _RECORDER][: 1 - most]:
-            del cache.recordings[oldest]
+        _drop_oldest(cache.recordings, most - 1)
         cache.recordings[key] = step
         self._state.recorded += 1
         return outputs
 
-    def _recorder(self, inputs: Inputs) -> Recorder:
+    def _reorder(self, rows: Tensor) -> None:
+        """Reorder the batch of the cache: the uncaptured reordering at first, then a replay of its recording."""
+        cache, state = self.cache, self._state
+        if state.disabled is not None or self._uncaptured:
+            return reorder(cache.rows_of_beams(), rows)
+        extents = cache.extents()
+        recorded = cache.recordings.setdefault(_REORDERINGS, {})
+        step: Reordering | None = recorded.get(extents)
+        if step is None:
+            reorder(cache.rows_of_beams(), rows)
+            with suppress(Exception):  # it has just run, so that a failure concerns the recording alone
+                step = Reordering(self._recorder(rows.device), cache)
+            if not self._ranks.all(step is not None) or step is None:
+                return state.disable("the reordering of the cache can't be recorded")
+            _drop_oldest(recorded, MOST - 1)
+            recorded[extents] = step
+            return None
+        step.schedule.enter(self._call)
+        agrees = step.agrees(cache, rows) if step.schedule.due else None
+        step.replay((rows,))
+        if agrees is None:
+            step.schedule.count()
+        elif self._ranks.all(agrees()):
+            step.schedule.agreed()
+        else:
+            self._unproven = max(self._unproven, step.schedule.in_call)
+            self._take_back(step, "a replayed reordering of the cache was wrong", self._model, 0)
+        return None
+
+    def _recorder(self, device: torch.device) -> Recorder:
         recorder: Recorder | None = self.cache.recordings.get(_RECORDER)
         if recorder is None:
-            device = inputs.tensors[0].device
             recorder = self.cache.recordings[_RECORDER] = recorders.factories[device.type](device)
         return recorder
 
@@ -209,12 +246,12 @@ class Runner:
             self._take_back(step, reason, model, result.operators)
         self._switch_off(step, reason, model, result.operators)
 
-    def _take_back(self, step: RecordedStep, reason: str, model: Any, operators: int) -> None:
+    def _take_back(self, step: Recorded, reason: str, model: Any, operators: int) -> None:
         unproven = self._unproven
         self._switch_off(step, reason, model, operators)
         raise Rewind(reason, unproven, self._ranks)
 
-    def _switch_off(self, step: RecordedStep, reason: str, model: Any, operators: int) -> None:
+    def _switch_off(self, step: Recorded, reason: str, model: Any, operators: int) -> None:
         schedule = step.schedule
         earlier = schedule.since - self._unproven
         if earlier > 0:
@@ -236,6 +273,12 @@ def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
     unproven = sum(step.schedule.in_call for step in steps)
     incident.keep(model, reason=_NOT_FINITE, operators=0, replays=steps[-1].schedule.replays, unproven=unproven)
     return Rewind(_NOT_FINITE, unproven, ranks)
+
+
+def _drop_oldest(recordings: dict[Any, Any], most: int) -> None:
+    steps = [key for key, recording in recordings.items() if isinstance(recording, Recorded)]
+    for oldest in steps[: max(0, len(steps) - most)]:
+        del recordings[oldest]
 
 
 def _first_line(error: Exception) -> str:

@@ -7,13 +7,20 @@ import torch
 from tests.generation.emulator import EmulatedRecorder
 
 
-def recorder_with(fault, *, first, last=10**9):
-    """A recorder class whose replays `first` to `last`, counted from 1, have this fault."""
+def recorder_with(fault, *, first, last=10**9, reorderings=False):
+    """A recorder class whose replays `first` to `last`, counted from 1, have this fault.
+
+    reorderings: whether the fault is one of reordering a cache for beams, and not of a step.
+    """
 
     class Faulty(EmulatedRecorder):
         def record(self, run):
             recording, result = super().record(run)
             right, replay, memory = recording.kept, recording.replay, {}
+            if reorderings != all(
+                "index_select" in str(operator) or "copy_" in str(operator) for operator, *_ in right
+            ):
+                return recording, result
 
             def faulty_replay():
                 wrong = fault(list(right), memory)  # in every replay: the fault may use inputs of an earlier one
@@ -100,6 +107,21 @@ def not_finite(kept, memory):
 def not_finite_logits(kept, memory):
     """The results of the last GEMM are NaN; the cache is correct."""
     return _spoiled(kept, "aten.mm", lambda result: result * float("nan"), which=-1)
+
+
+def copy_dropped(kept, memory):
+    """The keys of the last layer are not reordered."""
+    del kept[_all(kept, "aten.copy_")[-2]]
+    return kept
+
+
+def stale_order(kept, memory):
+    """One layer's keys are reordered as in the previous replay."""
+    index = _last(kept, "index_select")
+    operator, (keys, dim, rows), kwargs, outputs = kept[index]
+    before, memory["rows"] = memory.get("rows", rows.clone()), rows.clone()
+    kept[index] = (operator, (keys, dim, before), kwargs, outputs)
+    return kept
 
 
 def _spoiled(kept, name, spoil, which=0):

@@ -143,3 +143,14 @@ def test_the_class_is_stocks_again_after_a_search(pair):
     assert "__call__" not in vars(type(ours))
     hf_rocm.restore(ours)
     assert patches.of(ours) == [] and torch.equal(searched(ours, prompt()), searched(stock, prompt()))
+
+
+@pytest.mark.parametrize("fault", [faults.copy_dropped, faults.stale_order])
+def test_a_wrong_reordering_is_noticed_and_the_search_begins_again(fault, pair, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
+    monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=4, reorderings=True))
+    ours, stock = pair(graphs=None)
+    for seed in range(2):
+        inputs = prompt(seed=seed)
+        assert torch.equal(searched(ours, inputs, new=40), searched(stock, inputs, new=40))
+    assert known(ours).disabled == "a replayed reordering of the cache was wrong"

@@ -1,0 +1,49 @@
+"""The reordering of a cache between two steps of a beam search, recorded once and replayed after every step.
+
+It copies the keys and values of every layer, which are dozens of small kernels. Its recording covers a rounded number
+of rows, so that it stays valid for many steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.generation.cache_layer import reorder
+from hf_rocm.generation.recorded_step import Recorded
+from hf_rocm.generation.recorder import Recorder
+from hf_rocm.generation.step import Inputs, bits
+
+# The largest number of recordings of one cache, each for another number of rows.
+MOST = 16
+
+
+class Reordering(Recorded):
+    """The recording of one reordering. Its input is the row of the batch whose tokens every row gets, [B] int64."""
+
+    def __init__(self, recorder: Recorder, cache: DecodeCache) -> None:
+        tensors = cache.rows_of_beams(rounded=True)
+        order = torch.arange(
+            len(tensors[0]), device=tensors[0].device
+        )  # so that a run during the recording is harmless
+
+        def run(places: Sequence[Tensor]) -> Sequence[Tensor]:
+            reorder(tensors, places[0])
+            return []
+
+        super().__init__(recorder, Inputs((order,), ()), run, [])
+
+    def agrees(self, cache: DecodeCache, rows: Tensor) -> Callable[[], bool]:
+        """Before a replay: returns a function that returns, after it, whether every row has the right keys and values.
+
+        They are compared by the sums of their bits, one for every head and token.
+        """
+        expected = [sums.index_select(0, rows) for sums in _sums(cache)]
+        return lambda: all(map(torch.equal, expected, _sums(cache)))
+
+
+def _sums(cache: DecodeCache) -> list[Tensor]:
+    return [bits(tensor).sum(-1, dtype=torch.int64) for tensor in cache.rows_of_beams()]

@@ -85,6 +85,7 @@ def _forward(
         ),
         {**sizes, "TAPS": conv_state.shape[2], "BLOCK": power_of_two(max(key_dim, value_dim))},
         num_warps=1,  # no lane may overwrite an input that another warp still reads
+        contract=False,
     )
     block_key, block_value = power_of_two(key_dim), power_of_two(value_dim)
     launch(
@@ -108,6 +109,8 @@ def _forward(
         ),
         {**sizes, "BLOCK_KEY": block_key, "BLOCK_VALUE": block_value},
         num_warps=warps(threads(block_key, block_value), query.device),
+        # lanes that hold the same sum would round it differently if each contracted its own product with it
+        contract=False,
     )
     return out
 

@@ -161,6 +161,7 @@ def _build_convolution(groups: int, shared: int, dim: int, dtype: str) -> Build:
         {"state_tap": 1, **_sizes(groups, shared, dim), "TAPS": 4, "BLOCK": triton.next_power_of_2(dim)},
         num_warps=1,
         divisible=(*strides, "state_batch"),
+        options={"enable_fp_fusion": False},
     )
 
 
@@ -180,6 +181,7 @@ def _build_step(groups: int, shared: int, dim: int, dtype: str) -> Build:
         {"beta_head": 1, "decay_head": 1, **_sizes(groups, shared, dim), "BLOCK_KEY": block, "BLOCK_VALUE": block},
         threads=512,
         divisible=tuple(wide),
+        options={"enable_fp_fusion": False},
     )
 
 

@@ -67,7 +67,8 @@ def _states(module: Any, x: Tensor, cache: Any) -> DeltaStates | str:
         return "the gated delta rule of several tokens is left to stock"
     if cache is None:
         return "the call has no cache"
-    if type(cache).__module__ != _HOME or module.layer_idx >= len(cache.layers):
+    own = hasattr(type(cache), "_hf_rocm_slot")
+    if not (own or type(cache).__module__ == _HOME) or module.layer_idx >= len(cache.layers):
         return f"the cache is a {type(cache).__name__}, whose states only stock updates"
     layer = cache.layers[module.layer_idx]
     if type(layer).__module__ != _HOME or not hasattr(layer, "recurrent_states"):

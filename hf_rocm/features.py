@@ -89,6 +89,13 @@ FEATURES: dict[str, tuple[str, ...]] = {
         *(f"{_CACHES}{name}" for name in ("DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer")),
         *_STATIC_CACHES,
     ),
+    "recurrent_states": (
+        f"{_CACHES}LinearAttentionLayer",
+        f"{_CACHES}LinearAttentionCacheLayerMixin",
+        *(f"{_CACHES}Cache.{name}" for name in ("update_conv_state", "update_recurrent_state", "has_previous_state")),
+        *(f"{_CACHES}Cache.{name}" for name in ("get_conv_state", "get_recurrent_state", "is_recording_past")),
+        f"{_MASKS}create_recurrent_attention_mask",
+    ),
     "beams": tuple(
         f"{_GENERATION}{name}" for name in ("_beam_search", "_temporary_reorder_cache", "_flatten_beam_dim")
     ),

@@ -30,7 +30,9 @@ class DecodeCache(Cache):
     """
 
     def __init__(self, windows: Sequence[int | None], *, capacity: int, limit: int) -> None:
+        self.windows = tuple(windows)
         self.layers: Any = [Layer(window) for window in windows]
+        self.attending: list[Layer] = self.layers  # those that keep keys and values
         self.target = capacity
         self.limit = limit
         self.drafts: int | None = None  # of a call that verifies drafts: how many may be written with the prompt
@@ -52,16 +54,16 @@ class DecodeCache(Cache):
 
     @property
     def length(self) -> int:
-        return self.layers[-1].length
+        return self.attending[-1].length
 
     @property
     def capacity(self) -> int:
         """How many tokens fit before a buffer grows."""
-        return max(layer.capacity for layer in self.layers)
+        return max(layer.capacity for layer in self.attending)
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.attending)
 
     @property
     def encoder_length(self) -> int:
@@ -98,13 +100,19 @@ class DecodeCache(Cache):
 
     def advance(self) -> None:
         """Count the tokens of a replayed step, which runs no Python."""
-        for layer in self.layers:
+        for layer in self.attending:
             layer.rows += self.tokens
 
     def rewind(self) -> None:
         """Forget the tokens of the last step, so that it can run again."""
-        for layer in self.layers:
+        for layer in self.attending:
             layer.rows -= self.tokens
+
+    def keep_states(self) -> None:
+        """Copy what `rewind` can't restore by counting rows, until `drop_states`: nothing in this cache."""
+
+    def drop_states(self) -> None:
+        """Drop the copies."""
 
     @property
     def steady(self) -> int:
@@ -113,7 +121,7 @@ class DecodeCache(Cache):
 
     def back(self, steps: int) -> None:
         """Forget `steps` more tokens, at most `steady`, after `aim`, which has to be called again for the next step."""
-        for layer in self.layers:
+        for layer in self.attending:
             layer.rows -= steps
         self._placed = -1, 1
         self._spare += steps + 1
@@ -131,14 +139,14 @@ class DecodeCache(Cache):
 
     def level(self, length: int) -> None:
         """Set every layer to `length` tokens, after a step that raised between two layers."""
-        for layer in self.layers:
+        for layer in self.attending:
             layer.rows = length - layer.base
 
     def written(self, tokens: int) -> list[Tensor]:
         """Copy the rows of the last tokens: [B, Hkv, tokens, D], keys and values of every layer."""
         return [
             buffer[:, :, layer.rows - tokens : layer.rows].clone()
-            for layer in self.layers
+            for layer in self.attending
             for buffer in (layer.keys, layer.values)
         ]
 
@@ -146,7 +154,7 @@ class DecodeCache(Cache):
         """Sum the bits of every layer's keys and values, except the last `without` rows: [2 * layers] int64."""
         sums = [
             bits(buffer[:, :, : layer.rows - without]).sum(dtype=torch.int64)
-            for layer in self.layers
+            for layer in self.attending
             for buffer in (layer.keys, layer.values)
         ]
         return torch.stack(sums)
@@ -155,7 +163,7 @@ class DecodeCache(Cache):
         """The written keys and values of every layer, [B, Hkv, S, D]. rounded: with the same S for many steps."""
         return [
             buffer[:, :, : bucket(layer.rows) if rounded else layer.rows]
-            for layer in self.layers
+            for layer in self.attending
             for buffer in (layer.keys, layer.values)
             if buffer is not None
         ]
@@ -175,7 +183,7 @@ class DecodeCache(Cache):
 
     def fresh(self) -> DecodeCache:
         """An empty cache for the same call."""
-        cache = type(self)([layer.window for layer in self.layers], capacity=self.target, limit=self.limit)
+        cache = type(self)(self.windows, capacity=self.target, limit=self.limit)
         cache.drafts = self.drafts
         if self.user is not None:
             self.user.load(cache)
@@ -191,13 +199,13 @@ class DecodeCache(Cache):
             self.recording = False
 
     def _make_room(self, tokens: int) -> None:
-        for layer in self.layers:
+        for layer in self.attending:
             if layer.rows + tokens > layer.capacity and layer.window is not None and layer.rows >= layer.window:
                 layer.move_window(layer.window)
             if layer.rows + tokens > layer.capacity:
                 self._grow(layer, layer.rows + tokens)
             self._set_place(layer)
-        self._spare = min(layer.capacity - layer.rows for layer in self.layers)
+        self._spare = min(layer.capacity - layer.rows for layer in self.attending)
         self._settled = self.length
 
     def _grow(self, layer: Layer, rows: int) -> None:
@@ -278,7 +286,7 @@ class DecodeCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> Any:
         """The number of tokens seen so far; a device tensor while a step is recorded."""
-        layer = self.layers[layer_idx if layer_idx < len(self.layers) else 0]
+        layer = self._sized(layer_idx)
         if self.recording:
             if layer.window is not None:
                 raise Unrecordable("the step reads the length of a sliding layer")
@@ -289,7 +297,7 @@ class DecodeCache(Cache):
         """(the number of keys that attention will see, the position of the first one)."""
         if self.recording:
             raise Unrecordable("the step creates its masks itself")
-        layer = self.layers[layer_idx if layer_idx < len(self.layers) else 0]
+        layer = self._sized(layer_idx)
         count = query if isinstance(query, int) else query.shape[0]
         if count <= self.longest_step and layer.length > self._loaded:
             self.aim(count)
@@ -297,13 +305,18 @@ class DecodeCache(Cache):
         return layer.rows + count, layer.base
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return max(self.target, self.layers[layer_idx].capacity)
+        return max(self.target, self._sized(layer_idx).capacity)
+
+    def _sized(self, layer_idx: int) -> Layer:
+        """The layer of that index, or the first one with keys if there is none or it has no keys."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer if isinstance(layer, Layer) else self.attending[0]
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.get_max_cache_shape(layer_idx or 0)
 
     def reset(self) -> None:
-        for layer in self.layers:
+        for layer in self.attending:
             layer.forget()
         self._placed = -1, 1
         self._spare = 0
@@ -318,7 +331,7 @@ class DecodeCache(Cache):
         if self.recording or (tokens > 0 and self.drafts is None):
             raise NotImplementedError("a cache of recorded steps can't be cropped to a length; pass a DynamicCache")
         forgotten = int(max(0, self.length - tokens) if tokens > 0 else -tokens)  # in some releases a tensor
-        for layer in self.layers:
+        for layer in self.attending:
             layer.rows -= forgotten
         if forgotten:
             self._placed = -1, 1
@@ -347,12 +360,12 @@ class DecodeCache(Cache):
         self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        first = self.layers[0].keys
+        first = self.attending[0].keys
         self._select(torch.arange(len(first), device=first.device).repeat_interleave(repeats))
 
     def _select(self, rows: Tensor) -> None:
         self.recordings.clear()
-        for layer in self.layers:
+        for layer in self.attending:
             if layer.keys is not None and layer.values is not None:
                 layer.keys = layer.keys.index_select(0, rows.to(layer.keys.device))
                 layer.values = layer.values.index_select(0, rows.to(layer.values.device))
@@ -371,11 +384,11 @@ class DecodeCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        return self.layers[0].keys is not None
+        return self.attending[0].keys is not None
 
     @property
     def max_batch_size(self) -> int:
-        keys = self.layers[0].keys
+        keys = self.attending[0].keys
         return -1 if keys is None else len(keys)
 
     batch_size = max_batch_size

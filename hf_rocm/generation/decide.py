@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_rocm import features
-from hf_rocm.generation import beams, encoder_decoder, recorder, speculation, user_cache
+from hf_rocm.generation import beams, encoder_decoder, hybrid, recorder, speculation, user_cache
 from hf_rocm.generation.methods import own
 from hf_rocm.generation.watch import KNOWN, watches_of
 from hf_rocm.weights.tensor_parallel import mesh_of
@@ -48,7 +48,7 @@ def refuses_class(cls: type) -> str | None:
             return f"{cls.__name__} overrides {name}"
     if not getattr(cls, "_can_compile_fullgraph", getattr(cls, "_supports_static_cache", False)):
         return f"transformers does not run {cls.__name__} over a static cache"
-    return f"{cls.__name__} keeps state outside its cache" if getattr(cls, "_is_stateful", False) else None
+    return None
 
 
 def refuses_model(model: Any) -> str | None:
@@ -57,6 +57,10 @@ def refuses_model(model: Any) -> str | None:
     if reason is not None:
         return reason
     config = model.config
+    if getattr(type(model), "_is_stateful", False):  # its layers have recurrent states
+        reason = hybrid.refuses(config.get_text_config(decoder=True))
+        if reason is not None:
+            return reason
     if config.is_encoder_decoder:
         result = encoder_decoder.windows_of(config)
         reason = result if isinstance(result, str) else features.refuses("encoder_decoder")
@@ -225,13 +229,19 @@ def windows(model: Any) -> Sequence[int | None] | str:
     sliding = getattr(cache_utils, "StaticSlidingWindowLayer", None)
     if sliding is None:
         return [None] * config.num_hidden_layers  # sliding layers differ by their masks only
+    recurrent = getattr(cache_utils, "LinearAttentionLayer", None)
     sizes: list[int | None] = []
     layers: Any = cache_utils.StaticCache(config=config, max_cache_len=_LONG).layers
     for layer in layers:
+        if type(layer) is recurrent and hybrid.refuses(config) is None:
+            sizes.append(hybrid.RECURRENT)
+            continue
         if type(layer) not in (cache_utils.StaticLayer, sliding):
             return f"the cache of one of its layers is a {type(layer).__name__}"
         window = layer.max_cache_len
         sizes.append(window if type(layer) is sliding and window < _LONG else None)
+    if sizes and all(size == hybrid.RECURRENT for size in sizes):
+        return "none of its layers has attention"
     return sizes or "transformers creates no static cache for its layers"
 
 

@@ -18,6 +18,7 @@ from hf_rocm.errors import GraphError
 from hf_rocm.generation import decide, deferred_stop, inputs, lookup, loops, speculation, suspects, user_cache
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.encoder_decoder import EncoderDecoderDecodeCache, mask_of
+from hf_rocm.generation.hybrid import RECURRENT, HybridDecodeCache
 from hf_rocm.generation.methods import put_before, take_away
 from hf_rocm.generation.rewind import Attempt, Rewind
 from hf_rocm.generation.runner import Runner, last_alarm
@@ -109,7 +110,7 @@ def _prepare_cache_for_generation(
         batch=batch_size * rows,
         prompt=(_prompt(model_kwargs) if encoded is None else 0) + seen,
         limit=max_cache_length + 1 + seen,
-        kind=DecodeCache if encoded is None else EncoderDecoderDecodeCache,
+        kind=_kind(windows) if encoded is None else EncoderDecoderDecodeCache,
         encoded=0 if encoded is None else encoded[0].shape[1],
     )
     if isinstance(cache, EncoderDecoderDecodeCache):
@@ -139,6 +140,10 @@ def _served(
         return windows
     state.turn_away(windows)
     return None
+
+
+def _kind(windows: Sequence[int | None]) -> type[DecodeCache]:
+    return HybridDecodeCache if RECURRENT in windows else DecodeCache
 
 
 def _mode(generation_config: Any, mode: Any) -> Any:

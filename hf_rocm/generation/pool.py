@@ -86,7 +86,7 @@ class Pool:
 
     def put(self, cache: DecodeCache) -> None:
         """Keep a cache for the next call. Beyond the limits on number and memory, the oldest ones are dropped."""
-        device = None if cache.layers[0].keys is None else cache.layers[0].keys.device
+        device = cache.attending[0].keys.device if cache.is_initialized else None
         if device is None:
             return
         idle = _Idle(cache, None, None)
@@ -125,7 +125,7 @@ class Pool:
 def _fits(cache: DecodeCache, windows: Sequence[int | None], batch: int, needed: int) -> bool:
     return (
         cache.max_batch_size == batch
-        and [layer.window for layer in cache.layers] == list(windows)
-        and all(layer.room(needed) <= layer.capacity for layer in cache.layers)
+        and cache.windows == tuple(windows)
+        and all(layer.room(needed) <= layer.capacity for layer in cache.attending)
         and cache.capacity <= _FACTOR * bucket(needed)
     )

@@ -211,7 +211,7 @@ class Residents:
 
 def _check(arguments: Mapping[str, Any], inputs: Mapping[str, Any], cache: Any, position: int) -> None:
     """Raise `Unlike` if a step has arguments whose later values can't be derived."""
-    if type(cache) is not DecodeCache and type(cache).__module__ != "transformers.cache_utils":
+    if not isinstance(cache, DecodeCache) and type(cache).__module__ != "transformers.cache_utils":
         raise Unlike(f"the cache is a {type(cache).__name__}")
     b, masks, padding_mask = len(inputs["input_ids"]), inputs.get("attention_mask"), arguments.get("attention_mask")
     present = [mask for mask in (masks.values() if isinstance(masks, dict) else [masks]) if mask is not None]

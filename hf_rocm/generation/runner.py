@@ -146,12 +146,13 @@ class Runner:
         """Run the step for its result, then record it. The next step with this key is the first that is replayed."""
         cache = self.cache
         recorder = self._recorder(inputs.tensors[0].device)
+        cache.keep_states()
         outputs = self._run(model, arguments)
         after = cache.length
-        cache.rewind()
         step, failure = None, "another rank could not record it"
         try:
             with cache.being_recorded(), counters_watched():
+                cache.rewind()
                 step = RecordedStep(
                     recorder,
                     inputs,
@@ -164,6 +165,7 @@ class Runner:
             failure = _first_line(error)
         finally:
             cache.level(after)
+            cache.drop_states()
         if not self._ranks.all(step is not None) or step is None:
             self._state.disable(f"the step can't be recorded: {failure}")
             return outputs

@@ -16,6 +16,7 @@ from hf_rocm.layers.attention import (
 )
 from hf_rocm.layers.cross import encoder_decoder, pack_outputs
 from hf_rocm.layers.decoder import PreNormLayer
+from hf_rocm.layers.delta import delta_states, delta_step
 from hf_rocm.layers.experts import (
     GatedMixture,
     SoftmaxMixture,
@@ -44,6 +45,8 @@ __all__ = [
     "TopKRouter",
     "activated",
     "before",
+    "delta_states",
+    "delta_step",
     "encoder_decoder",
     "fallback_reason",
     "given_experts",

@@ -5,6 +5,7 @@ Shapes use one alphabet: B batch, S length, H query heads, Hkv key/value heads, 
 
 from hf_rocm.ops.attention import attention
 from hf_rocm.ops.decode import decode_attention
+from hf_rocm.ops.delta import gated_delta_step
 from hf_rocm.ops.linear import Norm, fused_linear, linear, rides_along
 from hf_rocm.ops.moe import experts
 from hf_rocm.ops.moe_shuffled import shuffle_experts, shuffled_experts
@@ -29,6 +30,7 @@ __all__ = [
     "decode_attention",
     "experts",
     "fused_linear",
+    "gated_delta_step",
     "linear",
     "norm_add",
     "paged_attention",

@@ -44,6 +44,7 @@ SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "all": N
 FEW = {
     "test_activation": "test_act_and_mul",
     "test_decode": "test_single_queries",
+    "test_delta": "test_gated_delta_step",
     "test_dequantize": "test_four_bits",
     "test_experts": "test_every_number_of_experts",
     "test_four_bit": "test_every_class_of_rows",

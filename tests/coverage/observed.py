@@ -120,7 +120,7 @@ def _support(
     module: ModuleType, modules: list[nn.Module], classes: dict[type, list[Any]], ran: dict[type, set[str]]
 ) -> dict[str, str]:
     attending = [cls for cls, operations in ran.items() if operations & ATTENTION]
-    others = [cls for cls in ran if cls not in attending and "Attention" not in cls.__name__]
+    others = [cls for cls in ran if cls not in attending and not re.search("Attention|DeltaNet", cls.__name__)]
     every = set().union(*ran.values()) if ran else set()
     names = {type(module).__name__ for module in modules}
     text = Path(str(module.__file__)).read_text(encoding="utf-8").split("# >>> hf-rocm")[0]

@@ -23,6 +23,7 @@ BUILDERS = {  # the operation: the function that builds its specification
     "decode_attention": "decode.decode_attention",
     "experts": "moe.specification",
     "fused_linear": "linear.fused_linear",
+    "gated_delta_step": "delta.specification",
     "linear": "linear.specification",
     "norm_add": "norm_add._specification",
     "paged_attention": "paged.paged_attention",

@@ -17,6 +17,7 @@ KINDS = {
     "rope": (BF16, BF16, CPU, 16, 8, True, False, False),
     "rope_into_cache": (BF16, BF16, CPU, 16, 12, 16, False, True, True, False, False, None, False, False),
     "choose_experts": (BF16, torch.float32, CPU, 16, 3, "sigmoid", True, 4, 2, 2, True, False),
+    "gated_delta_step": (BF16, BF16, torch.float32, CPU, 12, 20, 2, 4, False),
     "experts": (BF16, BF16, CPU, 4, 16, 8, 1, "clamped_swiglu", True, True, True, False, True, 0, False, False),
 }
 NAMES = {
@@ -24,6 +25,7 @@ NAMES = {
     "rope": "rope_kernel",
     "rope_into_cache": "rope_kernel",
     "choose_experts": "routing_kernel",
+    "gated_delta_step": "delta_step_kernel",
     "experts": "chosen_experts",
 }
 

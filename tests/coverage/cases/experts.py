@@ -29,6 +29,21 @@ LLAMA4 = {
     "floor_scale": 4,
     "attention_bias": True,
 }
+QWEN3_NEXT = {
+    **SMALL,
+    **FEW,
+    "head_dim": 24,
+    "shared_expert_intermediate_size": 40,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "mlp_only_layers": [0],
+    "attention_bias": True,
+}
+RECURRENT = {"assisted": "it has a recurrent state"}
 CROPS = {"assisted": "some releases can't crop a cache of sliding windows"}
 
 
@@ -280,23 +295,21 @@ EXPERTS = [
         "qwen3_next",
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
-        {
-            **SMALL,
-            **FEW,
-            "head_dim": 24,
-            "shared_expert_intermediate_size": 40,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "partial_rotary_factor": 0.5,
-            "mlp_only_layers": [0],
-            "attention_bias": True,
-        },
+        QWEN3_NEXT,
+        ("Qwen3NextAttention",),
+        experts=mixture("Qwen3Next"),
+        since="5.5",
+        stock_can_not=RECURRENT,
+    ),
+    Case(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        QWEN3_NEXT,
         ("Qwen3NextAttention",),
         experts=mixture("Qwen3Next"),
         since="4.57",
-        stock_can_not={"cache": "4.57 needs a special cache", "assisted": "it has a recurrent state"},
+        until="5.5",
+        stock_can_not={**RECURRENT, "cache": "up to 5.4 it needs a special cache"},
     ),
 ]

@@ -1,6 +1,7 @@
 """ROCm overlay of transformers.models.qwen3_5.modeling_qwen3_5, 5.2 and up.
 
-Served: the full-attention layers, MLPs and norms of the text model. Linear attention and the vision part stay stock.
+Served: the full-attention layers, MLPs and norms of the text model; from 5.16 on the steps of one token of its linear
+attention, whose prompts stay stock, as the vision part does.
 """
 
 try:
@@ -11,6 +12,7 @@ except ImportError:  # hf-rocm was removed: the stock forwards stay
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.qwen3_5.modeling_qwen3_5 import (
         Qwen3_5Attention,
+        Qwen3_5GatedDeltaNet,
         Qwen3_5MLP,
         Qwen3_5RMSNorm,
         apply_rotary_pos_emb,
@@ -36,3 +38,20 @@ if overlay is not None and overlay.wanted(__name__):
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj((output * gate.sigmoid()).flatten(2)), weights
+
+    if not layers.before("5.16"):  # older layers hold their functions, and their states have another form
+
+        @overlay.replaces(Qwen3_5GatedDeltaNet, fuses=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+        def qwen3_5_delta(self, stock, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+            states = layers.delta_states(self, hidden_states, cache_params, attention_mask, kwargs)
+            if states is None:
+                return stock(self, hidden_states, cache_params, attention_mask, **kwargs)
+            joined, gate, beta, decay = layers.project(
+                self, hidden_states[:, 0], "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+            )
+            query, key, value = joined.split((self.key_dim, self.key_dim, self.value_dim), dim=-1)
+            query, key = (part.unflatten(-1, (self.num_k_heads, -1)) for part in (query, key))  # [B, G, D_k]
+            heads = (self.num_k_heads, -1, self.head_v_dim)
+            value, gate = (part.unflatten(-1, heads) for part in (value, gate))  # [B, G, R, D_v]
+            beta, decay = (part.unflatten(-1, (self.num_k_heads, -1)) for part in (beta, decay))  # [B, G, R]
+            return self.out_proj(layers.delta_step(self, (query, key, value, gate, beta, decay), states))

@@ -1,0 +1,197 @@
+"""Layers with the gated delta rule: steps of one token are one operation, in place; every other call is stock's."""
+
+from __future__ import annotations
+
+import sys
+from copy import deepcopy
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import DynamicCache
+
+import hf_rocm
+from hf_rocm import layers, ops, options
+from hf_rocm.layers import grouped_linear
+from hf_rocm.layers.fallback_reasons import noted
+from hf_rocm.overlay.bind import binding_of
+from tests.coverage.case import SMALL
+from tests.coverage.cases import CASES
+from tests.releases import RELEASE
+from tests.tolerance import assert_as_good_as_eager
+
+SINCE = Version("5.16")
+NAMES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+
+served = pytest.mark.skipif(RELEASE < SINCE, reason="not run: older layers of this kind stay stock")
+
+
+def pair(name, dtype=torch.float32):
+    """(a stock model, the same model prepared): one layer with the gated delta rule, one with attention."""
+    case = next(case for case in CASES if case.overlay == name and case.here and not case.variant)
+    stock = case.build(dtype)
+    hf_rocm.activate(name)
+    return stock, hf_rocm.prepare(deepcopy(stock), force=True)
+
+
+def linear_layer(model):
+    return next(module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet"))
+
+
+def tokens(batch, length):
+    return torch.randint(3, SMALL["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def states_of(cache):
+    layer = cache.layers[0]
+    return layer.conv_states[0], layer.recurrent_states[0]
+
+
+def run(model, ids, cache=None):
+    """A prompt of five tokens, then one token at a time: the logits of every call, and the cache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with torch.no_grad():
+        logits = [model(ids[:, :5], past_key_values=cache).logits[:, -1]]
+        for place in range(5, ids.shape[1]):
+            logits.append(model(ids[:, place : place + 1], past_key_values=cache).logits[:, -1])
+    return torch.stack(logits), cache
+
+
+@served
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_are_the_operation(dtype, name):
+    stock, ours = pair(name, dtype)
+    ids = tokens(2, 9)
+    expected, its = run(stock, ids)
+    reference = deepcopy(stock).double()
+    reference.config._experts_implementation = "eager"  # the grouped product has no float64
+    exact, wide = run(reference, ids)
+    with ops.recording() as routes:
+        actual, cache = run(ours, ids)
+    steps = [route.shapes for route in routes if route.operation == "gated_delta_step"]
+    assert steps == [((2, 2, 16), (2, 2, 2, 16), (2, 128, 4), (2, 4, 16, 16))] * 4
+    for own, stocks, right in zip(states_of(cache), states_of(its), states_of(wide), strict=True):
+        assert_as_good_as_eager(own, stocks, right.double())
+    if dtype == torch.float32:
+        assert_as_good_as_eager(actual, expected, exact)
+    assert noted(linear_layer(ours)) is None
+
+
+@served
+@pytest.mark.parametrize("name", NAMES)
+def test_the_states_keep_their_addresses(name):
+    ours = pair(name)[1]
+    ids = tokens(1, 7)
+    cache = run(ours, ids[:, :6])[1]
+    before = [(state.data_ptr(), state.clone()) for state in states_of(cache)]
+    with torch.no_grad():
+        ours(ids[:, 6:], past_key_values=cache)
+    for (address, old), state in zip(before, states_of(cache), strict=True):
+        assert state.data_ptr() == address and not torch.equal(state, old)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in transformers.CONFIG_MAPPING])
+def test_greedy_tokens(name):
+    stock, ours = pair(name)
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[0, :2] = 0
+    with torch.no_grad(), ops.recording() as routes:
+        expected = stock.generate(tokens(2, 6), attention_mask=mask, **how)
+        assert torch.equal(ours.generate(tokens(2, 6), attention_mask=mask, **how), expected)
+    steps = [route for route in routes if route.operation == "gated_delta_step"]
+    assert len(steps) == (5 if RELEASE >= SINCE else 0)
+    assert (binding_of(linear_layer(ours)) is not None) is (RELEASE >= SINCE)
+
+
+@served
+@pytest.mark.parametrize("name", NAMES)
+def test_fused_projections(name):
+    linear = linear_layer(pair(name)[1])
+    names, x = binding_of(linear).fuses, torch.ones(1, 64)
+    with torch.no_grad():
+        assert grouped_linear.live(linear) is not None
+        for part, child in zip(layers.project(linear, x, *names), names, strict=True):
+            torch.testing.assert_close(part, getattr(linear, child)(x))
+
+
+def outcome(layer, x, cache, further):
+    """The result of a layer as numbers, or its error: packed sequences are one in some releases."""
+    try:
+        return layer(x, cache_params=cache, **further).tolist()
+    except ValueError as error:
+        return str(error)
+
+
+class Subclass(DynamicCache):
+    pass
+
+
+@served
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("library", "fla is installed"),
+        ("hook", "a hook or another forward"),
+        ("bias", "a bias or another activation"),
+        ("activation", "a bias or another activation"),
+        ("aiter", "must run in the aiter tier"),
+        ("gradient", "no gradient"),
+        ("padding", "has padding"),
+        ("packed", "packed sequences"),
+        ("subclass", "the cache is a Subclass"),
+        ("no states", "has no states yet"),
+        ("several", "several tokens"),
+        ("none", "no cache"),
+    ],
+)
+def test_stock_serves_the_rest(change, reason, monkeypatch):
+    stock, ours = pair("qwen3_next")
+    cache = run(ours, tokens(1, 6))[1]
+    layer, theirs = linear_layer(ours), linear_layer(stock)
+    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(3))
+    further, gradients, aiter = {}, change == "gradient", options.current().aiter
+    if change == "library":
+        monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    elif change == "hook":
+        layer.norm.register_forward_hook(lambda *_: None)
+    elif change == "bias":
+        for each in (layer, theirs):
+            each.conv1d.bias = torch.nn.Parameter(torch.ones(128))
+    elif change == "activation":
+        for each in (layer, theirs):
+            each.activation = "gelu"
+    elif change == "aiter":
+        aiter = {**aiter, "attention": options.Switch.REQUIRED}
+    elif change == "padding":
+        further = {"attention_mask": torch.ones(1, 1)}
+    elif change == "packed":
+        further = {"seq_idx": None, "cu_seq_lens_q": torch.tensor([0, 1])}
+    elif change == "subclass":
+        cache.__class__ = Subclass
+    elif change == "no states":
+        cache = DynamicCache(config=ours.config)
+    elif change == "several":
+        x = x.repeat(1, 2, 1)
+    elif change == "none":
+        cache = None
+    copy = deepcopy(cache)
+    with torch.set_grad_enabled(gradients), options.override(aiter=aiter), ops.recording() as routes:
+        assert outcome(layer, x, cache, further) == outcome(theirs, x, copy, further)
+    assert reason in noted(layer)
+    assert not [route for route in routes if route.operation == "gated_delta_step"]
+
+
+@served
+def test_record_past():
+    """Stock keeps earlier inputs of the convolution in such a cache, so that drafts can be taken back."""
+    ours = pair("qwen3_next")[1]
+    cache = run(ours, tokens(1, 6))[1]
+    cache.activate_past_recording()
+    with torch.no_grad():
+        ours(tokens(1, 1), past_key_values=cache)
+    assert noted(linear_layer(ours)) == "the cache records past states"
+    assert cache.layers[0].conv_states[0].shape[2] > 4

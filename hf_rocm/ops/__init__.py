@@ -7,6 +7,7 @@ from hf_rocm.ops.attention import attention
 from hf_rocm.ops.decode import decode_attention
 from hf_rocm.ops.linear import Norm, fused_linear, linear, rides_along
 from hf_rocm.ops.moe import experts
+from hf_rocm.ops.moe_mxfp4 import mxfp4_experts
 from hf_rocm.ops.moe_shuffled import shuffle_experts, shuffled_experts
 from hf_rocm.ops.paged import paged_attention
 from hf_rocm.ops.pointwise import act_and_mul, add_rms_norm, rms_norm, rope
@@ -29,6 +30,7 @@ __all__ = [
     "experts",
     "fused_linear",
     "linear",
+    "mxfp4_experts",
     "paged_attention",
     "quantized_linear",
     "recording",

@@ -24,6 +24,7 @@ BUILDERS = {  # the operation: the function that builds its specification
     "experts": "moe.specification",
     "fused_linear": "linear.fused_linear",
     "linear": "linear.specification",
+    "mxfp4_experts": "moe_mxfp4.specification",
     "paged_attention": "paged.paged_attention",
     "quantized_linear": "quantized.quantized_linear",
     "rms_norm": "pointwise.rms_norm",

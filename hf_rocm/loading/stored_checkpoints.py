@@ -134,11 +134,11 @@ def _own_dtype(change: Change) -> Callable[..., Any]:
     def infer(model: Any, param_name: str, empty_param: Any, *given: Any, **arguments: Any) -> Any:
         contiguous, dtype = change.original(model, param_name, empty_param, *given, **arguments)
         if getattr(_loading, "quantizer", None) is not None:
-            from hf_rocm.weights.stored_linear import StoredLinear
+            from hf_rocm.weights.stored_linear import StoredLayer
 
             path, _, name = param_name.rpartition(".")
             layer = model.get_submodule(path)
-            if isinstance(layer, StoredLinear) and name in layer.infos:
+            if isinstance(layer, StoredLayer) and name in layer.infos:
                 return contiguous, None
         return contiguous, dtype
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from hf_rocm.errors import LoadError
 from hf_rocm.loading.safetensors_headers import Entry
-from hf_rocm.weights.stored import Expected, StoredFormat, TensorInfo, Unsupported
+from hf_rocm.weights.stored import Expected, LinearFormat, StoredFormat, TensorInfo, Unsupported
+from hf_rocm.weights.stored_experts import StoredExperts
 from hf_rocm.weights.stored_linear import StoredLinear
 
 _BIAS = "bias"
@@ -22,22 +23,24 @@ _INTEGERS = (torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.fl
 
 
 def replace_layers(model: nn.Module, format: StoredFormat, entries: Mapping[str, Entry]) -> int:
-    """Replace the quantised `nn.Linear` layers of a model on the meta device. Returns how many.
+    """Replace the quantised layers of a model on the meta device. Returns how many.
 
     Raises `Unsupported`, without changing the model, if it can't be loaded this way, and `LoadError` if tensors are
     missing or have other shapes or dtypes than the format and the model require.
     """
     stored = _layers(format, entries)
-    linears = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    matched = _match(stored, linears, model)
+    kind: type[Any] = StoredLinear if isinstance(format, LinearFormat) else StoredExperts
+    modules = {path: module for path, module in model.named_modules() if kind.fits(module)}
+    matched = _match(stored, modules, model)
     new = {}
     for path, prefix in matched.items():
-        linear, tensors = linears[path], stored[prefix]
-        if type(linear) is not nn.Linear:
-            raise Unsupported(f"its layer {path} is a {type(linear).__qualname__}, not a plain nn.Linear")
-        _check(prefix, format.expected(linear.out_features, linear.in_features), tensors)
-        infos = {name: entry.info for name, entry in tensors.items() if name != _BIAS}
-        new[path] = StoredLinear(linear, format, infos, biased=_BIAS in tensors)
+        module, tensors = modules[path], stored[prefix]
+        reason = kind.refusal(module)
+        if reason is not None:
+            raise Unsupported(f"its layer {path} {reason}")
+        _check(prefix, format.expected(*kind.sizes(module)), tensors)
+        infos = {name: entry.info for name, entry in tensors.items() if name not in format.plain}
+        new[path] = kind(module, format, infos, biased=_BIAS in tensors)
     for path, layer in new.items():
         parent, _, name = path.rpartition(".")
         model.get_submodule(parent)._modules[name] = layer
@@ -61,7 +64,7 @@ def _layers(format: StoredFormat, entries: Mapping[str, Entry]) -> dict[str, dic
     return layers
 
 
-def _match(stored: Mapping[str, Any], linears: Mapping[str, Any], model: Any) -> dict[str, str]:
+def _match(stored: Mapping[str, Any], modules: Mapping[str, Any], model: Any) -> dict[str, str]:
     """The checkpoint's name of each quantised layer by its path in the model.
 
     The names are equal, or differ by what transformers renames: the base model's prefix, or parts of the path before
@@ -70,14 +73,14 @@ def _match(stored: Mapping[str, Any], linears: Mapping[str, Any], model: Any) ->
     base = getattr(model, "base_model_prefix", "")
     matched = {}
     tails = defaultdict(list)
-    for path in linears:
+    for path in modules:
         tails[_tail(path)].append(path)
     for prefix in stored:
         names = [prefix, f"{base}.{prefix}", prefix.removeprefix(f"{base}.")]
-        found = [name for name in names if name in linears][:1] or tails.get(_tail(prefix), [])
+        found = [name for name in names if name in modules][:1] or tails.get(_tail(prefix), [])
         path = found[0] if len(found) == 1 else ""
         if not path or path in matched:
-            raise Unsupported(f"its quantised tensors {prefix} are no nn.Linear of {type(model).__name__}")
+            raise Unsupported(f"its quantised tensors {prefix} are in no layer of {type(model).__name__}")
         matched[path] = prefix
     return matched
 

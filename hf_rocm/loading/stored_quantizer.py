@@ -21,7 +21,7 @@ from hf_rocm.loading import safetensors_headers, stored_layers
 from hf_rocm.loading.safetensors_headers import Entry
 from hf_rocm.weights.quantize import dequantize
 from hf_rocm.weights.stored import StoredFormat, Unsupported
-from hf_rocm.weights.stored_linear import StoredLinear
+from hf_rocm.weights.stored_linear import StoredLayer
 
 
 class StoredConfig(QuantizationConfigMixin):
@@ -71,7 +71,7 @@ class StoredQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
         """Raise `LoadError` if a tensor was converted on the way. Both are impossible with the releases tested."""
         for path, layer in model.named_modules():
-            for name, tensor in layer.tensors().items() if isinstance(layer, StoredLinear) else ():
+            for name, tensor in layer.tensors().items() if isinstance(layer, StoredLayer) else ():
                 if (tensor.dtype, tuple(tensor.shape)) != tuple(layer.infos[name]):
                     raise LoadError(
                         "transformers changed a tensor of the quantised checkpoint while loading it",

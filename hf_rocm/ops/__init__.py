@@ -8,6 +8,7 @@ from hf_rocm.ops.decode import decode_attention
 from hf_rocm.ops.delta import gated_delta_step
 from hf_rocm.ops.linear import Norm, fused_linear, linear, rides_along
 from hf_rocm.ops.moe import experts
+from hf_rocm.ops.moe_mxfp4 import mxfp4_experts
 from hf_rocm.ops.moe_shuffled import shuffle_experts, shuffled_experts
 from hf_rocm.ops.norm_add import norm_add
 from hf_rocm.ops.paged import paged_attention
@@ -32,6 +33,7 @@ __all__ = [
     "fused_linear",
     "gated_delta_step",
     "linear",
+    "mxfp4_experts",
     "norm_add",
     "paged_attention",
     "quantized_linear",

@@ -16,6 +16,7 @@ from hf_rocm.overlay import bind
 from hf_rocm.weights.quantize import freeze, nbytes, summary
 from hf_rocm.weights.quantize_plan import Group
 from hf_rocm.weights.quantized import REPORT, group_layers
+from hf_rocm.weights.stored_experts import StoredExperts
 from hf_rocm.weights.stored_linear import EncodedLinear, StoredLinear
 from hf_rocm.weights.tied_weights import first_shared, shared
 
@@ -24,13 +25,17 @@ _log = logging.getLogger("hf_rocm")
 
 def encode(model: nn.Module) -> None:
     """Encode every `StoredLinear` of a model that the kernels support; the others stay, with the reason in the report.
+    Kernels read `StoredExperts` in place.
 
     All parameters stop requiring gradients, because quantised layers have none.
     """
     groups, left = _plan(model)
-    if not groups and not left:
+    experts = [module for module in model.modules() if isinstance(module, StoredExperts)]
+    if not groups and not left and not experts:
         return
-    before, formats, count = nbytes(model), set[str](), 0
+    before, formats, count = nbytes(model), {module.format.described() for module in experts}, len(experts)
+    for module in experts:
+        module.use_kernels()
     with torch.inference_mode(False), torch.no_grad():
         for group in groups:
             formats.add(_encode(group))

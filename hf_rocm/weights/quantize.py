@@ -25,7 +25,7 @@ from hf_rocm.weights.preshuffle import unshuffle
 from hf_rocm.weights.quantize_plan import Group, plan
 from hf_rocm.weights.quantized import REPORT as REPORT
 from hf_rocm.weights.quantized import QuantizedLinear, group_layers, layers, replace
-from hf_rocm.weights.stored_linear import EncodedLinear, StoredLinear
+from hf_rocm.weights.stored_linear import EncodedLinear, StoredLayer
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -104,11 +104,11 @@ def dequantize(model: ModelT) -> ModelT:
     Returns the same model. Raises `OptionError` if model is not a `torch.nn.Module`.
     """
     require_module(model, "dequantize")
-    stored = any(isinstance(module, (StoredLinear, EncodedLinear)) for module in model.modules())
+    stored = any(isinstance(module, (StoredLayer, EncodedLinear)) for module in model.modules())
     replace(model, lambda layer: layer.ordinary())
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):
-            if isinstance(child, StoredLinear):
+            if isinstance(child, StoredLayer):
                 module._modules[name] = child.ordinary()
     if stored:
         _forget_format(model)

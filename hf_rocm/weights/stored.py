@@ -54,15 +54,21 @@ class StoredFormat:
     """The format of every quantised layer of a checkpoint."""
 
     marker: ClassVar[str]  # every quantised layer has a tensor of this name
-    bulk: ClassVar[tuple[str, ...]]  # the tensors that the encoded weight replaces
+    bulk: ClassVar[tuple[str, ...]]  # the large tensors of a layer
+    plain: ClassVar[tuple[str, ...]] = ("bias",)  # the tensors that stay parameters in the dtype of the model
 
     def described(self) -> str:
         """The format in a report."""
         raise NotImplementedError
 
-    def expected(self, n: int, k: int) -> dict[str, Expected]:
-        """The tensors of a layer [N, K] by name, without the bias."""
+    def expected(self, *sizes: Any, **named: Any) -> dict[str, Expected]:
+        """The tensors of a layer by name, without an optional bias. sizes: those of `StoredLayer.sizes`."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LinearFormat(StoredFormat):
+    """A format of linear layers [N, K], whose `bulk` tensors an encoded weight replaces."""
 
     def refuses(self, n: int, k: int) -> str | None:
         """Why the weight [N, K] can't be encoded for our kernels, or None; the layer then multiplies it dequantised."""
@@ -92,7 +98,7 @@ class StoredFormat:
 
 
 @dataclass(frozen=True)
-class EightBitFormat(StoredFormat):
+class EightBitFormat(LinearFormat):
     """`weight`: [N, K] int8 or fp8; the scale has the name `marker`.
 
     scale_for: `row`, `tensor`, or `block` of 128 × 128. weight_only: x is not rounded in any product, as with blocks.
@@ -154,7 +160,7 @@ def _blocks(n: int, k: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class FourBitFormat(StoredFormat):
+class FourBitFormat(LinearFormat):
     """4-bit integers with a scale for each group of `group` numbers of a row; -1: for the whole row."""
 
     scales: ClassVar[str]  # the name of the scales

@@ -15,28 +15,79 @@ from torch import Tensor, nn
 
 from hf_rocm.weights.encoding import QuantizedWeight
 from hf_rocm.weights.quantized import QuantizedLinear
-from hf_rocm.weights.stored import StoredFormat, TensorInfo
+from hf_rocm.weights.stored import LinearFormat, StoredFormat, TensorInfo
 
 
-class StoredLinear(nn.Module):
-    """Replaces an `nn.Linear` while a quantised checkpoint is loaded. Its buffers are the checkpoint's tensors.
+class StoredLayer(nn.Module):
+    """Replaces a layer while a quantised checkpoint is loaded. Its buffers are the checkpoint's tensors."""
+
+    def __init__(self, format: StoredFormat, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.format, self.infos, self.dtype = format, dict(infos), dtype
+        for name, (stored_dtype, shape) in infos.items():
+            self.register_buffer(name, torch.empty(shape, dtype=stored_dtype, device="meta"))
+
+    @classmethod
+    def fits(cls, module: nn.Module) -> bool:
+        """Whether the module is of the class that it replaces."""
+        raise NotImplementedError
+
+    @classmethod
+    def refusal(cls, module: nn.Module) -> str | None:
+        """Why it can't replace such a module, as a sentence without its subject, or None."""
+        raise NotImplementedError
+
+    @classmethod
+    def sizes(cls, module: Any) -> tuple[int, ...]:
+        """The sizes of a module, as `StoredFormat.expected` takes them."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The checkpoint's tensors by name."""
+        buffers: Any = self._buffers
+        return {name: buffers[name] for name in self.infos}
+
+    def ordinary(self) -> nn.Module:
+        """Return the ordinary layer with the dequantised weight in the layer's dtype."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLayer:
+        """`.to()` and the like move the checkpoint's tensors, but never change their dtypes."""
+        parameters = {id(parameter) for parameter in self._parameters.values()}
+        super()._apply(lambda tensor: fn(tensor) if id(tensor) in parameters else _moved(tensor, fn), recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
+
+
+class StoredLinear(StoredLayer):
+    """Replaces an `nn.Linear`.
 
     A call dequantises the weight, which is slow: it serves models that are not prepared, and layers whose sizes the
     kernels don't support. biased: whether the checkpoint has a bias, which the model need not have.
     """
 
+    format: LinearFormat
+
     def __init__(
-        self, linear: nn.Linear, format: StoredFormat, infos: Mapping[str, TensorInfo], *, biased: bool
+        self, linear: nn.Linear, format: LinearFormat, infos: Mapping[str, TensorInfo], *, biased: bool
     ) -> None:
-        super().__init__()
-        self.format, self.infos = format, dict(infos)
+        super().__init__(format, infos, linear.weight.dtype)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.dtype = linear.weight.dtype
-        for name, (dtype, shape) in infos.items():
-            self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
         # some libraries store a bias for every layer
         added = nn.Parameter(linear.weight.new_empty(self.out_features)) if biased and linear.bias is None else None
         self.bias = linear.bias if added is None else added
+
+    @classmethod
+    def fits(cls, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear)
+
+    @classmethod
+    def refusal(cls, module: nn.Module) -> str | None:
+        return None if type(module) is nn.Linear else f"is a {type(module).__qualname__}, not a plain nn.Linear"
+
+    @classmethod
+    def sizes(cls, module: Any) -> tuple[int, ...]:
+        return module.out_features, module.in_features
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -47,27 +98,11 @@ class StoredLinear(nn.Module):
         with torch.no_grad():
             return self.format.read(self.tensors(), self.out_features, self.in_features, dtype)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The checkpoint's tensors by name."""
-        buffers: Any = self._buffers
-        return {name: buffers[name] for name in self.infos}
-
     def ordinary(self) -> nn.Linear:
-        """Return an `nn.Linear` with the dequantised weight in the layer's dtype."""
         return as_linear(self.dequantized(self.dtype), self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.format.described()}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
-        """`.to()` and the like move the checkpoint's tensors, but never change their dtypes."""
-        bias = self.bias
-        if bias is not None:
-            super()._apply(lambda tensor: fn(tensor) if tensor is bias else _moved(tensor, fn), recurse)
-        else:
-            super()._apply(lambda tensor: _moved(tensor, fn), recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return self
 
 
 class EncodedLinear(QuantizedLinear):

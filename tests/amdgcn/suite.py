@@ -47,6 +47,7 @@ FEW = {
     "test_delta": "test_gated_delta_step",
     "test_dequantize": "test_four_bits",
     "test_experts": "test_every_number_of_experts",
+    "test_experts_mxfp4": "test_every_number_of_experts",
     "test_four_bit": "test_every_class_of_rows",
     "test_flash": "test_packed_sequences",
     "test_linear": "test_every_number_of_rows",

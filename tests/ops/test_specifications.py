@@ -25,6 +25,7 @@ BUILDERS = {  # the operation: the function that builds its specification
     "fused_linear": "linear.fused_linear",
     "gated_delta_step": "delta.specification",
     "linear": "linear.specification",
+    "mxfp4_experts": "moe_mxfp4.specification",
     "norm_add": "norm_add._specification",
     "paged_attention": "paged.paged_attention",
     "quantized_linear": "quantized.quantized_linear",

@@ -7,11 +7,13 @@ from math import gcd
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_rocm
 from hf_rocm import ops, options
-from hf_rocm.ops.triton import experts
+from hf_rocm.ops.triton import experts, experts_mxfp4
+from hf_rocm.ops.triton.tiles import Mxfp4Tile
 from tests.parity.models import GROUPED, SHARED, tokens
 
 KERNELS = "experts=triton,attention=eager,linear=torch,rms_norm=torch,rope=torch,act_and_mul=torch"
@@ -34,6 +36,9 @@ def wide_blocks(monkeypatch):
     monkeypatch.setattr(
         experts, "down_tile", lambda tokens, top, transposed, rocm: experts.ExpertsTile(32, 64, 64, 2, gcd(top, 4))
     )
+    tile = Mxfp4Tile(64, 4, 64, 2)
+    monkeypatch.setattr(experts_mxfp4, "mxfp4_gate_up_tile", lambda *_, **__: tile)
+    monkeypatch.setattr(experts_mxfp4, "mxfp4_down_tile", lambda *_, **__: tile._replace(experts=2))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -52,3 +57,16 @@ def test_greedy_tokens(name):
     for operation in ("choose_experts", "experts"):
         served = [(route.tier, route.shapes[0][0]) for route in routes if route.operation == operation]
         assert served == [("triton", rows) for rows in (10, 2, 2, 2) for _ in range(2)]
+
+
+@pytest.mark.skipif(not hasattr(transformers, "GptOssConfig"), reason="not run: needs transformers 4.55")
+def test_a_checkpoint_in_mxfp4(tmp_path):
+    from tests.weights import mxfp4_checkpoints as mxfp4
+
+    stock, ids = mxfp4.write(tmp_path), tokens(2, 5) % 96
+    actual = hf_rocm.from_pretrained(tmp_path, force=True, attn_implementation="eager")
+    how = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    with torch.no_grad(), options.override(tier=KERNELS), ops.recording() as routes:
+        assert torch.equal(actual.generate(ids, **how), stock.generate(ids, **how))
+    served = [(route.tier, route.name, route.shapes[0][0]) for route in routes if route.operation == "mxfp4_experts"]
+    assert served == [("triton", "chosen_experts", rows) for rows in (10, 2, 2) for _ in range(mxfp4.LAYERS)]

@@ -9,6 +9,7 @@ from hf_rocm.ops import probe_cases, registry
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
+PLAIN_AND_INTERLEAVED = (True, False, True, False, True, 0, False, False)
 KINDS = {
     "rms_norm": (BF16, BF16, CPU, 48, False, False),
     "add_rms_norm": (BF16, BF16, CPU, 48, True, False),
@@ -19,6 +20,7 @@ KINDS = {
     "choose_experts": (BF16, torch.float32, CPU, 16, 3, "sigmoid", True, 4, 2, 2, True, False),
     "gated_delta_step": (BF16, BF16, torch.float32, CPU, 12, 20, 2, 4, False),
     "experts": (BF16, BF16, CPU, 4, 16, 8, 1, "clamped_swiglu", True, True, True, False, True, 0, False, False),
+    "mxfp4_experts": (BF16, torch.uint8, CPU, 4, 32, 32, 1, "clamped_swiglu", *PLAIN_AND_INTERLEAVED),
 }
 NAMES = {
     "act_and_mul": "act_and_mul_kernel",
@@ -27,6 +29,7 @@ NAMES = {
     "choose_experts": "routing_kernel",
     "gated_delta_step": "delta_step_kernel",
     "experts": "chosen_experts",
+    "mxfp4_experts": "chosen_experts",
 }
 
 

@@ -178,6 +178,34 @@ def down_tile(tokens: int, top: int, transposed: bool, *, rocm: bool = False) ->
     return ExpertsTile(32, 64, 128, 2, experts) if tokens <= SOME else ExpertsTile(64, 32, 256, 2, experts)
 
 
+class Mxfp4Tile(NamedTuple):
+    """The tile of a product of experts in MXFP4. n: columns of the result; blocks: of 32 numbers along K, read at a
+    time; experts: as in `ExpertsTile`. A thread reads one block of every row."""
+
+    n: int
+    blocks: int
+    threads: int
+    stages: int
+    experts: int | None = None
+
+    def constants(self) -> dict[str, int]:
+        """The last arguments of the kernel."""
+        shared = {"BLOCK_N": self.n, "BLOCKS": self.blocks}
+        return shared if self.experts is None else {"BLOCK_E": self.experts, **shared}
+
+
+def mxfp4_gate_up_tile(blocks: int, *, rocm: bool) -> Mxfp4Tile:
+    """The tile of the first product, for rows of this number of blocks. All of it is estimated."""
+    wave = 64 if rocm else 32
+    return Mxfp4Tile(2 if rocm else 4, min(wave, power_of_two(blocks)), wave, 2)
+
+
+def mxfp4_down_tile(blocks: int, top: int, *, rocm: bool) -> Mxfp4Tile:
+    """The tile of the second product. Every expert has a warp."""
+    wave, experts = 64 if rocm else 32, gcd(top, 4)
+    return Mxfp4Tile(2, min(wave, power_of_two(blocks)), wave * experts, 2, experts)
+
+
 class Plan(NamedTuple):
     """The division of attention into programs. rows, keys: of a block; pieces: blocks of rows; splits: programs for
     each piece."""

@@ -1,0 +1,176 @@
+"""Routed experts with weights in MXFP4, which are read as the checkpoint of gpt-oss stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, compiler
+
+from hf_rocm.ops import moe_torch
+from hf_rocm.ops.custom_op import compiling, opaque
+from hf_rocm.ops.fakes import like
+from hf_rocm.ops.moe import MANY, ExpertsSpec, kind
+from hf_rocm.ops.moe_torch import ExpertsCall, Form
+from hf_rocm.ops.mxfp4 import BLOCK, BYTES, MXFP4, dequantize
+from hf_rocm.ops.pointwise import CLAMPED
+from hf_rocm.ops.probe_cases import LENGTH, Draw
+from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.triton import detect
+from hf_rocm.ops.triton import experts_mxfp4 as triton
+
+_LOOP = "dequantize, sorted tokens, loop"
+
+
+class Mxfp4Call(NamedTuple):
+    """The arguments of `mxfp4_experts`, as its implementations take them."""
+
+    x: Tensor
+    gate_up: Tensor
+    gate_up_scales: Tensor
+    gate_up_bias: Tensor
+    down: Tensor
+    down_scales: Tensor
+    down_bias: Tensor
+    ids: Tensor
+    weights: Tensor
+    limit: float
+    alpha: float
+
+
+def mxfp4_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    down_bias: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+) -> Tensor:
+    """`hf_rocm.ops.experts` of gpt-oss: `clamped_swiglu`, gate and up interleaved, weights in MXFP4.
+
+    x: [T, H] floating. gate_up: [E, 2I, H / 32, 16] uint8 with scales [E, 2I, H / 32] uint8 and bias [E, 2I]; down:
+    [E, H, I / 32, 16] with scales [E, H, I / 32] and bias [E, H]. ids, weights: [T, k]. Returns [T, H] in x's dtype.
+    """
+    call = Mxfp4Call(x, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, ids, weights, limit, alpha)
+    spec = specification(call)
+    serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
+    result: Tensor = serve(call)
+    return result
+
+
+def specification(call: Mxfp4Call) -> tuple[object, ...]:
+    """The fields of an `ExpertsSpec`, as a plain tuple for the router."""
+    x, gate_up, down, ids = call.x, call.gate_up, call.down, call.ids
+    floating = (x, call.weights, call.gate_up_bias, call.down_bias)
+    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in floating)
+    dtype, weight_dtype, device = x.dtype, gate_up.dtype, x.device
+    experts, top = gate_up.shape[0], ids.shape[1]
+    hidden, intermediate = down.shape[1], down.shape[2] * BLOCK
+    activation, bias, transposed, interleaved, weigh_input = CLAMPED, True, False, True, False
+    stored = (gate_up, call.gate_up_scales, down, call.down_scales)
+    contiguous = all(tensor.is_contiguous() for tensor in stored)
+    pairs = triton.PAIRS if ids.numel() <= triton.PAIRS else MANY
+    traced = compiling() or compiler._is_compiling_flag
+    return (
+        dtype,
+        weight_dtype,
+        device,
+        experts,
+        hidden,
+        intermediate,
+        top,
+        activation,
+        bias,
+        transposed,
+        interleaved,
+        weigh_input,
+        contiguous,
+        pairs,
+        traced,
+        grad,
+    )
+
+
+Dequantize = Callable[[Tensor, Tensor, torch.dtype], Tensor]
+
+
+class _Stacked:
+    """Stacked weights [E, N, K] that are dequantised one expert at a time, when they are indexed."""
+
+    def __init__(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype, function: Dequantize) -> None:
+        self.blocks, self.scales, self.dtype, self.function = blocks, scales, dtype, function
+        self.shape = (*blocks.shape[:2], blocks.shape[2] * BLOCK)
+
+    def __getitem__(self, expert: int) -> Tensor:
+        with torch.no_grad():
+            return self.function(self.blocks[expert], self.scales[expert], self.dtype)
+
+
+def _one_at_a_time(experts: Callable[[ExpertsCall], Tensor], function: Dequantize) -> Callable[..., Tensor]:
+    """Experts of `moe_torch` as a function of the fields of an `Mxfp4Call`."""
+
+    def run(*arguments: Any) -> Tensor:
+        call = Mxfp4Call(*arguments)
+        form = Form(CLAMPED, transposed=False, interleaved=True, weigh_input=False, limit=call.limit, alpha=call.alpha)
+        dtype = call.x.dtype
+        gate_up: Any = _Stacked(call.gate_up, call.gate_up_scales, dtype, function)
+        down: Any = _Stacked(call.down, call.down_scales, dtype, function)
+        return experts(
+            ExpertsCall(call.x, gate_up, down, call.ids, call.weights, call.gate_up_bias, call.down_bias, form)
+        )
+
+    return run
+
+
+# Operators, because the loop reads the ids on the host, which torch.compile does not trace.
+_loop, _triton_loop = (
+    opaque(f"{name}({triton.ARGUMENTS}) -> Tensor", _one_at_a_time(moe_torch.sorted_loop, function), like)
+    for name, function in (("mxfp4_experts", dequantize), ("triton_mxfp4_experts_loop", triton.dequantized))
+)
+_eager = _one_at_a_time(moe_torch.eager, dequantize)
+
+
+def loop(call: Mxfp4Call) -> Tensor:
+    """Dequantise one expert after the other, with PyTorch's operations."""
+    result: Tensor = _loop(*call)
+    return result
+
+
+def cases(spec: ExpertsSpec) -> Iterator[Case]:
+    """One token, and some. No token is routed to the last expert if there is another one."""
+    draw = Draw(spec.dtype, spec.device)
+
+    def stored(n: int, k: int) -> tuple[Tensor, Tensor]:
+        shape = spec.experts, n, k // BLOCK
+        blocks = torch.randint(256, (*shape, BYTES), generator=draw.generator)
+        scales = torch.randint(118, 123, shape, generator=draw.generator)
+        return blocks.to(spec.device, MXFP4), scales.to(spec.device, MXFP4)
+
+    gate_up, gate_up_scales = stored(2 * spec.intermediate, spec.hidden)
+    down, down_scales = stored(spec.hidden, spec.intermediate)
+    biases = draw(spec.experts, 2 * spec.intermediate), draw(spec.experts, spec.hidden)
+    for tokens in (1, LENGTH):
+        scores = draw(tokens, spec.experts).float()
+        scores[:, -1] = -torch.inf
+        chosen, ids = (part[:, : spec.top] for part in scores.sort(descending=True))
+        weights = chosen.nan_to_num(neginf=-9.0).softmax(-1).to(spec.dtype)
+        x = draw(tokens, spec.hidden)
+        tensors = x, gate_up, gate_up_scales, biases[0], down, down_scales, biases[1], ids, weights
+        yield Case(tensors, (7.0, 1.702))
+
+
+_operation = Operation("mxfp4_experts", ExpertsSpec, cases, kind, family="experts", terms=Mxfp4Call, recorded=(0, 1, 7))
+for _name, _refuses, _call in (
+    (triton.NAME, triton.refuses, triton.experts),
+    (_LOOP, triton.kernels_refuse, lambda call: _triton_loop(*call)),
+):
+    _operation.register(Implementation("triton", _name, _refuses, _call, detect.checked("mxfp4_experts", _name)))
+_operation.register(Implementation("torch", _LOOP, refuses_nothing, loop))
+_operation.register(Implementation("eager", "dequantize, loop", refuses_nothing, lambda call: _eager(*call)))

@@ -1,0 +1,164 @@
+"""Routed experts in MXFP4 through our kernels, which read the checkpoint's own bytes.
+
+For few pairs of a token and an expert the numbers are converted in registers. For more, one expert at a time is
+dequantised into a temporary tensor in one pass. The tiles are estimates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_rocm.device import is_rocm
+from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.fakes import like
+from hf_rocm.ops.mxfp4 import BLOCK
+from hf_rocm.ops.triton import detect
+from hf_rocm.ops.triton.experts import LARGEST, WIDEST
+from hf_rocm.ops.triton.launch import launch, warps
+from hf_rocm.ops.triton.norm import DTYPES
+from hf_rocm.ops.triton.tiles import mxfp4_down_tile, mxfp4_gate_up_tile
+
+if TYPE_CHECKING:
+    from hf_rocm.device import Device
+    from hf_rocm.ops.moe import ExpertsSpec
+    from hf_rocm.ops.moe_mxfp4 import Mxfp4Call
+
+NAME = "chosen_experts"
+
+# The largest T · k for which reading weights of each pair comes before dequantising: four times that of bf16, with a
+# quarter of the bytes.
+PAIRS = 256
+
+ARGUMENTS = (
+    "Tensor x, Tensor gate_up, Tensor gate_up_scales, Tensor gate_up_bias, Tensor down, Tensor down_scales, "
+    "Tensor down_bias, Tensor ids, Tensor weights, float limit, float alpha"
+)
+
+_BLOCK, _THREADS = 1024, 128  # numbers and threads of a program that dequantises
+
+
+def refuses(spec: ExpertsSpec, device: Device) -> str | None:
+    """Why the kernels for few pairs can't serve these experts, or None."""
+    reason = kernels_refuse(spec, device)
+    if reason is not None:
+        return reason
+    if spec.grad:
+        return "our kernels for chosen experts have no gradient"
+    if not 0 < spec.pairs <= PAIRS:
+        return f"there are more than {PAIRS} pairs of a token and an expert: each would read its expert's weights again"
+    if max(spec.hidden, spec.intermediate) > WIDEST:
+        return f"our kernels for chosen experts write {WIDEST} columns at most"
+    return None
+
+
+def kernels_refuse(spec: ExpertsSpec, device: Device) -> str | None:
+    """Why no kernel of this module can serve these experts, or None."""
+    reason = detect.unavailable(device)
+    if reason is not None:
+        return reason
+    if spec.dtype not in DTYPES:
+        return f"our kernels for MXFP4 support fp32, bf16 and fp16, not {spec.dtype}"
+    if not spec.contiguous:
+        return "the weights aren't contiguous"
+    if 2 * spec.hidden * spec.intermediate >= LARGEST:
+        return f"one expert has 2³¹ weights or more: {spec.hidden} × {2 * spec.intermediate}"
+    return None
+
+
+def experts(call: Mxfp4Call) -> Tensor:
+    """See `hf_rocm.ops.mxfp4_experts`. Rounds like separate layers, but the sum over a token's experts only once."""
+    result: Tensor = _traced(*call)
+    return result
+
+
+def _forward(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_bias: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    down_bias: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    limit: float,
+    alpha: float,
+) -> Tensor:
+    out = like(x)
+    tokens, top = ids.shape
+    h_blocks, i_blocks = gate_up.shape[2], down.shape[2]
+    hidden, intermediate = h_blocks * BLOCK, i_blocks * BLOCK
+    if not ids.numel():
+        return out.zero_()
+    from hf_rocm.ops.triton.kernels import experts_mxfp4 as kernels
+
+    spread = x.view(tokens, hidden // 8, 8).transpose(1, 2).contiguous()
+    ids, weights = ids.contiguous(), weights.contiguous()
+    between = x.new_empty((tokens * top, intermediate))
+    tile = mxfp4_gate_up_tile(h_blocks, rocm=is_rocm())
+    launch(
+        kernels.mxfp4_gate_up,
+        (tokens * top, -(-intermediate // tile.n)),
+        (
+            spread,
+            _words(gate_up),
+            gate_up_scales,
+            gate_up_bias.contiguous(),
+            ids,
+            between,
+            h_blocks,
+            i_blocks,
+            float(limit),
+            float(alpha),
+        ),
+        {"TOP": top, "ACTIVATION": "clamped_swiglu", **tile.constants()},
+        num_warps=warps(tile.threads, x.device),
+        num_stages=tile.stages,
+    )
+    tile = mxfp4_down_tile(i_blocks, top, rocm=is_rocm())
+    launch(
+        kernels.mxfp4_down,
+        (tokens, -(-hidden // tile.n)),
+        (
+            between,
+            _words(down),
+            down_scales,
+            down_bias.contiguous(),
+            ids,
+            weights,
+            out,
+            hidden,
+            i_blocks,
+        ),
+        {"TOP": top, **tile.constants()},
+        num_warps=warps(tile.threads, x.device),
+        num_stages=tile.stages,
+    )
+    return out
+
+
+_traced = opaque(f"triton_mxfp4_experts({ARGUMENTS}) -> Tensor", _forward, like)
+
+
+def dequantized(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`hf_rocm.ops.mxfp4.dequantize` of [N, K / 32, 16] in one kernel. Returns [N, K]."""
+    from hf_rocm.ops.triton.kernels import experts_mxfp4 as kernels
+
+    n, count = blocks.shape[:2]
+    out = blocks.new_empty((n, count * BLOCK), dtype=dtype)
+    launch(
+        kernels.dequantize_mxfp4,
+        (-(-out.numel() // _BLOCK),),
+        (_words(blocks), scales, out, out.numel()),
+        {"BLOCK": _BLOCK},
+        num_warps=warps(_THREADS, blocks.device),
+    )
+    return out
+
+
+def _words(blocks: Tensor) -> Tensor:
+    """The same bytes, 8 numbers to a word. A file's tensor may begin anywhere: then it is copied."""
+    return (blocks if blocks.storage_offset() % 4 == 0 else blocks.clone()).view(torch.int32)

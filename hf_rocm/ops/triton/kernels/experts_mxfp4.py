@@ -1,0 +1,201 @@
+"""Routed experts in MXFP4 for few pairs of a token and an expert: the kernels of `experts`, for another encoding.
+
+A word is 8 numbers that follow each other along K. x comes in the order [8, K / 8], so that the first numbers of
+several words meet a contiguous piece of x, then the second ones, and so on. Blocks are the first dim of tiles, so that
+the compiler spreads words and x over the threads in the same way. A number becomes the last exponent bits and
+the first bit of the mantissa of a float, which is exactly 2⁻¹²⁶ times the number; x is multiplied by 2⁶⁴ before, and
+the sum of a block by 2⁶² and its scale, so that no intermediate result leaves the range of fp32
+where |x| < 2⁶³.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.triton.builds import Build
+from hf_rocm.ops.triton.kernels.activation import gated, rounded
+from hf_rocm.ops.triton.tiles import Mxfp4Tile, mxfp4_down_tile, mxfp4_gate_up_tile
+
+_LIFT = tl.constexpr(2.0**64)  # of x
+_REST = tl.constexpr(2.0**62)
+
+
+@triton.jit
+def mxfp4_gate_up(
+    x,  # [T, 8, H / 8]
+    words,  # [E, 2I, H / 32, 4] int32, gate and up alternating
+    scale,  # [E, 2I, H / 32] uint8
+    bias,  # [E, 2I]
+    ids,  # [T, k]
+    out,  # [T · k, 8, I / 8]
+    h_blocks,  # H / 32
+    i_blocks,  # I / 32
+    limit,
+    alpha,
+    TOP: tl.constexpr,  # k
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """BLOCK_N columns of one pair."""
+    pair = tl.program_id(0)
+    first = tl.program_id(1) * BLOCK_N
+    dtype: tl.constexpr = out.dtype.element_ty
+    expert = tl.load(ids + pair).to(tl.int64)
+    i_size = i_blocks * 32
+    n = 2 * first + tl.arange(0, 2 * BLOCK_N)
+    there = n < 2 * i_size
+    rows = (expert * (2 * i_size) + tl.minimum(n, 2 * i_size - 1))[None, :, None] * h_blocks
+    x += (pair // TOP).to(tl.int64) * (h_blocks * 32)
+    sums = tl.zeros([BLOCKS, 2 * BLOCK_N, 4], tl.float32)
+    block, within = tl.arange(0, BLOCKS)[:, None, None], tl.arange(0, 4)[None, None, :]
+    sums = _added_up(sums, x, words, scale, rows, block, within, h_blocks, BLOCKS)
+    product = tl.sum(tl.sum(sums, 2), 0)
+    product += tl.load(bias + expert * (2 * i_size) + n, mask=there, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(rounded(product, dtype), (BLOCK_N, 2)))
+    result = gated(gate, up, limit, alpha, ACTIVATION, dtype)
+    column = first + tl.arange(0, BLOCK_N)
+    at = column % 8 * (i_blocks * 4) + column // 8
+    tl.store(out + pair.to(tl.int64) * i_size + at, result, mask=column < i_size)
+
+
+@triton.jit
+def mxfp4_down(
+    x,  # [T · k, 8, I / 8]
+    words,  # [E, H, I / 32, 4] int32
+    scale,  # [E, H, I / 32] uint8
+    bias,  # [E, H]
+    ids,  # [T, k]
+    weights,  # [T, k]
+    out,  # [T, H]
+    h_size,
+    i_blocks,  # I / 32
+    TOP: tl.constexpr,  # k
+    BLOCK_E: tl.constexpr,  # divides TOP
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """BLOCK_N columns of one token, summed over its experts, of which BLOCK_E are read at a time."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dtype: tl.constexpr = out.dtype.element_ty
+    n = tl.minimum(column, h_size - 1)
+    block, within = tl.arange(0, BLOCKS)[:, None, None, None], tl.arange(0, 4)[None, None, None, :]
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, TOP, BLOCK_E):
+        pairs = token * TOP + start + tl.arange(0, BLOCK_E)
+        experts = tl.load(ids + pairs).to(tl.int64)
+        rows = (experts[:, None] * h_size + n[None, :])[None, :, :, None] * i_blocks
+        inputs = x + pairs[None, :, None, None] * (i_blocks * 32)
+        sums = tl.zeros([BLOCKS, BLOCK_E, BLOCK_N, 4], tl.float32)
+        sums = _added_up(sums, inputs, words, scale, rows, block, within, i_blocks, BLOCKS)
+        product = tl.sum(tl.sum(sums, 3), 0)
+        product += tl.load(bias + experts[:, None] * h_size + n[None, :]).to(tl.float32)
+        product = rounded(product, dtype) * tl.load(weights + pairs).to(tl.float32)[:, None]
+        total += tl.sum(product, 0)
+    tl.store(out + token * h_size + column, total.to(dtype), mask=column < h_size)
+
+
+@triton.jit
+def _added_up(
+    sums,  # [BLOCKS, …, N, 4]
+    x,  # address of [8, K / 8], one or [1, …, 1, 1]
+    words,
+    scale,
+    rows,  # [1, …, N, 1]: the first block of each row
+    block,
+    within,
+    blocks,  # K / 32
+    BLOCKS: tl.constexpr,
+):
+    """x · weight in fp32, block by block along K."""
+    for start in tl.range(0, blocks, BLOCKS):
+        index = start + block
+        inside = index < blocks
+        bits = tl.load(words + (rows + index) * 4 + within, mask=inside, other=0)
+        part = tl.zeros_like(sums)
+        for place in tl.static_range(8):
+            values = tl.load(x + place * (blocks * 4) + index * 4 + within, mask=inside, other=0.0)
+            part += _number(bits, place) * (values.to(tl.float32) * _LIFT)
+        power = _power(tl.load(scale + rows + index, mask=inside, other=0))
+        sums += (part * _REST) * power
+    return sums
+
+
+@triton.jit
+def _number(words, PLACE: tl.constexpr):
+    """2⁻¹²⁶ times the numbers at this place of the words."""
+    if PLACE < 6:
+        magnitude = words << (22 - 4 * PLACE)
+    else:
+        magnitude = words >> (4 * PLACE - 22)
+    sign = words << (28 - 4 * PLACE)
+    return ((magnitude & 0x01C00000) | (sign & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _power(scale):
+    """2^(scale − 127) in fp32, and NaN for 255."""
+    exponent = scale.to(tl.int32)
+    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dequantize_mxfp4(
+    words,  # [N · K / 8] int32
+    scale,  # [N · K / 32] uint8
+    out,  # [N · K]
+    size,  # N · K
+    BLOCK: tl.constexpr,
+):
+    """BLOCK numbers of another dtype."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    bits = tl.load(words + index // 8, mask=inside, other=0) >> (index % 8 * 4).to(tl.int32)
+    power = _power(tl.load(scale + index // 32, mask=inside, other=0))
+    # in three steps, none of which leaves the range of fp32 before the result does
+    numbers = ((_number(bits, 0) * _LIFT) * _REST) * power
+    tl.store(out + index, numbers.to(out.dtype.element_ty), mask=inside)
+
+
+def _build(kernel: Any, cut: Mxfp4Tile, sizes: tuple[str, ...], constants: dict[str, Any], **types: str) -> Build:
+    """In bf16, with the sizes of gpt-oss."""
+    return Build(
+        kernel,
+        {
+            **dict.fromkeys(("x", "bias", "out"), "*bf16"),
+            "words": "*i32",
+            "scale": "*u8",
+            "ids": "*i64",
+            **dict.fromkeys(sizes, "i32"),
+            **types,
+        },
+        {**constants, **cut.constants()},
+        threads=cut.threads,
+        num_stages=cut.stages,
+        divisible=("h_size",),
+    )
+
+
+BUILDS = (
+    _build(
+        mxfp4_gate_up,
+        mxfp4_gate_up_tile(90, rocm=True),
+        ("h_blocks", "i_blocks"),
+        {"TOP": 4, "ACTIVATION": "clamped_swiglu"},
+        limit="fp32",
+        alpha="fp32",
+    ),
+    _build(mxfp4_down, mxfp4_down_tile(90, 4, rocm=True), ("h_size", "i_blocks"), {"TOP": 4}, weights="*bf16"),
+    Build(
+        dequantize_mxfp4,
+        {"words": "*i32", "scale": "*u8", "out": "*bf16", "size": "i32"},
+        {"BLOCK": 1024},
+        threads=128,
+        divisible=("size",),
+    ),
+)

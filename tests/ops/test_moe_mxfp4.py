@@ -1,0 +1,80 @@
+"""Routed experts in MXFP4 in every tier against float64, and against the same experts with ordinary weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from hf_rocm.ops.mxfp4 import dequantize
+from tests.tolerance import assert_as_good_as_eager
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = {  # T, E, k, H, I
+    "one token": (1, 8, 2, 64, 32),
+    "odd": (63, 5, 3, 96, 160),
+    "every expert": (3, 4, 4, 32, 64),
+    "one expert each": (9, 4, 1, 64, 96),
+}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def drawn(shape, dtype, seed=0):
+    """(tensors by position, keywords) of a call."""
+    tokens, experts, top, hidden, intermediate = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def stored(n, k):
+        blocks = torch.randint(256, (experts, n, k // 32, 16), generator=generator).to(torch.uint8)
+        return blocks, torch.randint(120, 126, (experts, n, k // 32), generator=generator).to(torch.uint8)
+
+    def random(*size):
+        return torch.randn(*size, generator=generator).to(dtype)
+
+    ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :top]
+    weights = torch.rand(tokens, top, generator=generator).to(dtype)
+    gate_up = *stored(2 * intermediate, hidden), random(experts, 2 * intermediate)
+    down = *stored(hidden, intermediate), random(experts, hidden)
+    return (random(tokens, hidden), *gate_up, *down, ids, weights), {"limit": 0.5, "alpha": 1.7}
+
+
+def eager(tensors, keywords):
+    with options.override(tiers={"experts": "eager"}):
+        return ops.mxfp4_experts(*tensors, **keywords)
+
+
+def reference(tensors, keywords):
+    return eager([tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors], keywords)
+
+
+@each_dtype
+@each_shape
+def test_the_torch_tier(dtype, shape):
+    tensors, keywords = drawn(shape, dtype)
+    with options.override(tiers={"experts": "torch"}), ops.recording() as routes:
+        output = ops.mxfp4_experts(*tensors, **keywords)
+    assert [(route.operation, route.tier) for route in routes] == [("mxfp4_experts", "torch")]
+    assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+
+
+@each_shape
+def test_the_oracle_is_that_of_ordinary_weights(shape):
+    (x, first, first_scales, first_bias, second, second_scales, second_bias, ids, weights), keywords = drawn(
+        shape, torch.float64
+    )
+    wide = [dequantize(first, first_scales, x.dtype), dequantize(second, second_scales, x.dtype)]
+    with options.override(tiers={"experts": "eager"}):
+        expected = ops.experts(
+            x,
+            *wide,
+            ids,
+            weights,
+            activation="clamped_swiglu",
+            gate_up_bias=first_bias,
+            down_bias=second_bias,
+            interleaved=True,
+            **keywords,
+        )
+    actual = eager((x, first, first_scales, first_bias, second, second_scales, second_bias, ids, weights), keywords)
+    assert torch.equal(actual, expected)

@@ -1,0 +1,229 @@
+"""Routed experts in MXFP4 by the Triton kernels, interpreted, against float64: sizes, every number, special scales."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_rocm import ops, options
+from hf_rocm.device import Device
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops import moe, moe_mxfp4
+from hf_rocm.ops.mxfp4 import dequantize
+from hf_rocm.ops.triton import experts_mxfp4 as experts
+from hf_rocm.ops.triton.tiles import Mxfp4Tile, mxfp4_down_tile, mxfp4_gate_up_tile
+from tests.amdgcn import suite
+from tests.ops.test_moe_mxfp4 import drawn, eager, reference
+from tests.tolerance import assert_as_good_as_eager
+from tests.triton.routed import compiled_once, here, routed
+
+BF16 = torch.bfloat16
+DTYPES = [torch.float32, BF16, torch.float16]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# as machine code, further sizes with several turns of the loop
+LONGER = (0,) if suite.gpu() is None else (0, 2080)
+
+
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch):
+    """Few blocks along K, so that the loop has several turns, and wide ones along N: the interpreter is slow."""
+    monkeypatch.setattr(experts, "mxfp4_gate_up_tile", lambda *_, **__: Mxfp4Tile(32, 2, 64, 2))
+    monkeypatch.setattr(experts, "mxfp4_down_tile", lambda _, top, **__: Mxfp4Tile(32, 2, 64, 2, gcd(top, 4)))
+
+
+@each_dtype
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_experts(tokens, dtype):
+    for further in LONGER:
+        check(*drawn((tokens, 5, 2, 96 + further, 64), dtype))
+        check(*drawn((tokens, 5, 2, 64, 96 + further), dtype))
+
+
+@pytest.mark.parametrize("top", [1, 2, 3, 4, 6, 8])
+def test_every_number_of_experts(top):
+    check(*drawn((2, 8, top, 32, 64), BF16))
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (160, 96), (64, 224)], ids=str)
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_whole_and_partial_tiles(sizes, blocks, monkeypatch):
+    monkeypatch.setattr(experts, "mxfp4_gate_up_tile", lambda *_, **__: Mxfp4Tile(64, blocks, 64, 2))
+    monkeypatch.setattr(experts, "mxfp4_down_tile", lambda *_, **__: Mxfp4Tile(64, blocks, 64, 2, 2))
+    check(*drawn((1, 4, 2, *sizes), BF16))
+
+
+def test_the_tiles_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(experts, "mxfp4_gate_up_tile", mxfp4_gate_up_tile)
+    monkeypatch.setattr(experts, "mxfp4_down_tile", mxfp4_down_tile)
+    check(*drawn((1, 3, 2, 64, 32), BF16))
+
+
+def check(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> None:
+    with torch.no_grad():
+        output = routed("mxfp4_experts", *tensors, **keywords)
+    assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+
+
+@each_dtype
+def test_every_number_at_every_position(dtype):
+    """x has one number that is not zero, so that an output is the weight in its column, exactly."""
+    codes = torch.stack([torch.arange(32).roll(step) % 16 for step in range(32)])  # [H, I]
+    down = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(1, 32, 1, 16)
+    weight = dequantize(down, torch.full((1, 32, 1), 127).to(torch.uint8), dtype)[0]
+    assert set(weight.flatten().tolist()) == {
+        sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    }
+    gate_up = torch.zeros(1, 64, 1, 16, dtype=torch.uint8)
+    scales = {n: torch.full((1, n, 1), 127, dtype=torch.uint8) for n in (32, 64)}
+    nothing, ids, one = torch.zeros(1, 32, dtype=dtype), torch.zeros(1, 1).long(), torch.ones(1, 1, dtype=dtype)
+    for column in range(0, 32, 1 if suite.gpu() is not None else 5):
+        bias = torch.zeros(1, 64, dtype=dtype)
+        bias[0, 1::2] = -1  # (up + 1) · …: zero in every other column
+        bias[0, 2 * column], bias[0, 2 * column + 1] = 64, 1 / 32 - 1
+        inner = 64 / 32  # the sigmoid of 64 is 1
+        first = gate_up, scales[64], bias
+        output = routed("mxfp4_experts", nothing, *first, down, scales[32], nothing, ids, one, limit=64.0, alpha=1.0)
+        assert torch.equal(output[0], inner * weight[:, column])
+
+
+@each_dtype
+def test_dequantised_in_one_pass(dtype):
+    blocks = torch.arange(256).to(torch.uint8).view(1, 1, 16, 16).expand(1, 16, 16, 16).contiguous()
+    scales = torch.arange(256).to(torch.uint8).view(1, 16, 16)
+    actual = experts.dequantized(blocks[0], scales[0], dtype)
+    assert torch.equal(bits(actual), bits(dequantize(blocks, scales, dtype)[0]))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A NaN is equal to every NaN here."""
+    return torch.where(tensor.isnan(), 12345.0, tensor.double())
+
+
+def test_zeros_extremes_and_nan():
+    """A block with the scale 255 makes its row NaN; others stay as they are."""
+    (x, *first, down, scales, bias, ids, weights), keywords = drawn((2, 3, 2, 64, 64), BF16)
+    scales[:, 3] = 0
+    scales[:, 4] = 254 - 40
+    down[:, 5] = 0
+    down[:, 6] = 0x88  # negative zeros
+    bias[:, 3:7] = 0
+    tensors = (x, *first, down, scales, bias, ids, weights)
+    output = routed("mxfp4_experts", *tensors, **keywords)
+    expected = reference(tensors, keywords)
+    assert (output[:, 5:7] == 0).all() and (output[:, 3].double().abs() > 0).all()
+    for row in (3, 4):
+        assert_as_good_as_eager(output[:, row], eager(tensors, keywords)[:, row], expected[:, row])
+    broken = scales.clone()
+    broken[:, 7, 1] = 255
+    again = routed("mxfp4_experts", x, *first, down, broken, bias, ids, weights, **keywords)
+    others = [column for column in range(64) if column != 7]
+    assert again[:, 7].isnan().all() and torch.equal(again[:, others], output[:, others])
+    broken[:, 7, 1], down[:, 7] = 254, 0x77
+    assert not torch.isfinite(routed("mxfp4_experts", x, *first, down, broken, bias, ids, weights)[:, 7]).any()
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-30, 2.0**30])
+def test_small_and_large_inputs(magnitude):
+    """The first product, undone by its scales."""
+    (x, gate_up, scales, *rest), keywords = drawn((2, 3, 2, 64, 32), BF16)
+    exponent = int(torch.tensor(magnitude).log2())
+    moved = x * magnitude, gate_up, (scales.int() - exponent).to(torch.uint8), *rest
+    expected = routed("mxfp4_experts", x, gate_up, scales, *rest, **keywords)
+    assert torch.equal(routed("mxfp4_experts", *moved, **keywords), expected)
+
+
+def test_unselected_experts_are_not_read():
+    (x, *first, down, scales, bias, _, weights), keywords = drawn((2, 6, 2, 32, 32), BF16)
+    ids = torch.tensor([[1, 3], [3, 1]])
+    expected = routed("mxfp4_experts", x, *first, down, scales, bias, ids, weights, **keywords)
+    for tensor in (first[1], scales):
+        tensor[[0, 2, 4, 5]] = 255
+    assert torch.equal(routed("mxfp4_experts", x, *first, down, scales, bias, ids, weights, **keywords), expected)
+    assert torch.isfinite(expected).all()
+
+
+def test_a_single_token_equals_its_result_in_a_batch():
+    (x, *stored, ids, weights), keywords = drawn((5, 8, 4, 64, 32), BF16)
+    together = routed("mxfp4_experts", x, *stored, ids, weights, **keywords)
+    for row in range(5):
+        part = slice(row, row + 1)
+        alone = routed("mxfp4_experts", x[part], *stored, ids[part], weights[part], **keywords)
+        assert torch.equal(alone, together[part])
+
+
+def test_strides_and_addresses():
+    """Strided rows, and blocks that begin anywhere in a file."""
+    (x, gate_up, *rest), keywords = drawn((5, 3, 2, 64, 32), BF16)
+    expected = routed("mxfp4_experts", x, gate_up, *rest, **keywords)
+    wide = torch.cat((x, x), 1)[:, :64]
+    flat = torch.zeros(1 + gate_up.numel(), dtype=torch.uint8)
+    flat[1:] = gate_up.flatten()
+    assert torch.equal(routed("mxfp4_experts", wide, flat[1:].view(gate_up.shape), *rest, **keywords), expected)
+
+
+def test_no_tokens():
+    tensors, _ = drawn((0, 4, 2, 32, 32), BF16)
+    assert routed("mxfp4_experts", *tensors).shape == (0, 32)
+
+
+def test_it_is_one_op_of_a_compiled_graph():
+    tensors, keywords = drawn((2, 4, 2, 32, 32), BF16)
+    nodes = compiled_once(lambda *value: ops.mxfp4_experts(*value, **keywords) * 2, *tensors)
+    assert "hf_rocm.triton_mxfp4_experts.default" in nodes
+
+
+def test_the_custom_op_passes_opcheck():
+    tensors, _ = drawn((2, 4, 2, 32, 32), torch.float32)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.hf_rocm.triton_mxfp4_experts.default, (*tensors, 7.0, 1.0), test_utils=checks)
+
+
+def test_more_pairs_are_dequantised(monkeypatch):
+    """One expert at a time."""
+    assert "more than 256 pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
+    monkeypatch.setattr(experts, "PAIRS", 6)
+    names = []
+    for tokens in (experts.PAIRS // 2, experts.PAIRS // 2 + 1):
+        tensors, keywords = drawn((tokens, 3, 2, 32, 32), BF16)
+        with ops.recording() as routes:
+            output = ops.mxfp4_experts(*tensors, **keywords)
+        names += [(route.tier, route.name) for route in routes]
+        assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+    assert names == [("triton", experts.NAME), ("triton", "dequantize, sorted tokens, loop")]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"grad": True}, "no gradient"),
+        ({"dtype": torch.float64}, "not torch.float64"),
+        ({"contiguous": False}, "aren't contiguous"),
+        ({"hidden": 2**16, "intermediate": 2**14}, "2³¹ weights or more"),
+        ({"hidden": 2**17}, "65536 columns at most"),
+    ],
+    ids=str,
+)
+def test_refusals(change, reason):
+    assert reason in str(experts.refuses(spec(**change), here()))
+    assert experts.refuses(spec(), here()) is None
+
+
+def test_a_gpu_or_the_interpreter_is_needed(monkeypatch):
+    monkeypatch.setattr(options, "triton_interprets", lambda: False)
+    assert "need a GPU" in str(experts.refuses(spec(), Device("cpu", rocm=False)))
+
+
+def test_it_raises_if_the_tier_was_named():
+    (x, *rest), _ = drawn((2, 4, 2, 32, 32), torch.float64)
+    with options.override(tier="experts=triton"), pytest.raises(TierUnavailable, match="float64"):
+        ops.mxfp4_experts(x, *rest)
+
+
+def spec(**change: Any) -> moe.ExpertsSpec:
+    tensors, _ = drawn((1, 8, 2, 32, 32), BF16)
+    call = moe_mxfp4.Mxfp4Call(*tensors, 7.0, 1.0)  # type: ignore[arg-type]
+    return moe.ExpertsSpec(*moe_mxfp4.specification(call))._replace(**change)  # type: ignore[arg-type]

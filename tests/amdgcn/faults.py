@@ -143,7 +143,7 @@ class Faults:
         whole = code.program
         found, ran = None, 0
         order = sorted(self.cases[code.key], key=lambda case: self.cases[code.key][case])
-        code.program = changed
+        code.program, code.launches = changed, 0  # at the addresses of the first launches, as in a run without faults
         driver.LIMIT = SLOWER * self.executed[code.key] + 20_000
         try:
             for case in order[:CASES]:

@@ -154,16 +154,27 @@ def test_softcap_and_sinks(s_q, terms, dtype):
     check((2, 4, 2, s_q, 140, 64, 64), [139, 20], dtype=dtype, **terms)
 
 
-def test_softcap_of_scores_whose_exponential_overflows():
-    query, key, value = (tensor * 1e4 for tensor in tensors((1, 2, 1, 1, 40, 32, 32), USUAL))
-    lengths = torch.tensor([40])
+@pytest.mark.parametrize("factor", [1e4, 1])
+def test_softcap_of_scores_whose_exponential_overflows(factor):
+    softcapped(*(tensor * factor for tensor in tensors((1, 2, 1, 1, 40, 32, 32), USUAL)))
+
+
+def test_every_key_alone_has_the_weight(monkeypatch):
+    """Each row of the batch attends to another key, whose weight no other may stand in for."""
+    monkeypatch.setattr(decode, "_units", lambda device: 0)  # one split
+    decode._work.cache_clear()
+    query, key, value = tensors((127, 2, 1, 1, 127, 32, 32), USUAL)
+    softcapped(torch.ones_like(query), torch.eye(127, dtype=USUAL)[:, None, :, None].expand_as(key).contiguous(), value)
+
+
+def softcapped(query, key, value):
+    lengths = torch.tensor([key.shape[2]])
     output = routed("decode_attention", query, key, value, lengths, scale=1.0, softcap=30.0)
-    expected = eager_decode(
-        *(tensor.double() for tensor in (query, key, value)), lengths, scale=1.0, softcap=30.0, sinks=None
+    eager, expected = (
+        eager_decode(*call, lengths, scale=1.0, softcap=30.0, sinks=None)
+        for call in ((query, key, value), (query.double(), key.double(), value.double()))
     )
-    assert_as_good_as_eager(
-        output, eager_decode(query, key, value, lengths, scale=1.0, softcap=30.0, sinks=None), expected
-    )
+    assert_as_good_as_eager(output, eager, expected)
 
 
 @pytest.mark.parametrize("units", [1, 8])

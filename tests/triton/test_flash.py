@@ -42,9 +42,10 @@ def wide(*parts):
 
 
 def check(heads, dims, queries, keys, **terms):
-    """Compare once, and as machine code again with more tokens, so that loops take several turns."""
+    """Compare once, and as machine code with more tokens, so that loops take several turns, and with few keys."""
     output = check_once(heads, dims, queries, keys, **terms)
     if suite.gpu() is not None:
+        check_once(heads, dims, [keys[0] + 7, *queries[1:]], keys, **terms)
         check_once(heads, dims, [queries[0] + 130, *queries[1:]], [keys[0] + 290, *keys[1:]], **terms)
     return output
 

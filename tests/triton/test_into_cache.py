@@ -81,7 +81,7 @@ class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()
         activate("qwen3", everywhere=False)
-        self.q_norm, self.k_norm = (Qwen3RMSNorm(D) for _ in range(2))
+        self.q_norm, self.k_norm = (Qwen3RMSNorm(D, eps=eps) for eps in (0.5, 0.125))
         for seed, norm in enumerate(self.children()):
             bind.set_mode(norm, bind.ON)
             norm.weight.data = random(D, dtype=torch.bfloat16, seed=seed)

@@ -51,16 +51,25 @@ def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torc
     output = check_once(x, weight, scale, bias, **more)
     if suite.gpu() is not None:
         assert_apart(output, x, weight, scale, bias, round_input=False, **more)
-        if scale.dim() == 1 and all(value is None for value in more.values()):
+        plain = scale.dim() == 1 and all(value is None for value in more.values())
+        if plain:
             check_small_codes(x, weight, bias)
         if scale.dim() == 1:
-            copies = range(1100 // x.shape[-1] // 2 * 2 + 3)
+            copies = range(turns(x.shape[-1]))
             wide = torch.cat([x * (-1.0) ** i * 2.0 ** -(i % 3) for i in copies], -1)
             if norm := more.get("norm"):
                 more["norm"] = norm._replace(weight=norm.weight.repeat(len(copies)))
             arguments = (wide, torch.cat([weight.roll(i, 0) for i in copies], -1), scale, bias)
             check_once(*arguments, **more)
+            if plain:
+                check_small_codes(wide, arguments[1], bias)
     return output
+
+
+def turns(k: int) -> int:
+    """An odd number that leaves few columns of the last block empty, if so many times K has at least two blocks."""
+    few = [count for count in range(3, 1800 // k + 1, 2) if count * k > 1100] or [3]
+    return max(few, key=lambda count: count * k % 512)
 
 
 def check_small_codes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

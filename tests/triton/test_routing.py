@@ -25,6 +25,8 @@ def test_choose_experts(form, dtype):
         actual = routed("choose_experts", logits, **keywords)
         assert torch.equal(actual[1], eager(logits, keywords)[1]), "the largest score first"
         check(actual, logits, keywords)
+    weights, ids = routed("choose_experts", torch.eye(16, dtype=dtype) * 1000, **keywords)  # one score above the rest
+    assert torch.equal(ids[:, 0], torch.arange(16)) and weights.isfinite().all()
     for first in range(0 if suite.gpu() is None else 3):  # a NaN affects only its row, and is the largest
         lost = torch.arange(tokens) % 3 == first
         broken = logits.masked_fill(lost[:, None] & (torch.arange(16) == 5 * first), torch.nan)
@@ -73,6 +75,9 @@ def test_for_any_logits_the_experts_are_valid_and_distinct(scores):
     assert weights[0].isnan().all() and weights[3].isnan().any()
     usual, keywords = drawn(4, {"top": 3, "scores": scores}, torch.float32, experts=5)
     check(routed("choose_experts", usual, **keywords), usual, keywords)  # the same form with usual ones
+    if scores == routing_torch.SIGMOID:  # 1 in fp32
+        ids = routed("choose_experts", torch.tensor([[17.0, 20.0, 18.0, 17.1, 30.0]]), top=3, scores=scores)[1]
+        assert ids.tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -113,4 +118,7 @@ def test_it_is_one_op_of_a_compiled_graph():
 def test_the_custom_op_passes_opcheck():
     arguments = (torch.randn(2, 8), None, 2, "softmax", 1, 1, 2, True, 0.0, 1.0, torch.float32)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.hf_rocm.triton_choose_experts.default, arguments, test_utils=checks)
+    operator = torch.ops.hf_rocm.triton_choose_experts.default
+    torch.library.opcheck(operator, arguments, test_utils=checks)
+    weights, ids = operator(torch.eye(8) * 1000, *arguments[1:])  # the exponential of the difference overflows
+    assert torch.equal(ids[:, 0], torch.arange(8)) and weights.tolist() == [[1.0, 0.0]] * 8

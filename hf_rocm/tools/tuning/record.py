@@ -24,7 +24,7 @@ from hf_rocm.tools.tuning.shapes import Gemm, Recording, fusable
 
 Progress = Callable[[int, int], None]
 
-MAX_ANSWERS = 10_000  # truth values that a model without weights may read before it counts as an endless loop
+MAX_ANSWERS = 10_000  # the number of truth values that a model without weights may read; more count as an endless loop
 
 
 def record(

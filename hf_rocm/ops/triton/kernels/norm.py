@@ -1,4 +1,4 @@
-"""RMSNorm of rows, with or without the residual sum before it: each value is read once and written once."""
+"""RMSNorm of rows, with or without the residual sum before it; every value is read once and written once."""
 
 from __future__ import annotations
 

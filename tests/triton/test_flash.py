@@ -42,7 +42,7 @@ def wide(*parts):
 
 
 def check(heads, dims, queries, keys, **terms):
-    """Compare once, and as machine code again with more tokens, so that loops take several turns."""
+    """Compare once, and as machine code again with more tokens, so that loops have several iterations."""
     output = check_once(heads, dims, queries, keys, **terms)
     if suite.gpu() is not None:
         check_once(heads, dims, [queries[0] + 130, *queries[1:]], [keys[0] + 290, *keys[1:]], **terms)

@@ -72,7 +72,7 @@ def test_for_any_logits_the_experts_are_valid_and_distinct(scores):
     assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in ids.tolist())
     assert weights[0].isnan().all() and weights[3].isnan().any()
     usual, keywords = drawn(4, {"top": 3, "scores": scores}, torch.float32, experts=5)
-    check(routed("choose_experts", usual, **keywords), usual, keywords)  # the same form with usual ones
+    check(routed("choose_experts", usual, **keywords), usual, keywords)  # the same form with usual logits
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The router: chooses an implementation once for each specification and records why the others were not chosen.
 
-The predicate of an implementation returns a sentence that says why it refuses a specification, or None. The first
+The predicate of an implementation returns a sentence with the reason why it refuses a specification, or None. The first
 implementation that does not refuse is used, in the order aiter, triton, torch, eager. If the user named a tier that
 can't serve the call, the call raises an error.
 """

@@ -1,4 +1,4 @@
-"""`hf-rocm bench`: stock against hf_rocm on this machine: whole models, single kernels, and servers."""
+"""`hf-rocm bench`: compare stock with hf_rocm on this machine: whole models, single kernels, and servers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def model(
         typer.Option(
             "--sides",
             metavar="SIDES",
-            help="What is compared, separated by commas: stock, compile, reduce-overhead, liger, no-graphs, hf_rocm "
+            help="The compared sides, separated by commas: stock, compile, reduce-overhead, liger, no-graphs, hf_rocm "
             "(default: stock,compile,hf_rocm).",
         ),
     ] = None,
@@ -193,7 +193,7 @@ def ops(
         str,
         typer.Option(
             metavar="NAME",
-            help=f"The decoder that has the shapes: {', '.join(name for name in SHAPES if not SHAPES[name].encoder)}.",
+            help=f"The decoder with the shapes: {', '.join(name for name in SHAPES if not SHAPES[name].encoder)}.",
             autocompletion=lambda: list(SHAPES),
         ),
     ] = "llama-8b",
@@ -217,8 +217,8 @@ def ops(
 ) -> None:
     """Compare all implementations of every operation on this machine, at the shapes of a decoder.
 
-    Every implementation is checked against fp64 first. Times are those of the device alone (in a recorded graph where
-    that is possible). The floor is the shortest possible time at the measured copy bandwidth and matmul rate.
+    Every implementation is checked against fp64 first. Times are those of the device alone (in a recorded graph if
+    possible). The floor is the shortest possible time at the measured copy bandwidth and matmul rate.
     """
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.ops_run import compare_ops

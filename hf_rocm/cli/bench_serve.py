@@ -24,11 +24,11 @@ def serve(
     model: ModelPath,
     clients: Annotated[
         str | None,
-        typer.Option(metavar="NUMBERS", help="Closed loops of so many clients, such as 1,8,64 (default: 8)."),
+        typer.Option(metavar="NUMBERS", help="Clients, such as 1,8,64: a closed loop for each (default: 8)."),
     ] = None,
     rate: Annotated[
         str | None,
-        typer.Option(metavar="RATES", help="Open loops with so many requests a second, such as 0.5,4."),
+        typer.Option(metavar="RATES", help="Requests a second, such as 0.5,4: an open loop for each."),
     ] = None,
     requests: Annotated[int, typer.Option(metavar="N", help="Requests of each loop.", min=1)] = 64,
     seconds: Annotated[
@@ -38,13 +38,14 @@ def serve(
         str, typer.Option(metavar="LENGTHS", help="Tokens of a prompt: a number, or a range to draw from.")
     ] = "60-510",
     new: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens of each answer.", min=2)] = 128,
-    answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both by turns.")] = "streamed",
-    seed: Annotated[int, typer.Option(metavar="N", help="Of prompts and arrival times.")] = 0,
+    answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both in alternation.")] = "streamed",
+    seed: Annotated[int, typer.Option(metavar="N", help="The seed of prompts and arrival times.")] = 0,
     batching: Annotated[
-        bool, typer.Option("--continuous-batching/--no-continuous-batching", help="Of both servers.")
+        bool, typer.Option("--continuous-batching/--no-continuous-batching", help="Whether both servers use it.")
     ] = True,
     serve_args: Annotated[
-        str, typer.Option(metavar="TEXT", help="More arguments of transformers serve, such as '--cb-num-blocks 512'.")
+        str,
+        typer.Option(metavar="TEXT", help="Arguments for transformers serve, such as '--cb-num-blocks 512'."),
     ] = "",
     timeout: Annotated[float, typer.Option(metavar="S", help="Seconds for one answer.", min=0.1)] = 120.0,
     start_timeout: Annotated[
@@ -60,8 +61,8 @@ def serve(
     """Measure `transformers serve` over HTTP on this machine, stock and with hf_rocm.
 
     Both servers answer the same greedy requests first; if hf_rocm's answers differ by more than the dtype allows,
-    nothing is timed. One server runs at a time, and each is ended with the run. Prompts are random words. Without ROCm,
-    hf_rocm's path is forced, and the output says so.
+    nothing is timed. One server runs at a time, and both are ended with the command. Prompts are random words. Without
+    ROCm, hf_rocm's path is forced, and the output says so.
     """
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.serving import server
@@ -103,13 +104,13 @@ def _loads(
     if clients is not None or rate is None:
         loops += [(number, None) for number in numbers(clients or "8", "--clients")]
     if rate is not None:
-        loops += [(None, each) for each in _rates(rate)]
+        loops += [(None, number) for number in _rates(rate)]
     return [Load(*loop, requests, shortest, longest, new, answers, seed, seconds) for loop in loops]
 
 
 def _lengths(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text.strip(), re.ASCII)
-    shortest, longest = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text.strip(), re.ASCII)
+    shortest, longest = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 0 < shortest <= longest:
         raise OptionError(f"--prompt {text} is not valid", hint="write a number or a range: --prompt 60-510")
     return shortest, longest

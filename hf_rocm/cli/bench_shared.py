@@ -1,4 +1,4 @@
-"""What the commands of `hf-rocm bench` share: the subject that options name, and the files that they write."""
+"""Shared code of the `hf-rocm bench` commands: the measured model, and the files that they write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def subject_of(
     model: str | None, config: str | None, device: str | None, dtype: str | None, layers: int | None
 ) -> Subject:
-    """What these options name. Raises `OptionError` or `BadParameter`."""
+    """Return the model that these options name. Raises `OptionError` or `BadParameter`."""
     import torch
 
     from hf_rocm.tools.bench.run import Subject
@@ -31,7 +31,7 @@ def subject_of(
     if config is not None:
         shape(config)
     if layers is not None and config is None:
-        raise typer.BadParameter("--layers goes with --config")
+        raise typer.BadParameter("--layers needs --config")
     kind = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and kind not in (torch.bfloat16, torch.float16, torch.float32):
         raise OptionError(f"--dtype {dtype} is not valid", facts={"allowed": "bfloat16, float16, float32"})

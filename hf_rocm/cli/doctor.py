@@ -31,8 +31,8 @@ def doctor(
     """Check this machine: driver, ROCm, torch, aiter and transformers.
 
     A line is ok, a warning or a problem. Warnings and problems say what they mean and how to fix them. Exits with 1 if
-    there is a problem, such as no AMD GPU. Nothing is changed or downloaded, and tests that may crash run in a process
-    of their own.
+    there is a problem, such as no AMD GPU. Nothing is changed or downloaded, and tests that may crash run in separate
+    processes.
     """
     from hf_rocm.tools.doctor.examine import doctor as examine
 

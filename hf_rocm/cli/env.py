@@ -9,7 +9,7 @@ from hf_rocm.cli.parameters import Json
 def env(json: Json = False) -> None:
     """Print a description of this machine to paste into an issue.
 
-    It has versions, GPUs, the relevant variables, and the warnings of doctor. Tokens, names and private paths are
+    It contains versions, GPUs, the relevant variables, and doctor's warnings. Tokens, names and private paths are
     removed; read it before you publish it.
     """
     from hf_rocm.tools.doctor.collect import collect

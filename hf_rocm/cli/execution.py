@@ -20,11 +20,11 @@ from hf_rocm.overlay.plan import Plan, Verb
 
 _DONE = {Verb.INSTALL: "installed", Verb.UPDATE: "updated", Verb.REMOVE: "removed"}
 _PLANNED = {Verb.INSTALL: "would install", Verb.UPDATE: "would update", Verb.REMOVE: "would remove"}
-_NAMED = 12  # models that are named without --all
+_NAMED = 12  # the number of models that are named without --all
 
 
 def report(plan: Plan, notices: list[str], *, dry_run: bool, as_json: bool, everything: bool = False) -> None:
-    """Print what was done, or why nothing was; raises `typer.Exit` with 1 if the plan was refused."""
+    """Print what was done, or why nothing was done. Raises `typer.Exit` with 1 if the plan was refused."""
     for notice in notices:
         print_notice(notice)
     if as_json:
@@ -36,7 +36,7 @@ def report(plan: Plan, notices: list[str], *, dry_run: bool, as_json: bool, ever
     skippable = sum(state.skippable for state in plan.states) if plan.command == "install-overlays" else 0
     if skippable and skippable == len(plan.refusals) and skippable < len(plan.states):
         rest = len(plan.states) - skippable
-        print_notice(f"nothing was written; `hf-rocm install-overlays --skip-changed` takes the other {rest}")
+        print_notice(f"nothing was written; `hf-rocm install-overlays --skip-changed` installs the other {rest}")
     if plan.refusals:
         raise typer.Exit(1)
     if not as_json:

@@ -46,7 +46,7 @@ class ModelOrCommand(Group):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["model", *args]
+            args = ["--help"] if "--help" in args else ["model", *args]
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

@@ -95,7 +95,7 @@ def print_states(
 ) -> None:
     """Print the files that need attention, one per line, then how many overlays are installed and match.
 
-    named: print all files, one per line. everything: also print the files in order, by group.
+    named: print all files, one per line. everything: also print the files without a problem, by group.
     """
     single = [state for state in states if named or not _usual(state)]
     if single:

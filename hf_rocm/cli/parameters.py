@@ -44,5 +44,5 @@ SegmentName = Annotated[
 ]
 ChartFile = Annotated[
     Path | None,
-    typer.Option("--chart", metavar="FILE", help="Draw a chart: FILE.svg, FILE.png, or both if FILE has no ending."),
+    typer.Option("--chart", metavar="FILE", help="Draw a chart: FILE.svg, FILE.png, or both if FILE has no suffix."),
 ]

@@ -1,4 +1,4 @@
-"""`hf-rocm port-check`: what in a project's own code breaks or slows it on ROCm."""
+"""`hf-rocm port-check`: find code in a project that breaks or is slow on ROCm."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hf_rocm.cli.parameters import Json
 from hf_rocm.cli.progress import Progress
 from hf_rocm.tools.porting import Finding, Report, Severity, check
 
-_SHOWN = 12  # places of a rule, without --all
+_SHOWN = 12  # the number of listed places for each rule, without --all
 
 
 def port_check(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or the folder of a project.")],
-    everything: Annotated[bool, typer.Option("--all", help="List every place of a rule.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List every place where a rule applies.")] = False,
     json: Json = False,
 ) -> None:
     """Find code under PATH that breaks or is slow on ROCm, and show what to write instead.

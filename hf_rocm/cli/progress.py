@@ -17,8 +17,8 @@ _REDRAW = 0.1  # seconds
 class Progress:
     """A context in which `count` and `step` show the progress.
 
-    what: what is counted, such as `files read`. every: without a terminal, print a line after so many seconds; None:
-    print nothing there.
+    what: what is counted, such as `files read`. every: without a terminal, the seconds between two lines; None: print
+    nothing there.
     """
 
     def __init__(self, what: str = "", *, every: float | None = None) -> None:
@@ -34,11 +34,11 @@ class Progress:
         return self
 
     def count(self, done: int, total: int) -> None:
-        """Show that `done` of `total` are done."""
+        """Show that `done` of `total` are finished."""
         self._show(f"{done} of {total} {self._what}", done, total)
 
     def step(self, text: str) -> None:
-        """Show which step begins now."""
+        """Show the step that begins now."""
         self._show(text, None, None)
 
     @property

@@ -1,4 +1,4 @@
-"""`hf-rocm quantize`: what a model would lose and gain in 8 or 4 bits, measured. Nothing is written."""
+"""`hf-rocm quantize`: measure what a model loses and gains in 8 or 4 bits. Nothing is written."""
 
 from __future__ import annotations
 

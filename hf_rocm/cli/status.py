@@ -39,7 +39,7 @@ def status(
 ) -> None:
     """Show which overlays are installed, and whether they match this transformers.
 
-    Without MODEL, files in order are counted, and only the others are listed. Exits with 1 if an installed overlay
+    Without MODEL, only files that differ are listed, and the others are counted. Exits with 1 if an installed overlay
     needs attention (old, foreign, edited, or on a file that it was not made for), and with --record also if anything
     in the package is neither stock nor from hf-rocm.
     """
@@ -50,7 +50,7 @@ def status(
     from hf_rocm.overlay.difference import explain_change, explain_difference
 
     if against and not diff:
-        raise typer.BadParameter("--against says what --diff MODEL compares with; give both")
+        raise typer.BadParameter("--against names what --diff MODEL compares with; pass both")
     named = [*(models or ()), *([diff] if diff else ())]
     installation, states, left_out = look(named, transformers_path=transformers_path)
     texts = {state.model: explain_difference(state) for state in states if state.model == diff}
@@ -96,7 +96,7 @@ def _record(models: Models, diff: str | None, *, transformers_path: Transformers
     from hf_rocm.overlay.commands import record
 
     if models or diff:
-        raise typer.BadParameter("--record looks at the whole package; leave MODEL and --diff out")
+        raise typer.BadParameter("--record compares the whole package; leave MODEL and --diff out")
     with Progress("files compared") as progress:
         report = record(transformers_path=transformers_path, progress=progress.count)
     installation = report.installation

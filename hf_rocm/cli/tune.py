@@ -78,9 +78,9 @@ def model(
     """Find the fastest kernel for every matrix product (GEMM) that MODEL runs in prefill and decode.
 
     The shapes of the products need only the config of the model: no weights and no GPU. Tuning needs the GPU and takes
-    minutes to hours. Results are kept if it is stopped, and are not tuned again. Without ROCm, the command prints the
-    shapes and the command that tunes them, and exits with 1. If a folder is named like a command, write
-    ./list.
+    minutes to hours. Results are kept if the command is stopped, and are not tuned again. Without ROCm, the command
+    prints the shapes and the command that tunes them, and exits with 1. If MODEL is a folder with the name of a
+    command, write it as ./list.
     """
     from hf_rocm.tools.tuning import commands
 
@@ -148,7 +148,7 @@ def list_tables(json: Json = False) -> None:
         rows = [(table.role, table.holds_for, str(table.rows), str(table.path)) for table in inventory.tables]
         print_table(("table", "holds for", "rows", "file"), rows)
     else:
-        print("\nno tables yet: hf-rocm tune MODEL makes one")
+        print("\nno tables yet: hf-rocm tune MODEL creates one")
     if inventory.recordings:
         print()
         print_table(("shapes of", "file"), [(name, str(file)) for name, file in inventory.recordings])

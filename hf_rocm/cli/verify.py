@@ -14,7 +14,7 @@ from hf_rocm.cli.progress import Progress
 from hf_rocm.errors import LoadError, OptionError
 
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Use fewer tokens and shorter windows, and save nothing.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Use fewer tokens, and skip the check of saved files.")]
 Train = Annotated[
     bool, typer.Option("--train", help="Also compare loss and gradients with those of a copy on the CPU.")
 ]
@@ -75,7 +75,7 @@ def verify(
             print_json({"file": str(save_golden), **facts})
         else:
             print(f"{save_golden}: stock {facts['model']} in {facts['dtype']}, weights {facts['weights']}")
-            print("recorded, nothing compared: this PyTorch is not a ROCm build (--force compares, too)")
+            print("recorded, nothing compared: this PyTorch is not a ROCm build (--force also compares)")
         return
     with Progress() as progress:
         result = compare(
@@ -110,7 +110,7 @@ def _loaded(model: str | None, config: str | None, *, dtype: str, device: str | 
     if config is not None:
         if config in BENCH_SHAPES and config not in SHAPES and not Path(config).exists():
             raise OptionError(
-                f"--config {config} is a shape of `hf-rocm bench` alone",
+                f"--config {config} is a shape of `hf-rocm bench` only",
                 facts={"allowed": f"a config.json, or one of {', '.join(sorted(SHAPES))}"},
             )
         return random_model(config, dtype=dtype, device=device_named(device)), None

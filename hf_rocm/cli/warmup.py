@@ -1,4 +1,4 @@
-"""`hf-rocm warmup`: build and check, ahead of time, every kernel that a model will use."""
+"""`hf-rocm warmup`: build and check, in advance, every kernel that a model will use."""
 
 from __future__ import annotations
 

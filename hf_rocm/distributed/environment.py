@@ -110,7 +110,7 @@ def groups_store() -> Any | None:
     from torch.distributed import distributed_c10d
 
     if process_group() is not None:
-        with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # MPI's groups have none
+        with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # MPI's groups have no store
             return distributed_c10d._get_default_store()
     return None
 
@@ -166,7 +166,7 @@ def _sharded(arguments: Mapping[str, Any]) -> bool:
     sizes = [setting(config, name) for name in _SIZES]
     if setting(config, "tp_size") is None and setting(config, "tp_plan") is not None:
         return True
-    if not any(sizes):  # 4.x: it states no size, and splits over all ranks
+    if not any(sizes):  # 4.x: it has no size, and splits over all ranks
         return setting(config, "enable_expert_parallel") is not None
     return any(size not in (None, 1) for size in sizes)
 

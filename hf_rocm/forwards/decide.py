@@ -1,4 +1,4 @@
-"""Which models and which calls are recorded, and why the others run uncaptured. A reason is a sentence or None."""
+"""Decide which models and calls are recorded, and why the others run uncaptured. A reason is a sentence or None."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_STEPS = ("past_key_values", "past_key_value", "cache_params", "use_cache")
 
 
 def encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost models inside this one, or itself, whose forward is recorded: those that don't generate.
+    """The outermost models in this one (or itself) whose forward is recorded: those that don't generate.
 
     A model that generates runs recorded steps. Inside it, only models without a cache count: towers for images and
     audio, but not the decoder.

@@ -1,7 +1,7 @@
 """The forward of a prepared model that doesn't generate, and its methods for features: recorded and replayed.
 
-They are set on the class and not on the model, as the methods of recorded steps are: models that are not prepared, and
-subclasses, run the forward that was there before.
+They are set on the class and not on the model, like the methods of recorded steps: models that are not prepared, and
+subclasses, run the original forward.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def switch_off(model: nn.Module) -> None:
 
 
 def _is_transformers(cls: type, name: str) -> bool:
-    """Whether a method is the forward, which is checked elsewhere, or the code of transformers."""
+    """Return whether a method is the forward, which is checked elsewhere, or is defined by transformers."""
     values = (patches.original(parent, name) for parent in cls.__mro__)
     value = next((value for value in values if value is not patches.ABSENT), None)
     return name == "forward" or origin(value).partition(".")[0] == "transformers"

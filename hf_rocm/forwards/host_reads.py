@@ -1,9 +1,9 @@
-"""The values that a forward reads on the host, and how the inputs of a later call lead to them.
+"""The values that a forward reads on the host, and how to compute them from the inputs of a later call.
 
 A forward may read a tensor on the host and choose a path: transformers omits a mask without padding, for example. A
-recording contains one path. So the operators that lead from the inputs to every value that was read are kept as a
+recording contains one path. So the operators that compute every such value from the inputs are stored as a
 `Program`, which is evaluated before a replay; the recording is used only if the values are the same. While a forward is
-recorded, nothing can be read, and the values are answered in their order.
+recorded, nothing can be read, and the stored values are returned in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rocm.generation.step import Unrecordable
 
-# The largest number of operators that are evaluated for one value, and the largest result that is kept for them.
+# The largest number of operators that are evaluated for one value, and the largest result that is stored for them.
 _LONGEST = 64
 _LARGEST = 2**26  # bytes
 
@@ -49,7 +49,7 @@ class Program(NamedTuple):
     last: _Step
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[type, Value]:
-        """The value for these inputs, with its type. The host waits for the device."""
+        """Compute the value for these inputs, with its type. The host waits for the device."""
         tensors = dict(enumerate((*inputs, *self.constants)))
         for step in self.steps:
             result = step.operator(*_filled(step.given, tensors), **_filled(step.named, tensors))
@@ -58,7 +58,7 @@ class Program(NamedTuple):
 
 
 def typed(value: Value) -> tuple[type, Value]:
-    """A value that differs from an equal one of another type: 1 from True."""
+    """A value that is not equal to a value of another type: 1 is not True."""
     return type(value), value
 
 
@@ -76,8 +76,8 @@ class Reads(TorchDispatchMode):
         self.reason: str | None = None
         self._inputs = {id(tensor): index for index, tensor in enumerate(inputs)}
         self._weights = {id(tensor): tensor for tensor in weights}
-        self._kept: dict[int, tuple[Tensor, int]] = {}  # a result, and the operator that made it
-        self._dropped: dict[int, weakref.ref[Tensor]] = {}  # results whose operators were not kept
+        self._kept: dict[int, tuple[Tensor, int]] = {}  # a result, and the operator that computed it
+        self._dropped: dict[int, weakref.ref[Tensor]] = {}  # results whose operators were not stored
         self._log: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self._made: set[int] = set()  # storages
         self._written: set[int] = set()
@@ -120,11 +120,10 @@ class Reads(TorchDispatchMode):
             self._log.append((operator, args, kwargs, results))
 
     def finish(self) -> None:
-        """Drop what was kept of the forward, after it has ended.
+        """Release the stored results of the forward after it has ended.
 
-        A tensor on the device that came from no operator, and is gone now, was created from values of the host, as
-        `torch.tensor(0.0, device="cuda")` does. PyTorch copies these outside of what can be observed, and the copy
-        can't be recorded.
+        A tensor on the device that no operator returned, and that no longer exists, was created from host values, as by
+        `torch.tensor(0.0, device="cuda")`. PyTorch copies these values where the copy can't be observed or recorded.
         """
         self._kept.clear()
         self._log.clear()
@@ -180,7 +179,7 @@ class Reads(TorchDispatchMode):
 
 
 class Answers(TorchDispatchMode):
-    """Answers what a forward reads on the host with these values, in their order."""
+    """Returns these values, in order, when a forward reads a value on the host."""
 
     def __init__(self, values: Iterable[tuple[type, Value]]) -> None:
         super().__init__()
@@ -200,14 +199,14 @@ class Answers(TorchDispatchMode):
 
 
 def reads_on_host(operator: Any) -> bool:
-    """Whether an operator returns a value and no tensor, for which the host waits."""
+    """Whether an operator returns a value instead of a tensor, for which the host waits."""
     return torch.Tag.data_dependent_output in operator.tags and all(
         str(returned.type) in ("bool", "int", "float", "Scalar", "number") for returned in operator._schema.returns
     )
 
 
 def _by_numbers(operator: Any, args: Any) -> bool:
-    """Whether it selects by numbers, which keeps the shape of the numbers, and not by a mask."""
+    """Whether it indexes with numbers, whose shape determines that of the result, and not with a mask."""
     masks = (torch.bool, torch.uint8)
     return str(operator._schema.name) == "aten::index" and all(index.dtype not in masks for index in _tensors(args[1]))
 
@@ -217,7 +216,7 @@ def _copies(operator: Any) -> bool:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Whether it is an activation rather than a mask, ids or positions: its operators are not kept."""
+    """Whether it is an activation rather than a mask, ids or positions: its operators are not stored."""
     return tensor.is_floating_point() and tensor.nbytes > 2**20
 
 

@@ -1,8 +1,8 @@
 """Calls that are padded on the right to a bucket of lengths, so that calls of many lengths share a few recordings.
 
 A masked token changes no other token's result in a bidirectional encoder whose positions are counted from the left. So
-a call of [B, S] tokens is also a call of [B, bucket] tokens, the last of which are masked and cut off from the outputs.
-`features` names the classes for which that was verified. The results are those of the unpadded forward except for
+a call with [B, S] tokens can be padded to [B, bucket] tokens, with the last ones masked and removed from the outputs.
+`features` names the classes for which this was verified. The results are those of the unpadded forward except for
 rounding, because other kernels may run: comparisons run the unpadded forward too, and the caller gets its result.
 """
 
@@ -45,7 +45,8 @@ class Padded(NamedTuple):
     arguments: dict[str, Any]
 
     def sees_tokens(self, window: int | None) -> bool:
-        """Whether every position of the call sees a token, on the host. Attention over nothing depends on the length.
+        """Whether every position sees a token, read on the host: the result of attention without a key depends on the
+        length.
 
         window: the distance that local attention sees, or None.
         """
@@ -69,12 +70,12 @@ class Padded(NamedTuple):
                 raise Unrecordable("its padded output has other tensors")
             different = [index for index in range(one.dim()) if one.shape[index] != other.shape[index]]
             if any((one.shape[index], other.shape[index]) != (self.length, self.bucket) for index in different):
-                raise Unrecordable("its output has a shape that depends on the length in another way")
+                raise Unrecordable("a shape of its output depends on the length in an unsupported way")
             cuts.append(tuple(different))
         return cuts
 
     def cut(self, tensors: Sequence[Tensor], cuts: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """The tensors of a padded output without the padding: views."""
+        """The tensors of a padded output without the padding, as views."""
         results = []
         for tensor, dimensions in zip(tensors, cuts, strict=True):
             for dimension in dimensions:
@@ -111,7 +112,7 @@ def refuses_model(model: Any) -> str | None:
 
 
 def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Padded | None:
-    """The padded form of a call, or None: of other arguments than tokens, their mask and flags, or too large."""
+    """The padded form of a call, or None if it has arguments besides tokens, their mask and flags, or is too large."""
     limit = options.current().pad_tokens
     arguments = {**dict(zip(_names(getattr(stock, "__func__", stock)), args, strict=False)), **kwargs}
     ids = arguments.get("input_ids")

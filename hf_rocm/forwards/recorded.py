@@ -85,7 +85,7 @@ class RecordedForward(Recorded):
         return [tensor.clone() for tensor in tensors]
 
     def output(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-        """The output of a forward with these tensors in it."""
+        """Build the output of the forward with these tensors."""
         return self._build(tensors, inputs)
 
     def compare(self, run: Run, inputs: Inputs) -> Compared:
@@ -121,11 +121,11 @@ class Compared(NamedTuple):
 
 @contextmanager
 def recordable() -> Iterator[None]:
-    """Within the block, this thread's forwards take the path of a recording, whether they are recorded or not.
+    """Within the block, this thread's forwards take the same path, whether they are recorded or not.
 
-    transformers takes another path while a stream is captured: it keeps masks that hide nothing, since it can't read
-    them. In this block their values are known, and the path is that of an uncaptured forward. Only other calls log its
-    warning about padding without a mask.
+    transformers takes another path while a stream is captured: it keeps masks that mask nothing, since it can't read
+    them. In this block their values are known, and the path is that of an uncaptured forward. Its warning about padding
+    without a mask is logged only by other calls.
     """
     from transformers import PreTrainedModel
     from transformers.utils import import_utils

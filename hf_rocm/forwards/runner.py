@@ -1,4 +1,4 @@
-"""One call of a model's forward: run uncaptured at first, recorded when its shape comes again, then replayed.
+"""One call of a model's forward: uncaptured at first, recorded when its shape occurs again, then replayed.
 
 The second call with the same shapes, flags and host reads is observed and recorded, and the third is the first that is
 replayed. Calls of encoders that differ only in length are padded and share a recording, see `padding`.
@@ -95,10 +95,10 @@ def _recorded(model: Any, state: State, given: _Given) -> Any:
     if snapshot is None or not snapshot.in_place():
         snapshot = _begin(model, state)
     for _ in range(_STATES):
-        found = _find(state, snapshot, _call(state, given))
-        if found.recording is None and found.reason is None:
-            found = _find_padded(model, state, snapshot, given) or found
-        call, key, path, recording, reason = found
+        prior = _find(state, snapshot, _call(state, given))
+        if prior.recording is None and prior.reason is None:
+            prior = _find_padded(model, state, snapshot, given) or prior
+        call, key, path, recording, reason = prior
         compared_now = recording is not None and (
             recording.schedule.due or recording.alarm.rings(recording.schedule.replays)
         )
@@ -153,12 +153,12 @@ def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) ->
     padded = padding.pad(model, given.stock, given.positional, given.named)
     if padded is None:
         return None
-    found = _find(state, snapshot, _call(state, given, padded))
-    if found.reason is not None or state.why_not(found.key, found.path) is not None:
+    prior = _find(state, snapshot, _call(state, given, padded))
+    if prior.reason is not None or state.why_not(prior.key, prior.path) is not None:
         return None
-    if found.recording is None and not state.lengths_differ(found.key, padded.length):
+    if prior.recording is None and not state.lengths_differ(prior.key, padded.length):
         return None
-    return found if padded.sees_tokens(padding.window_of(model)) else None
+    return prior if padded.sees_tokens(padding.window_of(model)) else None
 
 
 # The largest number of states of the model that are examined in one call; another thread may change it meanwhile.
@@ -177,7 +177,7 @@ def _inputs(arguments: Mapping[str, Any], device: torch.device) -> tuple[Inputs,
 
 
 def _begin(model: Any, state: State) -> Snapshot:
-    """Make the model's current state the one that recordings are made for."""
+    """Use the model's current state for new recordings."""
     earlier = state.switch(model)
     if earlier is not None:
         return earlier
@@ -194,7 +194,7 @@ def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: P
     observed = observe(call.forward, call.inputs, snapshot.tensors)
     output = observed.output if call.padded is None else call.given()
     if not snapshot.unchanged(model):
-        _begin(model, state)  # it has kept something in the model, which the next call may use
+        _begin(model, state)  # it has stored something in the model, which the next call may use
         return output
     reason = observed.reason
     if reason is None:
@@ -227,7 +227,7 @@ def _cuts(padded: Padded, weights: Sequence[Tensor], long: Any, whole: Any) -> l
 def _padding_agrees(
     model: Any, state: State, recording: RecordedForward, call: _Call, long: Any, whole: Any, *, earlier: int = 0
 ) -> bool:
-    """Whether the output of a padded forward is that of the unpadded one; if not, no call is padded any more.
+    """Check whether a padded forward has the output of the unpadded one; if not, calls are no longer padded.
 
     True for calls that are not padded. earlier: the number of results since the last comparison.
     """

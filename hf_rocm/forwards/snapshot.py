@@ -20,7 +20,7 @@ from hf_rocm.generation.watch import watches_of
 _READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "training")
 _OWN = frozenset(nn.Module().__dict__) - set(_READ)
 
-# Attributes in which hf_rocm and transformers take notes.
+# Attributes in which hf_rocm and transformers store notes.
 _NOTES = frozenset(
     ("_hf_rocm_stayed", "_hf_rocm_report", "_hf_rocm_inputs_note", "_compiled_call", "_last_compile_config", *_OWN)
 )
@@ -29,7 +29,7 @@ _NOTES = frozenset(
 class Snapshot:
     """The state of one model. tensors: its weights and every other tensor among its attributes.
 
-    number: of the snapshots of a model. It references the parts of the model, and not the model itself.
+    number: its number among the snapshots of the model. It references the parts of the model, not the model itself.
     """
 
     def __init__(self, model: nn.Module, number: int) -> None:
@@ -44,7 +44,7 @@ class Snapshot:
         self._live: list[Any] = []
         self._copies: list[Any] = []
         self.tensors: list[Tensor] = []
-        self._single: list[tuple[Any, Any, Tensor]] = []  # tensors that could be compared with == by accident
+        self._single: list[tuple[Any, Any, Tensor]] = []  # tensors, which == must not compare
         seen: set[int] = set()
         for module in modules:
             own = module.__dict__
@@ -55,7 +55,7 @@ class Snapshot:
         self._forms = self._described()
 
     def _add(self, holder: Any, values: Any, seen: set[int]) -> None:
-        """Add what a container holds, and the containers and configs in it."""
+        """Add the contents of a container, including nested containers and configs."""
         items = list(values.items()) if isinstance(values, dict) else list(enumerate(values))
         for name, value in items:
             if isinstance(value, Tensor):
@@ -74,11 +74,11 @@ class Snapshot:
                 self._add(inner, inner, seen)
 
     def in_place(self) -> bool:
-        """Whether all weights are where they were, so that a replay reads memory of the model."""
+        """Whether all weights are at the same addresses, so that a replay reads the model's memory."""
         return self._pointers() == self.pointers
 
     def unchanged(self, model: nn.Module) -> bool:
-        """Whether all of the state is as it was."""
+        """Whether the whole state is unchanged."""
         try:
             return (
                 all(map(eq, self._live, self._copies))
@@ -93,7 +93,7 @@ class Snapshot:
             return False
 
     def _only_notes_changed(self, model: nn.Module) -> bool:
-        """Whether only notes differ; they are updated."""
+        """Whether only notes differ. They are updated."""
         differing = [
             index for index, (now, before) in enumerate(zip(self._live, self._copies, strict=True)) if now != before
         ]
@@ -104,7 +104,7 @@ class Snapshot:
         return bool(differing) and self.unchanged(model)
 
     def same_weights(self, other: Snapshot) -> bool:
-        """Whether both have the same tensors at the same addresses, so that this one may become valid again."""
+        """Whether both have the same tensors at the same addresses, so that this snapshot may become valid again."""
         return self.pointers == other.pointers and [*map(id, self.tensors)] == [*map(id, other.tensors)]
 
     def _current_forwards(self) -> list[Any]:

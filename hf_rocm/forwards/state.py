@@ -27,14 +27,14 @@ from hf_rocm.generation.states import States
 # In the model's __dict__: the settings of a prepared model, as builtin types, which copies and pickles keep.
 SETTINGS = "_hf_rocm_forwards"
 
-# The largest numbers of recordings, of shapes that are remembered without one, of states of the model, and of shapes in
-# a row that can't be recorded before recording is given up for the model.
+# The largest numbers of recordings, of shapes that are remembered without one, of states of the model, and of
+# consecutive shapes that can't be recorded before hf_rocm stops recording the model.
 MOST = 64
 _SEEN = 512
 _SNAPSHOTS = 4
 _FAILURES = 4
 
-# The largest number of new states of the model in a row, without a replay, before recording is given up for it.
+# The largest number of consecutive new states of the model without a replay before hf_rocm stops recording it.
 _UNSETTLED = 32
 
 _log = logging.getLogger("hf_rocm")
@@ -43,7 +43,7 @@ Path = tuple[Hashable, ...]
 
 
 class Branch:
-    """A value that the forward reads on the host: the program that computes it, and what follows for every value."""
+    """A value that the forward reads on the host: the program that computes it, and the next step for every value."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -58,13 +58,13 @@ class State:
         self.required: bool = model.__dict__[SETTINGS]["required"]
         self.device: torch.device = model.device  # of the current snapshot
         self.lock = threading.RLock()
-        self.disabled: str | None = None  # why nothing is recorded any more
+        self.disabled: str | None = None  # why recording has stopped
         self.recorded = 0
         self.replayed = 0  # after the first comparison
         self.compared = 0  # replays that were compared again
         self.turned_away: Counter[str] = Counter()  # reason → calls that ran uncaptured
         self.padded: Counter[int] = Counter()  # length → calls that were padded to it
-        self.unpadded: str | None = None  # why no call is padded any more
+        self.unpadded: str | None = None  # why padding has stopped
         self.snapshots: list[Snapshot] = []  # the current one last
         self.refused: dict[Hashable, str] = {}  # snapshot's number → why nothing is recorded in this state
         self._roots: dict[Hashable, Branch | RecordedForward] = {}
@@ -83,7 +83,7 @@ class State:
         self.turned_away[reason] += 1
 
     def disable(self, reason: str) -> None:
-        """Record no more forwards of this model. Raises `GraphError` where graphs are required."""
+        """Stop recording forwards of this model. Raises `GraphError` if graphs are required."""
         self.disabled = reason
         self.clear()
         _log.warning("%s: forwards run uncaptured from now on: %s", self.name, reason)
@@ -91,7 +91,7 @@ class State:
             raise refusal(self.name, reason)
 
     def stop_padding(self, reason: str) -> None:
-        """Pad no more calls of this model."""
+        """Stop padding calls of this model."""
         self.unpadded = reason
         self.clear()
         _log.warning("%s: calls are not padded from now on: %s", self.name, reason)
@@ -110,7 +110,7 @@ class State:
         return first != length
 
     def failed(self, key: Hashable, path: Path, reason: str) -> None:
-        """Store why a shape can't be recorded; after several in a row, give up recording the model."""
+        """Store why a shape can't be recorded. After several consecutive ones, stop recording the model."""
         self._seen[key, path] = reason
         self._failures += 1
         if self._failures >= _FAILURES:
@@ -123,7 +123,7 @@ class State:
         return self._recorder
 
     def new_snapshot(self, model: Any) -> Snapshot:
-        """Make a snapshot of the current state the current one. Recordings over other weights are dropped."""
+        """Make a snapshot of the current state the current one. Drop recordings over other weights."""
         snapshot = Snapshot(model, next(self._numbers))
         if model.device != self.device:
             self.device, self._recorder = model.device, None
@@ -145,7 +145,7 @@ class State:
         return None
 
     def find(self, key: Hashable, inputs: Sequence[Tensor]) -> tuple[RecordedForward | None, Path]:
-        """The recording for these inputs, or None, and the values that the forward reads on the host on its way."""
+        """Return the recording for these inputs, or None, and the values that the forward reads on the host."""
         node = self._roots.get(key)
         path: Path = ()
         while isinstance(node, Branch):
@@ -171,9 +171,9 @@ class State:
         return self._seen.get((key, path))
 
     def keep(self, key: Hashable, reads: Sequence[Read], recording: RecordedForward, grown: int) -> str | None:
-        """Keep a recording; the least recently used ones are dropped beyond the limits. grown: bytes of the pool.
+        """Store a recording. Beyond the limits, the least recently used ones are dropped. grown: bytes of the pool.
 
-        Returns why it isn't kept, or None.
+        Returns why it isn't stored, or None.
         """
         size = recording.nbytes + grown
         text = options.current().graphs_memory
@@ -198,7 +198,7 @@ class State:
         return None
 
     def _drop(self, place: tuple[Hashable, Path]) -> None:
-        """Drop one recording. A branch stays for its program, without the recording."""
+        """Drop one recording. A branch keeps its program, without the recording."""
         recording, _ = self._recordings.pop(place)
         self._seen.pop(place, None)
         recording.wait()

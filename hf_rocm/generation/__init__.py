@@ -1,1 +1,1 @@
-"""transformers' decoding with less work on the host for every token: recorded steps, static caches, inputs in place."""
+"""Decoding with less work on the host for every token: recorded steps, static caches, inputs updated in place."""

@@ -1,7 +1,7 @@
 """The cache that decode steps are recorded over: buffers at fixed addresses, with lengths that are known on the host.
 
-It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic cache, so that a prompt costs
-what it costs in stock: attention sees the prompt's own keys, and no mask covers unwritten rows. After the prompt, every
+It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic cache, so that a prompt takes
+as long as in stock: attention sees the prompt's own keys, and no mask covers unwritten rows. After the prompt, every
 step of one token writes to the row whose index the device reads from `place`, so that a recording of the step stays
 valid; steps that verify drafts write several. Changes that affect a recording (a buffer grows, a window moves) are made
 on the host between two steps.
@@ -36,15 +36,15 @@ class DecodeCache(Cache):
         self.target = capacity
         self.limit = limit
         self.drafts: int | None = None  # of a call that verifies drafts: how many may be written with the prompt
-        self.tokens = 1  # how many tokens the step writes for which the places were written
+        self.tokens = 1  # how many tokens the step writes, for which the places were computed
         self.recordings: dict[Any, Any] = {}  # the recorded steps over these buffers, and their recorder; see runner.py
         self.recording = False
         self.reorderer: Any = None  # a weak reference to the method of a runner that reorders by a recording
         self.user: Any = None  # the `UserCache` that this cache represents, or None
         self._loaded = 0  # how many tokens were copied from it
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → the tensor, and a layer that reads it
-        self._placed = -1, 1  # the length for which the places were written, and the number of tokens
-        self._spare = 0  # how many tokens fit before a layer needs room
+        self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
+        self._spare = 0  # how many tokens fit before a layer's buffer must grow
         self._settled = 0  # the length at the last move of a buffer or window
         # attributes that methods of transformers' base class read
         self.layer_class_to_replicate = None
@@ -346,7 +346,7 @@ class DecodeCache(Cache):
         return self.user is not None and self.user.brought
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give every row of the batch the tokens of row `beam_idx[row]`, in place: recordings stay valid.
+        """Replace the tokens of every row with those of row `beam_idx[row]`, in place, so that recordings stay valid.
 
         Earlier steps can't be recomputed afterwards, because their rows have moved.
         """
@@ -375,7 +375,7 @@ class DecodeCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether the next call runs over the static buffers: a prompt gets the masks of a dynamic cache."""
+        """Whether the next call runs over the static buffers; a prompt uses the masks of a dynamic cache."""
         return self.length > self._loaded
 
     @property

@@ -1,4 +1,4 @@
-"""How a recorded step is verified: it is replayed, then run uncaptured from the same state, and the two are compared.
+"""Verify a recorded step: replay it, run it uncaptured from the same state, and compare the two.
 
 Keys that an earlier replay wrote are in the cache, and both runs would read them even if they were wrong. So the
 uncaptured run first recomputes the keys and values of the previous steps from their tokens. No other row of the cache

@@ -1,6 +1,7 @@
-"""Continuous batching of prepared models: over flash attention where we serve it, without graphs that may be wrong.
+"""Continuous batching of prepared models: with hf_rocm's flash attention if possible, and without graphs that may be
+wrong.
 
-Where `flash_provider` serves a model, its batches run `flash_attention_2`, and then what the model had before.
+If `flash_provider` serves a model, its batches run `flash_attention_2`, and afterwards its own implementation again.
 
 transformers records its own graphs for continuous batching and never compares a replay with an uncaptured step. So
 these graphs follow the rules of recorded steps (`suspects`): off where a fault is known, on where the user requires
@@ -106,7 +107,7 @@ def _without_suspect_graphs(self: Any, inherited: Callable[..., Any], *args: Any
         call.arguments[name] = config
         return inherited(*call.args, **call.kwargs)
     if requested is not False:
-        _warn("continuous batching may record graphs, because that was requested, though %s", reason)
+        _warn("continuous batching may record graphs, as requested, though %s", reason)
     return inherited(*args, **kwargs)
 
 

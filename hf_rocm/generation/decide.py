@@ -26,7 +26,7 @@ METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get
 def generator_of(model: Any) -> Any:
     """The transformers model whose `generate` runs when this model generates: the model itself, or the one it wraps.
 
-    PEFT's models are no `GenerationMixin`: theirs call `generate` of the base model, or forward the attribute to it.
+    PEFT's models are no `GenerationMixin`: their `generate` calls that of the base model, or is that attribute.
     """
     from transformers import GenerationMixin
 
@@ -52,7 +52,7 @@ def refuses_class(cls: type) -> str | None:
 
 
 def refuses_model(model: Any) -> str | None:
-    """Why this model can't decode over recorded steps at this moment, or None."""
+    """Why this model can't decode over recorded steps now, or None."""
     reason = refuses_class(type(model)) or features.refuses("graph_decode")
     if reason is not None:
         return reason
@@ -152,7 +152,7 @@ def refuses_call(
     if brought is not None and searches:
         return "the call passes a cache, and its beams change rows"
     if brought is not None and drafts:
-        return "the call passes a cache, and its drafts are taken back"
+        return "the call passes a cache, and rejected drafts are removed from it"
     reason = None if brought is None else user_cache.refuses(brought)
     if reason is not None:
         return reason

@@ -1,10 +1,10 @@
-"""Read the flag that all sequences have ended one step late, so that the host never waits for the step it just queued.
+"""Read the flag that all sequences have ended one step late, so that the host never waits for the last queued step.
 
 After every step transformers reads this flag on the host. The host waits for the step, and the device is idle until the
 host has queued the next one. One step later the flag has already arrived. The cost is one extra step where all rows end
 early; its tokens are removed, so that the result is the same.
 
-From 5.17 on transformers can do this itself, and does on one type of device. In earlier releases its loop calls
+From 5.17 on transformers can do this itself, but does so on one type of device only. In earlier releases its loop calls
 `_has_unfinished_sequences`, which is replaced here. This applies only where the extra step has no visible effect:
 greedy decoding (sampling would advance the random generator) with transformers' own processors and criteria.
 """

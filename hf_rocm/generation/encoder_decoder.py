@@ -1,4 +1,4 @@
-"""The cache of an encoder-decoder model's recorded steps: a `DecodeCache` and what the decoder reads of the encoder.
+"""The cache for recorded steps of an encoder-decoder model: a `DecodeCache`, and the encoder's data for the decoder.
 
 The encoder runs once, before the first step. The keys and values of cross-attention are computed from its output in the
 prompt's forward and stay at fixed addresses, as does the output itself. The models read all of it through transformers'
@@ -100,7 +100,7 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
     def self_attention_cache(self) -> EncoderDecoderDecodeCache:
         return self
 
-    # those of transformers' class return what the cache of self-attention does, which here is the same object
+    # transformers' class forwards these to the cache of self-attention, which is the same object here
 
     @property
     def is_linear(self) -> list[bool]:

@@ -21,7 +21,7 @@ from hf_rocm.layers.weight_group import SLOT, WeightGroup
 
 
 class Fingerprint(NamedTuple):
-    """Equal for as long as the recordings made under it are valid.
+    """A fingerprint; it stays equal as long as the recordings made with it are valid.
 
     facts: the compared values. kept: objects that are compared by id, referenced here so that no id is used again.
     """

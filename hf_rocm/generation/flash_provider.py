@@ -1,12 +1,12 @@
 """Serve `flash_attention_2` of prepared models where the flash-attn package is not installed.
 
 transformers checks for the package whenever an implementation is selected, and imports its functions through one
-function, `lazy_import_flash_attention`. For prepared models the check is skipped, and that function returns ours for
-the name `flash_attention_2`. An installed flash-attn package, kernels from the Hub and all other names are stock's.
+function, `lazy_import_flash_attention`. For prepared models the check is skipped, and that function returns hf_rocm's
+for the name `flash_attention_2`. An installed flash-attn package, kernels from the Hub and all other names are stock's.
 
-Continuous batching runs without masks, and therefore with recorded graphs, asynchronous batches and page tables, if the
-implementation is a flash one. A prepared model that uses `sdpa` is switched for the batch, as transformers itself
-switches where flash-attn is installed.
+With flash attention, continuous batching runs without masks, and therefore with recorded graphs, asynchronous batches
+and page tables. A prepared model that uses `sdpa` is switched for the batch, as transformers does itself if flash-attn
+is installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAME = "flash_attention_2"
 # In the __dict__ of a prepared model and of the models inside it: the mode of its modules.
 MARK = "_hf_rocm_flash"
 
-# In the __dict__ of a prepared model: the implementation to return to when our functions are removed.
+# In the __dict__ of a prepared model: the implementation to return to when hf_rocm's functions are removed.
 _DEFAULT = "_hf_rocm_flash_default"
 
 _FEATURE = "flash_interface"
@@ -59,7 +59,7 @@ def switch_on(model: Any, mode: str) -> None:
 
 
 def switch_off(model: Any) -> None:
-    """The inverse. A model that uses our functions returns to the implementation that it had when it was prepared."""
+    """The inverse. A model that uses these functions returns to the implementation that it had when it was prepared."""
     if MARK in model.__dict__ and unavailable() is None and model.config._attn_implementation in _names():
         model.set_attn_implementation(model.__dict__.get(_DEFAULT, "sdpa"))
     for part in _models(model):
@@ -115,7 +115,7 @@ def _installed() -> bool:
 
 @functools.cache
 def _names() -> tuple[str, ...]:
-    """The names that we serve; the last one is that of continuous batching in this release."""
+    """The served names; the last one is the name for continuous batching in this release."""
     functions = importlib.import_module(_MODELING).ALL_ATTENTION_FUNCTIONS
     with_pages = f"paged|{NAME}"
     return (NAME, with_pages) if with_pages in functions.valid_keys() else (NAME,)
@@ -127,7 +127,7 @@ def _models(model: nn.Module) -> list[Any]:
 
 
 def _checked(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Transformers' checks of an implementation, which pass for the names that we serve."""
+    """transformers' checks of an implementation, which pass for the served names."""
     requested = args[0] if args else kwargs.get("attn_implementation", kwargs.get("requested_attention"))
     supported = getattr(self, "_supports_flash_attn", False)
     if supported and requested in _names() and unavailable() is None:
@@ -137,7 +137,7 @@ def _checked(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _provide(user: Any) -> None:
-    """Return our functions wherever transformers imports those of `flash_attention_2`."""
+    """Return hf_rocm's functions wherever transformers imports those of `flash_attention_2`."""
     modules = [vars(importlib.import_module(name)) for name in (_UTILS, _MODELING, _BATCHING)]
     changes = [Entry(module, _IMPORTER, _importer, key=MARK) for module in modules if _IMPORTER in module]
     patches.apply(*changes, user=user)
@@ -157,7 +157,7 @@ def _importer(change: Change) -> Callable[..., Any]:
 
 @functools.cache
 def _imported() -> Any:
-    """What `lazy_import_flash_attention` of this release returns, with our functions."""
+    """The result of this release's `lazy_import_flash_attention`, with hf_rocm's functions."""
     utils = sys.modules[_UTILS]
     kvcache = torch.compiler.disable(flash_functions.flash_attn_with_kvcache)
     functions = (
@@ -175,7 +175,7 @@ def _imported() -> Any:
 
 
 def _paged_faults(model: Any) -> str | None:
-    """What flash attention over pages of transformers 5.18 and before would compute wrongly for this model, or None."""
+    """What flash attention over pages in transformers 5.18 and earlier computes wrongly for this model, or None."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
         return "flash attention over pages of this release of transformers drops the softcap"
@@ -186,7 +186,7 @@ def _paged_faults(model: Any) -> str | None:
 
 
 def _without_kernel(model: Any) -> str | None:
-    """Why no kernel serves the batches of this model on its GPU, or None: PyTorch's tiers read lengths on the host."""
+    """Why no kernel serves the batches of this model on its GPU, or None. PyTorch's tiers read lengths on the host."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -99,7 +99,7 @@ def _prepare_cache_for_generation(
         if user is None:
             stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
         return
-    # generate makes this many rows of every row, in some releases later than here
+    # generate repeats every row this many times, in some releases only later
     rows = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if mask is not None and len(mask) == batch_size:
         mask = mask.repeat_interleave(rows, dim=0)
@@ -163,7 +163,7 @@ def _cache_of_forward(model: Any) -> Any:
 
 
 def _generate(self: Any, stock: Method, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `generate`, to note its assistant, and which code of the user may do anything with its cache."""
+    """Replaces `generate`, to record its assistant, and which code of the user may access its cache."""
     before = _thread.own_loop, _thread.observer, _thread.assistant
     call = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
     _thread.own_loop = kwargs.get("custom_generate") is not None
@@ -189,7 +189,9 @@ _POSITIONAL = (
 
 
 class _Thread(threading.local):
-    """Of this thread's `generate`: whether it has a loop of the user's, code that may read its cache, its assistant."""
+    """This thread's call of `generate`: whether it has a custom loop, the user's code that may read its cache, its
+    assistant.
+    """
 
     own_loop = False
     observer: str | None = None
@@ -239,7 +241,7 @@ def _sample(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: A
 
 
 def _loop(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Replaces the loops that call the model themselves: of beams and of drafts."""
+    """Replaces the loops that call the model themselves: beam search and assisted decoding."""
     if not isinstance(kwargs.get("past_key_values"), DecodeCache):
         return stock(input_ids, *args, **kwargs)
     return _decoded(self, _looped, stock, input_ids, args, kwargs)
@@ -309,7 +311,7 @@ def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:
 
 
 def _with_users_cache(result: Any, cache: DecodeCache) -> Any:
-    """Write the new keys and values to the cache that the user passed or gets, and put it into the result."""
+    """Write the new keys and values to the cache that the user passed or receives, and put it into the result."""
     user = cache.user
     if user is not None:
         user.store(cache)

@@ -1,4 +1,4 @@
-"""Ranks that share a model's layers make every decision about recorded steps together.
+"""Decisions about recorded steps that all ranks which share a model's layers make together.
 
 A recorded step contains the collectives of its rank. If one rank recorded or compared a step while another one ran it
 uncaptured, both would wait for a collective forever. So the ranks' findings are reduced over all ranks: once in every

@@ -134,7 +134,7 @@ class Alarm:
                 self._number.add_(output.sum(dtype=torch.float32).mul_(0))
 
     def rings(self, replays: int) -> bool:
-        """Whether a replay up to the previous copy raised the alarm, without a wait. replays: how many there were."""
+        """Whether a replay up to the previous copy raised the alarm, without waiting. replays: how many there were."""
         if self.ignored or replays % self.EVERY:
             return False
         rang = bool(self._sent != 0)
@@ -158,5 +158,5 @@ def tensors_of(outputs: Any) -> list[Tensor]:
 
 
 def _written(value: Any) -> bool:
-    """Whether a step writes this part of its output; resident tensors are inputs that it returns as they are."""
+    """Whether a step writes this part of its output; resident tensors are inputs that it returns unchanged."""
     return isinstance(value, Tensor) and resident(value) is None

@@ -1,9 +1,9 @@
-"""Take a call of `generate` back when a replay turns out to be wrong after its tokens were used.
+"""Repeat a call of `generate` if a replay turns out to be wrong after its tokens were used.
 
 Its loop (`_sample`, for example) runs again, uncaptured, over a new cache and from its initial random state, so it
 returns what an uncaptured call returns. It begins at the prompt and not at the last proven step: a stale pointer may
 have written to any row of the cache, and a prompt that includes earlier tokens rounds differently from their steps.
-Tokens that a streamer has received can't be taken back: the new tokens are compared with them, and a difference raises
+Tokens that a streamer has received can't be withdrawn: the new tokens are compared with them, and a difference raises
 an error.
 """
 
@@ -72,9 +72,9 @@ class Attempt:
             facts = {
                 "reason": rewind.reason,
                 "tokens that may be wrong": f"the last {rewind.unproven} of a row",
-                "why they stay": reason or "another rank can't take them back",
+                "why they stay": reason or "another rank can't withdraw them",
             }
-            raise GraphError("a replayed step was wrong, and its tokens can't be taken back", facts=facts, hint=_HINT)
+            raise GraphError("a replayed step was wrong, and its tokens can't be withdrawn", facts=facts, hint=_HINT)
         for generator, state in self._random:
             generator.set_state(state)
         if self._settings is not None:  # transformers adapts the length of drafts there

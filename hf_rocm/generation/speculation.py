@@ -44,7 +44,7 @@ def refuses_windows(generation_config: Any, windows: Sequence[int | None], *, re
     if not any(windows):
         return None
     if returned:
-        return "the call returns a cache with sliding windows, from which drafts are taken back"
+        return "the call returns a cache with sliding windows, from which rejected drafts can't be removed"
     if generation_config.prompt_lookup_num_tokens is None:
         return "an assistant drafts any number of tokens, and the model's sliding windows must keep as many more"
     return None

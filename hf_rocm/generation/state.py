@@ -32,7 +32,7 @@ class State:
         self.name = name
         self.required = required
         self.pool = Pool()
-        self.disabled: str | None = None  # why nothing is recorded any more
+        self.disabled: str | None = None  # why recording has stopped
         self.wrong_replay: str | None = None  # the same, if a replay differed from its step
         self.calls = 0  # of generate, over a DecodeCache
         self.recorded = 0  # steps
@@ -44,7 +44,7 @@ class State:
         self._lock = threading.Lock()
 
     def disable(self, reason: str) -> None:
-        """Record no more steps of this model. Raises `GraphError` where graphs are required."""
+        """Stop recording steps of this model. Raises `GraphError` if graphs are required."""
         self.disabled = reason
         self.pool.clear()
         _log.warning("%s decodes uncaptured from now on: %s", self.name, reason)
@@ -52,7 +52,7 @@ class State:
             raise refusal(self.name, reason)
 
     def turn_away(self, reason: str) -> None:
-        """Count a call or step that runs uncaptured. Raises `GraphError` where graphs are required."""
+        """Count a call or step that runs uncaptured. Raises `GraphError` if graphs are required."""
         self.turned_away[reason] += 1
         if self.required:
             raise refusal(self.name, reason)

@@ -1,4 +1,4 @@
-"""Record no steps where HIP graphs are known to replay wrong results, unless the user requires it.
+"""Disable recorded steps where HIP graphs are known to replay wrong results, unless the user requires them.
 
 `hf_rocm.known_faults` has the faults; this module applies them to recorded steps.
 """

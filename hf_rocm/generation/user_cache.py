@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_rocm import features
 from hf_rocm.generation.cache import DecodeCache
 
-# Cache implementations whose layers a `DecodeCache` can represent. The others move or quantise what they store.
+# Cache implementations whose layers a `DecodeCache` can represent. The others move or quantise their tensors.
 NAMED = ("static", "sliding_window", "hybrid", "dynamic", "dynamic_full")
 
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
@@ -37,7 +37,7 @@ class UserCache:
         return refuses(inner)
 
     def windows(self, windows: Sequence[int | None]) -> Sequence[int | None] | str:
-        """The window of every layer, or why they are not those of the model."""
+        """The window of every layer, or why the windows are not those of the model."""
         return windows_of(self._self_attention(), windows)
 
     @property
@@ -107,14 +107,14 @@ def refuses(cache: Any) -> str | None:
 
 
 def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None] | str:
-    """The window of every layer of a cache that was not refused, or why they are not those of the model.
+    """The window of every layer of a cache that was not refused, or why the windows are not those of the model.
 
     windows: those of the model. A layer of the user's that keeps all keys has no window.
     """
     layers = getattr(cache, "layers", None)
     if not layers:  # they are created by the first update, and keep all keys
         return [None] * len(windows)
-    if len(layers) < len(windows):  # Whisper's may have more than its decoder
+    if len(layers) < len(windows):  # Whisper's cache may have more layers than its decoder
         return f"the call uses a cache of {len(layers)} layers, the model has {len(windows)}"
     sizes: list[int | None] = []
     for layer, window in zip(layers, windows, strict=False):

@@ -1,7 +1,7 @@
 """The functions that the classes of a model call: forwards, functions, methods and registry entries, by identity.
 
-A replay runs none of them. So a recorded step is valid only while all of them are the objects that they were when its
-call of `generate` began, and no step is recorded of a model that calls code of unknown packages.
+A replay runs none of them. So a recorded step is valid only as long as all of them are the same objects as at the start
+of its call of `generate`, and steps are not recorded for a model that calls code of unknown packages.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from typing import Any
 from hf_rocm import options, patches
 from hf_rocm.patches import Change
 
-# Packages that load transformers' encoders as parts of their own models. A text encoder runs once per image where the
-# rest runs fifty times, and these libraries move, offload and compile what they load.
+# Packages that load transformers' encoders as parts of their own models. A text encoder runs once per image, the other
+# parts about fifty times, and these libraries move, offload and compile the models that they load.
 LEFT_STOCK = ("diffusers", "comfy", "invokeai", "open_clip", "sentence_transformers")
 
 _log = logging.getLogger("hf_rocm")
@@ -86,7 +86,7 @@ def switch_on_from_block() -> None:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Do not prepare what this thread loads within the block: the caller prepares it, or wants it stock."""
+    """Within the block, do not prepare models that this thread loads: the caller prepares them, or wants them stock."""
     _loading.depth = getattr(_loading, "depth", 0) + 1
     try:
         yield

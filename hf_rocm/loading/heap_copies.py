@@ -1,9 +1,9 @@
-"""Copy weights through ordinary memory where copies from a mapped file to the GPU stall or take memory twice.
+"""Copy weights through ordinary memory if copies from a mapped file to the GPU stall or take twice the memory.
 
 transformers maps a checkpoint's files and copies each tensor from the mapping to its device. With some Linux kernels
 the driver stalls for up to a second per copy, and on GPUs that share the host's memory the mapped pages are duplicated.
-Only on machines with one of these faults (`hf_rocm.known_faults`), each tensor is first read into memory of its own,
-and its pages of the file are released. The values are the same.
+On machines with one of these faults (`hf_rocm.known_faults`), each tensor is first read into separate memory, and its
+pages of the file are released. The values are the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _logged: set[str] = set()
 
 
 class Machine(NamedTuple):
-    """What the choice depends on. kernel: the output of `uname -r`. gpus: the architectures that the driver lists."""
+    """The facts that the choice depends on. kernel: the output of `uname -r`. gpus: the architectures that the driver
+    lists.
+    """
 
     kernel: str
     gpus: tuple[str, ...]
@@ -50,7 +52,7 @@ def fault() -> MappedCopyFault | None:
 
 @contextmanager
 def where_needed() -> Iterator[None]:
-    """Copy what transformers loads within the block through ordinary memory, if this machine needs it."""
+    """Within the block, copy the weights that transformers loads through ordinary memory, if this machine needs it."""
     known = fault()
     if known is None:
         yield
@@ -63,7 +65,7 @@ def where_needed() -> Iterator[None]:
 
 
 def _open_through_heap(change: Change) -> Callable[..., Any]:
-    """Return a `safe_open` whose tensors have memory of their own."""
+    """Return a `safe_open` whose tensors have separate memory."""
 
     def safe_open(filename: Any, framework: Any = "pt", device: Any = "cpu", **arguments: Any) -> Any:
         stock: Callable[..., Any] = change.original

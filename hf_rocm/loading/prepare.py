@@ -213,7 +213,7 @@ def _switch_on(model: nn.Module, mode: str) -> None:
 
 
 def _fuse(model: nn.Module) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Fuse the layers that the overlays name, module by module: the peak memory is one module's weights more."""
+    """Fuse the layers that the overlays name, one module at a time: peak memory grows by one module's weights."""
     joined: dict[str, list[str]] = {}
     skipped: dict[str, str] = {}
     others = shared(model)
@@ -265,7 +265,7 @@ def _record_steps(model: nn.Module, graphs: bool | None, mode: str) -> dict[str,
 
 
 def _record_forwards(model: nn.Module, graphs: bool | None) -> dict[str, str | None]:
-    """Record forwards of the models that don't generate. Returns their names, and why theirs are not, or None."""
+    """Record forwards of the models that don't generate. Returns their names, each with the reason why not, or None."""
     from hf_rocm.forwards import hooks
     from hf_rocm.generation.hooks import wanted_of
 

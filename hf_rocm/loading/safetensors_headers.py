@@ -1,4 +1,4 @@
-"""Read which tensors a checkpoint has from the headers of its safetensors files, without their values."""
+"""Read the names and shapes of a checkpoint's tensors from the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-_LARGEST = 100 * 2**20  # of a header, as the format limits it
+_LARGEST = 100 * 2**20  # of a header, by the format's definition
 
 
 class Entry(NamedTuple):

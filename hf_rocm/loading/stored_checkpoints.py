@@ -1,7 +1,7 @@
-"""Load quantised checkpoints as they are: their own bytes, in the layers of `hf_rocm.weights.stored_linear`.
+"""Load quantised checkpoints with their stored bytes, in the layers of `hf_rocm.weights.stored_linear`.
 
-For one load, in this thread only, a quantiser of hf_rocm stands in for transformers'. What it does not support, stock
-loads instead, and the reason is logged.
+During one load, in this thread only, a quantiser of hf_rocm replaces transformers'. Checkpoints that it does not
+support are loaded by transformers, and the reason is logged.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hf_rocm.weights.stored import Unsupported, parsers
 ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger("hf_rocm")
-_loading = threading.local()  # quantizer: of the load in this thread, once it exists; active: whether there is a load
+_loading = threading.local()  # quantizer: of this thread's load, once it exists; active: whether there is a load
 
 _SETTINGS = b"quantization_config"
-_ADAPTER = "adapter_config.json"  # the base model is elsewhere
+_ADAPTER = "adapter_config.json"  # adapters, whose base model is elsewhere
 
 _FILES = "_get_resolved_checkpoint_files"
 
-# Arguments of from_pretrained with which stock loads.
+# Arguments of from_pretrained with which transformers loads the checkpoint.
 _STOCK = ("quantization_config", "tp_plan", "tp_size", "distributed_config", "device_mesh", "state_dict", "gguf_file")
 
 
 def load(call: Callable[..., ResultT], *given: Any, **arguments: Any) -> ResultT:
-    """Return call(*given, **arguments), which loads a model; a supported quantised checkpoint keeps its own bytes.
+    """Return call(*given, **arguments), which loads a model. A supported quantised checkpoint keeps its stored bytes.
 
     Raises `LoadError` if tensors of such a checkpoint are missing or do not fit.
     """
@@ -83,7 +83,7 @@ def _standing_in() -> Iterator[None]:
 
 
 class _Config:
-    """Stands in for a class of quantisation configs."""
+    """Replaces a class of quantisation configs."""
 
     def __init__(self, change: Change) -> None:
         self._change = change

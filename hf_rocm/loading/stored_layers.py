@@ -53,10 +53,14 @@ def _layers(format: StoredFormat, entries: Mapping[str, Entry]) -> dict[str, dic
     for full, entry in entries.items():
         prefix, _, name = full.rpartition(".")
         modules[prefix][name] = entry
-    ours = set(format.bulk) | {format.marker}
+    names_of_layer = set(format.bulk) | {format.marker}
     layers = {}
     for prefix, tensors in modules.items():
-        packed = [name for name in ours & tensors.keys() if name != "weight" or tensors[name].info.dtype in _INTEGERS]
+        packed = [
+            name
+            for name in names_of_layer & tensors.keys()
+            if name != "weight" or tensors[name].info.dtype in _INTEGERS
+        ]
         if packed:
             layers[prefix] = tensors
     if not layers:
@@ -67,8 +71,8 @@ def _layers(format: StoredFormat, entries: Mapping[str, Entry]) -> dict[str, dic
 def _match(stored: Mapping[str, Any], modules: Mapping[str, Any], model: Any) -> dict[str, str]:
     """The checkpoint's name of each quantised layer by its path in the model.
 
-    The names are equal, or differ by what transformers renames: the base model's prefix, or parts of the path before
-    the list of layers.
+    The names are equal, or differ only where transformers renames them: in the base model's prefix, or in parts of the
+    path before the list of layers.
     """
     base = getattr(model, "base_model_prefix", "")
     matched = {}
@@ -77,10 +81,10 @@ def _match(stored: Mapping[str, Any], modules: Mapping[str, Any], model: Any) ->
         tails[_tail(path)].append(path)
     for prefix in stored:
         names = [prefix, f"{base}.{prefix}", prefix.removeprefix(f"{base}.")]
-        found = [name for name in names if name in modules][:1] or tails.get(_tail(prefix), [])
-        path = found[0] if len(found) == 1 else ""
+        matches = [name for name in names if name in modules][:1] or tails.get(_tail(prefix), [])
+        path = matches[0] if len(matches) == 1 else ""
         if not path or path in matched:
-            raise Unsupported(f"its quantised tensors {prefix} are in no layer of {type(model).__name__}")
+            raise Unsupported(f"its quantised tensors {prefix} belong to no layer of {type(model).__name__}")
         matched[path] = prefix
     return matched
 

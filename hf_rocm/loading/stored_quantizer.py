@@ -1,4 +1,4 @@
-"""The quantiser and the quantisation config that stand in for transformers' own while one checkpoint is loaded.
+"""The quantiser and the quantisation config that replace transformers' own while one checkpoint is loaded.
 
 transformers' quantisers would dequantise these checkpoints, convert their tensors or require other packages. This one
 only replaces the layers: transformers then copies the checkpoint's tensors like any others.
@@ -51,7 +51,7 @@ class StoredQuantizer(HfQuantizer):
         self._entries: dict[str, Entry] | None = None
 
     def read_headers(self, files: Sequence[str] | None) -> None:
-        """Read the headers of the checkpoint's files, before the model is made."""
+        """Read the headers of the checkpoint's files, before the model is created."""
         if not files or not all(str(file).endswith(".safetensors") for file in files):
             raise Unsupported("its weights are not in safetensors files")
         self._entries = safetensors_headers.read(files)
@@ -69,7 +69,7 @@ class StoredQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
-        """Raise `LoadError` if a tensor was converted on the way. Both are impossible with the releases tested."""
+        """Raise `LoadError` if a tensor was converted on the way. Tested releases never do this."""
         for path, layer in model.named_modules():
             for name, tensor in layer.tensors().items() if isinstance(layer, StoredLayer) else ():
                 if (tensor.dtype, tuple(tensor.shape)) != tuple(layer.infos[name]):

@@ -1,6 +1,6 @@
 """Choose the BLAS library of PyTorch's own products for a block of calls, through PyTorch's switch.
 
-PyTorch names its libraries after NVIDIA's and has aliases for AMD's, more of them with each release. On ROCm `cublas`
+PyTorch uses the names of NVIDIA's libraries, with aliases for AMD's; newer releases have more of them. On ROCm `cublas`
 is hipBLAS, which uses rocBLAS.
 """
 

@@ -16,7 +16,7 @@ from torch import compiler
 
 _library = torch.library.Library("hf_rocm", "FRAGMENT")
 
-# torch.compiler.is_compiling() at the cost of a cache lookup. torch.compile ignores function caches and traces the
+# torch.compiler.is_compiling(), but as fast as a cache lookup. torch.compile ignores function caches and traces the
 # function itself, whose result is then True; torch.export sets `compiler._is_compiling_flag`.
 compiling = cache(compiler.is_compiling)
 compiling()

@@ -4,7 +4,7 @@ The numbers -8 … 7 are stored as 0 … 15. A group whose largest magnitude is 
 so that the scales take 16 bits for 128 numbers.
 
 A row is stored in blocks of eight runs. Word w of a block has number w of every run, the first run in its lowest bits:
-a kernel reads the numbers of a run and the values of x that belong to them in one piece each.
+a kernel reads the numbers of a run, and the values of x that they multiply, as one contiguous piece each.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ SCALE = torch.bfloat16
 PER_WORD = 8
 GROUPS = (32, 64, 128)
 
-_LONGEST = 64  # numbers of a run
+_LONGEST = 64  # numbers in a run
 _SMALLEST_SCALE = torch.finfo(SCALE).tiny
 
 
 def run_length(k: int, group: int) -> int:
-    """The length of the runs in a row of K numbers: a power of two, such that K has whole blocks, a group whole runs.
+    """The length of the runs in a row of K numbers: a power of two that divides K into whole blocks, and a group into
+    runs.
 
     K must be a multiple of 8.
     """
@@ -33,7 +34,9 @@ def run_length(k: int, group: int) -> int:
 
 
 def kernel_groups(k: int, group: int) -> tuple[int, int]:
-    """The numbers that a kernel adds up before it multiplies with a scale, and 1; 0 if all of a row have one scale."""
+    """(how many numbers a kernel adds up before it multiplies by a scale, 1); the first is 0 if a row has a single
+    scale.
+    """
     return (group, 1) if group != k else (min(max(GROUPS), k & -k), 0)
 
 

@@ -1,7 +1,7 @@
 """linear: x Wᵀ + b; fused_linear: the same with the norm before it, and the gate and residual sum after it.
 
 The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs come before it where they accept the call.
-This module also decides which calls always go to PyTorch, and from how many rows on a product counts as large.
+This module also decides which calls always go to PyTorch, and how many rows a product of many rows has.
 
 A product of few rows is limited by reading its weights, so a kernel that also computes the surrounding operations saves
 their launches. Without such a kernel the operations run one by one.
@@ -174,7 +174,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def kind(spec: LinearSpec) -> LinearSpec:
-    """The number of rows doesn't matter: every check has products of few rows and of many."""
+    """The number of rows is ignored, because every check includes products of few and of many rows."""
     return spec._replace(rows=MANY)
 
 
@@ -256,7 +256,7 @@ def rides_along(x: Tensor) -> bool:
     square = _square(x.dtype, x.device, k, ROWS_CLASS[m])
     try:
         return _fused.choices[square].implementation.tier == "triton"
-    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises with every reason
+    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises an error with every reason
         return False
 
 
@@ -305,7 +305,7 @@ def _one_by_one(
     return fused_linear
 
 
-composed = _one_by_one(rms_norm, linear, act_and_mul)  # each by the implementation that serves it
+composed = _one_by_one(rms_norm, linear, act_and_mul)  # each part by the implementation that serves it
 eager_fused_linear = _one_by_one(eager_rms_norm, eager_linear, eager_act_and_mul)  # the oracle
 
 
@@ -314,7 +314,9 @@ def _triton_refuses(spec: FusedLinearSpec, device: Device) -> str | None:
 
 
 def _parts_elsewhere(spec: FusedLinearSpec, device: Device) -> str | None:
-    """Why one kernel must not replace the parts: the user chose the tier or kernel of a part, or aiter serves it."""
+    """Return why one kernel must not replace the parts: the user chose the tier or kernel of a part, or aiter serves
+    it.
+    """
     parts = {"linear": True, "rms_norm": spec.norm_dtype is not None, "act_and_mul": spec.activation is not None}
     reason = chosen_elsewhere(name for name, present in parts.items() if present)
     if reason is not None:
@@ -343,7 +345,7 @@ def _preferred(spec: FusedLinearSpec, device: Device) -> str | None:
 
 
 def _composed_in(tier: str) -> Implementation[FusedLinearSpec]:
-    """The parts one by one, where this tier serves the product."""
+    """Run the parts one by one, if this tier serves the product."""
 
     def refuses(spec: FusedLinearSpec, device: Device) -> str | None:
         return None if _preferred(spec, device) == tier else f"the {tier} tier doesn't serve the product"
@@ -352,7 +354,7 @@ def _composed_in(tier: str) -> Implementation[FusedLinearSpec]:
 
 
 def _fused_kind(spec: FusedLinearSpec) -> FusedLinearSpec:
-    """A smaller specification that is the same in what the tiles of our kernels depend on."""
+    """Return a smaller specification that leads to the same tiles of hf_rocm's kernels."""
     return spec._replace(rows=MANY, n=smaller(spec.n, 4160), k=spec.k if spec.k <= 2048 else 1024 + spec.k % 1024)
 
 

@@ -44,7 +44,7 @@ def recognise(
     if is_compiling() or mask.shape[1:3] != (1, s_q) or s_q > s_k:
         return None
     if window is not None and window >= s_k:
-        window = None  # it hides nothing
+        window = None  # it masks nothing
     if mask.is_inference() or not _kernel_serves(query, key, value, mask, window, softcap, sinks):
         return None  # inference tensors have no version, so the mask would have to be read in every layer
     if captured(query):
@@ -84,7 +84,7 @@ def _packed(seen: Tensor, window: int | None) -> Packed | None:
         return _make(real, torch.ones(b, s_q, dtype=torch.bool, device=seen.device), causal=False)
     causal = visible(s_q, s_k, causal=True, window=window, device=seen.device)
     assert causal is not None
-    # a padding query that sees something has a defined result, which packing would lose: right padding stays masked
+    # a padding query that sees a key has a defined result, which packing would lose, so right padding uses the mask
     blind = own | ~seen.any(-1)
     if bool((seen == (real[:, None] & causal)).all() & blind.all()):
         return _make(real, own, causal=True, window=window)
@@ -92,7 +92,7 @@ def _packed(seen: Tensor, window: int | None) -> Packed | None:
 
 
 def _as_bool(mask: Tensor) -> Tensor | None:
-    """True where a query sees a key; None if the mask has other values than 0 and −∞ (or the smallest number)."""
+    """True where a query sees a key; None if the mask contains values other than 0 and −∞ (or the smallest number)."""
     if mask.dtype == torch.bool:
         return mask
     seen = mask == 0

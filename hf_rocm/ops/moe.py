@@ -155,7 +155,7 @@ def kind(spec: ExpertsSpec) -> ExpertsSpec:
 def cases(spec: ExpertsSpec) -> Iterator[Case]:
     """One token, some and many. No token is routed to the last expert if there is another one.
 
-    No case of a single token with gradients: with so few numbers, the error of the eager tier would be chance.
+    No single token with gradients: with so few numbers, the eager tier's error would depend on chance.
     """
     draw = Draw(spec.dtype, spec.device)
     sizes = ((2 * spec.intermediate, spec.hidden), (spec.hidden, spec.intermediate))
@@ -163,7 +163,7 @@ def cases(spec: ExpertsSpec) -> Iterator[Case]:
     biases = [draw(spec.experts, size[0]) if spec.bias else None for size in sizes]
     limit = 2.0
     if spec.grad and spec.activation == CLAMPED:
-        # the gradient is discontinuous where clamping begins: no value may be so close to it that rounding decides
+        # the gradient is discontinuous at the limit: no value may be so close to it that rounding changes the result
         limit = 7.0
         biases[0] = None if biases[0] is None else biases[0].sign() * 14 * (biases[0].abs() > 0.5)
     form = Form(spec.activation, spec.transposed, spec.interleaved, spec.weigh_input, limit=limit, alpha=1.702)

@@ -1,7 +1,7 @@
 """Routed experts in PyTorch: one grouped product per layer, a batched product for few tokens, and two loops.
 
 The gathered and the grouped form don't synchronise with the host, so they can be recorded in a graph. (The grouped form
-does where PyTorch has no kernel for the dtype; it has one for bf16 on recent GPUs.) Both loops synchronise.
+does so if PyTorch has no kernel for the dtype; it has one for bf16 on recent GPUs.) Both loops synchronise.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Draw:
-    """Draws normal numbers, the same on every machine, without changing the user's random state."""
+    """Draws normal numbers, which are the same on every machine, without changing the user's random state."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -113,7 +113,7 @@ def from_arguments(call: Callable[..., Any], terms: type[tuple[Any, ...]]) -> Ca
 
 
 def smaller(size: int, most: int, power: int = 64) -> int:
-    """A size of about `most` at the most, with the same remainder modulo `power`."""
+    """A size of at most about `most`, with the same remainder modulo `power`."""
     return size if size <= most else most + size % power
 
 
@@ -123,5 +123,5 @@ def fewer_rows(n: int, k: int, step: int = 64) -> int:
 
 
 def small_window(spec: Any) -> Any:
-    """The kind of a specification of attention: with a window that is shorter than the cases."""
+    """The kind of an attention specification, with a window that is shorter than the cases."""
     return spec if spec.window is None else spec._replace(window=min(spec.window, WINDOW))

@@ -133,7 +133,7 @@ _START = "import sys; sys.path[:] = {path!r}; from hf_rocm.ops.probe_child impor
 
 
 class _Worker:
-    """The child process. warm: it first initialises what checks need; False when it replaces a child that has died."""
+    """The child process. warm: whether it first initialises what checks need; False if it replaces a dead child."""
 
     def __init__(self, *, warm: bool = False) -> None:
         self.parent = os.getpid()

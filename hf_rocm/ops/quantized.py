@@ -1,7 +1,7 @@
 """quantized_linear: x Wᵀ + b with weights of 8 or 4 bits, with the norm before it and the gate and sum after it.
 
-8-bit weights have a scale for each row or block, 4-bit weights one for each group of a row. Few rows are not rounded: a
-kernel reads the weight's own bytes. Many rows meet dequantised weights, or 8-bit weights rounded likewise.
+8-bit weights have a scale for each row or block, 4-bit weights one for each group of a row. If x has few rows, they are
+not rounded, and a kernel reads the stored weight. If it has many, the weight is dequantised, or x is rounded to 8 bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_rocm.ops.triton import quantized as triton
 
 # The largest M for which a kernel converts the weight in registers.
 FEW = 64
-# From this M on, fp8 products of rounded rows come first. An estimate: on one NVIDIA H200 they were slower than bf16
+# From this M on, fp8 products of rounded rows are preferred. An estimate: on one NVIDIA H200 they were slower than bf16
 # for 1024 rows, and faster for 8192.
 ROUNDED_FROM = 2048
 _ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))  # M rounded up to a power of two
@@ -108,7 +108,7 @@ def quantized_linear(
 
 
 def keeps_input(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, shuffled: bool) -> bool:
-    """Whether x should not be rounded, since a Triton kernel reads the 8-bit weight's own bytes.
+    """Return whether x should not be rounded, because a Triton kernel reads the 8-bit weight as stored.
 
     False while torch.compile traces.
     """
@@ -125,7 +125,7 @@ def keeps_input(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, s
 
 
 def keeps_rows(spec: QuantizedSpec, m: int) -> bool:
-    """The same for M rows with this specification, which doesn't round them."""
+    """The same for M rows with this specification without rounding."""
     if _tier(spec) != "triton":
         return False
     if spec.rows != MANY:
@@ -137,7 +137,7 @@ def keeps_rows(spec: QuantizedSpec, m: int) -> bool:
 def _tier(spec: QuantizedSpec) -> str | None:
     try:
         return _operation.choices[spec].implementation.tier
-    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises with every reason
+    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises an error with every reason
         return None
 
 
@@ -147,7 +147,7 @@ def _triton_refuses(spec: QuantizedSpec, device: Device) -> str | None:
 
 
 def _checked(name: str) -> probe.Probe:
-    """PyTorch's private products differ by device and release, so a small one with the same remainders is checked."""
+    """PyTorch's private products differ by device and release, so check a small product with the same remainders."""
 
     check = probe.checked_here("quantized_linear", name, tier="torch")
 
@@ -158,17 +158,17 @@ def _checked(name: str) -> probe.Probe:
 
 
 def _kind(spec: QuantizedSpec) -> QuantizedSpec:
-    """A smaller specification that is the same in what the tiles of our kernels depend on."""
+    """Return a smaller specification that leads to the same tiles of hf_rocm's kernels."""
     if spec.round_input:
         return spec
     k = spec.k if spec.k <= 2048 else 1024 + spec.k % 1024
-    group = k if spec.group == spec.k else spec.group  # a row that is one group stays one
-    blocks = group and spec.format != INT4  # a gate begins with one
+    group = k if spec.group == spec.k else spec.group  # a row that is a single group remains one
+    blocks = group and spec.format != INT4  # the second half of a gated product starts at a block
     return spec._replace(rows=MANY, n=smaller(spec.n, 4352, 256) if blocks else smaller(spec.n, 4160), k=k, group=group)
 
 
 def _cases(spec: QuantizedSpec) -> Iterator[Case]:
-    """One row of each x is zero, and its largest magnitude must not be used as a divisor."""
+    """One row of each x is zero: its largest magnitude must not be used as a divisor."""
     n, draw = fewer_rows(spec.n, spec.k, 256), Draw(spec.dtype, spec.device)
     numbers = draw(n, spec.k) * spec.k**-0.5
     weight, scale = _encoded(numbers, spec)
@@ -180,7 +180,7 @@ def _cases(spec: QuantizedSpec) -> Iterator[Case]:
     zeros = (weight[:, :1] & 15).expand(scale.shape).to(torch.uint8).contiguous() if spec.zeros else None
     norm_weight = None if spec.norm_dtype is None else draw(spec.k).to(spec.norm_dtype)
     columns = n if spec.activation is None else n // 2
-    # few rows, some, and more than the largest tile
+    # a single row, a few rows, and more rows than the largest tile
     for m in (1, 33, 300) if spec.round_input else (1, 3, 33, 70):
         x = draw(m, spec.k)
         if m > 1:

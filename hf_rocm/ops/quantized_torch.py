@@ -1,6 +1,6 @@
 """The specification of `quantized_linear`, the arguments of its implementations, and the implementations in PyTorch.
 
-The torch tier is the BLAS library: 8-bit products of many rows, which are rounded likewise in every call, or the
+The torch tier is the BLAS library: 8-bit products, for which the rows of x are rounded to 8 bits in every call, or the
 product of a dequantised weight. The eager tier multiplies the dequantised numbers.
 """
 
@@ -33,13 +33,13 @@ class QuantizedSpec(NamedTuple):
     bias_dtype: torch.dtype | None
     shuffled: bool
     round_input: bool = True
-    group: int = 0  # numbers of a row with one scale; 0: all. With 8 bits a block: so many rows share it
+    group: int = 0  # numbers of a row with one scale; 0: all. With 8 bits it is a block, whose scale as many rows share
     norm_dtype: torch.dtype | None = None
     one_plus: bool = False
     activation: str | None = None
     residual: bool = False
     rows: int = MANY  # M rounded up to a power of two, or MANY; MANY if x is rounded
-    scale_dtype: torch.dtype | None = None  # of groups; None: bf16
+    scale_dtype: torch.dtype | None = None  # the dtype of the groups' scales; None: bf16
     zeros: bool = False  # whether groups have zero points
 
     @property
@@ -123,7 +123,7 @@ def eager_linear(call: QuantizedCall) -> Tensor:
 
 
 def dequantized_linear(call: QuantizedCall) -> Tensor:
-    """The weight, dequantised to x's dtype for this call, times x as it is."""
+    """x times the weight, which is dequantised to x's dtype for this call."""
     bias = call.bias
     return F.linear(call.x, call.dequantized(call.x.dtype), None if bias is None else bias.to(call.x.dtype))
 

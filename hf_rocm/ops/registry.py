@@ -1,8 +1,8 @@
 """The router: chooses an implementation once for each specification and records why the others were not chosen.
 
-The predicate of an implementation returns a sentence why it refuses a specification, or None. The first one that does
-not refuse is used, in the order aiter, triton, torch, eager. If the user named a tier, it must serve the call, or the
-call raises.
+The predicate of an implementation returns a sentence with the reason why it refuses a specification, or None. The first
+implementation that does not refuse is used, in the order aiter, triton, torch, eager. If the user named a tier that
+can't serve the call, the call raises an error.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def kernel_serves(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:
     """Whether an implementation faster than plain PyTorch serves this specification."""
     try:
         return operation.choose(spec).implementation.tier not in ("torch", "eager")
-    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises with every reason
+    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises an error with every reason
         return False
 
 

@@ -35,7 +35,7 @@ class RopeIntoCacheSpec(NamedTuple):
     rotated: int
     interleaved: bool
     shared: bool  # one table of angles for the whole batch
-    counted: bool  # the position is a count, which grows
+    counted: bool  # the position is a counter, which is advanced
     one: bool  # a single token
     once: bool  # every angle once
     norm_dtype: torch.dtype | None  # of the norms' weights
@@ -80,7 +80,7 @@ _NO_NORM = (None, 0.0, False)
 
 
 def alike(norms: tuple[Norm, Norm]) -> bool:
-    """Whether one call can have these norms of queries and keys."""
+    """Return whether one call supports these norms of queries and keys."""
     first, second = norms
     return first.one_plus is second.one_plus and first.weight.dtype == second.weight.dtype
 

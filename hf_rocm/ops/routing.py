@@ -1,6 +1,6 @@
 """choose_experts: from a router's logits to the experts of every token and their weights.
 
-A router is a small product followed by some ten small operations: softmax or sigmoid, a bias, a limit to groups of
+A router is a small product followed by about ten small operations: softmax or sigmoid, a bias, a limit to groups of
 experts, top-k, a division by the sum. In a decode step each of them is a separate launch.
 """
 
@@ -45,9 +45,9 @@ def choose_experts(
     experts of the `chosen_groups` groups are eligible whose `best` largest scores have the largest sum. normalise:
     divide the weights by their sum plus epsilon. scale: multiplies the weights. dtype: of the weights, default that of
     the logits.
-    Of equal scores, that of the lower expert is the larger one, as with `torch.topk` on a GPU; on a CPU, the torch tier
-    chooses as `torch.topk` there. Returns (weights [T, top], ids [T, top] int64), the largest score first; with groups
-    or a bias, the torch tier's order is not defined. Raises `OptionError` on other scores.
+    Of equal scores, that of the expert with the lower index is chosen, as by `torch.topk` on a GPU; on a CPU, the torch
+    tier chooses like `torch.topk` there. Returns (weights [T, top], ids [T, top] int64), the largest score first; with
+    groups or a bias, the torch tier's order is not defined. Raises `OptionError` on other scores.
     """
     if scores not in SCORES:
         raise OptionError(f"choose_experts has no scores {scores!r}", facts={"known": ", ".join(SCORES)})
@@ -83,7 +83,7 @@ def specification_for(
     normalise: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[object, ...]:
-    """`specification` of logits that don't exist yet. x: a tensor of their device, and of their dtype unless `wide`."""
+    """`specification` for logits that don't exist yet. x: a tensor with their device, and their dtype unless `wide`."""
     weight_dtype = x.dtype if dtype is None else dtype
     call = RoutingCall(x, bias, top, scores, groups, chosen_groups, best, normalise, 0.0, 1.0, weight_dtype)
     return specification(call, experts=experts, wide=wide)
@@ -111,7 +111,7 @@ def specification(call: RoutingCall, *, experts: int, wide: bool = False) -> tup
 
 
 def _cases(spec: RoutingSpec) -> Iterator[Case]:
-    """Logits in steps that every dtype has, so that no rounding decides. Two of a token's are always equal."""
+    """Logits on a grid that every dtype represents, so that rounding changes no choice. Two of each token are equal."""
     draw = Draw(torch.float32, spec.device)
     for tokens in (1, LENGTH):
         order = draw(tokens, spec.experts).argsort(-1)

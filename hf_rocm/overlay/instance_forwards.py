@@ -1,4 +1,4 @@
-"""Forwards that other libraries store on an instance: they must call the dispatcher, even if it was bound later."""
+"""Make forwards that other libraries store on an instance call the dispatcher, even if it was bound later."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hf_rocm.overlay.locate import Installation
 from hf_rocm.overlay.scan import left_out, state_of
 from hf_rocm.overlay.state import FileState, Installed, Match
 
-_LISTED = 8  # most names that a sentence lists
+_LISTED = 8  # the largest number of names that a sentence lists
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The part of `explain` on decoding: whether steps are recorded and replayed, which are not, and why."""
+"""The part of `explain` on decoding: which steps are recorded and replayed, and why the others are not."""
 
 from __future__ import annotations
 

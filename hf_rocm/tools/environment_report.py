@@ -1,4 +1,4 @@
-"""The block that `hf-rocm env` prints: the facts about a machine for an issue, without anything private."""
+"""The block that `hf-rocm env` prints: the facts about a machine for an issue, without private data."""
 
 from __future__ import annotations
 

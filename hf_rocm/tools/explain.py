@@ -37,7 +37,7 @@ from hf_rocm.weights.prefused import joined_already
 from hf_rocm.weights.quantize import summary
 from hf_rocm.weights.tensor_parallel import mesh_of
 
-# modules that only hold others
+# modules that only contain others
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -208,7 +208,7 @@ def _why_unbound(family: str, report: dict[str, Any]) -> str:
 
 
 def _name(cls: type) -> str:
-    """The name of a class that shares it with another one: `lora.Linear`; PyTorch's stay as they are."""
+    """The name for a class that shares its name with another class: `lora.Linear`. PyTorch's are unchanged."""
     if cls.__module__.split(".")[0] == "torch":
         return cls.__name__
     parts = cls.__module__.split(".")

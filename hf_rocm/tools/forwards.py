@@ -1,4 +1,4 @@
-"""The part of `explain` on recorded forwards: whether they are recorded and replayed, which are not, and why."""
+"""The part of `explain` on recorded forwards: which are recorded and replayed, and why the others are not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def forwards(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
-    """Sentences about the models in this one that don't generate; none if it is not prepared or has none."""
+    """Sentences about the models in this one that don't generate; none if it is not prepared or has no such models."""
     off: dict[str, str | None] = report.get("forwards") or {}
     modules = dict(model.named_modules())
     encoders = [(name, modules[name], reason) for name, reason in off.items() if name in modules]

@@ -37,7 +37,7 @@ def linears(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
     lines += [f"routed × {count}: {backend}" for backend, count in routes.items()]
     unserved = sum(BACKEND in module.__dict__ and not is_attached(module) for module in model.modules())
     if unserved:
-        lines.append(f"routed, but another forward was set since × {unserved}")
+        lines.append(f"routed, but another forward was set later × {unserved}")
     embeddings: dict[str, Any] = report.get("patch_embeddings") or {}
     lines += [f"as a product, not a convolution: {name}" for name in patch_embeddings.in_force(model)]
     lines += [f"a convolution stays stock, {name}: {reason}" for name, reason in embeddings.get("stock", {}).items()]

@@ -168,7 +168,7 @@ def read(tokenizer: Any, text: str | None, *, tokens: int = 4 * LENGTH) -> Tenso
 
 
 def python_text() -> str:
-    """Prose that is part of every Python: the topics of `help()`."""
+    """Text that every Python contains: the topics of `help()`."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:

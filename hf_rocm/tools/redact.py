@@ -1,4 +1,4 @@
-"""Remove what must not leave this machine when a report is published: secrets, names, private paths."""
+"""Remove secrets, names and private paths from a report, so that it can be published."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ SHORT = 3
 
 
 def clean(text: str, *, home: str = "", user: str = "", host: str = "", paths: Iterable[str] = ()) -> str:
-    """The text without keys, logins in addresses, the names of the user and the host, and private paths.
+    """Return the text without keys, logins in URLs, the names of the user and the host, and private paths.
 
-    Of a private path only its last part is kept: `~/…/model` below the home, `…/model` elsewhere; of an address neither
-    login nor query. paths: those that may stand in the text, for what no pattern sees the end of.
+    Only the last part of a private path is kept: `~/…/model` below the home, `…/model` elsewhere. Logins and queries of
+    URLs are removed. paths: known paths in the text, which are needed if no pattern matches their end.
     """
     text = LOGIN.sub("***@", QUERY.sub(r"\g<address>?***", KEYS.sub("***", text)))
     text = RANDOM.sub("***", BARE_LOGIN.sub("***@", text))
@@ -109,7 +109,7 @@ def clean(text: str, *, home: str = "", user: str = "", host: str = "", paths: I
 def value(text: str, *, home: str = "") -> str:
     """The value of a variable, with every path in it shortened, including relative paths and those with spaces."""
     if "/" not in text or "://" in text:
-        return text  # `clean` shortens addresses
+        return text  # `clean` shortens URLs
     pieces = re.split(r"([:;,]|\s+(?=-))", text)
     return "".join(_piece(piece, home) for piece in pieces)
 

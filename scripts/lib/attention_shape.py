@@ -26,7 +26,7 @@ class Part:
     head_dim: str | None = None  # set after the split into heads
     moved: bool = False  # [B, heads, S, D]
     bounds: tuple[str | None, str | None] | None = None  # its columns in a joined projection
-    chunk: int | None = None  # its third of every head in a joined projection
+    chunk: int | None = None  # which third of every head it is, in a joined projection
     scale: str | None = None  # a factor of the queries, which can become attention's scale
 
 

@@ -66,7 +66,7 @@ def render(root: Path) -> list[Path]:
 
 
 def replaced(text: str, name: str, body: str) -> str:
-    """The page, with the text between the two markers of that name replaced."""
+    """Replace the text between the two markers of that name in the page."""
     pattern = rf"(<!-- {name}: begin [^>]*-->\n).*?(<!-- {name}: end -->)"
     result, count = re.subn(pattern, lambda match: str(match[1]) + body + "\n" + str(match[2]), text, flags=re.DOTALL)
     assert count == 1, name
@@ -205,7 +205,7 @@ def starts(segment: Any) -> Iterator[str]:
 
 
 def kernels(segment: Any) -> Iterator[str]:
-    """The fastest of PyTorch and of hf_rocm for every operation and case."""
+    """The fastest implementations of PyTorch and of hf_rocm for every operation and case."""
     from hf_rocm.tools.bench.report import kernels_by_case, markdown
 
     rows = []

@@ -138,7 +138,7 @@ def _build(job: tuple[str, int, str]) -> Built:
 
 
 def _unknown(text: str, architecture: str) -> tuple[str, ...]:
-    """What the tests would fail at if a case executed this code: parse it as they do, whether a case does or not."""
+    """Return an error if the tests can't execute this code, which is parsed as they parse it."""
     from tests.amdgcn.machine import Program, UnknownInstruction
 
     try:

@@ -68,7 +68,7 @@ def step(title: str) -> Iterator[None]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "  ") -> None:
-    """Columns as wide as their contents: the first to the left, the others to the right."""
+    """Columns as wide as their contents; the first is aligned left, the others right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def render(row: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """bandwidth: bytes a second. capacity: bytes. bf16: dense operations a second. All at their peak.
+    """Peak rates. bandwidth: bytes per second. capacity: bytes. bf16: dense operations per second.
 
     computed: bf16 follows from the compute units, the operations of one per clock (512 on RDNA 3 and 3.5, 1024 on RDNA
     4) and the highest clock.

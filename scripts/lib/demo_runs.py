@@ -40,7 +40,7 @@ class Runs:
         self.workloads = workloads
 
     def run(self, way: str) -> None:
-        """Run every workload in one way, in new processes, both at once."""
+        """Run every workload in one way, in new processes that run at the same time."""
         title, load, forced = WAYS[way]
         environ = {"HF_ROCM_FORCE": "1"} if forced else {}
 
@@ -106,7 +106,7 @@ class Runs:
 
 @contextmanager
 def background(environment: Environment, *words: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that runs while other steps are shown; `show` prints its output. It ends with the block."""
+    """A Python process that runs during other steps; `show` prints its output. It is ended with the block."""
     command = [str(environment.python), "-u", *map(str, words)]
     process = subprocess.Popen(
         command,
@@ -125,7 +125,7 @@ def background(environment: Environment, *words: str | Path) -> Iterator[subproc
 
 
 def show(process: subprocess.Popen[str], *, name: str) -> None:
-    """Print the process's output so far, then new lines as they come. Raises `ScriptError` if it failed."""
+    """Print the process's output so far, then new lines as they appear. Raises `ScriptError` if it failed."""
     output: IO[str] | None = process.stdout
     for text in output or ():
         say(text.rstrip())

@@ -1,4 +1,4 @@
-"""The text of a definition of transformers in each release, and its changes between releases.
+"""The text of a definition in transformers in each release, and its changes between releases.
 
 Like a digest, the text leaves out layout, comments, docstrings and annotations: definitions with the same text have the
 same digest.
@@ -32,7 +32,7 @@ def text_of(source: bytes | str, name: str) -> str:
 
 
 def changes(name: str, texts: Mapping[str, str], forms: Forms, known: Forms) -> Iterator[str]:
-    """For each new version of a definition: its text, or the differences from the previous version.
+    """For each new version of a definition, return its text, or the differences from the previous version.
     texts: by digest. forms: the versions of the releases, the oldest first. known: those that were accepted before.
     """
     before: str | None = None

@@ -10,7 +10,7 @@ from lib.console import ScriptError, step
 
 
 def fault_injection() -> None:
-    """Return if strace can inject faults here. Raises `ScriptError`: without it the promises are not tested."""
+    """Return if strace can inject faults here. Raises `ScriptError`, because the promises would not be tested."""
     if shutil.which("strace") is None and os.geteuid() == 0 and shutil.which("apt-get"):
         with step("strace"):
             for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "strace"]):

@@ -69,7 +69,7 @@ class Plan:
 
 
 def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Plan:
-    """What to install on this machine. Raises `ScriptError` if aiter cannot be used."""
+    """Select what to install on this machine. Raises `ScriptError` if aiter cannot be used."""
     if machine.torch is None or machine.hip is None:
         actual = "no torch" if machine.torch is None else f"torch {machine.torch}, which is not built for ROCm"
         raise ScriptError(

@@ -1,7 +1,7 @@
 """Check that hf_rocm is never slower than stock in cases that are served but not recorded.
 
-Hooks, forwards of other libraries, returned hidden states and the like prevent decode steps from being recorded. What
-remains (fused weights, kernels, inputs prepared once) must not be slower than stock in any of these cases.
+Hooks, forwards of other libraries or returned hidden states, for example, prevent decode steps from being recorded. The
+remaining changes (fused weights, kernels, inputs prepared once) must not be slower than stock in any of these cases.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Tree:
-    """A package's files: path → (mode, sha256). Compiled modules are excluded: Python writes them at any time."""
+    """A package's files: path → (mode, sha256). Compiled modules are excluded, because Python may write them at any
+    time.
+    """
 
     files: dict[str, tuple[int, str]]
 

@@ -46,8 +46,8 @@ class Comparison:
     """Both passes side by side.
 
     regressions: tests that pass stock and don't with overlays, and aren't listed. unavoidable: those that are listed.
-    repaired: the other way round. stale: entries whose tests ran and don't differ. idle: models none of whose
-    overlaid forwards was called.
+    repaired: tests that fail stock and pass with overlays. stale: entries whose tests ran and don't differ. idle:
+    models none of whose overlaid forwards was called.
     """
 
     release: str

@@ -1,9 +1,9 @@
 """Faults injected into hf_rocm's operations, and larger weights: a pytest plugin that shows which tests detect them.
 
-Loaded with `-p upstream_faults`, in transformers' tests beside `upstream_plugin` and in hf_rocm's own. UPSTREAM_FAULT
-names the fault, UPSTREAM_SPREAD is a factor on the standard deviation of the weights that transformers initialises.
-Every implementation of an operation is wrapped, so tier and route do not change. UPSTREAM_FAULT_LOG is a file with a
-JSON line for each phase of a test: its outcome, and the number of changed calls so far.
+Loaded with `-p upstream_faults`, together with `upstream_plugin` in transformers' tests, alone in hf_rocm's own.
+UPSTREAM_FAULT names the fault, UPSTREAM_SPREAD is a factor on the standard deviation of the weights that transformers
+initialises. Every implementation of an operation is wrapped, so tier and route do not change. UPSTREAM_FAULT_LOG is a
+file with a JSON line for each phase of a test: its outcome, and the number of changed calls so far.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Interpreter:
     path: tuple[Path, ...] = ()
 
     def environ(self, *first: Path, **changes: str) -> dict[str, str]:
-        """The variables of a child: `first` before everything else on its path."""
+        """The variables of a child, with `first` before everything else on its import path."""
         return clean_environ(PYTHONPATH=os.pathsep.join(map(str, (*first, *self.path))), **changes)
 
 
@@ -120,7 +120,8 @@ def _show_sources(settings: Pass) -> None:
 
 def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, str]:
     (scratch / "plugin").mkdir(exist_ok=True)
-    for file in (PLUGIN, FAULTS):  # only these, since the names of other modules there are too common to be importable
+    # only these: the other modules there have names that are too common to be put on the import path
+    for file in (PLUGIN, FAULTS):
         shutil.copy2(file, scratch / "plugin")
     command = [
         settings.interpreter.python,

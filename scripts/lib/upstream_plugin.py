@@ -85,7 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """One test: the same random numbers in both passes, a time limit, and a line in the log at either end."""
+    """Run one test with the same random numbers in both passes, a time limit, and a line in the log at its start and
+    end.
+    """
     global _current
     _current = _Progress()
     _write({"began": item.nodeid})

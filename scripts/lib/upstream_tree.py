@@ -64,7 +64,7 @@ def source_distribution(release: str, builder: Environment) -> Path:
 
 
 def fetched(release: str) -> Path | None:
-    """The folder that `source_distribution` left, or None."""
+    """The folder that `source_distribution` downloaded, or None."""
     folder = FETCHED / f"transformers-{release}" / "tests"
     return folder if (folder / "test_modeling_common.py").is_file() else None
 

@@ -33,7 +33,7 @@ def fetch(releases: Iterable[str], folder: Path = WHEELS) -> None:
     missing = [release for release in releases if not wheel_of(release, folder).is_file()]
     if missing:
         size = f"{len(missing)} wheel{'s' * (len(missing) > 1)}, about {len(missing) * MEGABYTES} MB"
-        print(f"fetching {size}, into {folder}, where later runs have them", file=sys.stderr)
+        print(f"fetching {size}, into {folder}, for this and later runs", file=sys.stderr)
     for number, release in enumerate(missing, 1):
         print(f"\r{number}/{len(missing)} transformers {release} ", end="", file=sys.stderr, flush=True)
         _pip("download", "--quiet", "--no-deps", "--dest", str(folder), f"transformers=={release}")

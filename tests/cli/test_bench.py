@@ -77,7 +77,7 @@ def test_a_profile_lists_kernels_and_writes_a_trace(tmp_path, capsys, monkeypatc
     [
         ([], 2, "Usage"),
         (["--config", "small", "a-model"], 2, "give a MODEL, or a known shape"),
-        (["a-model", "--layers", "1"], 2, "--layers goes with --config"),
+        (["a-model", "--layers", "1"], 2, "--layers needs --config"),
         (["--config", "llama-9b"], 1, "there is no shape 'llama-9b'"),
         ([*TINY, "--sides", "stock,fast"], 1, "'fast'"),
         ([*TINY, "--kinds", "encode"], 1, "--kinds encode"),

@@ -48,6 +48,7 @@ def test_help_fits_the_terminal_breaks_no_words_and_has_the_options_of_a_model(
     assert {"--config", "--prompt", "--chart", *LABELS} <= set(re.findall(r"[\w-]+", shown))
     assert all(re.search(rf"\b{name}[,.]", shown) for name in SHAPES)
     assert "<bool>" not in shown and "\n  ops " in shown
+    assert main(["bench", "a-model", "--help"]) == 0 and capsys.readouterr().out == shown
     assert main(["help", "tune"]) == 0 and "--shapes-only" in capsys.readouterr().out
     assert main(["help", "nonsense"]) == 2
 

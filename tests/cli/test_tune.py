@@ -161,7 +161,7 @@ def test_merge_writes_one_table_and_never_a_file_that_it_reads(fake_aiter, tmp_p
 
 def test_list_shows_all_tables_and_damaged_ones(fake_aiter, tmp_path, capsys, monkeypatch):
     assert main(["tune", "list"]) == 0
-    assert "no tables yet: hf-rocm tune MODEL makes one" in capsys.readouterr().out
+    assert "no tables yet: hf-rocm tune MODEL creates one" in capsys.readouterr().out
     fake = fake_aiter("0.1.20", row(LAYOUT))
     write(store.tuned(MI300X, fake.release), table_text(LAYOUT, row(LAYOUT), row(LAYOUT, M=9)))
     assert main(["tune", "list", "--json"]) == 0

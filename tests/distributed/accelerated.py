@@ -35,7 +35,7 @@ def main(checkpoint: str, folder: str) -> None:
     state.destroy_process_group()
 
 
-def ours(checkpoint: str):
+def prepared(checkpoint: str):
     """Each process prepares a separate copy."""
     model = hf_rocm.from_pretrained(checkpoint, force=True).eval()
     assert live(model) == GROUPS
@@ -48,7 +48,7 @@ def tokens(model, prompt):
 
 
 def prompts_shared_out(checkpoint: str, folder: Path) -> None:
-    model, state = ours(checkpoint), PartialState()
+    model, state = prepared(checkpoint), PartialState()
     with state.split_between_processes(PROMPTS) as share:
         assert 0 < len(share) < len(PROMPTS)
         texts = gather_object([tokens(model, prompt) for prompt in share])
@@ -58,7 +58,7 @@ def prompts_shared_out(checkpoint: str, folder: Path) -> None:
 
 
 def wrapped_and_unwrapped(checkpoint: str, folder: Path) -> None:
-    model, accelerator = ours(checkpoint), Accelerator(cpu=True)
+    model, accelerator = prepared(checkpoint), Accelerator(cpu=True)
     wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     assert type(wrapped) is DistributedDataParallel and accelerator.unwrap_model(wrapped) is model
     follows(model, GROUPS)
@@ -85,7 +85,7 @@ def mixed_precision(checkpoint: str, folder: Path) -> None:
     """The Accelerator replaces the forward of the model, and restores it."""
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model, stock = ours(checkpoint), LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    model, stock = prepared(checkpoint), LlamaForCausalLM.from_pretrained(checkpoint).eval()
     wrapped = [accelerator.prepare_model(variant, evaluation_mode=True) for variant in (model, stock)]
     assert "forward" in model.__dict__
     actual, eager = map(logits, wrapped)

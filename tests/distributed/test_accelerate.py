@@ -229,8 +229,8 @@ def _dispatch_in_place(model, folder):
 )
 def test_dispatched_after_prepare_and_undone(model, stock, tmp_path, place, groups):
     """`remove_hook_from_submodules` moves the weights back; `prepare` fuses moved weights again."""
-    for each, folder in ((model, "ours"), (stock, "stock")):
-        place(each, tmp_path / folder)
+    for either, folder in ((model, "ours"), (stock, "stock")):
+        place(either, tmp_path / folder)
     assert hooks(model) == hooks(stock)
     as_good_as(stock, model, build().double())
     assert live(model) == groups
@@ -241,8 +241,8 @@ def test_dispatched_after_prepare_and_undone(model, stock, tmp_path, place, grou
     twin = copy.deepcopy(model)
     assert hooks(twin) == hooks(model)
     torch.testing.assert_close(logits(twin), logits(model))
-    for each in (model, stock):
-        remove_hook_from_submodules(each)
+    for either in (model, stock):
+        remove_hook_from_submodules(either)
     assert not hooks(model)
     follows(model, groups, twin=build())
     assert ("were replaced or moved after fusing" in hf_rocm.explain(model).details()) is (groups < GROUPS)

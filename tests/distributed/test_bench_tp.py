@@ -25,8 +25,8 @@ SPOILS = """
 from hf_rocm.tools.bench import rank
 from hf_rocm.ops import pointwise, registry
 right = pointwise.torch_rms_norm
-for each in registry.operations()["rms_norm"].implementations:
-    each.__dict__["call"] = lambda *rest: right(*rest) * 1.001
+for implementation in registry.operations()["rms_norm"].implementations:
+    implementation.__dict__["call"] = lambda *rest: right(*rest) * 1.001
 os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
 """
 

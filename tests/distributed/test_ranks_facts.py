@@ -25,7 +25,7 @@ print(json.dumps(facts(Place(1, 2, 1), arguments, transformers.LlamaConfig())))
 """
 
 
-def found(**arguments):
+def facts_of(**arguments):
     return facts(HERE, arguments, transformers.LlamaConfig())
 
 
@@ -45,7 +45,7 @@ def test_another_process_has_the_same_facts():
         text=True,
         check=True,
     )
-    mine = found(dtype=torch.bfloat16, words={"a", "b"}, token=3)
+    mine = facts_of(dtype=torch.bfloat16, words={"a", "b"}, token=3)
     assert json.loads(done.stdout) == mine
     assert mine["argument dtype"] == "torch.bfloat16" and "argument token" not in mine
     assert {"hf_rocm", "transformers", "torch", "GPU", "aiter", "overlay of llama", "modeling_llama.py"} <= mine.keys()
@@ -54,37 +54,37 @@ def test_another_process_has_the_same_facts():
 @pytest.mark.parametrize("name", ["dtype", "force", "preshuffle", "tp_plan", "attn_implementation", "revision"])
 def test_an_argument_that_changes_results_is_compared(name):
     assert name not in LOCAL
-    assert differing(found(**{name: "a"}), found(**{name: "b"})) == [f"argument {name}"]
+    assert differing(facts_of(**{name: "a"}), facts_of(**{name: "b"})) == [f"argument {name}"]
 
 
 def test_secrets_are_neither_compared_nor_sent():
-    assert found(token="hf_1", adapter_kwargs={"revision": "a", "token": "hf_1"}) == found(
+    assert facts_of(token="hf_1", adapter_kwargs={"revision": "a", "token": "hf_1"}) == facts_of(
         token="hf_2", adapter_kwargs={"revision": "a", "token": "hf_2"}
     )
-    assert "hf_1" not in str(found(token="hf_1", adapter_kwargs={"token": "hf_1"}))
+    assert "hf_1" not in str(facts_of(token="hf_1", adapter_kwargs={"token": "hf_1"}))
 
 
 def test_long_arguments_are_compared_whole():
     one, other = ["x"] * 100 + ["y"], ["x"] * 100 + ["z"]
-    assert differing(found(plan=one), found(plan=other)) == ["argument plan"]
-    assert len(found(plan=one)["argument plan"]) < 80
+    assert differing(facts_of(plan=one), facts_of(plan=other)) == ["argument plan"]
+    assert len(facts_of(plan=one)["argument plan"]) < 80
 
 
 def test_options_are_compared_except_those_of_one_machine():
-    before = found()
+    before = facts_of()
     with options.override(tier="torch", probe_timeout=7.0):
-        assert differing(before, found()) == ["option tiers"]
+        assert differing(before, facts_of()) == ["option tiers"]
 
 
 def test_tables_are_compared_by_content(tmp_path, monkeypatch):
     (tmp_path / "a.csv").write_text("M,N,K\n")
     (tmp_path / "b.csv").write_text("M,N,K\n")
     monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", str(tmp_path / "a.csv"))
-    before = found()
+    before = facts_of()
     monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", str(tmp_path / "b.csv"))
-    assert found() == before
+    assert facts_of() == before
     (tmp_path / "b.csv").write_text("M,N,K\n1,2,3\n")
-    assert differing(before, found()) == ["option AITER_CONFIG_GEMM_BF16"]
+    assert differing(before, facts_of()) == ["option AITER_CONFIG_GEMM_BF16"]
 
 
 def test_overlays_are_compared_by_source_and_installed_ones_by_file(tmp_path, monkeypatch):
@@ -92,12 +92,12 @@ def test_overlays_are_compared_by_source_and_installed_ones_by_file(tmp_path, mo
     shipped.parent.mkdir(parents=True)
     shipped.write_text("x = 1\n")
     monkeypatch.setattr(module, "_shipped", lambda: tmp_path)
-    before = found()
+    before = facts_of()
     shipped.write_text("x = 2\n")
-    assert differing(before, found()) == ["overlay of llama"]
+    assert differing(before, facts_of()) == ["overlay of llama"]
     assert "no overlay installed" in before["modeling_llama.py"]
     monkeypatch.setattr(module, "has_block", lambda data: True)
-    assert differing(before, found()) == ["modeling_llama.py", "overlay of llama"]
+    assert differing(before, facts_of()) == ["modeling_llama.py", "overlay of llama"]
 
 
 def test_the_config_is_compared_except_its_origin():

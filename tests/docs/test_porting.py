@@ -1,4 +1,6 @@
-"""The page on port-check: its example runs as pasted, its tables have every rule, and the review's sums are correct."""
+"""The page on port-check: its example runs as pasted, its tables have every rule, and the sums of the review are
+correct.
+"""
 
 from __future__ import annotations
 

@@ -81,17 +81,17 @@ def test_the_dockerfile_is_well_formed(dockerfile: list[tuple[str, str]]) -> Non
 def test_its_commands_exist_and_its_variables_are_read(dockerfile: list[tuple[str, str]]) -> None:
     from tests.docs.test_blocks import _parse
 
-    found = [json.loads(text) for word, text in dockerfile if word == "CMD"]
+    commands = [json.loads(text) for word, text in dockerfile if word == "CMD"]
     for word, text in dockerfile:
         if word == "RUN":
-            found += [shlex.split(part) for part in re.split(r" (?:&&|\|\||\|) ", text)]
-    ours = [words for words in found if words[0] == "hf-rocm"]
-    assert ["hf-rocm", "install-overlays"] in ours and ["hf-rocm", "doctor"] in ours
-    for words in ours:
+            commands += [shlex.split(part) for part in re.split(r" (?:&&|\|\||\|) ", text)]
+    shown = [words for words in commands if words[0] == "hf-rocm"]
+    assert ["hf-rocm", "install-overlays"] in shown and ["hf-rocm", "doctor"] in shown
+    for words in shown:
         _parse(words[1:])
-    (script,) = (words for words in found if words[-3:-2] == ["/opt/hf_rocm/scripts/install-aiter"])
+    (script,) = (words for words in commands if words[-3:-2] == ["/opt/hf_rocm/scripts/install-aiter"])
     assert (ROOT / "scripts" / "install-aiter").exists() and script[-2:] == ["--arch", "${AITER_FOR}"]
-    assert ["python", "-m", "hf_rocm.check_version"] in found and (ROOT / "hf_rocm" / "check_version.py").exists()
+    assert ["python", "-m", "hf_rocm.check_version"] in commands and (ROOT / "hf_rocm" / "check_version.py").exists()
     variables = {text.split("=")[0] for word, text in dockerfile if word == "ENV"}
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_rocm").rglob("*.py"))
     assert all(name in sources for name in variables - {"PIP_CONSTRAINT", "TRITON_CACHE_DIR"}), variables

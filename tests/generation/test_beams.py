@@ -1,4 +1,4 @@
-"""Beam search over recorded steps: stock's sequences and scores, replayed, whatever the beams do."""
+"""Beam search over recorded steps: stock's sequences and scores, replayed for any change of the beams."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def searched(model, inputs, seed=0, **arguments):
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_are_those_of_stock(kind, search, pair):
-    ours, stock = pair(kind)
+    prepared, stock = pair(kind)
     for seed, padded in ((0, 0), (1, 3), (2, 0)):
         inputs = prompt(rows=3, seed=seed, padded=padded)
-        calls = [searched(model, inputs, seed, **SEARCHES[search]) for model in (ours, stock)]
+        calls = [searched(model, inputs, seed, **SEARCHES[search]) for model in (prepared, stock)]
         assert torch.equal(*calls)
-    assert counted(ours)[1] > NEW
+    assert counted(prepared)[1] > NEW
 
 
 def test_all_steps_after_the_first_are_replayed(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     for seed in (0, 1):
         inputs = prompt(seed=seed)
-        assert torch.equal(searched(ours, inputs), searched(stock, inputs))
-    assert counted(ours) == (1, 2 * (NEW - 1) - 3)
-    assert known(ours).turned_away == {}
+        assert torch.equal(searched(prepared, inputs), searched(stock, inputs))
+    assert counted(prepared) == (1, 2 * (NEW - 1) - 3)
+    assert known(prepared).turned_away == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_returned(kind, pair):
-    ours, stock = pair(kind)
+    prepared, stock = pair(kind)
     how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for seed in (0, 1):
         inputs = prompt(padded=2, seed=seed)
-        got, wanted = searched(ours, inputs, **how), searched(stock, inputs, **how)
+        got, wanted = searched(prepared, inputs, **how), searched(stock, inputs, **how)
         assert type(got) is type(wanted) and list(got) == list(wanted)
         assert torch.equal(got.sequences, wanted.sequences) and torch.equal(got.beam_indices, wanted.beam_indices)
         close(got.sequences_scores, wanted.sequences_scores)
@@ -64,54 +64,54 @@ def test_what_is_returned(kind, pair):
             ones, others = torch.stack(got[part]), torch.stack(wanted[part])
             close(ones.nan_to_num(neginf=0), others.nan_to_num(neginf=0))
         alike(got.past_key_values, wanted.past_key_values)
-    assert counted(ours)[1] > NEW
+    assert counted(prepared)[1] > NEW
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_encoder_decoders(kind, couple):  # noqa: F811
-    ours, stock = couple(kind)
+    prepared, stock = couple(kind)
     for seed, arguments in enumerate(({}, {"num_return_sequences": 2}, {"eos_token_id": [5, 17, 40]})):
         inputs = asked(kind, seed=seed)
         how = {"max_new_tokens": NEW, "num_beams": 3, "do_sample": False, **arguments}
-        assert torch.equal(ours.generate(**inputs, **how), stock.generate(**inputs, **how))
-    assert counted(ours)[1] > NEW
+        assert torch.equal(prepared.generate(**inputs, **how), stock.generate(**inputs, **how))
+    assert counted(prepared)[1] > NEW
 
 
 def test_searches_and_samples_take_turns(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     for seed, beams in enumerate((3, 1, 2, 3, 1)):
         inputs = prompt(rows=6 // beams if beams > 1 else 6, seed=seed)
-        calls = [searched(model, inputs, num_beams=beams) for model in (ours, stock)]
+        calls = [searched(model, inputs, num_beams=beams) for model in (prepared, stock)]
         assert torch.equal(*calls)
-    assert counted(ours) == (1, 5 * (NEW - 1) - 3)  # 6 rows each: the searches and the samples share a recording
+    assert counted(prepared) == (1, 5 * (NEW - 1) - 3)  # 6 rows each: the searches and the samples share a recording
 
 
 def test_a_brought_cache_runs_as_in_stock(pair):
     from transformers import DynamicCache
 
-    ours, stock = pair(graphs=None)
+    prepared, stock = pair(graphs=None)
     inputs = prompt(rows=1)
-    calls = [searched(model, inputs, past_key_values=DynamicCache(), num_beams=2) for model in (ours, stock)]
+    calls = [searched(model, inputs, past_key_values=DynamicCache(), num_beams=2) for model in (prepared, stock)]
     assert torch.equal(*calls)
-    assert "the call passes a cache, and its beams change rows" in known(ours).turned_away
+    assert "the call passes a cache, and its beams change rows" in known(prepared).turned_away
 
 
 @pytest.mark.parametrize("fault", [faults.garbage, faults.node_dropped, faults.stale_input])
 def test_a_wrong_replay_is_noticed_and_the_search_begins_again(fault, pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=6))
-    ours, stock = pair(graphs=None)
+    prepared, stock = pair(graphs=None)
     inputs = prompt()
-    assert torch.equal(searched(ours, inputs, new=40), searched(stock, inputs, new=40))
-    assert "differed from the step itself" in known(ours).disabled
-    assert torch.equal(searched(ours, inputs), searched(stock, inputs))
+    assert torch.equal(searched(prepared, inputs, new=40), searched(stock, inputs, new=40))
+    assert "differed from the step itself" in known(prepared).disabled
+    assert torch.equal(searched(prepared, inputs), searched(stock, inputs))
 
 
 def test_other_calls_of_the_model_during_a_search_are_not_its_steps(pair):
     """A processor of the user's that calls the model, as one for guidance does."""
     from transformers import LogitsProcessor, LogitsProcessorList
 
-    ours, stock = pair()
+    prepared, stock = pair()
 
     class Guided(LogitsProcessor):
         def __init__(self, model):
@@ -121,36 +121,36 @@ def test_other_calls_of_the_model_during_a_search_are_not_its_steps(pair):
             return scores + 0.1 * self.model(input_ids[:, -4:]).logits[:, -1]
 
     calls = [
-        searched(model, prompt(), logits_processor=LogitsProcessorList([Guided(model)])) for model in (ours, stock)
+        searched(model, prompt(), logits_processor=LogitsProcessorList([Guided(model)])) for model in (prepared, stock)
     ]
     assert torch.equal(*calls)
-    assert counted(ours)[1] > 0
+    assert counted(prepared)[1] > 0
 
 
 def test_threads_search_side_by_side(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     inputs = [prompt(seed=seed) for seed in range(4)]
     expected = [searched(stock, given) for given in inputs]
-    assert alike_from_threads(lambda given: searched(ours, given), inputs, expected)
+    assert alike_from_threads(lambda given: searched(prepared, given), inputs, expected)
 
 
 def test_the_class_is_stocks_again_after_a_search(pair):
-    ours, stock = pair()
-    searched(ours, prompt())
-    assert "__call__" not in vars(type(ours))
+    prepared, stock = pair()
+    searched(prepared, prompt())
+    assert "__call__" not in vars(type(prepared))
     with pytest.raises(RuntimeError, match="stop"):
-        searched(ours, prompt(), logits_processor=[lambda ids, scores: (_ for _ in ()).throw(RuntimeError("stop"))])
-    assert "__call__" not in vars(type(ours))
-    hf_rocm.restore(ours)
-    assert patches.of(ours) == [] and torch.equal(searched(ours, prompt()), searched(stock, prompt()))
+        searched(prepared, prompt(), logits_processor=[lambda ids, scores: (_ for _ in ()).throw(RuntimeError("stop"))])
+    assert "__call__" not in vars(type(prepared))
+    hf_rocm.restore(prepared)
+    assert patches.of(prepared) == [] and torch.equal(searched(prepared, prompt()), searched(stock, prompt()))
 
 
 @pytest.mark.parametrize("fault", [faults.copy_dropped, faults.stale_order])
 def test_a_wrong_reordering_is_noticed_and_the_search_begins_again(fault, pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=4, reorderings=True))
-    ours, stock = pair(graphs=None)
+    prepared, stock = pair(graphs=None)
     for seed in range(2):
         inputs = prompt(seed=seed)
-        assert torch.equal(searched(ours, inputs, new=40), searched(stock, inputs, new=40))
-    assert known(ours).disabled == "a replayed reordering of the cache was wrong"
+        assert torch.equal(searched(prepared, inputs, new=40), searched(stock, inputs, new=40))
+    assert known(prepared).disabled == "a replayed reordering of the cache was wrong"

@@ -178,7 +178,7 @@ def test_a_custom_generation_loop_gets_transformers_cache(pair):
     if transformers.__version__.startswith("4.53"):
         pytest.skip("this release only accepts the name of a loop")
     generate(prepared, custom_generate=loop)
-    assert seen in (["DynamicCache"], ["NoneType"])  # 5.0 makes none for such a loop
+    assert seen in (["DynamicCache"], ["NoneType"])  # 5.0 creates no cache for such a loop
     generate(prepared)
     assert counted(prepared)[1] > 0
 

@@ -88,52 +88,52 @@ def steps_of(model):
 @pytest.mark.parametrize("tokens", [3, 9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_greedy_decoding(kind, tokens, pair):
-    ours, stock = pair(kind)
+    prepared, stock = pair(kind)
     for seed in range(3):
         inputs = repeating(seed, padded=3 * (seed % 2))
         with torch.inference_mode(seed == 1):
-            result = looked_up(ours, inputs, tokens=tokens)
+            result = looked_up(prepared, inputs, tokens=tokens)
         assert alike_greedy(result, stock, inputs)
-    assert counted(ours)[1] > 1
+    assert counted(prepared)[1] > 1
 
 
 def test_a_recording_for_each_number_of_drafts(pair, drafted):
-    ours, stock = pair()
+    prepared, stock = pair()
     counts, results = [], []
-    for model in (ours, stock):
+    for model in (prepared, stock):
         results.append([looked_up(model, repeating(seed)) for seed in range(4)])
         counts.append(list(drafted))
         drafted.clear()
     assert all(map(torch.equal, *results)) and counts[0] == counts[1]
-    lengths = [step.tensors[0].shape[1] for step in steps_of(ours)]  # of the logits
+    lengths = [step.tensors[0].shape[1] for step in steps_of(prepared)]  # of the logits
     assert len(lengths) > 2 and {length - 1 for length in lengths} <= set(counts[0])
-    assert counted(ours)[1] > len(counts[0]) / 2 and known(ours).turned_away == {}
+    assert counted(prepared)[1] > len(counts[0]) / 2 and known(prepared).turned_away == {}
 
 
 @pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 0.8}, {"eos_token_id": [5, 17, 40]}])
 def test_sampling_draws_what_stock_draws(arguments, pair, drafted):
-    ours, stock = pair()
+    prepared, stock = pair()
     for seed in range(4):
         how = {"do_sample": True, "top_k": 3, "temperature": 0.6, **arguments}
-        calls = [looked_up(model, repeating(seed), seed, **how) for model in (ours, stock)]
+        calls = [looked_up(model, repeating(seed), seed, **how) for model in (prepared, stock)]
         assert torch.equal(*calls)
-    assert max(drafted) > 0 and counted(ours)[1] > 0
+    assert max(drafted) > 0 and counted(prepared)[1] > 0
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_what_is_returned(sampled, pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "do_sample": sampled}
     for seed in range(3):
         inputs = repeating(seed, padded=2)
-        got, wanted = (looked_up(model, inputs, seed, repetition_penalty=0.9, **how) for model in (ours, stock))
+        got, wanted = (looked_up(model, inputs, seed, repetition_penalty=0.9, **how) for model in (prepared, stock))
         assert type(got) is type(wanted) and list(got) == list(wanted)
         assert torch.equal(got.sequences, wanted.sequences)
         for part in ("scores", "logits"):
             ones, others = torch.stack(got[part]), torch.stack(wanted[part])
             close(ones.nan_to_num(neginf=0), others.nan_to_num(neginf=0))
         alike(got.past_key_values, wanted.past_key_values)
-    assert counted(ours)[1] > NEW / 2
+    assert counted(prepared)[1] > NEW / 2
 
 
 def test_what_a_streamer_receives(pair):
@@ -147,23 +147,23 @@ def test_what_a_streamer_receives(pair):
         def end(self):
             self.values.append("end")
 
-    ours, stock = pair()
+    prepared, stock = pair()
     for seed in range(2):
         streamers = Streamer(), Streamer()
-        for model, streamer in zip((ours, stock), streamers, strict=True):
+        for model, streamer in zip((prepared, stock), streamers, strict=True):
             looked_up(model, repeating(seed), streamer=streamer)
         assert streamers[0].values == streamers[1].values
-    assert counted(ours)[1] > 0
+    assert counted(prepared)[1] > 0
 
 
 @pytest.mark.parametrize("schedule", [None, "heuristic"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_assistant_models(sampled, schedule, pair, drafted):
-    ours, stock = pair()
+    prepared, stock = pair()
     assistants = [assistant_of(stock, schedule) for _ in range(2)]
     for seed in range(2):
         results, lengths = [], []
-        for model, assistant in zip((ours, stock), assistants, strict=True):
+        for model, assistant in zip((prepared, stock), assistants, strict=True):
             drafted.clear()
             how = {"assistant_model": assistant, "do_sample": sampled}
             results.append(generate(model, repeating(seed), seed=seed, new=NEW, **how))
@@ -173,84 +173,84 @@ def test_assistant_models(sampled, schedule, pair, drafted):
             assert torch.equal(results[0], generate(stock, repeating(seed), new=NEW))
     first, second = (vars(assistant.generation_config) for assistant in assistants)
     assert {**first, "_eos_token_tensor": None} == {**second, "_eos_token_tensor": None}
-    assert counted(ours)[1] > 0 and known(ours).turned_away == {}
+    assert counted(prepared)[1] > 0 and known(prepared).turned_away == {}
 
 
 def test_long_drafts_run_uncaptured(pair):
-    ours, stock = pair(graphs=None)
+    prepared, stock = pair(graphs=None)
     assistant = assistant_of(stock, "constant", noise=0)
     assistant.generation_config.num_assistant_tokens = 25
     inputs = repeating()
-    assert torch.equal(generate(ours, inputs, new=90, assistant_model=assistant), generate(stock, inputs, new=90))
-    assert known(ours).turned_away["a step verifies more than 20 drafted tokens"] > 1
+    assert torch.equal(generate(prepared, inputs, new=90, assistant_model=assistant), generate(stock, inputs, new=90))
+    assert known(prepared).turned_away["a step verifies more than 20 drafted tokens"] > 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_other_calls_take_turns_with_it(kind, pair):
-    ours, stock = pair(kind)
+    prepared, stock = pair(kind)
     for seed in range(3):
         inputs = repeating(seed)
-        assert torch.equal(generate(ours, inputs, new=NEW), generate(stock, inputs, new=NEW))
-        assert alike_greedy(looked_up(ours, inputs), stock, inputs)
-    recorded = counted(ours)[0]
+        assert torch.equal(generate(prepared, inputs, new=NEW), generate(stock, inputs, new=NEW))
+        assert alike_greedy(looked_up(prepared, inputs), stock, inputs)
+    recorded = counted(prepared)[0]
     for seed in range(3):
-        generate(ours, repeating(seed), new=NEW)
-    assert counted(ours)[0] == recorded
+        generate(prepared, repeating(seed), new=NEW)
+    assert counted(prepared)[0] == recorded
 
 
 @pytest.mark.parametrize("fault", [faults.garbage, faults.node_dropped, faults.stale_input])
 def test_a_wrong_replay_is_noticed_and_the_call_begins_again(fault, pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=4))
-    ours, stock = pair(graphs=None)
+    prepared, stock = pair(graphs=None)
     for seed in range(4):
         how = {"do_sample": bool(seed % 2)}
-        assert torch.equal(looked_up(ours, repeating(), seed, **how), looked_up(stock, repeating(), seed, **how))
-    assert "differed from the step itself" in known(ours).disabled
+        assert torch.equal(looked_up(prepared, repeating(), seed, **how), looked_up(stock, repeating(), seed, **how))
+    assert "differed from the step itself" in known(prepared).disabled
 
 
 def test_a_wrong_replay_with_an_assistant(pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=4))
-    ours, stock = pair(graphs=None)
+    prepared, stock = pair(graphs=None)
     assistants = [assistant_of(stock, noise=0.1) for _ in range(2)]
     expected = generate(stock, repeating(), new=2 * NEW, assistant_model=assistants[1])
     if before("4.57"):
         with pytest.raises(GraphError, match="the assistant model has received them"):
-            generate(ours, repeating(), new=2 * NEW, assistant_model=assistants[0])
+            generate(prepared, repeating(), new=2 * NEW, assistant_model=assistants[0])
     else:
-        result = generate(ours, repeating(), new=2 * NEW, assistant_model=assistants[0])
+        result = generate(prepared, repeating(), new=2 * NEW, assistant_model=assistants[0])
         assert torch.equal(result, expected)
         numbers = [assistant.generation_config.num_assistant_tokens for assistant in assistants]
         assert numbers[0] == numbers[1]
-    assert "differed from the step itself" in known(ours).disabled
+    assert "differed from the step itself" in known(prepared).disabled
 
 
 def test_comparisons_run_the_kernels_of_the_recording(pair, monkeypatch):
-    ours, _ = pair()
-    stock, captured = type(ours).forward, []
+    prepared, _ = pair()
+    stock, captured = type(prepared).forward, []
 
     def forward(self, *args, **kwargs):
         captured.append(in_captured_block())
         return stock(self, *args, **kwargs)
 
-    monkeypatch.setattr(type(ours), "forward", forward)
+    monkeypatch.setattr(type(prepared), "forward", forward)
     monkeypatch.setattr(hf_rocm.generation.watch, "KNOWN", hf_rocm.generation.watch.KNOWN | {"tests"})
-    looked_up(ours, repeating())
+    looked_up(prepared, repeating())
     assert set(captured) == {False, True}
 
 
 def test_calls_that_run_as_in_stock(pair):
     from transformers import DynamicCache
 
-    ours, stock = pair(graphs=None)
+    prepared, stock = pair(graphs=None)
     inputs = repeating()
     expected = looked_up(stock, inputs)
-    assert torch.equal(looked_up(ours, inputs, past_key_values=DynamicCache()), expected)
-    assert "the call passes a cache, and its drafts are taken back" in known(ours).turned_away
+    assert torch.equal(looked_up(prepared, inputs, past_key_values=DynamicCache()), expected)
+    assert "the call passes a cache, and rejected drafts are removed from it" in known(prepared).turned_away
     if before("5.0") or not before("5.3"):  # stock fails in these
-        assert torch.equal(generate(ours, inputs, new=NEW, assistant_early_exit=1), expected)
-        assert "the model's first layers draft, which changes its config during the call" in known(ours).turned_away
+        assert torch.equal(generate(prepared, inputs, new=NEW, assistant_early_exit=1), expected)
+        assert "the model's first layers draft, which changes its config during the call" in known(prepared).turned_away
     sliding, _ = pair("mistral", graphs=None)
     if before("4.54"):
         return  # without layers that forget
@@ -261,30 +261,30 @@ def test_calls_that_run_as_in_stock(pair):
         assert reason in known(sliding).turned_away
     if not before("5.14"):
         looked_up(sliding, inputs, return_dict_in_generate=True)
-        reason = "the call returns a cache with sliding windows, from which drafts are taken back"
+        reason = "the call returns a cache with sliding windows, from which rejected drafts can't be removed"
         assert reason in known(sliding).turned_away
 
 
 def test_threads_look_up_side_by_side(pair):
-    ours, stock = pair()
+    prepared, stock = pair()
     inputs = [repeating(seed) for seed in range(4)]
     expected = [looked_up(stock, given) for given in inputs]
-    assert alike_from_threads(lambda given: looked_up(ours, given, seed=None), inputs, expected)
+    assert alike_from_threads(lambda given: looked_up(prepared, given, seed=None), inputs, expected)
 
 
 def test_the_class_is_stocks_again_after_a_call(pair):
-    ours, stock = pair()
-    looked_up(ours, repeating())
-    assert "__call__" not in vars(type(ours))
-    hf_rocm.restore(ours)
-    assert patches.of(ours) == [] and torch.equal(looked_up(ours, repeating()), looked_up(stock, repeating()))
+    prepared, stock = pair()
+    looked_up(prepared, repeating())
+    assert "__call__" not in vars(type(prepared))
+    hf_rocm.restore(prepared)
+    assert patches.of(prepared) == [] and torch.equal(looked_up(prepared, repeating()), looked_up(stock, repeating()))
 
 
 def test_rejected_drafts_leave_room_in_windows(pair, monkeypatch):
     """Drafts longer than the rows that a window's buffer has in reserve."""
     monkeypatch.setattr(cache_layer, "SLACK", 2)
-    ours, stock = pair("mistral")
+    prepared, stock = pair("mistral")
     for seed in range(3):
         inputs = repeating(seed, length=20)
-        assert alike_greedy(looked_up(ours, inputs, tokens=15), stock, inputs)
-    assert counted(ours)[1] > 0
+        assert alike_greedy(looked_up(prepared, inputs, tokens=15), stock, inputs)
+    assert counted(prepared)[1] > 0

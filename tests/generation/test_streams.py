@@ -1,4 +1,4 @@
-"""A cache moves from one stream to another with all its tensors, as far as this can be tested without a GPU."""
+"""A cache is passed from one stream to another with all its tensors, as far as this can be tested without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are loaded as they are, and what happens to damaged ones and to those that are not supported."""
+"""Which checkpoints are loaded with their stored bytes, and how damaged and unsupported ones are handled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder(folders, tmp_path):
 
 @pytest.fixture
 def untouched():
-    """Transformers' own tables and functions are there again after the test."""
+    """Check after the test that transformers' own tables and functions are restored."""
     tables = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
     names = ("_get_resolved_checkpoint_files", "_infer_parameter_dtype")  # the second before 5.0
     before = [dict(table) for table in tables]
@@ -168,13 +168,13 @@ def test_features_that_are_left_to_stock(folder, caplog, config, reason):
 
 
 def left_to_stock(path, caplog, reason):
-    """The log names the reason, and what happens is what happens without hf_rocm."""
+    """The log has the reason, and the result is the same as without hf_rocm."""
     with caplog.at_level(logging.WARNING, "hf_rocm"):
-        ours = outcome(lambda: hf_rocm.from_pretrained(path, force=True))
+        prepared = outcome(lambda: hf_rocm.from_pretrained(path, force=True))
     assert [
         record for record in caplog.records if "loaded by transformers" in record.message and reason in record.message
     ]
-    assert ours == outcome(lambda: LlamaForCausalLM.from_pretrained(path))
+    assert prepared == outcome(lambda: LlamaForCausalLM.from_pretrained(path))
 
 
 def outcome(call):
@@ -211,7 +211,7 @@ def test_weights_that_are_not_in_safetensors(folder, caplog):
 
 
 def test_stock_without_the_force_option(folder, monkeypatch):
-    """No stand-in where the model stays stock, so a call of the patched functions is a failure."""
+    """Nothing is replaced if the model stays stock, so a call of the patched functions is a failure."""
     monkeypatch.setattr(stored_checkpoints, "load", None)
     path = folder()
     assert outcome(lambda: hf_rocm.from_pretrained(path)) == outcome(lambda: LlamaForCausalLM.from_pretrained(path))
@@ -248,7 +248,7 @@ def test_nothing_stands_in_for_a_folder_without_a_quantiser(folder, tmp_path, mo
 
 
 def test_another_thread_stays_stock(folder, tmp_path):
-    """A load elsewhere meanwhile is stock's: with this checkpoint, the error of the missing package."""
+    """A concurrent load in another thread is stock's: it raises the error of the missing package."""
     path, results = folder(), []
 
     def elsewhere():
@@ -280,7 +280,7 @@ def test_parts_of_a_sharded_checkpoint(folder, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_another_dtype_of_the_model(folder, dtype):
-    """The checkpoint's scales keep theirs."""
+    """The checkpoint's scales keep their dtype."""
     path = folder(FP8)
     checkpoints.edit_tensors(path, replace(f"{LAYER}.weight_scale", lambda tensor: tensor.float() * 1.0001))
     model = hf_rocm.from_pretrained(path, force=True, dtype=dtype)
@@ -292,7 +292,7 @@ def test_another_dtype_of_the_model(folder, dtype):
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5"), reason="not run: needs transformers 5")
 def test_scales_that_are_powers_of_two(folder):
-    """In one byte, as DeepSeek's `ue8m0`: transformers 4 has no such dtype."""
+    """Scales of one byte, like DeepSeek's `ue8m0`, a dtype that transformers 4 does not have."""
     path = folder(BLOCKS)
 
     def powers(state):

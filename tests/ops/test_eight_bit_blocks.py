@@ -57,7 +57,7 @@ def test_the_tiers_of_pytorch(m, tier, name, dtype):
 
 
 def test_large_weights_are_dequantised_in_parts(monkeypatch):
-    """A part ends on the border of a block."""
+    """A part ends at the end of a block."""
     from hf_rocm.ops import quantized_torch
 
     data, scale = quantize_blocks(random(700, 130), FP8)

@@ -163,9 +163,9 @@ def test_gradients():
     output = recognise(mask, query, key, value).attend(query, key, value, scale=0.25)
     output.square().sum().backward()
     grads = [tensor.grad.clone() for tensor in (query, key, value)]
-    for each in (query, key, value):
-        each.grad = None
+    for tensor in (query, key, value):
+        tensor.grad = None
     other, _ = ops.attention(query, key, value, scale=0.25, mask=mask)
     other[mask[:, 0].any(-1)].square().sum().backward()
-    for actual, each in zip(grads, (query, key, value), strict=True):
-        torch.testing.assert_close(actual, each.grad)
+    for actual, tensor in zip(grads, (query, key, value), strict=True):
+        torch.testing.assert_close(actual, tensor.grad)

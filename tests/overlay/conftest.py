@@ -24,7 +24,7 @@ MODELS = ("bert", "gemma", "llama", "qwen3")
 
 @dataclass(frozen=True)
 class Site:
-    """A directory like site-packages with a transformers in it."""
+    """A directory like site-packages that contains transformers."""
 
     path: Path
 
@@ -44,13 +44,13 @@ class Site:
         return self.root / "models" / name / f"modeling_{name}.py"
 
     def release(self, version: str) -> None:
-        """Make it another release, as a package manager would, without changing a model."""
+        """Change the release like a package manager, without changing a model."""
         file = self.root / "__init__.py"
         file.write_text(file.read_text().replace(self.installation.version, version))
         self.metadata.rename(self.metadata.with_name(f"transformers-{version}.dist-info"))
 
     def forget_record(self) -> None:
-        """As a package manager that records no hashes, or a release with a different file."""
+        """Change RECORD as if the package manager recorded no hashes, or the release had a different file."""
         (self.metadata / "RECORD").unlink()
 
 

@@ -109,7 +109,7 @@ def test_all_or_none_unless_changed_models_are_skipped(newer: Site, capsys: pyte
     assert main(["install-overlays", *place]) == 1
     refused = capsys.readouterr().err
     assert all(name in refused for name, _, _ in EDITS.values())
-    assert "`hf-rocm install-overlays --skip-changed` takes the other 1" in refused
+    assert "`hf-rocm install-overlays --skip-changed` installs the other 1" in refused
     assert hashes(newer.path) == before
     assert main(["install-overlays", "--skip-changed", *place]) == 0
     shown = capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_an_edited_file_is_skipped_with_another_reason(
     before = hashes(site.path)
     place = ["--transformers-path", str(site.path)]
     assert main(["install-overlays", *place]) == 1
-    assert "`hf-rocm install-overlays --skip-changed` takes the other " in capsys.readouterr().err
+    assert "`hf-rocm install-overlays --skip-changed` installs the other " in capsys.readouterr().err
     assert hashes(site.path) == before
     assert main(["install-overlays", "--skip-changed", "--json", *place]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""transformers' continuous batching as its releases want it called, small enough for a test."""
+"""Calls of transformers' continuous batching in every release, small enough for a test."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ RELEASE = Version(transformers.__version__)
 NEW = 12
 
 # The block size is not given: 4.57 and 5.0 take 32, later releases pages of 256.
-BLOCKS = {"num_blocks": 16, "max_batch_tokens": 32}  # less than the prompts have together, so that some wait
+BLOCKS = {"num_blocks": 16, "max_batch_tokens": 32}  # less than all prompts together, so that some wait
 
-# What runs over pages: 4.x leaves it to the user to ask for it, 5.0 exchanges what the model has, and later releases
-# hand the pages to sdpa itself.
+# The implementation that runs over pages: in 4.x the user selects it, 5.0 replaces the model's own, and later releases
+# pass the pages to sdpa itself.
 PAGED = "sdpa_paged" if RELEASE.major == 4 else "sdpa"
 EAGER = "eager_paged" if RELEASE.major == 4 else "paged|eager"
 
@@ -30,15 +30,15 @@ needs_batching = pytest.mark.skipif(
 )
 
 
-def gives_back() -> bool:
-    """Whether continuous batching exchanges the attention implementation itself, and puts the model's own back."""
+def restores_implementation() -> bool:
+    """Whether continuous batching replaces the attention implementation itself, and restores it afterwards."""
     from transformers.generation.continuous_batching import ContinuousBatchingManager
 
     return hasattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn")
 
 
 def memory_is_known() -> bool:
-    """Whether this release can tell how much memory the machine has: older ones know accelerators only."""
+    """Whether this release can read the machine's memory: older ones only read that of accelerators."""
     from transformers.generation.continuous_batching import cache
 
     read = cache.get_device_and_memory_breakdown
@@ -48,7 +48,7 @@ def memory_is_known() -> bool:
 
 @contextmanager
 def paged(model: Any, implementation: str = PAGED) -> Iterator[None]:
-    """The attention implementation that continuous batching wants, and the model's own back at the end."""
+    """Within the block, set the attention implementation that continuous batching requires."""
     own = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
@@ -58,9 +58,9 @@ def paged(model: Any, implementation: str = PAGED) -> Iterator[None]:
 
 
 def batch(model: Any, prompts: Sequence[Sequence[int]], *, graphs: bool | None = None) -> list[list[int]]:
-    """The tokens of `generate_batch`, in the order of the prompts; every request has to finish.
+    """The tokens of `generate_batch`, in the order of the prompts. Every request must finish.
 
-    graphs: whether transformers records graphs of its own, in the releases that can, or None for its choice.
+    graphs: whether transformers records its own graphs, in releases that can; None: transformers decides.
     """
     config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
     arguments: dict[str, Any] = {"progress_bar": False}
@@ -73,27 +73,28 @@ def batch(model: Any, prompts: Sequence[Sequence[int]], *, graphs: bool | None =
     else:
         for name, value in BLOCKS.items():
             setattr(config, name, value)
-    asked = [list(each) for each in prompts]
+    asked = [list(prompt) for prompt in prompts]
     results = model.generate_batch(asked, generation_config=config, **arguments).values()
     assert len(results) == len(asked), f"{len(results)} of {len(asked)} requests came back"
-    found = {tuple(each.prompt_ids): list(each.generated_tokens) for each in results}  # 5.0 gives them in another order
-    return [found[tuple(prompt)] for prompt in asked]
+    # 5.0 returns them in another order
+    tokens = {tuple(result.prompt_ids): list(result.generated_tokens) for result in results}
+    return [tokens[tuple(prompt)] for prompt in asked]
 
 
 def one_by_one(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The tokens of ordinary `generate`, a prompt at a time."""
-    found = []
+    """The tokens of `generate`, one prompt at a time."""
+    texts = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=model.device)
         made = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None
         )
-        found.append(made[0, len(prompt) :].tolist())
-    return found
+        texts.append(made[0, len(prompt) :].tolist())
+    return texts
 
 
 def prompts(vocabulary: int = 61) -> list[list[int]]:
-    """Of lengths that don't fit one batch together, the shortest a single token."""
+    """Prompts that don't fit into one batch together; the shortest is a single token."""
     generator = torch.Generator().manual_seed(3)
     lengths = (9, 1, 23, 4, 17)
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]

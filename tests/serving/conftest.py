@@ -1,4 +1,4 @@
-"""What serving is tested with: a memory that transformers can read on a CPU, and a checkpoint that says something."""
+"""Fixtures for serving: a memory size that transformers can read on a CPU, and a checkpoint with varied answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.serving.batching import HAS_BATCHING, memory_is_known
 
 @pytest.fixture
 def real_memory():
-    """Memory as transformers reads it."""
+    """Don't simulate the memory size."""
 
 
 @pytest.fixture(autouse=True)
-def lent_memory(request, monkeypatch):
-    """A figure for the machine's memory, in releases that read one off accelerators only and stop without it."""
+def simulated_memory(request, monkeypatch):
+    """A memory size, in releases that only read that of accelerators and fail without one."""
     if "real_memory" in request.fixturenames or HAS_BATCHING is False or memory_is_known():
         return
     from transformers.generation.continuous_batching import cache
@@ -31,7 +31,7 @@ def lent_memory(request, monkeypatch):
 
 @pytest.fixture
 def page_tables_on_cpu(monkeypatch):
-    """transformers' path for decoding over page tables, which it uses on GPUs only; of up to four pages a request."""
+    """transformers' decoding over page tables, otherwise used on GPUs only, with up to four pages per request."""
     initialization = importlib.import_module("transformers.generation.continuous_batching.initialization")
 
     def available(config, cb_config, user_requested):
@@ -43,7 +43,7 @@ def page_tables_on_cpu(monkeypatch):
 
 @pytest.fixture(scope="session")
 def chatty_checkpoint(tmp_path_factory, tiny_checkpoint):
-    """The tiny checkpoint with weights so large that no two prompts are answered alike, and a chat template."""
+    """The tiny checkpoint with weights so large that all prompts have different answers, and a chat template."""
     folder = tmp_path_factory.mktemp("chatty")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_checkpoint)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -58,7 +58,8 @@ def chatty_checkpoint(tmp_path_factory, tiny_checkpoint):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
-    names = {"model_input_names": ["input_ids", "attention_mask"]}  # the servers pass on all that the tokenizer gives
+    # the servers pass all outputs of the tokenizer to the model
+    names = {"model_input_names": ["input_ids", "attention_mask"]}
     settings.write_text(json.dumps({**json.loads(settings.read_text()), **names}))
     yield folder
     shutil.rmtree(folder)

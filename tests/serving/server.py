@@ -1,4 +1,4 @@
-"""transformers' own server in a process of its own, on a free port of this machine, and what ran in it."""
+"""transformers' own server in a separate process, on a free port of this machine, and what ran in it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # of the extra transformers[serving]
+NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # the extra transformers[serving]
 
-# The command as people type it. Beside it, what hf_rocm did is written down: which operations ran, and what explain
-# says of the models that are loaded when the server is told to stop.
+# The command line as users run it. It also records the operations of hf_rocm that ran, and the output of explain for
+# the models that are loaded when the server stops.
 CHILD = """
 import asyncio, gc, json, os, sys
 from contextlib import nullcontext
 from pathlib import Path
 
-facts, *sys.argv[1:] = sys.argv[1:]
+file, *sys.argv[1:] = sys.argv[1:]
 import transformers, uvicorn
-found = {"transformers": transformers.__file__, "routes": [], "models": []}
+facts = {"transformers": transformers.__file__, "routes": [], "models": []}
 watching = nullcontext([])
 if "HF_ROCM_FORCE" in os.environ:
     from hf_rocm import explain, ops
     watching = ops.recording()
 shutdown = uvicorn.Server.shutdown
 
-async def told(self, *args, **kwargs):
-    for model in [each for each in gc.get_objects() if isinstance(each, transformers.GenerationMixin)]:
+async def shut_down(self, *args, **kwargs):
+    for model in [one for one in gc.get_objects() if isinstance(one, transformers.GenerationMixin)]:
         if watching.__class__ is not nullcontext:
-            found["models"].append({**explain(model).to_dict(), "prepared": "_hf_rocm_report" in model.__dict__})
+            facts["models"].append({**explain(model).to_dict(), "prepared": "_hf_rocm_report" in model.__dict__})
     await shutdown(self, *args, **kwargs)
 
-uvicorn.Server.shutdown = told
+uvicorn.Server.shutdown = shut_down
 try:
     with watching as routes:
         if transformers.__version__.startswith("4."):
@@ -52,13 +52,13 @@ try:
 except (KeyboardInterrupt, SystemExit):
     pass
 finally:
-    found["routes"] = [[each.operation, [list(shape) for shape in each.shapes]] for each in routes]
-    Path(facts).write_text(json.dumps(found))
+    facts["routes"] = [[route.operation, [list(shape) for shape in route.shapes]] for route in routes]
+    Path(file).write_text(json.dumps(facts))
     sys.stdout.flush(), sys.stderr.flush()
-    os._exit(0)  # with continuous batching stock's own thread would keep the process
+    os._exit(0)  # with continuous batching, a thread of stock would keep the process alive
 """
 
-WAIT = 90  # seconds for a start, an answer or an end, on a machine that has other things to do
+WAIT = 90  # seconds for a start, an answer or an end, on a busy machine
 
 
 def missing() -> list[str]:
@@ -98,14 +98,14 @@ def variables(path: Path | None = None, **changes: str) -> dict[str, str]:
 
 
 class Server:
-    """A running server. facts: what the process found, once it has ended."""
+    """A running server. facts: those that the process recorded, once it has ended."""
 
     def __init__(self, port: int, log: Path) -> None:
         self.port, self.log = port, log
         self.facts: dict[str, Any] = {}
 
     def post(self, path: str, body: dict[str, Any]) -> str:
-        """The answer's text, put together where it comes in pieces."""
+        """The text of the answer, joined if it is streamed."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
@@ -125,13 +125,13 @@ class Server:
 
 
 def text_of(event: dict[str, Any]) -> str:
-    """What an answer, or a piece of one, adds to the text."""
+    """The text of an answer or of a piece of it."""
     if "choices" in event:
-        found = [
+        parts = [
             choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or ""
             for choice in event["choices"]
         ]
-        return "".join(found)
+        return "".join(parts)
     return event["delta"] if event.get("type") == "response.output_text.delta" else ""
 
 
@@ -164,11 +164,11 @@ def serving(folder: Path, *arguments: str, path: Path | None = None, **environme
 
 
 def started(process: subprocess.Popen[bytes], log: Path) -> int:
-    """The port that it listens on: it takes a free one and says which."""
+    """The port that it listens on, from its log."""
     deadline = time.monotonic() + WAIT
     while time.monotonic() < deadline and process.poll() is None:
-        found = re.search(r"Uvicorn running on http://127\.0\.0\.1:(\d+)", log.read_text())
-        if found:
-            return int(found[1])
+        match = re.search(r"Uvicorn running on http://127\.0\.0\.1:(\d+)", log.read_text())
+        if match:
+            return int(match[1])
         time.sleep(0.1)
     raise AssertionError(f"the server did not start\n{log.read_text()}")

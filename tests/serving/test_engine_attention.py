@@ -1,4 +1,4 @@
-"""An engine's own attention and layers, as vLLM puts them into transformers' models: ours leave both to it."""
+"""An engine's attention and layers, as vLLM puts them into transformers' models, are used by overlays as in stock."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ KINDS = {
     "mixtral": "MixtralAttention",
 }
 
-# Defaults of stock layers in 4.x that happen to reach the attention function, as False, and that none reads there.
-SAY_NOTHING = {"use_cache", "output_router_logits"}
+# Defaults of stock layers in 4.x that are passed to the attention function as False, which no function reads.
+UNREAD = {"use_cache", "output_router_logits"}
 
 
 @pytest.fixture
 def engine(monkeypatch):
-    """An attention function under a name of its own, and the calls that it got: (module, tensors, mask, arguments)."""
+    """An attention function under a new name, and its calls: (module, tensors, mask, arguments)."""
     calls = []
 
     def forward(module, query, key, value, attention_mask, scaling=None, **arguments):
         calls.append((module, (query, key, value), attention_mask, {"scaling": scaling, **arguments}))
-        repeated = [each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value)]
+        repeated = [heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value)]
         output = nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=True, scale=scaling)
         return output.transpose(1, 2).contiguous(), None
 
@@ -46,7 +46,7 @@ def engine(monkeypatch):
 
 
 def run(model, calls, **arguments):
-    """Logits of a call as vLLM makes it, with arguments for its own attention, and the calls that this got."""
+    """The logits of a call like vLLM's, with arguments for its attention, and the calls of that attention."""
     del calls[:]
     ids = torch.arange(3, 17).view(1, 14)
     with torch.inference_mode():
@@ -60,44 +60,44 @@ def run(model, calls, **arguments):
 @pytest.mark.parametrize("delivery", ["prepared", "overlays"])
 def test_it_is_called_as_stock_calls_it(kind, delivery, engine, monkeypatch):
     stock = make(kind, attn_implementation="engine")
-    ours = copy.deepcopy(stock)
+    prepared = copy.deepcopy(stock)
     instances = {index: object() for index in range(stock.config.num_hidden_layers)}
     expected, wanted = run(stock, engine, attention_instances=instances)
     exact, _ = run(in_float64(copy.deepcopy(stock)), engine, attention_instances=instances)
 
     if delivery == "prepared":
-        hf_rocm.prepare(ours, force=True)
+        hf_rocm.prepare(prepared, force=True)
     else:
         monkeypatch.setenv("HF_ROCM_FORCE", "1")
         hf_rocm.activate(kind)
     try:
         with ops.recording() as routes:
-            actual, got = run(ours, engine, attention_instances=instances)
+            actual, got = run(prepared, engine, attention_instances=instances)
     finally:
         if delivery == "overlays":
             hf_rocm.deactivate()
 
     assert len(got) == len(wanted) == stock.config.num_hidden_layers
     for (module, tensors, mask, arguments), (_, stocks, stocks_mask, stocks_arguments) in zip(got, wanted, strict=True):
-        assert type(module).__name__ == KINDS[kind] and module in set(ours.modules())
-        assert [each.shape for each in tensors] == [each.shape for each in stocks]  # keys and values unexpanded
+        assert type(module).__name__ == KINDS[kind] and module in set(prepared.modules())
+        assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in stocks]  # keys and values unexpanded
         assert same(mask, stocks_mask) and arguments.keys() <= stocks_arguments.keys()
         assert all(same(value, stocks_arguments[name]) for name, value in arguments.items())
         left_out = {name: stocks_arguments[name] for name in stocks_arguments.keys() - arguments.keys()}
-        assert left_out.keys() <= SAY_NOTHING and not any(left_out.values())
+        assert left_out.keys() <= UNREAD and not any(left_out.values())
         assert arguments["attention_instances"] is instances
         assert delivery == "overlays" or noted(module) == (
             "the attention implementation 'engine' is selected, and only 'sdpa' is served"
         )
     assert_as_good_as_eager(actual, expected, exact)
-    ran = Counter(each.operation for each in routes)
+    ran = Counter(route.operation for route in routes)
     assert not ran.keys() & {"attention", "decode_attention", "varlen_attention"}
-    assert ran["rms_norm"] + ran["add_rms_norm"] >= 2 * len(got)  # the rest of the layer is ours
+    assert ran["rms_norm"] + ran["add_rms_norm"] >= 2 * len(got)  # the rest of the layer runs in hf_rocm
 
 
 def in_float64(model):
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # PyTorch's grouped product has no float64
+        model.set_experts_implementation("eager")  # PyTorch's grouped product doesn't support float64
     return model.double()
 
 
@@ -106,7 +106,7 @@ def same(one, other):
 
 
 class TheirLinear(nn.Module):
-    """A linear layer that is no `nn.Linear`, as an engine's parallel and quantised ones are."""
+    """A linear layer that is not an `nn.Linear`, like an engine's parallel and quantised layers."""
 
     def __init__(self, linear):
         super().__init__()
@@ -128,7 +128,7 @@ class TheirNorm(nn.Module):
 
 
 def equip(model):
-    """Exchange every linear layer and every norm, as vLLM does before it loads weights."""
+    """Replace every linear layer and every norm, as vLLM does before it loads weights."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
@@ -141,16 +141,16 @@ def equip(model):
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_its_layers_run_within_overlays(kind, compiled, engine, monkeypatch):
-    """Everything that an engine exchanged runs, as often as in stock; compiled as a whole, without a graph break."""
+    """Everything that an engine replaced runs, as often as in stock; compiled as a whole, without a graph break."""
     stock = make(kind, attn_implementation="engine")
-    ours = copy.deepcopy(stock)
-    theirs = [equip(stock), equip(ours)]
+    prepared = copy.deepcopy(stock)
+    theirs = [equip(stock), equip(prepared)]
     expected, _ = run(stock, engine)
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
     hf_rocm.activate(kind)
     try:
-        assert any(bind.mode_of(module) == bind.ON for module in ours.modules())
-        call = torch.compile(ours, fullgraph=True, backend="eager") if compiled else ours
+        assert any(bind.mode_of(module) == bind.ON for module in prepared.modules())
+        call = torch.compile(prepared, fullgraph=True, backend="eager") if compiled else prepared
         actual, _ = run(call, engine)
     finally:
         hf_rocm.deactivate()

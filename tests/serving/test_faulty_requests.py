@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("flash_attn") is not None, reason="not run: flash-attn is installed and is used"),
 ]
 
-WAIT = 60.0  # seconds for all answers, on a machine that has other things to do
+WAIT = 60.0  # seconds for all answers, on a busy machine
 # name: the prompt and the arguments of a request that can't be answered
 FAULTS = {
     "unknown argument": (prompts()[2], {"nonsense": 3}),
@@ -41,16 +41,16 @@ def begin(model):
 
 
 def collect(manager, count):
-    """The tokens and the error of so many requests, by name."""
-    found = {}
+    """The tokens and the error of this number of requests, by name."""
+    answers = {}
     deadline = time.monotonic() + WAIT
-    while len(found) < count and time.monotonic() < deadline:
+    while len(answers) < count and time.monotonic() < deadline:
         result = manager.get_result(timeout=0.05)
         if result is not None:
-            found[result.request_id] = list(result.generated_tokens), result.error
+            answers[result.request_id] = list(result.generated_tokens), result.error
         elif not manager.is_running():
             break
-    return found
+    return answers
 
 
 def answered(model, prompt=None, **arguments):
@@ -58,36 +58,36 @@ def answered(model, prompt=None, **arguments):
     manager = begin(model)
     try:
         manager.add_request(prompt or prompts()[2], request_id="first", eos_token_id=-1, **arguments)
-        found = collect(manager, 1)
+        answers = collect(manager, 1)
         if manager.is_running():
             manager.add_request(prompts()[0], request_id="second", eos_token_id=-1)
-            found |= collect(manager, 1)
+            answers |= collect(manager, 1)
     finally:
         manager.stop(block=True, timeout=WAIT, hard_stop=True)
-    return found
+    return answers
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_request_that_fails_has_the_error_of_stock_and_the_model_works(fault):
+def test_a_failing_request_raises_stocks_error_and_the_model_still_works(fault):
     prompt, arguments = FAULTS[fault]
     stock = make("llama")
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     expected = answered(stock, prompt, **arguments)
-    assert answered(ours, prompt, **arguments) == expected
+    assert answered(prepared, prompt, **arguments) == expected
     assert expected["first"][1] is not None
     alone = one_by_one(stock, prompts())
     assert expected.get("second", (alone[0], None)) == (alone[0], None)
-    works(ours, alone)
+    works(prepared, alone)
 
 
-def test_an_exception_in_our_attention_is_the_error_of_its_requests(monkeypatch):
+def test_an_exception_in_attention_is_the_error_of_its_requests(monkeypatch):
     model = make("llama")
     alone = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)
     with monkeypatch.context() as patch:
         patch.setattr(flash_functions.ops, "varlen_attention", broken)
-        found = answered(model)
-    assert found["first"] == ([], "a kernel failed")
+        answers = answered(model)
+    assert answers["first"] == ([], "a kernel failed")
     works(model, alone)
 
 
@@ -118,11 +118,11 @@ def test_requests_from_several_threads_to_a_cache_for_three():
     try:
         for thread in threads:
             thread.start()
-        found = collect(manager, 16)
+        answers = collect(manager, 16)
     finally:
         for thread in threads:
             thread.join()
         manager.stop(block=True, timeout=WAIT)
-    assert len(found) == 16
-    assert all(result == (alone[int(name.rpartition("-")[2])], None) for name, result in found.items())
+    assert len(answers) == 16
+    assert all(result == (alone[int(name.rpartition("-")[2])], None) for name, result in answers.items())
     works(model, alone)

@@ -1,4 +1,4 @@
-"""`flash_attention_2` without the flash-attn package, computed by our operations, and batches that switch to it."""
+"""`flash_attention_2` without the flash-attn package, computed by hf_rocm, and batches that switch to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 served = pytest.mark.skipif(not HAS_INTERFACE, reason="not run: this release has no flash attention over pages")
 
-KINDS = {  # with terms that a wrong window, softcap or sink would show
+KINDS = {  # with terms in which a wrong window, softcap or sink is visible
     "llama": {},
     "qwen3": {},
     "gemma2": {
@@ -52,21 +52,21 @@ def batch(model, **settings):
         continuous_batching_config=batching,
         progress_bar=False,
     ).values()
-    found = {tuple(each.prompt_ids): list(each.generated_tokens) for each in results}
-    return [found[tuple(prompt)] for prompt in prompts()]
+    tokens = {tuple(result.prompt_ids): list(result.generated_tokens) for result in results}
+    return [tokens[tuple(prompt)] for prompt in prompts()]
 
 
 def ran(routes):
-    return {each.operation for each in routes if each.operation.endswith("attention")}
+    return {route.operation for route in routes if route.operation.endswith("attention")}
 
 
 @served
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_runs_over_flash_attention_and_gives_the_tokens_of_stock(kind):
+def test_a_batch_runs_over_flash_attention_with_stocks_tokens(kind):
     model = make(kind, **KINDS[kind])
     own = model.config._attn_implementation
     expected = one_by_one(model, prompts())
-    assert all(len(set(each)) > NEW / 3 for each in expected)
+    assert all(len(set(tokens)) > NEW / 3 for tokens in expected)
     hf_rocm.prepare(model, force=True)
     if kind in ("gemma2", "mistral") and len(flash_provider._names()) > 1:
         assert {"gemma2": "softcap", "mistral": "window"}[kind] in flash_provider.batches_refused(model)
@@ -183,11 +183,11 @@ def test_older_releases_stay_stock_with_the_reason():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_windows_on_both_sides(packed):
-    """As encoders request them, where no operation has one."""
+    """As encoders request them; no operation supports it."""
     query, key = (torch.randn(9, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     distance = (torch.arange(9) - torch.arange(9)[:, None]).abs()
     expected = torch.nn.functional.scaled_dot_product_attention(
-        *(each.transpose(0, 1) for each in (query, key, key)), attn_mask=distance <= 2
+        *(tensor.transpose(0, 1) for tensor in (query, key, key)), attn_mask=distance <= 2
     ).transpose(0, 1)
     if packed:
         ends = torch.tensor([0, 9])

@@ -30,8 +30,8 @@ KINDS = {
     "gpt_oss": {"attn_implementation": "eager", "sliding_window": 8},
 }
 LONGEST = 12  # new tokens
-WAIT = 60.0  # seconds for all answers, on a machine that has other things to do
-# Pages for three or four of the requests below, so that some wait and some are put off while they run.
+WAIT = 60.0  # seconds for all answers, on a busy machine
+# Pages for three or four of the requests below, so that some wait and some are interrupted while they run.
 CACHE = {"page_size": 8, "num_blocks": 14, "max_batch_tokens": 24}
 # Stock's batch ends with an error if a request is forked while a single token of its prompt remains to be processed.
 # That happens with a prompt of one token, with shared pages and with prompts in parts.
@@ -52,13 +52,13 @@ def prepared(kind):
     """A prepared model, and the tokens of stock for each prompt alone."""
     model = make(kind, **KINDS[kind])
     alone = one_by_one(model, prompts())
-    assert len({tuple(tokens) for tokens in alone}) == len(alone) and all(len(each) == LONGEST for each in alone)
+    assert len({tuple(tokens) for tokens in alone}) == len(alone) and all(len(tokens) == LONGEST for tokens in alone)
     return hf_rocm.prepare(model, force=True), alone
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten():
-    """Free the prepared models after the tests of this module: their classes stay changed while they live."""
+    """Free the prepared models after the tests of this module: their classes stay changed as long as they exist."""
     yield
     prepared.cache_clear()
 
@@ -137,12 +137,12 @@ class Walk:
 
 @pytest.mark.parametrize("forks", [1, 2], ids=["", "forked"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_request_gets_the_tokens_of_a_run_alone(kind, forks):
+def test_each_request_has_the_tokens_of_a_separate_run(kind, forks):
     assert walk(kind, forks) == {"varlen_attention"}
 
 
 def test_over_page_tables_too(page_tables_on_cpu):
-    """Requests of more than four pages leave that path, and those beside them with it."""
+    """Requests of more than four pages don't use page tables, and neither do the others in their batch."""
     assert walk("llama", 1) == {"varlen_attention", "paged_attention"}
 
 
@@ -164,4 +164,4 @@ def walk(kind, forks):
     finally:
         gc.unfreeze()
     assert one_by_one(model, prompts()[:2]) == alone[:2]  # the model works as before
-    return {each.operation for each in routes if each.operation.endswith("attention")}
+    return {route.operation for route in routes if route.operation.endswith("attention")}

@@ -1,4 +1,4 @@
-"""`transformers serve` answers as stock's server does, with overlays installed and with models prepared by it."""
+"""`transformers serve` answers like stock's server, with installed overlays and with prepared models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ATTENTION = {"attention", "decode_attention", "varlen_attention"}
 PROMPTS = ("the value of", "a class is", "if")
 NEW = 8
 
-# Each endpoint of the release that takes text: its path, and what it is asked.
+# Every endpoint of the release that takes text: its path and the request.
 CHAT = "/v1/chat/completions", lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": NEW}
 RESPONSES = "/v1/responses", lambda prompt: {"input": prompt, "max_output_tokens": NEW, "stream": True}
 COMPLETIONS = "/v1/completions", lambda prompt: {"prompt": prompt, "max_tokens": NEW}
@@ -29,13 +29,13 @@ ENDPOINTS = (CHAT, RESPONSES) if RELEASE.major == 4 else (CHAT, RESPONSES, COMPL
 
 def answers(server, model, endpoints=ENDPOINTS):
     """The texts of every endpoint, streamed and whole, without sampling."""
-    found = {}
+    texts = {}
     for path, ask in endpoints:
         for stream in (False, True):
             for prompt in PROMPTS:
                 body = {"model": str(model), "temperature": 0, "stream": stream, **ask(prompt)}
-                found[path, stream, prompt] = server.post(path, body)
-    return found
+                texts[path, stream, prompt] = server.post(path, body)
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,14 @@ def installed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stocks_answers(tmp_path_factory, chatty_checkpoint):
     with serving(tmp_path_factory.mktemp("stock") / "server", "--device", "cpu") as server:
-        found = answers(server, chatty_checkpoint)
+        texts = answers(server, chatty_checkpoint)
     assert server.facts["routes"] == []
-    assert all(found.values()) and len(set(found.values())) == len(PROMPTS)  # the endpoints agree, the prompts don't
-    return found
+    assert all(texts.values()) and len(set(texts.values())) == len(PROMPTS)  # the endpoints agree, the prompts don't
+    return texts
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["overlays", "prepared"])
-def test_it_answers_as_stocks_server_does(prepared, installed, stocks_answers, chatty_checkpoint, tmp_path):
+def test_it_answers_like_stocks_server(prepared, installed, stocks_answers, chatty_checkpoint, tmp_path):
     environment = {"HF_ROCM_FORCE": "1", **({"HF_ROCM_AUTO": "1"} if prepared else {})}
     with serving(tmp_path / "server", "--device", "cpu", path=installed, **environment) as server:
         assert answers(server, chatty_checkpoint) == stocks_answers
@@ -66,19 +66,19 @@ def test_it_answers_as_stocks_server_does(prepared, installed, stocks_answers, c
     assert prepared or {part["delivery"] for part in model["parts"]} == {"installed"}
     assert not any(part["stayed_stock"] for part in model["parts"])
     fused = [shapes[1][0] for operation, shapes in facts["routes"] if operation == "linear"]
-    assert bool(fused) is prepared  # q, k and v, and gate and up, each in one product
+    assert bool(fused) is prepared  # one product for q, k and v, and one for gate and up
 
 
 @pytest.mark.skipif(
     RELEASE.major == 4,
     reason="not run: serve in 4.57 streams from a list that its own thread extends: its text varies",
 )
-def test_continuous_batching_answers_as_stocks_server_does(installed, stocks_answers, chatty_checkpoint, tmp_path):
+def test_continuous_batching_answers_like_stocks_server(installed, stocks_answers, chatty_checkpoint, tmp_path):
     arguments = ["--device", "cpu", "--continuous-batching", "--cb-num-blocks", "8", "--cb-max-batch-tokens", "64"]
     environment = {"HF_ROCM_FORCE": "1", "HF_ROCM_AUTO": "1"}
     with serving(tmp_path / "server", *arguments, path=installed, **environment) as server:
-        found = answers(server, chatty_checkpoint, (CHAT, COMPLETIONS))
-    assert found == {key: text for key, text in stocks_answers.items() if key in found}
+        texts = answers(server, chatty_checkpoint, (CHAT, COMPLETIONS))
+    assert texts == {key: text for key, text in stocks_answers.items() if key in texts}
     ran = {operation for operation, _ in server.facts["routes"]}
     assert {"rms_norm", "add_rms_norm", "act_and_mul"} <= ran
     # from 5.9 on the stock forward calls attention of hf_rocm through transformers' flash interface

@@ -1,4 +1,4 @@
-"""How the servers call `generate`, streaming from a thread of its own; which calls decode over recorded steps."""
+"""Calls of `generate` like those of the servers, streamed from a separate thread, decode over recorded steps."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Streamer(transformers.generation.streamers.BaseStreamer):
 
 
 def served(model, prompt, **arguments):
-    """The tokens of one request: `generate` runs on a new thread, and here they are taken as they come."""
+    """The tokens of one request, received while `generate` runs in a new thread."""
     streamer, ids = Streamer(), torch.tensor([prompt])
     config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
     calls = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": config, **arguments}
     thread = threading.Thread(target=model.generate, kwargs={**calls, "streamer": streamer})
     thread.start()
-    found = []
+    tokens = []
     while (piece := streamer.tokens.get(timeout=60)) is not None:
-        found += piece
+        tokens += piece
     thread.join()
-    return found[len(prompt) :]
+    return tokens[len(prompt) :]
 
 
 def test_requests_one_after_the_other_replay_recorded_steps(recorded_on_cpu):  # noqa: F811
-    """As serve calls it in 5.23: nothing asked for but tokens."""
+    """As serve calls it in 5.23: only tokens are requested."""
     expected = one_by_one(make("llama"), prompts())
     model = hf_rocm.prepare(make("llama"), force=True, graphs=True)
     assert [served(model, prompt) for prompt in prompts()] == expected
@@ -51,8 +51,8 @@ def test_requests_one_after_the_other_replay_recorded_steps(recorded_on_cpu):  #
     assert state.recorded == recorded and state.replayed > replayed + len(expected)
 
 
-def test_requests_that_ask_for_their_cache_are_recorded_too(recorded_on_cpu):  # noqa: F811
-    """As serve calls it in 4.57 and 5.0: it keeps the cache for a conversation's next turn."""
+def test_requests_that_return_their_cache_are_recorded_too(recorded_on_cpu):  # noqa: F811
+    """As serve calls it in 4.57 and 5.0: the cache is kept for the next turn of the conversation."""
     expected = one_by_one(make("llama"), prompts())
     model = hf_rocm.prepare(make("llama"), force=True, graphs=True)
     asked = {"return_dict_in_generate": True, "past_key_values": None}

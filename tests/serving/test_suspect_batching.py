@@ -1,4 +1,4 @@
-"""On a suspect stack continuous batching records no graphs unless they are requested; else transformers decides."""
+"""With a known fault of graphs, continuous batching records none unless requested; otherwise transformers decides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.generation.conftest import make, recorded_on_cpu, suspect_gpu  # noqa
 from tests.serving.batching import HAS_BATCHING, RELEASE
 
 CONFIG = getattr(transformers.generation, "ContinuousBatchingConfig", None)
-# 4.56 and 4.57 record none, and raise where they are requested
+# 4.56 and 4.57 record none, and raise if they are requested
 RECORDS = RELEASE.major >= 5 or not HAS_BATCHING
 LINK = "issues/279"
 
@@ -93,7 +93,7 @@ def test_the_deprecated_place_of_the_config(suspect_gpu):  # noqa: F811
     assert manager.continuous_batching_config.max_batch_tokens == 48 and config.use_cuda_graph is None
 
 
-def test_what_the_user_requests_stays(suspect_gpu, caplog):  # noqa: F811
+def test_the_users_request_is_kept(suspect_gpu, caplog):  # noqa: F811
     model = prepared()
     if RECORDS:
         assert records(model, **configs(use_cuda_graph=True)[1])
@@ -104,12 +104,12 @@ def test_what_the_user_requests_stays(suspect_gpu, caplog):  # noqa: F811
     assert LINK in line.message and "requested" in line.message
 
 
-def test_what_the_user_switches_off_needs_no_line(suspect_gpu, caplog):  # noqa: F811
+def test_graphs_disabled_by_the_user_are_not_logged(suspect_gpu, caplog):  # noqa: F811
     assert not records(prepared(), **configs(use_cuda_graph=False)[1])
     assert not lines(caplog)
 
 
-def test_sizes_of_paddings_request_graphs(suspect_gpu, caplog):  # noqa: F811
+def test_padding_sizes_request_graphs(suspect_gpu, caplog):  # noqa: F811
     if RELEASE.major == 4:
         pytest.skip("not run: this release has no such sizes")
     arguments = configs()[1] if CONFIG is None else configs(q_padding_interval_size=8)[1]
@@ -118,7 +118,7 @@ def test_sizes_of_paddings_request_graphs(suspect_gpu, caplog):  # noqa: F811
     assert LINK in line.message and "requested" in line.message
 
 
-def test_graphs_that_are_required_stay_with_transformers(suspect_gpu, caplog):  # noqa: F811
+def test_required_graphs_are_left_to_transformers(suspect_gpu, caplog):  # noqa: F811
     model = prepared(graphs=True)
     assert records(model, **configs()[1]) is RECORDS
     (line,) = lines(caplog)
@@ -128,7 +128,7 @@ def test_graphs_that_are_required_stay_with_transformers(suspect_gpu, caplog):  
     assert not records(model, **configs()[1])
 
 
-def test_copies_follow_and_others_do_not(suspect_gpu):  # noqa: F811
+def test_copies_are_affected_and_other_models_are_not(suspect_gpu):  # noqa: F811
     other, model = make("llama"), prepared()
     assert not records(copy.deepcopy(model), **configs()[1])
     assert records(other, **configs()[1]) is RECORDS
@@ -137,7 +137,7 @@ def test_copies_follow_and_others_do_not(suspect_gpu):  # noqa: F811
     assert not [name for name in vars(model) if "continuous_batching" in name and name.startswith("_hf_rocm")]
 
 
-def test_the_class_has_its_own_method_again_after_restore(suspect_gpu):  # noqa: F811
+def test_restore_returns_the_original_method_of_the_class(suspect_gpu):  # noqa: F811
     model = prepared()
     assert "init_continuous_batching" in vars(type(model))
     gc.collect()  # models of other tests; the next operation undoes their changes

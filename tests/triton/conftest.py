@@ -68,7 +68,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def as_on_a_gpu() -> Iterator[None]:
-    """As on a GPU: round bf16 to nearest, where the interpreter truncates, and don't warn about infinity."""
+    """As on a GPU, round bf16 to nearest instead of truncating like the interpreter, and don't warn about infinity."""
     if suite.gpu() is not None:
         yield
         return

@@ -18,14 +18,14 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def roomy(x: Tensor) -> Tensor:
-    """The same numbers with strides of their own: a view of a tensor that has one row more in the last dim but one."""
+    """The same numbers with other strides: a view of a tensor with one more row in the second-to-last dim."""
     wide = x.new_full((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1]), torch.nan)
     wide[..., :-1, :] = x
     return wide[..., :-1, :]
 
 
 def sizes(m: int, n: int, k: int) -> list[tuple[int, int, int]]:
-    """These sizes of a GEMM, and as machine code other sizes with the same compiled variant of a kernel.
+    """These sizes of a GEMM, and as machine code also other sizes with the same compiled variant of a kernel.
 
     Most lanes of a partial block are idle, which hides errors in them: so there are full blocks, and tails of other
     lengths.

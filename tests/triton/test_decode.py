@@ -26,7 +26,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
 USUAL = SERVED[0]
 each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
-# keys; as machine code also so many that the loop of one of four splits takes several turns
+# keys; as machine code also so many that the loop of one of four splits takes several iterations
 LONGER = (149,) if suite.gpu() is None else (149, 789)
 
 
@@ -48,7 +48,7 @@ def tensors(shape, dtype):
 
 
 def check(shape, lengths, *, dtype=USUAL, **terms):
-    """Compare once, and as machine code again with more keys, so that loops take several turns."""
+    """Compare once, and as machine code again with more keys, so that loops take several iterations."""
     output = check_once(shape, lengths, dtype=dtype, **terms)
     if suite.gpu() is not None:
         b, h, kv_heads, s_q, s_k, *dims = shape

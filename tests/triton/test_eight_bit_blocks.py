@@ -24,7 +24,7 @@ FP32 = torch.float32
 RDNA3 = (suite.arch() or "").startswith("gfx11")
 GFX1100 = Device("cuda", True, "gfx1100")
 served = pytest.mark.skipif(RDNA3, reason="refused on RDNA 3, as test_norm_gate_and_residual shows")
-LAPS = 1 if suite.gpu() is None else 9  # as machine code the loop over K takes several turns
+LAPS = 1 if suite.gpu() is None else 9  # as machine code the loop over K has several iterations
 
 
 def blocks(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from tests.triton.test_quantized import BF16, FORMS, FP16, check, check_once
 
 @pytest.mark.parametrize("m", [1, 2, 5, 16, 17, 64])
 def test_every_class_of_rows(m):
-    for k in (512,) if suite.gpu() is None else (512, 2560):  # several turns of the loop
+    for k in (512,) if suite.gpu() is None else (512, 2560):  # several iterations of the loop
         x, weight = random(m, k, dtype=BF16), random(21, k, dtype=BF16, seed=1)
         check(x, *quantize_groups(weight, 128))
 

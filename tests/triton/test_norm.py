@@ -29,7 +29,7 @@ def test_rms_norm(shape, one_plus, dtype):
         lost = (torch.arange(x.numel() // shape[-1]) % 2 == first).view(shape[:-1])
         apart = routed("rms_norm", x.masked_fill(lost[..., None], torch.nan), weight, eps=1e-6, one_plus=one_plus)
         assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
-    for first in range(3):  # and one of the weight in its column
+    for first in range(3):  # and NaN in the weight only its column
         lost = torch.arange(shape[-1]) % 3 == first
         apart = routed("rms_norm", x, weight.masked_fill(lost, torch.nan), eps=1e-6, one_plus=one_plus)
         assert apart[..., lost].isnan().all() and torch.equal(apart[..., ~lost], output[..., ~lost])
@@ -46,7 +46,7 @@ def test_add_rms_norm(shape, one_plus, dtype):
     expected = eager_rms_norm(total.double(), weight.double(), 1e-5, one_plus)
     assert_as_good_as_eager(output, eager_rms_norm(total, weight, 1e-5, one_plus), expected)
     assert torch.equal(output, routed("rms_norm", total, weight, eps=1e-5, one_plus=one_plus))
-    lost = torch.arange(shape[-1]) % 3 == 1  # a NaN of the sum is one of the whole row, of the weight in its column
+    lost = torch.arange(shape[-1]) % 3 == 1  # NaN in the sum affects the whole row, NaN in the weight its column
     residual.view(-1, shape[-1])[-1].masked_fill_(lost, torch.nan)
     weight.masked_fill_(lost, torch.nan)
     output, total = routed("add_rms_norm", x, residual, weight, eps=1e-5, one_plus=one_plus)

@@ -27,7 +27,7 @@ def pages_of(lengths, page, kv_heads, dims, dtype, columns):
     """Pages in random order, filled up to the lengths. The rest is NaN."""
     rows = len(lengths)
     order = 1 + torch.randperm(rows * columns + 1, generator=torch.Generator().manual_seed(1))
-    order = torch.cat((torch.zeros(1, dtype=order.dtype), order))  # page 0 is one like the others
+    order = torch.cat((torch.zeros(1, dtype=order.dtype), order))  # page 0 is an ordinary page
     table = order[: rows * columns].view(rows, columns).to(torch.int32)
     pages = [torch.full((len(order), page, kv_heads, dim), torch.nan, dtype=dtype) for dim in dims]
     for row, length in enumerate(lengths):
@@ -39,7 +39,7 @@ def pages_of(lengths, page, kv_heads, dims, dtype, columns):
 
 
 def check(lengths, *, page, columns=4, **terms):
-    """As they are, and as machine code with so many keys more that a program's loop takes several turns."""
+    """The arguments, and as machine code also with so many keys that a program's loop has several iterations."""
     check_once(lengths, page=page, columns=columns, **terms)
     if suite.gpu() is not None:
         for units, more in ((0, 256), (8, 640)):  # one split, or several

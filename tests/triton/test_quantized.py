@@ -47,7 +47,7 @@ def exact(call: QuantizedCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, **more: Any):
-    """As they are, and as machine code with so many more columns of 8 bits that the loop takes several turns."""
+    """The arguments, and as machine code also with so many 8-bit columns that the loop has several iterations."""
     output = check_once(x, weight, scale, bias, **more)
     if suite.gpu() is not None:
         assert_apart(output, x, weight, scale, bias, round_input=False, **more)
@@ -73,7 +73,7 @@ def turns(k: int) -> int:
 
 
 def check_small_codes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """The smallest numbers of a format, which a conversion treats one by one: their sums are exact."""
+    """The smallest numbers of a format, which conversions handle separately; their sums are exact."""
     codes = torch.randint(8, weight.shape, generator=torch.Generator().manual_seed(3)).to(torch.uint8)
     signs = torch.randint(2, weight.shape, generator=torch.Generator().manual_seed(4)).bool() & (codes > 0)
     small = torch.where(signs, -codes if weight.dtype == INT8 else codes + 128, codes).view(weight.dtype)
@@ -97,7 +97,7 @@ def assert_apart(
     bias: torch.Tensor | None,
     **more: Any,
 ) -> None:
-    """A NaN in every third row or scale is one there in the result, and nowhere else."""
+    """A NaN in every third row or scale results in NaN there, and nowhere else."""
     rows, columns = torch.arange(x.numel() // x.shape[-1]).view(x.shape[:-1]), torch.arange(output.shape[-1])
     for first in range(3):
         lost = rows % 3 == first
@@ -188,7 +188,7 @@ def test_zeros_extremes_and_nan(m, format):
 
 
 def test_every_number_of_a_format():
-    """A matrix with a single nonzero column: the results are the numbers themselves, wherever they stand."""
+    """A matrix with a single nonzero column: the results are the numbers themselves, at every position."""
     for format, numbers in ((INT8, range(-127, 128)), (FP8, [i for i in range(256) if i & 0x7F != 0x7F])):
         bits = torch.tensor(list(numbers), dtype=torch.int64).to(torch.uint8)
         for k in (16,) if suite.gpu() is None else (16, 1040):
@@ -199,7 +199,7 @@ def test_every_number_of_a_format():
                     x[:, column] = 1
                     output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)
                     assert torch.equal(output, weight[:, column].to(dtype).expand(m, -1))
-            for first in range(0, 0 if suite.gpu() is None else 16, 2):  # every column, another one in each row
+            for first in range(0, 0 if suite.gpu() is None else 16, 2):  # every column, a different one in each row
                 columns = torch.tensor([first, first + 1])
                 x = torch.zeros(2, k, dtype=BF16).scatter_(1, columns[:, None], 1)
                 output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)

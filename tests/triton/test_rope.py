@@ -33,7 +33,7 @@ def heads(b, s, dtype, *, h=3, kv=2, d=8, d_v=8, more=0):
 
 
 def separate(b, s, dtype, *, step, **dims):
-    """Queries, keys and values with strides of their own."""
+    """Queries, keys and values with different strides."""
     return [heads(b, s, dtype, more=step * place, **dims)[place] for place in range(3)]
 
 
@@ -66,9 +66,9 @@ def test_rope(d, rotated, tables, interleaved, dtype):
                 put_nan(lost, length % 3)
             outputs = routed("rope", query, key, cos, sin, interleaved=interleaved)
             expected = torch_tier("rope", query, key, cos, sin, interleaved=interleaved)
-            for ours, right in zip(outputs, expected, strict=True):
-                assert_equal(ours, right)
-                assert ours.stride(3) == 1
+            for output, right in zip(outputs, expected, strict=True):
+                assert_equal(output, right)
+                assert output.stride(3) == 1
             if lost is not None:
                 lost.copy_(before)
     outputs = routed("rope", query, key, cos, sin, interleaved=interleaved)
@@ -96,8 +96,8 @@ def test_rope_into_cache(b, s, counted, dtype):
             query, key, value = heads(b, s, dtype, d_v=6) if start == 3 else separate(b, s, dtype, d_v=6, step=4)
             cos, sin = angles(b, s, 4, dtype)
             if first is not None:
-                for each in (query, value, cos) if first else (key, value, sin):
-                    put_nan(each, first)
+                for tensor in (query, value, cos) if first else (key, value, sin):
+                    put_nan(tensor, first)
             keys, values = random(b, 2, 9, 8, dtype=dtype, seed=1), random(b, 2, 9, 6, dtype=dtype, seed=2)
             position = torch.tensor(start) if counted else (torch.tensor([8, 0, 5, 2])[:s] + start) % 9
             cache = {"keys": keys, "values": values, "position": position}

@@ -1,6 +1,6 @@
 """Quantised checkpoints of a small Llama, written from the specifications of their formats with numpy alone.
 
-Every writer returns the tensors of a layer and the weight that they stand for, in float64.
+Every writer returns the tensors of a layer and the weight that they represent, in float64.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ FEW = [COMPRESSED[4], COMPRESSED[3], AWQ[0], GPTQ[4], GPTQ[7], EIGHT_BITS[1], EI
 
 
 def write(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
-    """Write a checkpoint of a Llama. Returns the stock model with the weights that it stands for."""
+    """Write a checkpoint of a Llama. Returns the stock model with the weights that it represents."""
     model = build(**{**SIZES, **sizes}).to(dtype)
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
@@ -238,6 +238,6 @@ def copied(folder: Path, to: Path) -> Path:
 
 
 def raw(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """What must stay the same: a NaN is equal to itself here."""
+    """The parts that must not change; NaN equals NaN here."""
     data = tensor.detach().cpu().contiguous()
     return data.dtype, tuple(data.shape), data.flatten().view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Quantised checkpoints are loaded as they are: their numbers, their bytes, and what is left after `restore`."""
+"""Quantised checkpoints are loaded with their stored bytes: results, bytes, and the model after `restore`."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_graph_and_a_device_map(tmp_path, case):
 
 @few_cases
 def test_offloading_to_disk(tmp_path, case, caplog):
-    """Transformers before 5 offloads parameters only, and these are buffers: it loads the checkpoint as it can."""
+    """Transformers before 5 offloads parameters only, and these are buffers: it loads the checkpoint its own way."""
     reference = checkpoints.write(tmp_path, case, attention_bias=True)
     offloaded = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     offloaded |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}

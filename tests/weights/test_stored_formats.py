@@ -1,4 +1,4 @@
-"""Every format of quantised checkpoints on single layers: any bits, any scales, odd sizes, and the bytes afterwards."""
+"""Every format of quantised checkpoints on single layers: any bits, any scales, odd sizes, and unchanged bytes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_products(case, n, k):
 
 @each_case
 def test_any_bits_come_back(case):
-    """Every pattern in every tensor, also what no library writes: -128, NaN of fp8, negative and infinite scales."""
+    """Every pattern in every tensor, also those that no library writes: -128, fp8 NaN, negative and infinite scales."""
     layer, _ = made(case, 64, 256)
     generator = torch.Generator().manual_seed(0)
     for name, tensor in layer.tensors().items():
@@ -98,7 +98,7 @@ ROW_SCALES = [case for case in checkpoints.CASES if " tensor " not in case.name 
 
 @pytest.mark.parametrize("case", ROW_SCALES, ids=str)
 def test_zero_nan_and_extreme_scales(case):
-    """A NaN stays in its own output; zeros give zeros; nothing else changes."""
+    """A NaN affects only its own output, zeros result in zeros, and nothing else changes."""
     layer, exact = made(case, 48, 256)
     scales = next(tensor for name, tensor in layer.tensors().items() if name in ("weight_scale", "scales"))
     rows = scales if scales.shape[0] == 48 else scales.t()
@@ -119,28 +119,28 @@ def test_zero_nan_and_extreme_scales(case):
     "case", [*checkpoints.COMPRESSED, *checkpoints.EIGHT_BITS[:1], checkpoints.EIGHT_BITS[3]], ids=str
 )
 def test_the_library_that_defines_the_format(case):
-    """Its compressor writes the same tensors, and its numbers are ours."""
+    """Its compressor writes the same tensors, and its numbers equal those of hf_rocm."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
     weight = torch.randn(48, 256, dtype=torch.bfloat16)
-    ours, _ = case.write(weight)
+    layer_tensors, _ = case.write(weight)
     scheme = QuantizationScheme.model_validate(case.config["config_groups"]["group_0"])
     compressor = BaseCompressor.get_value_from_registry(case.config["format"])
-    given = {"weight": weight, "weight_scale": ours["weight_scale"]}
-    if "weight_zero_point" in ours:
+    given = {"weight": weight, "weight_scale": layer_tensors["weight_scale"]}
+    if "weight_zero_point" in layer_tensors:
         group = scheme.weights.group_size or -1
         zero = checkpoints.rounded(weight, group, torch.bfloat16, symmetric=False)[2]
         given["weight_zero_point"] = torch.from_numpy(zero - 8).to(torch.int8)
     theirs = compressor.compress(given, scheme)
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in theirs.items()}
-    assert described == {name: (tensor.dtype, tensor.shape) for name, tensor in ours.items()}
+    assert described == {name: (tensor.dtype, tensor.shape) for name, tensor in layer_tensors.items()}
     values = layer_of(case, theirs, 48, 256).dequantized(torch.float32)
     assert torch.equal(values.bfloat16(), compressor.decompress(dict(theirs), scheme)["weight"].bfloat16())
 
 
 def test_zero_nan_and_extreme_scales_of_blocks():
-    """They stay in the rows of their block, of which the last is smaller."""
+    """They affect only the rows of their block; the last block is smaller."""
     layer, _ = made(checkpoints.FINEGRAINED[0], 272, 384)
     scales = layer.tensors()["weight_scale_inv"]
     scales[0], scales[1, 2], scales[2, 0] = 0, torch.nan, 2.0**90
@@ -151,7 +151,7 @@ def test_zero_nan_and_extreme_scales_of_blocks():
 
 
 def test_blocks_are_joined_on_their_borders():
-    """Layers whose first rows would be inside a block are not; a part of a joined weight is read from its blocks."""
+    """Layers that would begin inside a block are not fused; a part of a joined weight is read from its blocks."""
     case = checkpoints.FINEGRAINED[0]
     one, other, odd = (made(case, n, 192)[0] for n in (256, 128, 144))
     assert one.format.joins(one.tensors(), other.tensors())
@@ -167,7 +167,7 @@ def test_blocks_are_joined_on_their_borders():
 
 @pytest.mark.parametrize(("weight_only", "scales"), [(False, (256,)), (True, (256,)), (False, (2, 4))], ids=str)
 def test_only_weights_whose_products_round_x_are_shuffled_for_aiter(weight_only, scales, monkeypatch):
-    """Its GEMM rounds x, and our kernels for few rows read the plain order."""
+    """Its GEMM rounds x, and hf_rocm's kernels for few rows read the plain order."""
     monkeypatch.setattr(eight_bit, "describe", lambda device: Device("cuda", rocm=True, arch="gfx950"))
     monkeypatch.setattr(eight_bit, "shuffle_refuses", lambda spec, device: None)
     monkeypatch.setattr(eight_bit, "choose", lambda spec: ("aiter", "gemm_a8w8_bpreshuffle"))
@@ -180,7 +180,7 @@ def test_only_weights_whose_products_round_x_are_shuffled_for_aiter(weight_only,
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.19"), reason="not run: needs transformers 5.19")
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
 def test_transformers_own_fp8(scale_fmt):
-    """It writes tensors of the same names, shapes and dtypes, and reads the same numbers."""
+    """It writes tensors with the same names, shapes and dtypes, and reads the same numbers."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
     from transformers.utils.quantization_config import FineGrainedFP8Config
 

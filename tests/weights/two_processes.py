@@ -40,7 +40,7 @@ def stock(checkpoint: str):
     return LlamaForCausalLM.from_pretrained(checkpoint).eval()
 
 
-def ours(checkpoint: str):
+def prepared(checkpoint: str):
     model = hf_rocm.from_pretrained(checkpoint, force=True).eval()
     assert live(model) == GROUPS
     return model
@@ -60,7 +60,7 @@ def tensor_parallel(checkpoint: str) -> None:
 
 
 def data_parallel(checkpoint: str) -> None:
-    model, twin = ours(checkpoint), unfused()
+    model, twin = prepared(checkpoint), unfused()
     train(DistributedDataParallel(model), model)
     train(twin, twin)
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
@@ -69,7 +69,7 @@ def data_parallel(checkpoint: str) -> None:
 
 
 def fully_sharded(checkpoint: str) -> None:
-    model, twin = ours(checkpoint), unfused()
+    model, twin = prepared(checkpoint), unfused()
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

@@ -1,4 +1,4 @@
-"""The gate of a gated MLP through `silu_and_mul`, `gelu_and_mul` and `gelu_tanh_and_mul`: output first, no checks."""
+"""The gate of a gated MLP through `silu_and_mul`, `gelu_and_mul` and `gelu_tanh_and_mul`, which check nothing."""
 
 from __future__ import annotations
 

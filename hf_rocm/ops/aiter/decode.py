@@ -60,7 +60,7 @@ def attention(
 
 
 def _gain(spec: DecodeSpec, device: Device) -> str | None:
-    """Why our own kernel comes first, unless the aiter tier is required."""
+    """Why hf_rocm's kernel is preferred, unless the aiter tier is required."""
     current = options.current()
     if spec.ends or current.tier("attention") == "aiter" or current.aiter["attention"] is Switch.REQUIRED:
         return None

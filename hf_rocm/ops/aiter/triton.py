@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NAME = "ops.triton.attention.mha:flash_attn_func"
 
-# aiter has a table of tiles for gfx1151 alone among these cards, and raises without one. Compiled for gfx1151 by Triton
+# Of these GPUs, aiter has a table of tiles only for gfx1151, and raises without one. Compiled for gfx1151 by Triton
 # 3.6, that table's tile spills 127 registers at head dim 128; this one spills none, and takes 8 KiB of 64 KiB of LDS.
 _TILE = {
     "BLOCK_M": 32,

@@ -223,7 +223,7 @@ def _work(
     causal: bool,
     page: int | None,
 ) -> _Work:
-    """For B, H, Hkv, S_q, S, D and D_v. endless: without a window."""
+    """The plan for B, H, Hkv, S_q, S, D and D_v. endless: without a window."""
     b, heads, kv_heads, queries, keys, dim, value_dim = sizes
     group, rows = heads // kv_heads, b * queries * heads
     how = plan(
@@ -266,13 +266,13 @@ def _work(
 
 
 def _strides_of_mask(mask: Tensor) -> tuple[int, ...]:
-    """0 along what all rows, heads or queries share."""
+    """The strides, 0 in the dims that all rows, heads or queries share."""
     *outer, last = zip(mask.shape, mask.stride(), strict=True)
     return (*(0 if size == 1 else stride for size, stride in outer), last[1])
 
 
 def _form_of(strides: tuple[int, ...]) -> Any:
-    """The forms of all strides; in the usual case one value for all."""
+    """The forms of all strides; usually a single value for all."""
     union = reduce(or_, strides)
     return (union % 16 == 0 and 0 <= union < 2**31) or tuple(map(form, strides))
 

@@ -29,7 +29,7 @@ FEWEST = 16  # columns and K: smaller products don't matter for performance
 
 
 def refuses(spec: LinearSpec | FusedLinearSpec, device: Device) -> str | None:
-    """Why the kernels can't serve this product, or are not known to gain, or None."""
+    """Why the kernels can't serve this product, or are not known to be faster, or None."""
     return detect.unavailable(device) or _limits(spec) or _gain(spec.rows)
 
 

@@ -1,4 +1,4 @@
-"""The tiles of the kernels: how their work is divided into programs, for the wrappers and for ahead-of-time builds.
+"""The tiles of the kernels, which divide their work into programs, for the wrappers and for ahead-of-time builds.
 
 This module does not import triton, so that both can import it.
 """
@@ -157,7 +157,7 @@ class ExpertsTile(NamedTuple):
 
 
 # Tiles were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B, OLMoE and,
-# transposed, gpt-oss-20b. On AMD GPUs nothing was measured: `HF_ROCM_TIER=experts=torch` gives them PyTorch's products.
+# transposed, gpt-oss-20b. Nothing was measured on AMD GPUs; `HF_ROCM_TIER=experts=torch` uses PyTorch's products.
 SOME = 4  # up to this many tokens, programs of the second product must be small, or there are too few of them
 
 

@@ -1,1 +1,1 @@
-"""hf-rocm bench: stock against hf_rocm on one machine, with wrong results refused, and every time next to its floor."""
+"""hf-rocm bench: compare stock and hf_rocm on one machine, with checked results, and a floor for every time."""

@@ -9,7 +9,7 @@ KINDS = ("decode", "prefill", "encode")
 
 
 class Case(NamedTuple):
-    """One thing to time. prompt: tokens a row (an encoder of images has its own). new: tokens generated a row."""
+    """One case to time. prompt: tokens per row (an image encoder has its own). new: generated tokens per row."""
 
     kind: str
     batch: int
@@ -30,13 +30,13 @@ class Case(NamedTuple):
         return {"decode": "ms a token", "prefill": "ms", "encode": "ms"}[self.kind]
 
     def rate(self, milliseconds: float) -> float:
-        """Tokens a second over the whole batch (samples a second for an encoder)."""
+        """Tokens per second over the whole batch (samples per second for an encoder)."""
         per_unit = self.batch * self.prompt if self.kind == "prefill" else self.batch
         return per_unit * 1000 / milliseconds
 
 
 def grid(kinds: Iterable[str], batches: Iterable[int], prompts: Iterable[int], *, new: int) -> list[Case]:
-    """Every combination, decode first."""
+    """Return every combination, decoding first."""
     lengths = list(prompts)
     return [
         Case(kind, batch, prompt, new if kind == "decode" else 0)

@@ -90,7 +90,7 @@ def save(segments: Sequence[Segment], file: Path, *, title: str | None = None) -
 
 def draw(title: str, segments: Sequence[Segment]) -> Picture:
     """The picture of all cases that have at least one side."""
-    panels = [each for segment in segments for each in _panels(segment)]
+    panels = [panel for segment in segments for panel in _panels(segment)]
     parts: list[Part] = []
     y = MARGIN + 18
     parts.append(Words(MARGIN, y, title, size=19, bold=True))
@@ -111,23 +111,23 @@ def draw(title: str, segments: Sequence[Segment]) -> Picture:
 def _panels(segment: Segment) -> list[Panel]:
     served = [] if segment.serving is None else segment.serving["cases"]
     panels = [panel(result) for result in segment.results if result.timings]
-    return panels + [each for group in by_case(served) for each in serving_panels(group)]
+    return panels + [panel for group in by_case(served) for panel in serving_panels(group)]
 
 
 def serving_panels(group: Sequence[dict[str, Any]]) -> list[Panel]:
-    """The panels of one load: the time that a token takes in all, and the times of `figures.TIMES`."""
+    """The panels of one load: the time per token over all requests, and the times of `figures.TIMES`."""
     rates = [Bar(case["side"], case["side"], *[1000 / case["rate"]] * 3) for case in group if case["rate"]]
     title = group[0]["title"]
     panels = [Panel(title, "ms a token, all requests together", "rate", None, tuple(rates))]
     for name, label in TIMES.items():
-        times = [(case["side"], found) for case in group if (found := case["times"][name]) is not None]
-        bars = tuple(Bar(side, side, found["median"], found["median"], found["p95"]) for side, found in times)
+        times = [(case["side"], values) for case in group if (values := case["times"][name]) is not None]
+        bars = tuple(Bar(side, side, values["median"], values["median"], values["p95"]) for side, values in times)
         panels.append(Panel(f"{title}: {label}", "ms", name, None, bars))
-    return [each for each in panels if each.bars]
+    return [panel for panel in panels if panel.bars]
 
 
 def panel(result: Result) -> Panel:
-    """One case as a panel, its sides in the order of LABELS."""
+    """Return one case as a panel, with its sides in the order of LABELS."""
     order = list(LABELS)
     timings = sorted(result.timings, key=lambda timing: order.index(timing.side))
     bars = tuple(Bar(timing.side, LABELS[timing.side], *timing.unit) for timing in timings)
@@ -135,7 +135,7 @@ def panel(result: Result) -> Panel:
 
 
 def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> float:
-    """Add one panel in which `longest` milliseconds reach from LABEL to END; returns where it ends."""
+    """Add one panel in which `longest` milliseconds reach from LABEL to END. Returns its lower edge."""
     scale = (END - LABEL) / longest
     unit = _END_TO_END if panel.kind == "decode" else panel.unit
     parts.append(Words(MARGIN, y + 10, panel.title, size=14, bold=True))
@@ -171,7 +171,7 @@ _END_TO_END = "ms a token, end to end through generate"
 
 
 def _scales(panels: Sequence[Panel]) -> list[float]:
-    """The longest bar of each panel: shared by the panels of a kind, unless one of them would be a stub."""
+    """The longest bar of each panel: shared by the panels of a kind, unless one bar would be too short to read."""
     longest = [max([panel.floor or 0.0, *(max(bar.value, bar.high) for bar in panel.bars)]) for panel in panels]
     scales = []
     for panel, own in zip(panels, longest, strict=True):

@@ -1,4 +1,4 @@
-"""Processes that `hf-rocm bench` starts: they end with the command, and their last words explain a failure."""
+"""Processes that `hf-rocm bench` starts: they end with the command, and their last lines explain a failure."""
 
 from __future__ import annotations
 

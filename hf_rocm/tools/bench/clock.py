@@ -11,7 +11,7 @@ import torch
 
 
 class Spread(NamedTuple):
-    """Milliseconds: the median, and the first and third quartile."""
+    """Milliseconds: the median, and the first and third quartiles."""
 
     median: float
     low: float
@@ -28,7 +28,7 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 class Percentiles(NamedTuple):
-    """Milliseconds: the median, and the 95th and 99th percentile, interpolated between the two nearest values."""
+    """Milliseconds: the median, and the 95th and 99th percentiles, interpolated between the two nearest values."""
 
     median: float
     p95: float
@@ -66,11 +66,11 @@ def timed(call: Callable[[], Any], device: torch.device) -> float:
 def device_time(
     calls: Sequence[Callable[[], Any]], device: torch.device, *, repeats: int = 5, record: bool = True
 ) -> list[float]:
-    """Seconds per call of a list of calls, `repeats` times, without the host's part where that can be had.
+    """Seconds per call of a list of calls, `repeats` times, without the host's overhead if possible.
 
-    On a GPU the calls are recorded into a graph and replayed, so that launches cost nothing; what can't be recorded is
-    timed as it is launched, and so is everything with record=False. calls: the same work on different buffers,
-    together larger than the GPU's caches.
+    On a GPU the calls are recorded into a graph and replayed, so that launches cost nothing. Calls that can't be
+    recorded are timed with their launches, as are all calls with record=False. calls: the same work on different
+    buffers, which together are larger than the GPU's caches.
     """
     for call in calls[:3]:
         call()

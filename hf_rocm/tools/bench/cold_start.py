@@ -1,7 +1,7 @@
 """The cost of a start: the first generation in a fresh process, with cold and warm caches, and its memory.
 
-Each start has a separate process, since compiled code and allocated memory would affect the next one. Two in a row
-share folders for what Triton, PyTorch and hf_rocm keep on disk: the first is cold, the second finds it there.
+Each start has a separate process, since compiled code and allocated memory would affect the next one. Two consecutive
+starts share the cache folders of Triton, PyTorch and hf_rocm: the first start is cold, the second is warm.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StartError(HfRocmError):
 
 
 def starts(subject: Subject, case: Case, sides: Sequence[str], *, segment: str, progress: Progress) -> Segment:
-    """Start each side twice: with empty caches on disk, and with those that the first start filled."""
+    """Start each side twice: with empty caches on disk, and with the caches from the first start."""
     rows = []
     for side in sides:
         with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as folder:

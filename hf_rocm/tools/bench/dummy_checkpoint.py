@@ -1,7 +1,7 @@
 """A dummy checkpoint of a named shape: its matrices take no space on disk, and get random values after loading.
 
-Ranks that share a model have to load it as transformers shards it, and that starts from a checkpoint. The matrices of
-this one are a hole in a file: zeros until each rank fills its own part. So a shape of any size is there in a moment.
+Ranks that share a model load it from a checkpoint, because transformers shards it then. The matrices of this checkpoint
+are a hole in a sparse file: zeros, until each rank fills its own part. So a model of any size is created at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
     cls, config = architecture(name, layers=layers)
     with default_dtype(dtype), torch.device("meta"):
         model = cls(config)
-        model.tie_weights()  # 5.0 ties weights when it loads them; two copies in the file would stay two tensors
+        model.tie_weights()  # 5.0 ties weights while it loads them; two copies in the file would remain two tensors
     shapes = {path: tuple(parameter.shape) for path, parameter in model.named_parameters()}
     matrices = {path: shape for path, shape in shapes.items() if len(shape) > 1}
     values = _vectors(name, dtype)
@@ -50,9 +50,10 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
 
 
 def fill(model: Any, folder: Path, *, rank: int) -> None:
-    """Fill the matrices of a model loaded from a dummy checkpoint with random values, on a rank only its part of each.
+    """Fill the matrices of a model loaded from a dummy checkpoint with random values; a rank fills only its part.
 
-    What all ranks hold in full is the same on all. Each weight's products keep the size of what goes in.
+    Parameters that are replicated are equal on all ranks. The products of each weight have the magnitude of their
+    input.
     """
     whole = _header(folder / MATRICES)
     with torch.no_grad():

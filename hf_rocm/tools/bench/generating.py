@@ -1,4 +1,4 @@
-"""One timed `generate`, without additional GPU work, and the logits of one for the parity check."""
+"""One timed `generate` without additional GPU work, and one that returns its logits for the parity check."""
 
 from __future__ import annotations
 

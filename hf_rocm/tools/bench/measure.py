@@ -20,14 +20,14 @@ from hf_rocm.tools.bench.variants import DECODE_ONLY, OURS, UNCAPTURED, Side
 
 WARM_ROUNDS = 2  # the first compiles and records, the second fills the allocator's pools
 
-# Forwards of an encoder in each of them: a recording is compared with uncaptured forwards most often at first.
+# Forwards of an encoder in each warm-up: a recording is compared with uncaptured forwards most often at first.
 WARM_FORWARDS = 12
 
 Progress = Callable[[str], None]
 
 
 class Timing(NamedTuple):
-    """One side of a case. unit: milliseconds of one unit (a token, a forward). first: until the first token, ms.
+    """One side of a case. unit: milliseconds per unit (a token, a forward). first: milliseconds until the first token.
 
     warmup: seconds by which the first call was slower than a later one. peak: largest number of bytes on the device,
     with the weights and without other sides' caches. rounds: milliseconds of each round, in order. note: how it ran,
@@ -47,7 +47,7 @@ class Timing(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One case: its floor, the timed sides, and the reasons of those that were left out."""
+    """One case: its floor, the timed sides, and the reasons why others were left out."""
 
     case: Case
     floor: Floor
@@ -124,7 +124,7 @@ class _Samples:
 
     def timing(self, side: Side, *, together: bool) -> Timing:
         assert self.cold is not None
-        apart = None if together else "its rounds ran in a row, since the caches of all sides do not fit into memory"
+        apart = None if together else "its rounds ran one after another: the caches of all sides do not fit into memory"
         notes = "; ".join(note for note in (side.note(), apart) if note is not None)
         warmup = max(0.0, self.cold - spread(self.whole).median / 1000)
         first = spread(self.first) if self.first else None
@@ -142,7 +142,7 @@ def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | N
     if tried is None:
         _release(side, forget=True)
         return reason
-    if not tried.same:  # this run was not the case's own warm-up
+    if not tried.same:  # this run was not the warm-up of the case itself
         samples.cold = samples.peak = None
         _release(side, forget=True)
     parity, reason = _guarded(side, lambda: run.reference.judge(tried))  # type: ignore[union-attr]

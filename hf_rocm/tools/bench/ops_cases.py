@@ -219,7 +219,7 @@ def _rope(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
 
 
 def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
-    """Cases of routed experts: every token has its own experts, the same in every set of inputs."""
+    """Cases of routed experts: tokens have different experts, which are the same in every set of inputs."""
     mixture = dims.mixture
     h, i, k = mixture["hidden_size"], mixture["moe_intermediate_size"], mixture["num_experts_per_tok"]
     e = mixture["num_experts"] if sizes.device.type == "cuda" else k  # all experts would take too long on a CPU

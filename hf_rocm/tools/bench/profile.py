@@ -38,7 +38,7 @@ class Profile(NamedTuple):
     kernels: dict[str, tuple[int, float]]  # name → runs and µs, all steps together
     busy: float
     span: float
-    gaps: tuple[tuple[float, str], ...]  # the longest ones, each with the kernel that it waits for
+    gaps: tuple[tuple[float, str], ...]  # the longest gaps, with the kernels that follow them
 
     def rows(self) -> list[tuple[str, ...]]:
         """The kernels that take most of the time."""

@@ -175,7 +175,7 @@ class _Rank:
                 raise Mismatch(
                     f"{side.name} returns wrong numbers over {self.question.world} ranks, so nothing is timed",
                     facts={"case": case.title, "error": f"{parity.error:.4g}", "allowed": f"{parity.allowed:.4g}"},
-                    hint="`hf-rocm bench` without --tp shows whether one device has the same; please report this",
+                    hint="`hf-rocm bench` without --tp shows whether one device is wrong too; please report this",
                 )
         for number in range(WARM_ROUNDS + self.question.rounds):
             for side in sides:
@@ -195,7 +195,7 @@ class _Rank:
         return timings
 
     def _turn(self, side: Side, case: Case) -> Generated:
-        """One run, which all ranks begin together and which ends with the last of them."""
+        """One run, which all ranks begin together, and which ends when the last rank has finished."""
         self.peers.slowest(0.0)
         with torch.no_grad(), side.turn():
             if case.kind == "decode":
@@ -218,7 +218,9 @@ class _Rank:
             )
 
     def _against(self, first: _Taken, other: _Taken, case: Case) -> str | None:
-        """How many tokens agree with those of the first side: after the first difference they cannot be compared."""
+        """Report how many tokens agree with those of the first side: tokens after the first difference can't be
+        compared.
+        """
         assert first.tokens is not None and other.tokens is not None
         if case.kind != "decode":
             return None
@@ -237,7 +239,7 @@ class _Rank:
         return torch.cuda.memory_allocated(self.device)
 
     def _peak(self, before: int, model: Any) -> int | None:
-        """On the rank with the most memory in use: a side's own allocations plus the rank's part of the weights."""
+        """The peak memory on the rank that uses most: a side's own allocations plus the rank's part of the weights."""
         if self.device.type != "cuda":
             return None
         weights = sum(

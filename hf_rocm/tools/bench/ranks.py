@@ -1,7 +1,7 @@
 """`hf-rocm bench --tp N`: start N ranks that share one model, wait for them, and return what rank 0 recorded.
 
-The ranks are plain processes with their own store, so that the end of one is detected at once, even while the others
-wait for it, and its exception or signal can be reported. Then all are stopped, and nothing is written.
+The ranks are plain processes with their own store, so that the failure of one is detected at once, even while the
+others wait for it, and its exception or signal is reported. Then all are stopped, and nothing is written.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def bench_ranks(
             progress(f"{subject.name}: writing a dummy checkpoint")
             folder = str(place / "checkpoint")
             dummy_checkpoint.write(Path(folder), subject.shape, dtype=dtype, layers=subject.layers)
-        # a store of this process outlives every rank, and its port is free for certain
+        # a store in this process outlives every rank, and its port is certain to be free
         store: Any = torch.distributed.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False
         )
@@ -133,7 +133,7 @@ def _config(subject: Subject) -> Any:
 
 
 def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> None:
-    """Start the ranks and wait for their end; raise as soon as one has failed."""
+    """Start the ranks and wait until they end; raise as soon as one has failed."""
     message = ""
     with _started(place, subject, ranks) as processes:
         deadline = None
@@ -147,7 +147,7 @@ def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> No
                 deadline = time.monotonic() + _LAST_WORDS
             if deadline is not None and time.monotonic() > deadline:
                 stuck = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
-                raise RankError(f"rank {stuck} did not end with the others", hint="run it again, and report it")
+                raise RankError(f"rank {stuck} did not end with the others", hint="please report it")
             with contextlib.suppress(OSError):
                 words = (place / "progress").read_text(encoding="utf-8")
                 if words != message:
@@ -214,5 +214,5 @@ def _cause(place: Path, codes: Sequence[int | None]) -> HfRocmError:
     return RankError(
         first_error["message"] if alike else f"rank {first} failed: {first_error['message']}",
         facts=first_error["facts"] or {"last lines": children.tail(place / f"log-{first}")},
-        hint=first_error["hint"] or "the same without --tp shows whether it needs several ranks to happen",
+        hint=first_error["hint"] or "the same command without --tp shows whether it also fails on one device",
     )

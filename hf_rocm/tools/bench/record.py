@@ -37,7 +37,7 @@ class Segment:
     model: dict[str, Any]
     rates: Rates | None  # None: it has no floor
     rounds: int
-    missing: dict[str, str] = field(default_factory=dict)  # sides that are not available, and why
+    missing: dict[str, str] = field(default_factory=dict)  # unavailable sides, and the reasons
     results: tuple[Result, ...] = ()
     kernels: tuple[dict[str, Any], ...] = ()
     starts: tuple[dict[str, Any], ...] = ()
@@ -130,7 +130,7 @@ def _result_to_dict(result: Result) -> dict[str, Any]:
 
 
 def _floor_to_dict(floor: Floor) -> dict[str, Any]:
-    """Without what only ranks have, for those who read results of one device."""
+    """The segment without the fields of ranks, for readers of results from one device."""
     return {name: value for name, value in floor._asdict().items() if name != "exchange" or value}
 
 

@@ -34,7 +34,7 @@ def _rates(segment: Segment) -> list[str]:
         return []
     copy, matmul = large(segment.rates.copy), large(segment.rates.matmul)
     rounds = f"{segment.rounds} interleaved rounds (quartiles)" if segment.results else f"{segment.rounds} replays"
-    return [f"copies {copy}B/s and multiplies {matmul}FLOP/s, measured in this run; medians of {rounds}"]
+    return [f"measured in this run: {copy}B/s (copy) and {matmul}FLOP/s (matmul); medians of {rounds}"]
 
 
 def parallel(segment: Segment) -> list[str]:
@@ -59,7 +59,7 @@ def exchange(segment: Segment, result: Result) -> list[str]:
             return [
                 f"a {unit} exchanges {record['sums']} sums of {large(record['message'])}B{gathered}; each rank sends "
                 f"{large(record['sent'])}B ({large(record['sent_per_token'])}B a token, computed). "
-                f"One such sum, of ten in a row with nothing between them, took {record['sum_microseconds']:.1f} µs"
+                f"One such sum, of ten consecutive ones without other work, took {record['sum_microseconds']:.1f} µs"
             ]
     return []
 

@@ -49,7 +49,7 @@ def decode_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
 
 
 def forward_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
-    """Bytes and operations of one forward over the prompt; of a causal model's head, one position a row."""
+    """Bytes and operations of one forward over the prompt; a causal model's head runs on one position per row."""
     length = case.prompt or _positions(model)
     causal = case.kind == "prefill"
     weights = Weights.of(model)

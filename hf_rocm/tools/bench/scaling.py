@@ -27,7 +27,7 @@ class Decoder:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, item: int = 2) -> Decoder:
-        """From a config's settings, as `bench` has them for its shapes; layers of one kind, each MLP with a gate."""
+        """From the settings of a config, as in `bench`'s shapes; all layers are alike, and every MLP has a gate."""
         hidden, layers = settings["hidden_size"], settings["num_hidden_layers"]
         heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
         head = settings.get("head_dim") or hidden // heads
@@ -45,7 +45,7 @@ class Decoder:
 
     @property
     def weights(self) -> int:
-        """Bytes of all matrices, the table of embeddings with them."""
+        """Bytes of all matrices, including the embedding table."""
         return self.item * (self.matrices + self.vocabulary * self.hidden)
 
 
@@ -74,7 +74,7 @@ def exchange(decoder: Decoder, ranks: int, *, tokens: int = 1, embedding: bool =
     """The communication of a forward with this number of tokens (batch × length).
 
     embedding, head: whether the table and the head are divided too, which differs between releases of transformers.
-    Of the head, one position is gathered.
+    The logits of one position are gathered.
     """
     if ranks == 1:
         return Exchange(1, 0, 0)

@@ -17,9 +17,9 @@ from hf_rocm.tools.bench.known_shapes import shape
 
 
 def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
-    """A model of that shape, made on the device in its dtype at once, stock and in eval mode.
+    """A model of that shape, created directly on the device in its dtype, stock and in eval mode.
 
-    layers: fewer (or more) layers than the shape has. Raises `OptionError` where this transformers lacks the model.
+    layers: fewer (or more) layers than the shape has. Raises `OptionError` if this transformers lacks the model.
     """
     cls, config = architecture(name, layers=layers)
     with default_dtype(dtype), torch.device(device):
@@ -31,7 +31,7 @@ def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | 
 def architecture(name: str, *, layers: int | None = None, **settings: Any) -> tuple[Any, Any]:
     """The model's class and a config of that shape. settings: of the config, instead of the shape's own.
 
-    Raises `OptionError` where this transformers lacks the model.
+    Raises `OptionError` if this transformers lacks the model.
     """
     import transformers
 
@@ -52,7 +52,7 @@ def _fill(model: torch.nn.Module) -> None:
 
 
 def deviation(inputs: int) -> float:
-    """Of weights whose products keep the size of what goes in, so that no depth over- or underflows."""
+    """The scale of weights whose products have the magnitude of their input, so that no depth over- or underflows."""
     return 1 / math.sqrt(inputs)
 
 

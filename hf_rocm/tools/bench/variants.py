@@ -1,7 +1,7 @@
 """The sides of a comparison: copies of one model that share its weights, each run in its own way.
 
-Sharing means that two sides differ in nothing but what runs, that both fit where one does, and that no side is warmed
-up again because another one moved the weights.
+Because they share weights, two sides differ only in the code that runs, both fit into the memory of one, and no side
+needs a new warm-up because another one moved the weights.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ LABELS = {
 # torch.compile: over a static cache, as transformers compiles a decode step; in mode `default` unless named otherwise
 DEFAULT = (STOCK, COMPILE, OURS)
 
-# Sides that only differ in decoding and in encoders: transformers compiles no prefill, and we record none.
+# Sides that differ only in decoding and in encoders: neither transformers nor hf_rocm compiles or records a prefill.
 DECODE_ONLY = (COMPILE, OVERHEAD, UNCAPTURED)
 
 
 @dataclass
 class Side:
-    """One side. arguments: for `generate`. turn: a context that is open while this side runs."""
+    """One side. arguments: for `generate`. turn: a context manager that is active while this side runs."""
 
     name: str
     model: Any
     arguments: dict[str, Any] = field(default_factory=dict)
     turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    forward: Callable[..., Any] | None = None  # instead of the model's, where no `generate` is involved
+    forward: Callable[..., Any] | None = None  # instead of the model's own, for calls without `generate`
 
     def __call__(self, **inputs: Any) -> Any:
         return (self.forward or self.model)(**inputs)
 
     def release(self) -> None:
-        """Let go of caches and recorded graphs."""
+        """Release caches and recorded graphs."""
         self.model.__dict__.pop("_cache", None)  # transformers before 5.15 keeps its static cache there
         if self.name in (OURS, UNCAPTURED):
             _release_graphs(self.model)
 
     def note(self) -> str | None:
-        """How it ran, where that can't be seen from its name."""
+        """How it ran, unless the name implies it."""
         return _forwards_note(self.model) or _graph_note(self.model) if self.name == OURS else None
 
     def replay_alone(self) -> float | None:
-        """Milliseconds of the device for the step or forward that was recorded last; None if none was."""
+        """Milliseconds on the device for the last recorded step or forward; None if none was recorded."""
         return _replay_alone(self.model) if self.name == OURS else None
 
     def forget(self) -> None:
-        """Let go of compiled code too: the next shape is compiled as if it were the first, and not for any size."""
+        """Also release compiled code, so that the next shape is compiled like a first one, not with dynamic sizes."""
         self.release()
         if self.name in (COMPILE, OVERHEAD):
             self.model.__dict__.pop("_compiled_call", None)
@@ -74,7 +74,7 @@ class Side:
 
 
 def _graph_note(model: Any) -> str | None:
-    """Whether steps were replayed, and if not, why."""
+    """Report whether steps were replayed, and if not, why."""
     from hf_rocm.generation import state
 
     known = state.known(model)
@@ -99,7 +99,7 @@ def _forwards_note(model: Any) -> str | None:
     return f"{known.replayed} forwards replayed" + (f"; uncaptured: {turned_away}" if turned_away else "")
 
 
-_IN_A_ROW = 16  # replays that are timed at once, so that the device never waits for the host
+_IN_A_ROW = 16  # replays that are timed together, so that the device never waits for the host
 
 
 def _replay_alone(model: Any) -> float | None:
@@ -117,7 +117,7 @@ def _replay_alone(model: Any) -> float | None:
 
 
 def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> tuple[list[Side], dict[str, str]]:
-    """The sides of these names over one stock model, and for those that can't be had here, why not.
+    """Return the sides of these names over one stock model, and the reasons for the unavailable ones.
 
     `model` itself becomes the hf_rocm side, if that is among them. Raises `OptionError` on an unknown name.
     """
@@ -140,10 +140,10 @@ def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> t
 
 
 def twin(model: Any) -> Any:
-    """A copy of a stock model with the very same parameters and buffers, so that it takes no memory worth mentioning.
+    """Return a copy of a stock model with the same parameter and buffer objects, so that it takes hardly any memory.
 
-    What is fused later in the model is where the copy finds it too. A copy of a prepared model would not do: restoring
-    it takes the shared parameters out of the fused blocks.
+    The copy also sees weights that are fused in the model later. A prepared model can't be copied: restoring it takes
+    the shared parameters out of the fused blocks.
     """
     from hf_rocm.loading.prepare import REPORT, restore
 
@@ -180,12 +180,12 @@ def _compiled(name: str, model: Any, encoder: bool) -> Side:
 
 
 def _ours(name: str, model: Any, encoder: bool) -> Side:
-    # what switches transformers' own compiled step off switches recorded steps off too
+    # the option that disables transformers' compiled step also disables recorded steps
     return Side(name, model, {"disable_compile": True} if name == UNCAPTURED else {})
 
 
 def _liger(name: str, model: Any, encoder: bool) -> Side:
-    """Liger's kernels in one copy. What it patches in transformers itself is only in place during its turns."""
+    """Liger's kernels in one copy. Its patches of transformers itself are active only while this side runs."""
     from liger_kernel.transformers import monkey_patch
 
     copied = twin(model)

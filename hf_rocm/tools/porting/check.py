@@ -60,18 +60,18 @@ class Report:
 def check(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> Report:
     """Read a file or a folder; nothing in it is run or imported.
 
-    Read are Python, notebooks, shell scripts, Dockerfiles, compose files, CMake and Makefiles, what declares packages
-    (pyproject.toml, setup.cfg, requirements, conda environments), and C, C++ and CUDA. Virtual environments, caches and
-    links to folders are left out. progress(done, total): called after each file.
-    Raises HfRocmError if the path does not exist or has no file that is read.
+    It reads Python, notebooks, shell scripts, Dockerfiles, compose files, CMake and Makefiles, files that declare
+    packages (pyproject.toml, setup.cfg, requirements, conda environments), and C, C++ and CUDA. Virtual environments,
+    caches and links to folders are skipped. progress(done, total): called after each file.
+    Raises HfRocmError if the path does not exist or contains no file of these kinds.
     """
     top = Path(path)
     if not top.exists():
-        raise HfRocmError("there is nothing to check", facts={"path": top}, hint="give a file or a folder")
+        raise HfRocmError("this path does not exist", facts={"path": top}, hint="give a file or a folder")
     sources = collect(top)
     if not sources.files:
         raise HfRocmError(
-            "there is nothing that port-check reads",
+            "port-check reads no file here",
             facts={"path": top, "reads": f"*.py, *.ipynb, *.sh, and {', '.join(KINDS[2:])}"},
             hint="give the folder of your model's code",
         )
@@ -99,7 +99,7 @@ def check(path: str | Path, *, progress: Callable[[int, int], None] | None = Non
             findings += [place.within(shown) for place in sorted(reported, key=lambda place: place.line)]
         if progress is not None:
             progress(number, len(sources.files))
-    if translated:  # the project has warp functions of its own for HIP
+    if translated:  # the project defines its own warp functions for HIP
         findings = [finding for finding in findings if finding.rule != native.BALLOT.name]
     return Report(
         path=str(path),
@@ -122,13 +122,13 @@ def _text(file: Path, largest: int) -> str:
 
 
 def _check_inside(file: Path, top: Path) -> None:
-    """Refuse a link to a file outside the tree, which may be one that the user did not mean to show."""
+    """Refuse a link to a file outside the tree: the user may not want that file to be quoted."""
     if file != top and file.is_symlink() and not file.resolve().is_relative_to(top.resolve()):
         raise ValueError("a link to a file outside")
 
 
 class _Silenced:
-    """The lines of a file that a comment silences; a line is read once."""
+    """The lines of a file that a comment silences. Every line is read only once."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()

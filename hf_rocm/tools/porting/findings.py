@@ -1,4 +1,4 @@
-"""What port-check reports: a place, a rule, and what to write instead."""
+"""The findings of port-check: a place, a rule, and what to write instead."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _SHOWN = 80  # characters of a quoted line
 
 
 class Severity(Enum):
-    """How bad it is on ROCm, worst first."""
+    """The severity on ROCm, worst first."""
 
-    PROBLEM = "problem"  # it fails, or computes something else
+    PROBLEM = "problem"  # it fails, or returns wrong results
     WARNING = "warning"  # it can fail, or is slow
-    NOTE = "note"  # it works, and is worth a look
+    NOTE = "note"  # it works, but should be reviewed
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule met in a file. what: the words of this place, such as the package; why and instead: for this place."""
+    """A rule that applies to a place in a file. what: the description of this place, such as the package.
+    why, instead: the texts for this place."""
 
     path: str
     line: int
@@ -44,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Place:
-    """A finding without its path. why, instead: replace the rule's where this place needs other words."""
+    """A finding without its path. why, instead: replace the rule's texts if this place needs others."""
 
     rule: Rule
     line: int
@@ -53,7 +54,7 @@ class Place:
     instead: str = ""
 
     def within(self, path: str) -> Finding:
-        """The finding that it is in this file."""
+        """Return this place as a finding in a file."""
         return Finding(
             path=path,
             line=self.line,
@@ -66,9 +67,9 @@ class Place:
 
 
 def excerpt(text: str, start: int = 0, end: int = 0) -> str:
-    """At most 80 characters of a line, without the spaces around it. `…` marks what was cut.
+    """At most 80 characters of a line, without surrounding spaces. `…` marks what was cut.
 
-    start, end: the part of `text` that must be visible, such as the span of a match; its start, if it is too long.
+    start, end: the part of `text` that must be visible, such as the span of a match; if it is too long, its start is.
     """
     left = len(text) - len(text.lstrip())
     line, start, end = text.strip(), max(0, start - left), max(0, end - left)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Library:
-    """cuda: NVIDIA's, or one that only its GPUs have. rocm: its counterpart. headers: how C and C++ include it, as
-    beginnings of the path. packages: the Python modules that bring it. hipify: PyTorch's extension builder translates
-    the includes and calls by itself. note: what differs nevertheless.
+    """cuda: the name of NVIDIA's library, or of one that only supports NVIDIA GPUs. rocm: its counterpart. headers:
+    prefixes of the paths that C and C++ include. packages: the Python modules that contain it. hipify: whether
+    PyTorch's extension builder translates the includes and calls automatically. note: the remaining differences.
     """
 
     cuda: str
@@ -21,7 +21,7 @@ class Library:
     note: str = ""
 
 
-# Headers of libcu++ by name: projects have folders called cuda, too.
+# Headers of libcu++ are listed by name, because projects also have folders called cuda.
 _LIBCUXX = ("cuda/std/", "cuda/barrier", "cuda/pipeline", "cuda/atomic", "cuda/ptx", "cuda/semaphore",
             "cuda/functional", "cuda/latch", "cuda/memory_resource", "cuda/annotated_ptr",
             "cuda/stream_ref")  # fmt: skip
@@ -88,7 +88,7 @@ TOOLS = {
     "nvidia-ctk": "nothing: pass --device=/dev/kfd --device=/dev/dri to docker",
 }  # fmt: skip
 
-# Shared objects that ctypes or dlopen load by name, without `lib` and what follows the name.
+# Shared objects that ctypes or dlopen load by name, without the prefix `lib` and the suffix.
 _OBJECTS = {
     "cudart": "libamdhip64.so", "cuda": "libamdhip64.so", "cublas": "libhipblas.so", "cublasLt": "libhipblaslt.so",
     "cudnn": "libMIOpen.so", "cufft": "libhipfft.so", "curand": "libhiprand.so", "cusparse": "libhipsparse.so",

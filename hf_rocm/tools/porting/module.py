@@ -1,9 +1,9 @@
-"""A Python file as the rules read it: names resolved through its imports, and what guards each statement.
+"""A parsed Python file for the rules, with names resolved through its imports and the guards of each statement.
 
-A statement is guarded by the words of every test that it stands under: the `if`s around it, an earlier `if` of its
-block that left (`return`, `raise`), an `assert`, a decorator. The rule decides which words count: `hip` is a
-guard against everything, `flash` against what flash-attn lacks. `torch.cuda.is_available()` is none: it is true on
-ROCm.
+A statement is guarded by the words in every condition that must hold for it to run: the `if`s around it, an earlier
+`if` in its block that ends with `return` or `raise`, an `assert`, a decorator. The rule decides which words count:
+`hip` guards against everything, `flash` only against a missing flash-attn. `torch.cuda.is_available()` is not a guard,
+because it is true on ROCm.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from hf_rocm.tools.porting.libraries import LIBRARIES
 
-# The words that rules look for in a guard. No others are kept, so that a context is small however long the file is.
+# The words that rules look for in a guard. No others are stored, so that contexts stay small in long files.
 PACKAGES = frozenset(
     word for library in LIBRARIES for name in library.packages for word in name.split(".")[0].split("_")
 )
 ASKED = frozenset(("flash", "fa", "checking", "trt", "nvml", "te", "smi", "numba", "cupy", "fnuz"))
-LONGEST_NAME = 300  # characters of an imported name: longer ones, which every use would repeat, are left out
+LONGEST_NAME = 300  # characters of an imported name; longer names are ignored, because every use would repeat them
 
 PLATFORM = ("hip", "rocm", "amd", "amdgpu", "nvidia", "gfx", "hpu", "xpu", "npu", "mps", "musa")
 VOCABULARY = PACKAGES | ASKED | frozenset(PLATFORM)
@@ -36,8 +36,9 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 @dataclass(frozen=True)
 class Context:
-    """Where a node stands. words: of the tests around it. absence: in a `try` that expects a missing module.
-    captured: within the recording of a graph. function: the innermost one, or None at the top of the file.
+    """The context of a node. words: the words of the conditions around it. absence: it is in a `try` that handles a
+    missing module. captured: it runs while a graph is recorded. function: the innermost function, or None at module
+    level.
     """
 
     words: frozenset[str] = frozenset()
@@ -48,7 +49,7 @@ class Context:
 
 @dataclass
 class Module:
-    """The parsed file. Raises SyntaxError or ValueError (null bytes) where Python would."""
+    """The parsed file. Raises SyntaxError, or ValueError for null bytes, like Python."""
 
     text: str
     names: dict[str, str] = field(default_factory=dict)  # local name → dotted name
@@ -73,11 +74,13 @@ class Module:
                         self._values[context.function, target.id] = node.value
 
     def nodes(self, *kinds: type[ast.AST]) -> Iterator[tuple[ast.AST, Context]]:
-        """Every node of these kinds with its context, in the order of the file."""
+        """Yield every node of these types with its context, in source order."""
         return ((node, context) for node, context in self.contexts.items() if isinstance(node, kinds))
 
     def name(self, node: ast.AST | None) -> str | None:
-        """The dotted name of an expression, with what its first part was imported as; None for anything else."""
+        """Return the dotted name of an expression, with its first part resolved through the imports; None for anything
+        else.
+        """
         if isinstance(node, ast.Name):
             return self.names.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
@@ -86,19 +89,21 @@ class Module:
         return None
 
     def imports(self, package: str) -> bool:
-        """Whether the file imports a package, under whatever name."""
+        """Return whether the file imports a package, under any name."""
         return any(name.split(".")[0] == package for name in self.names.values())
 
     def called(self, node: ast.expr) -> str:
-        """The last part of a function's name, also where its owner has none: `run` of f().run; '' for anything else."""
+        """Return the last part of a function's name, even if the object has no name: `run` for f().run; '' for anything
+        else.
+        """
         if isinstance(node, ast.Attribute):
             return node.attr
         return (self.name(node) or "").rpartition(".")[2]
 
     def guarded(self, context: Context, *words: str) -> bool:
-        """Whether a test around the node names the platform, or one of these words of the vocabulary.
+        """Return whether a condition around the node contains a word for the platform, or one of these words.
 
-        So is a private function that this file calls, and only behind such tests.
+        A node in a private function is also guarded if all calls of the function in this file are.
         """
         assert VOCABULARY.issuperset(words), words
         if any(word in context.words for word in (*PLATFORM, *words)):
@@ -106,17 +111,17 @@ class Module:
         return self._helpers.get(getattr(context.function, "name", ""), False)
 
     def assigned(self, name: str, context: Context) -> ast.expr | None:
-        """The value that a variable was given last, in the function of this context or at the top of the file."""
+        """Return the last value assigned to a variable, in the function of this context or at module level."""
         return self._values.get((context.function, name)) or self._values.get((None, name))
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The nodes around this one, from the inside."""
+        """Yield the enclosing nodes, innermost first."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
 
     def shown(self, node: ast.AST) -> bool:
-        """Whether an expression is only shown to people: printed, logged, part of a message or of an f-string."""
+        """Return whether an expression is only displayed: printed, logged, or part of a message or an f-string."""
         for parent in self.above(node):
             if isinstance(parent, ast.FormattedValue | ast.Raise):
                 return True
@@ -130,7 +135,7 @@ class Module:
         return False
 
     def expected(self, node: ast.AST) -> list[str | None]:
-        """The exceptions that a `try` around the node catches, in its function; None for a bare `except`."""
+        """Return the exceptions that a `try` around the node catches, in its function; None for a bare `except`."""
         caught: list[str | None] = []
         for parent in self.above(node):
             if isinstance(parent, ast.Try) and _in_body(node, parent):
@@ -215,7 +220,7 @@ class Module:
                 context = _with(context, words=context.words | self._words_of(statement.test))
 
     def _words_of(self, test: ast.AST) -> frozenset[str]:
-        """The words of the vocabulary in a test; a node is read once, however deep tests are nested."""
+        """Return the words of the vocabulary in a condition. Every node is read once, even in nested conditions."""
         words = self._words.get(test)
         if words is None:
             words = _own_words(test).union(*(self._words_of(child) for child in ast.iter_child_nodes(test)))
@@ -224,7 +229,7 @@ class Module:
 
 
 def _own_words(node: ast.AST) -> frozenset[str]:
-    """The words of one name or string that are in the vocabulary: of `is_flash_attn_2_available` that is `flash`."""
+    """Return the words of the vocabulary in one name or string: `flash` for `is_flash_attn_2_available`."""
     text, words = "", set()
     if isinstance(node, ast.Name):
         text = node.id
@@ -239,7 +244,7 @@ def _own_words(node: ast.AST) -> frozenset[str]:
 
 
 def kinds(handler: ast.ExceptHandler) -> list[ast.expr | None]:
-    """The exceptions that a handler names; [None] for a bare `except`."""
+    """Return the exceptions that a handler names; [None] for a bare `except`."""
     return [*handler.type.elts] if isinstance(handler.type, ast.Tuple) else [handler.type]
 
 
@@ -261,7 +266,7 @@ def _expects_absence(node: ast.Try) -> bool:
 
 
 def _records(expression: ast.expr) -> bool:
-    """Whether `with` this one records a graph."""
+    """Return whether this context manager records a graph."""
     if not isinstance(expression, ast.Call):
         return False
     called = expression.func

@@ -1,4 +1,6 @@
-"""A notebook as Python: its code cells one after another, with shell lines as the calls that IPython makes of them."""
+"""Convert a notebook to Python: its code cells in order, with shell lines as the calls into which IPython translates
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from dataclasses import dataclass, field
 _SHELL = re.compile(r"^(\s*)(?:[\w, ]+=\s*)?!(.*)$")
 _INSTALL = re.compile(r"^(\s*)%\s*((?:pip|conda|mamba|uv)\s.*)$")
 _MAGIC = re.compile(r"^(\s*)%\w.*$|^(\s*)(?:\?\w.*|[\w.]+\?{1,2})$")
-_TRANSPARENT = ("time", "timeit", "capture", "prun")  # cell magics whose cells are Python all the same
+_TRANSPARENT = ("time", "timeit", "capture", "prun")  # cell magics whose cells are still Python
 
 
 @dataclass
 class Notebook:
-    """text: Python, a line for each line of a code cell. origins: (cell counted from 1, line of the file) of each line.
-    unread: why a cell is left out, by its number.
+    """text: Python, with one line for each line of a code cell. origins: for each line, the number of its cell (from 1)
+    and its line in the file. unread: the reason why a cell is left out, by its number.
     """
 
     text: str = ""
@@ -29,7 +31,7 @@ class Notebook:
 
 
 def read(text: str) -> Notebook:
-    """The code cells of a notebook's JSON. Raises ValueError where it is none."""
+    """Return the code cells of a notebook's JSON. Raises ValueError if the text is not a notebook."""
     content = json.loads(text)
     cells = content.get("cells") if isinstance(content, dict) else None
     if not isinstance(cells, list):
@@ -58,14 +60,14 @@ def read(text: str) -> Notebook:
 
 
 class _Positions:
-    """The line of the file on which a line of a cell stands: JSON's reader does not keep it."""
+    """Find the line in the file for a line of a cell, which the JSON parser does not report."""
 
     def __init__(self, text: str) -> None:
         self._text, self._position, self._line = text, 0, 1
-        self._misses = 100  # lines that are written with other escapes: a search for each reads the rest of the file
+        self._misses = 100  # lines with other escapes, for each of which a search reads the rest of the file
 
     def find(self, line: str) -> int:
-        """The next line of the file that has this text, or that of the line before."""
+        """Return the number of the next line in the file with this text, or the number of the previous line."""
         for ascii_only in (False, True) if line.strip() and self._misses else ():
             start = self._text.find(json.dumps(line, ensure_ascii=ascii_only)[1:-1], self._position)
             if start >= 0:
@@ -79,7 +81,7 @@ class _Positions:
 
 
 def _python(lines: list[str]) -> list[str]:
-    """The lines of a cell as Python, as many as before. Raises SyntaxError where it is neither Python nor IPython."""
+    """Return the lines of a cell as Python, without changing their number. Raises SyntaxError if that fails."""
     first = next((line for line in lines if line.strip()), "")
     if first.startswith("%%"):
         magic = first[2:].split(maxsplit=1)[0] if first[2:].strip() else ""
@@ -102,7 +104,7 @@ def _python(lines: list[str]) -> list[str]:
         else:
             translated.append(line)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the cell's own string escapes
+        warnings.simplefilter("ignore")  # warnings about escapes in the cell's strings
         ast.parse("\n".join(translated))
     return translated
 

@@ -1,7 +1,7 @@
-"""Shell text as commands: words with their line, and the platform tests around each command.
+"""Parse shell text into commands: words with their lines, and the platform tests around each command.
 
-Quotes, comments, line continuations, here-documents and command substitutions are followed, so that a name in a message
-or a comment is not taken for a call of it. Nothing is expanded.
+Quotes, comments, line continuations, here-documents and command substitutions are parsed, so that a name in a message
+or a comment is not mistaken for a command. Nothing is expanded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PLATFORM = re.compile(
     r"rocm|\bhip|amd[-_]?(?:gpu|smi)|\bamd\b|nvidia|gfx\d|\bhas_cuda|cuda[-_]?(?:available|found)", re.IGNORECASE
 )
 
-DEPTH = 4  # command substitutions and `bash -c` inside one another that are still read
+DEPTH = 4  # the largest depth of nested command substitutions and `bash -c`
 _PIECE = re.compile(
     r"""'[^']*'?|"(?:\\.|[^"\\])*"?|\\\n|\\.|\$\(|\d*[<>]+&?|\|\||&&|;;|[;&|()\n`#]|\{(?=\s)|(?<=[\s;])\}"""
     r"""|[ \t\r\f\v]+|[^\s'"\\;&|()`#<>]+|.""",
@@ -48,7 +48,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 @dataclass(frozen=True)
 class Command:
     """One simple command. words: without quotes; the first is the program. assigned: `NAME=value` before it, or alone.
-    guarded: it is inside a check of the platform. tolerated: `|| …` follows, so that its failure is expected.
+    guarded: it is inside a check of the platform. tolerated: `|| …` follows it, which handles its failure.
     """
 
     line: int
@@ -59,12 +59,12 @@ class Command:
 
     @property
     def program(self) -> str:
-        """The first word without its folder."""
+        """The first word without its directory."""
         return self.words[0].rpartition("/")[2] if self.words else ""
 
 
 def commands(text: str, *, line: int = 1, depth: int = 0) -> Iterator[Command]:
-    """Every simple command of a shell text whose first line has this number, in order."""
+    """Yield every simple command of a shell text, in order. The text's first line has this number."""
     blocks = _Blocks()
     parts = list(_simple(_without_documents(text), line))
     for (start, words, separator), (_, following, _) in zip(parts, [*parts[1:], (0, [], "")], strict=False):
@@ -83,15 +83,16 @@ def commands(text: str, *, line: int = 1, depth: int = 0) -> Iterator[Command]:
 
 
 class _Blocks:
-    """The `if`s and `case`s around a command, and the tests before it in a list of `&&`."""
+    """The `if`s and `case`s around a command, and the tests before it in an `&&` list."""
 
     def __init__(self) -> None:
-        self._guards = [False]  # of the blocks around a command, from the outside: one guards those in it
+        # whether each enclosing block tests the platform, outermost first; a guard covers nested blocks
+        self._guards = [False]
         self._testing = False  # between `if` and `then`
         self._listed = False  # a test of the platform, then `&&`
 
     def read(self, line: int, words: list[str], separator: str, *, tolerated: bool) -> Command | None:
-        """The command of these words, or None if there is none: a keyword alone."""
+        """Return the command of these words, or None if there is none, such as for a single keyword."""
         assigned = []
         while words and (words[0] in _KEYWORDS or _ASSIGNMENT.match(words[0])):
             keyword = words.pop(0)
@@ -127,9 +128,9 @@ class _Blocks:
 
 
 def _simple(text: str, line: int) -> Iterator[tuple[int, list[str], str]]:
-    """(line, words with their quotes, separator after them) of each simple command."""
+    """Yield (line, words with their quotes, separator after them) for each simple command."""
     words: list[str] = []
-    joined, start = False, line  # the next piece continues the last word; where the command began
+    joined, start = False, line  # whether the next piece continues the last word; the line on which the command began
     skipping = False  # in a comment
     for match in _PIECE.finditer(text):
         piece = match[0]
@@ -160,7 +161,7 @@ def _simple(text: str, line: int) -> Iterator[tuple[int, list[str], str]]:
 
 
 def _without_documents(text: str) -> str:
-    """The text with the lines of here-documents blanked: they are data."""
+    """Return the text without the lines of here-documents, which are data."""
     if "<<" not in text:
         return text
     kept, end = [], ""

@@ -1,4 +1,4 @@
-"""Which files of a tree are read, by which reader, and why the others are not."""
+"""Select the files of a tree that are read, and their readers, with a reason for every other file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_rocm.tools.porting.findings import Place
 from hf_rocm.tools.porting.module import Module
 from hf_rocm.tools.porting.rules import PYTHON, building, commands, containers, native, packaging, requirements
 
-LARGEST = 2 * 1024 * 1024  # bytes; larger files are generated
-LARGEST_NOTEBOOK = 16 * 1024 * 1024  # with the pictures of its outputs
+LARGEST = 2 * 1024 * 1024  # bytes; larger files are usually generated
+LARGEST_NOTEBOOK = 16 * 1024 * 1024  # including images in the outputs
 
-# `sh` in the first line of a file without a suffix
+# such as `sh`, in the first line of a file without a suffix
 _SHELL = re.compile(rb"#!\s*\S*(?:/|env\s+)(?:ba|da|z)?sh\b")
 _FOREIGN = {".git", ".hg", ".svn", "__pycache__", "node_modules", "site-packages", ".venv", "venv", ".tox", ".eggs"}
 _OWN = re.compile(
@@ -29,8 +29,8 @@ _VENDOR = re.compile(r"[-_.]?(?:rocm|amdgpu|amd|hip|cuda|nvidia|gpu|cu1\d\d?)(?!
 
 @dataclass(frozen=True)
 class Reader:
-    """kind: as a report names it. places: what the rules find in a text. largest: bytes that are still read. partly:
-    which parts of a text can't be read, or ''.
+    """kind: its name in a report. places: returns the findings in a text. largest: the size limit in bytes. partly:
+    returns which parts of a text can't be read, or ''.
     """
 
     kind: str
@@ -41,8 +41,8 @@ class Reader:
 
 @dataclass
 class Sources:
-    """files: those that are read, with their readers. left_out: why others are not, by path, a folder's with a slash.
-    suffixes: how many files no rule is for, by suffix, or by name where there is none.
+    """files: the files that are read, with their readers. left_out: path → why it is not read; the path of a folder
+    ends in a slash. suffixes: suffix, or name without one → the number of files for which there is no rule.
     """
 
     files: dict[Path, Reader] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Sources:
 
 
 def collect(top: Path) -> Sources:
-    """The files under a folder, or this file."""
+    """Select the files in a folder, or this file."""
     sources = Sources()
     if top.is_file():
         if (reader := reader_of(top)) is not None:
@@ -83,7 +83,7 @@ def collect(top: Path) -> Sources:
 
 
 def reader_of(file: Path) -> Reader | None:
-    """The reader for a file, by its name; by its first line where the name has no suffix."""
+    """Return the reader for a file, by its name, or by its first line if the name has no suffix."""
     name = file.name
     for pattern, reader in _READERS:
         if pattern.fullmatch(name):
@@ -95,7 +95,7 @@ def reader_of(file: Path) -> Reader | None:
 
 def _of_python(text: str) -> Iterator[Place]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the file's own string escapes
+        warnings.simplefilter("ignore")  # warnings about escapes in the file's strings
         module = Module(text)
     for rule in PYTHON:
         yield from rule(module)
@@ -135,7 +135,7 @@ KINDS = tuple(dict.fromkeys(reader.kind for _, reader in _READERS))
 
 
 def _counterparts(names: list[str]) -> dict[str, str]:
-    """Names for ROCm by what they are without a vendor: of Dockerfile.rocm that is Dockerfile, of ops-hip ops."""
+    """Return the names for ROCm by the name without a vendor: Dockerfile → Dockerfile.rocm, ops → ops-hip."""
     return {_VENDOR.sub("", name): name for name in sorted(names) if _ROCM.search(name)}
 
 
@@ -150,7 +150,7 @@ def _is_shell(file: Path) -> bool:
 
 
 def _foreign(folder: Path) -> str | None:
-    """Why a folder is left out, or None."""
+    """Return why a folder is left out, or None."""
     if folder.is_symlink():
         return "a link to a folder"
     if folder.name in _FOREIGN:

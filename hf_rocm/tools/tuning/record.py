@@ -24,7 +24,7 @@ from hf_rocm.tools.tuning.shapes import Gemm, Recording, fusable
 
 Progress = Callable[[int, int], None]
 
-MAX_ANSWERS = 10_000  # truth values that a model without weights may read before it counts as an endless loop
+MAX_ANSWERS = 10_000  # the number of truth values that a model without weights may read; more count as an endless loop
 
 
 def record(
@@ -57,7 +57,7 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
     except OSError as error:
         raise LoadError(
             f"no config could be loaded from {model!r}",
-            facts={"transformers says": " ".join(str(error).split())[:300]},
+            facts={"transformers error": " ".join(str(error).split())[:300]},
             hint="check the name or the path; a folder needs its config.json",
         ) from error
     if getattr(config, "quantization_config", None) is not None:
@@ -79,7 +79,7 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
                 raise
             raise TuningError(
                 f"{cls.__name__} cannot be traced without its weights",
-                facts={"torch says": " ".join(str(error).split())[:200] or type(error).__name__},
+                facts={"torch error": " ".join(str(error).split())[:200] or type(error).__name__},
                 hint="add --load to load the weights",
             ) from error
 

@@ -11,7 +11,7 @@ PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 class Fault:
     """The first place where the error of hf_rocm exceeds the bound.
 
-    layer: its path, or empty if every layer alone is within its bound and only the end result is not. operation: a
+    layer: its path, or empty if every layer by itself is within its bound and only the end result is not. operation: a
     point inside the layer. error, allowed: relative errors.
     """
 

@@ -21,7 +21,7 @@ from hf_rocm.tools.verify.reference import Reference, Run
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ROUTERS = ("gate", "router")
 
-LEAST = 8  # numbers at a position: the relative error of fewer is chance
+LEAST = 8  # numbers at a position: with fewer, the relative error depends on chance
 
 Bounds = dict[tuple[str, str], Allowed]  # by layer and point
 
@@ -43,8 +43,7 @@ def judge(
 def bounds_of(subject: Subject, reference: Reference) -> Bounds:
     """By layer and point: the bound from the eager run's error there, at least the median of this point in all layers.
 
-    The error of the eager run in a single layer may be small by chance, where another order of summation has a larger
-    one.
+    The error of the eager run in a single layer may be small by chance, and larger with another order of summation.
     """
     errors: dict[tuple[str, str], list[Difference]] = {}
     for eager, wide in zip(reference.eager.points, reference.local.points, strict=True):

@@ -69,7 +69,7 @@ class Subject:
         modes = {module: module.__dict__.get(bind.MODE) for module in self._bound()}
         for module in modes:
             bind.set_mode(module, bind.OFF)
-        own = self.generator.__dict__  # with the marks that generate reads: recorded steps, resident inputs
+        own = self.generator.__dict__  # including the marks that generate reads: recorded steps, resident inputs
         marks = {name: own.pop(name) for name in list(own) if name.startswith(_OURS) and name not in _KEPT}
         try:
             with _plain(self.model) if plain else nullcontext():
@@ -138,7 +138,7 @@ def _kind(model: nn.Module) -> str:
     if "input_ids" not in _parameters(model.forward):
         raise VerifyError(
             f"{type(model).__name__} takes no input_ids, and verify needs a model of text",
-            hint="verify the language model inside it: hf_rocm.verify(model.model.language_model) or the like",
+            hint="verify the language model inside it, for example hf_rocm.verify(model.model.language_model)",
         )
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):

@@ -17,7 +17,7 @@ NAME, TITLE = "padding", "rows of a padded batch compared with the same rows alo
 
 
 def padding_changes_nothing(subject: Subject, batch: Examined | None) -> Check:
-    """Compare hf_rocm in a batch with the reference of each row alone. The bound is the error of stock in a batch."""
+    """Compare hf_rocm on a batch with the reference on each row alone. The bound is the error of stock on the batch."""
     if batch is None or subject.kind == PAIR:
         return Check(NAME, TITLE, NOT_RUN, note="no padded batch was run, or the rows are the encoder's")
     step, reference, free = batch.case.steps[0], batch.reference, batch.free

@@ -44,7 +44,7 @@ def picture(result: Verification) -> Picture:
 
 
 class _Scale:
-    """Layers to the right, the relative error upward, in powers of ten."""
+    """The axes: layers to the right, the relative error upward, in powers of ten."""
 
     def __init__(self, layers: list[LayerError]) -> None:
         values = [

@@ -18,7 +18,7 @@ from hf_rocm.ops.registry import Route, watching
 from hf_rocm.tools.verify.intercept import Around, first_tensor, hidden_of, intercepted, with_hidden
 
 OUTPUT = "output"  # of the whole layer
-ENTERS = "in "  # what enters a linear layer: attention's result, or the activation's
+ENTERS = "in "  # the input of a linear layer: the result of attention or of the activation
 ROTATED = ("rotated query", "rotated key")
 ATTENTION = {"attention", "varlen_attention", "decode_attention"}
 
@@ -27,8 +27,8 @@ class Recorder:
     """Records the points of one run: by layer and name, [N, D] of the compared positions, on the CPU.
 
     Names are paths below the layer. keeps: [B, S] masks of the current call, one for each length that its tensors may
-    have. inside: the layers whose inner points are recorded; of the others only the output. forced: by layer, the input
-    to use instead of its own.
+    have. inside: the layers whose inner points are recorded; for the others, only the output is. forced: by layer, the
+    input to use instead of its own.
     """
 
     def __init__(

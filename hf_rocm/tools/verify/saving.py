@@ -1,4 +1,4 @@
-"""Check that preparing leaves nothing behind, neither in saved files nor in a restored model."""
+"""Check that preparing leaves no trace in saved files or in a restored model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compare stock as it was loaded with plain stock: attention implementations and hub kernels can be wrong too.
 
-The other checks compare hf_rocm with stock in eager attention. Without hf_rocm, and in layers that stay stock, users
-get what was loaded: another attention implementation, a rotary kernel of the hub, padding.
+The other checks compare hf_rocm with stock under eager attention. Without hf_rocm, and in layers that stay stock, the
+model runs as it was loaded: with another attention implementation, a rotary kernel from the hub, or padding.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _LAYERS = 12  # lines of layers: the worst ones
 
 
 def text(result: Verification, width: int, *, everything: bool = False) -> str:
-    """The account, wrapped at `width` columns. everything: with the layers, the end results and what ran."""
+    """The report, wrapped at `width` columns. everything: with the layers, the end results and the kernels that ran."""
     machine = result.machine
     lines = wrapped(
         f"{result.model} in {machine['dtype']} on {machine['device']}, reference: {machine['reference']}", width
@@ -48,7 +48,7 @@ def verdict(result: Verification) -> str:
 def _next(result: Verification) -> str:
     if result.passed:
         return "hf-rocm bench MODEL; hf-rocm verify --all shows every layer"
-    return "HF_ROCM_TIER=torch hf-rocm verify MODEL tells kernels from the rest; then an issue with `hf-rocm env`"
+    return "HF_ROCM_TIER=torch hf-rocm verify MODEL shows whether a kernel is wrong; report it with `hf-rocm env`"
 
 
 def _check_lines(check: Check, width: int, *, everything: bool) -> Iterator[str]:

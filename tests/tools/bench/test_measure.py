@@ -170,4 +170,4 @@ def test_sides_whose_caches_do_not_fit_together_run_one_after_the_other_with_a_n
     )
     done = measure.measure(measurement(model, ["stock", "hf_rocm"], rounds=1), DECODE)
     assert order == ["stock"] * 3 + ["hf_rocm"] * 3
-    assert all("its rounds ran in a row" in timing.note for timing in done.timings)
+    assert all("its rounds ran one after another" in timing.note for timing in done.timings)

@@ -19,14 +19,14 @@ from hf_rocm.tools.porting.sources import LARGEST
 from tests.tools.porting.patterns import NEAR_MISSES, PLANTED
 
 
-def found(folder, name, text):
+def checked(folder, name, text):
     (folder / name).write_text(text)
     return check(folder / name)
 
 
 @pytest.mark.parametrize(("rule", "name", "text"), PLANTED)
 def test_a_planted_pattern_is_found_once(tmp_path, rule, name, text):
-    report = found(tmp_path, name, text)
+    report = checked(tmp_path, name, text)
     only_import = [finding for finding in report.findings if finding.rule != rule]
     assert [finding.rule for finding in report.findings if finding.rule == rule] == [rule]
     assert not only_import
@@ -38,7 +38,7 @@ def test_a_planted_pattern_is_found_once(tmp_path, rule, name, text):
 @pytest.mark.parametrize(("rule", "name", "text"), NEAR_MISSES)
 def test_a_near_miss_is_not_reported(tmp_path, rule, name, text):
     assert any(rule == planted for planted, *_ in PLANTED)
-    assert found(tmp_path, name, text).findings == ()
+    assert checked(tmp_path, name, text).findings == ()
 
 
 def test_every_rule_has_a_finding_and_a_near_miss():
@@ -55,11 +55,11 @@ SCRIPTS = (".py", ".sh", ".txt", ".yml", ".yaml", ".cfg", ".cmake")
 @pytest.mark.parametrize(("rule", "name", "text"), PLANTED)
 def test_comments_and_strings_are_ignored(tmp_path, rule, name, text):
     if name.endswith((".cu", ".cuh", ".cpp")):
-        assert found(tmp_path, name, f"/*\n{text}*/\nint x;\n").findings == ()
+        assert checked(tmp_path, name, f"/*\n{text}*/\nint x;\n").findings == ()
     elif name.endswith(SCRIPTS) or "." not in name:
-        assert found(tmp_path, name, textwrap.indent(text, "# ", lambda line: True)).findings == ()
+        assert checked(tmp_path, name, textwrap.indent(text, "# ", lambda line: True)).findings == ()
     if name.endswith(".py") and "'''" not in text:
-        assert found(tmp_path, name, f"x = 1\n'''{text}'''\ndef f():\n    '''{text}'''\n").findings == ()
+        assert checked(tmp_path, name, f"x = 1\n'''{text}'''\ndef f():\n    '''{text}'''\n").findings == ()
 
 
 @pytest.mark.parametrize(("rule", "name", "text"), PLANTED)
@@ -74,7 +74,7 @@ def test_a_branch_for_the_other_platform_is_not_reported(tmp_path, rule, name, t
     if name in around and "'''" not in text:
         before, after = around[name]
         inside = textwrap.indent(text, "    ") if name == "a.py" else text
-        report = found(tmp_path, name, before + inside + after)
+        report = checked(tmp_path, name, before + inside + after)
         assert {finding.rule for finding in report.findings} == ({rule} & EVERYWHERE)
 
 
@@ -95,7 +95,7 @@ FAR = "int the_sum_of_everything = the_first_of_many_arguments + the_second_of_m
 )
 def test_a_quoted_line_is_cut_around_the_match(tmp_path, name, text, token):
     """The part that the rule matched is visible, and `…` marks both places where the line was cut."""
-    (finding,) = found(tmp_path, name, text).findings
+    (finding,) = checked(tmp_path, name, text).findings
     line = " ".join(text.splitlines()[0].split())
     assert token in finding.what and len(finding.what) <= 80
     assert finding.what.strip("…").strip() in line
@@ -103,7 +103,7 @@ def test_a_quoted_line_is_cut_around_the_match(tmp_path, name, text, token):
 
 
 def test_a_long_line_is_cut_at_the_end_if_the_match_is_at_the_start(tmp_path):
-    (finding,) = found(tmp_path, "a.cu", f"__nv_fp8_e4m3 x; {FAR}1;\n").findings
+    (finding,) = checked(tmp_path, "a.cu", f"__nv_fp8_e4m3 x; {FAR}1;\n").findings
     assert finding.what == f"__nv_fp8_e4m3 x; {FAR}"[:79].rstrip() + "…"
 
 
@@ -114,15 +114,15 @@ def test_a_match_longer_than_a_quote_is_shown_from_its_start():
 
 
 def test_a_translated_include_needs_no_change(tmp_path):
-    (finding,) = found(tmp_path, "a.cu", "#include <cuda_runtime.h>\n").findings
+    (finding,) = checked(tmp_path, "a.cu", "#include <cuda_runtime.h>\n").findings
     assert finding.instead == "no change needed: hipify translates this include"
 
 
 def test_several_rules_report_one_line(tmp_path):
     line = 'asm volatile("mov.u32 %0, %1;" : "=r"(x) : "r"(__shfl_down_sync(0xffffffff, y, threadIdx.x & 31)));\n'
-    report = found(tmp_path, "a.cu", line)
+    report = checked(tmp_path, "a.cu", line)
     assert sorted(finding.rule for finding in report.findings) == ["inline-ptx", "lane-mask-32", "warp-size-32"]
-    report = found(tmp_path, "a.sh", "nvidia-smi; pip install pynvml torch==2.6.0; docker run --gpus all x\n")
+    report = checked(tmp_path, "a.sh", "nvidia-smi; pip install pynvml torch==2.6.0; docker run --gpus all x\n")
     assert [finding.rule for finding in report.findings] == [
         "nvidia-tool", "nvidia-only-requirement", "torch-pin", "nvidia-container",
     ]  # fmt: skip
@@ -137,7 +137,7 @@ def test_a_notebook_is_read_by_cell(tmp_path):
         {"cell_type": "code", "source": ["if x:\n", "    !pip install numpy \\\n", "      pynvml\n", "y = 'ä'"]},
         {"cell_type": "code", "source": ["%%time\n", "import cupy"]},
     ]
-    report = found(tmp_path, "a.ipynb", json.dumps({"cells": cells}, indent=1))
+    report = checked(tmp_path, "a.ipynb", json.dumps({"cells": cells}, indent=1))
     assert [(finding.rule, finding.what) for finding in report.findings] == [
         ("numba-cuda", "cell 1: from numba import cuda"),
         ("nvidia-tool", "cell 4: nvidia-smi"),
@@ -148,7 +148,7 @@ def test_a_notebook_is_read_by_cell(tmp_path):
     assert "from numba import cuda" in lines[report.findings[0].line - 1]
     assert "import cupy" in lines[report.findings[3].line - 1]
     assert report.left_out == {"a.ipynb": "cells that are not Python: 3 (invalid syntax, line 1)"}
-    assert found(tmp_path, "b.ipynb", "[]").unread == {"b.ipynb": "not a notebook: it has no cells"}
+    assert checked(tmp_path, "b.ipynb", "[]").unread == {"b.ipynb": "not a notebook: it has no cells"}
 
 
 @pytest.mark.parametrize(
@@ -189,12 +189,14 @@ def test_guards_of_a_command(text, guarded):
 
 
 def test_the_line_is_that_of_the_finding(tmp_path):
-    report = found(tmp_path, "a.py", "\n\nimport os\n\nimport pynvml\n")
+    report = checked(tmp_path, "a.py", "\n\nimport os\n\nimport pynvml\n")
     assert [(finding.line, finding.severity) for finding in report.findings] == [(5, Severity.PROBLEM)]
 
 
 def test_a_comment_silences_its_line_and_its_rule_only(tmp_path):
-    silent = found(tmp_path, "a.py", "import pynvml  # hf-rocm: ignore\nimport tensorrt  # hf-rocm: ignore[cuda-pin]\n")
+    silent = checked(
+        tmp_path, "a.py", "import pynvml  # hf-rocm: ignore\nimport tensorrt  # hf-rocm: ignore[cuda-pin]\n"
+    )
     assert [finding.line for finding in silent.findings] == [2] and silent.silenced == 1
 
 
@@ -256,8 +258,8 @@ name = "cuda"
 url = "https://download.pytorch.org/whl/cu128"
 explicit = true
 """
-    assert found(tmp_path, "pyproject.toml", text.replace("SCOPE", 'extra = "gpu"')).findings == ()
-    report = found(tmp_path, "pyproject.toml", text.replace("SCOPE", "marker = \"sys_platform == 'linux'\""))
+    assert checked(tmp_path, "pyproject.toml", text.replace("SCOPE", 'extra = "gpu"')).findings == ()
+    report = checked(tmp_path, "pyproject.toml", text.replace("SCOPE", "marker = \"sys_platform == 'linux'\""))
     assert [(finding.rule, finding.line) for finding in report.findings] == [("cuda-pin", 6)]
 
 
@@ -275,7 +277,7 @@ def test_the_table_of_libraries_has_every_pair():
 
 
 def test_the_counts_of_a_report_are_correct(tmp_path):
-    data = found(tmp_path, "a.py", "import pynvml\nimport torch\ntorch.backends.cudnn.benchmark = True\n").to_dict()
+    data = checked(tmp_path, "a.py", "import pynvml\nimport torch\ntorch.backends.cudnn.benchmark = True\n").to_dict()
     assert data["counts"] == {"problem": 1, "warning": 1, "note": 0}
     assert [finding["severity"] for finding in data["findings"]] == ["problem", "warning"]
 

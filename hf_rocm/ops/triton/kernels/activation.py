@@ -10,13 +10,13 @@ from hf_rocm.ops.triton.builds import Build
 
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
-    """The value that the next operation of the unfused layers would read."""
+    """Round a value as the unfused layers do between two operations."""
     return value.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def _clamped_swiglu(gate, up, limit, alpha, DTYPE: tl.constexpr):
-    """See `hf_rocm.ops.act_and_mul`; comparisons keep what is not a number."""
+    """See `hf_rocm.ops.act_and_mul`; comparisons propagate NaN."""
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     opened = rounded(1.0 / (1.0 + tl.exp(-rounded(gate * alpha, DTYPE))), DTYPE)

@@ -1,9 +1,8 @@
 """Decode attention, split over the keys: partial softmaxes in fp32, then one sum over them.
 
-A decoding step has B · Hkv independent pieces of work, a handful for a GPU of hundreds of compute units, so the keys of
-each piece are dealt out in blocks to several programs. How many keys there are is read on the device: every program
-finds its own blocks in what is really there, and leaves at once if there are none for it. Scores are kept in powers
-of 2.
+A decoding step has B · Hkv independent pieces of work, which is few for a GPU with hundreds of compute units. So the
+keys of each piece are split into blocks, which are distributed over several programs. The number of keys is read on the
+device: every program computes its own blocks from it, and returns at once if it has none. Scores are scaled for exp2.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def decode_kernel(
         k = tl.load(its, mask=across, other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION)
         if softcap is not None:
-            # tanh of what every backend has, exact at both ends
+            # tanh from functions that every backend has, exact at both ends
             scores = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * (2.0 * LOG2E)))))
         else:
             scores = scores * (scale * LOG2E)
@@ -184,7 +183,7 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The partial results of one row made one, BLOCK_V of its columns in a program."""
+    """Combine the partial results of one row; a program computes BLOCK_V of its columns."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK)
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -192,7 +191,7 @@ def gather_kernel(
     parts = tl.num_programs(0).to(tl.int64) * splits
     peaks = sums + parts * VALUE_DIM
     peak = tl.load(peaks + place, mask=split < splits, other=-float("inf"))
-    used = peak > -float("inf")  # nothing else was written for the others
+    used = peak > -float("inf")  # the other splits have written no partial results
     total = tl.load(peaks + parts + place, mask=used, other=0.0)
     highest = tl.max(peak, 0)
     if sinks is not None:
@@ -238,7 +237,7 @@ def page_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One program: one head of a new key and a new value into their page; rows without keys write nothing."""
+    """One program: write one head of a new key and a new value into their page; rows without keys write nothing."""
     b = (tl.program_id(0) // queries).to(tl.int64)
     i = tl.program_id(0) % queries
     h = tl.program_id(1).to(tl.int64)
@@ -277,7 +276,7 @@ def _attend(
     page: int | None = None,
     besides: tuple[str, ...] = (),
 ) -> Iterator[Build]:
-    """For CDNA and for RDNA, whose blocks differ. besides: architectures for which the predicate refuses it."""
+    """Builds for CDNA and RDNA, whose blocks differ. besides: architectures for which the predicate refuses it."""
     numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     of_mask = ("mask_b", "mask_h", "mask_q", "mask_k")
     value_dim = value_dim or dim
@@ -322,7 +321,7 @@ def _attend(
             num_warps=how.warps,
             num_stages=how.stages,
             divisible=numbers,
-            matrix=dtype != "fp32" or architectures[0] == "gfx90a",  # RDNA multiplies fp32 without
+            matrix=dtype != "fp32" or architectures[0] == "gfx90a",  # RDNA multiplies fp32 without matrix instructions
             architectures=tuple(architecture for architecture in architectures if architecture not in besides),
         )
 

@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits as numbers of another dtype, in one pass: a program writes a piece of a row."""
+"""Convert weights of 8 or 4 bits to another dtype in one pass: a program writes a piece of a row."""
 
 from __future__ import annotations
 

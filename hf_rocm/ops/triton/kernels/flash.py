@@ -3,7 +3,7 @@
 A program has a tile of rows, the query heads of one key head next to each other, so that keys and values are loaded
 once for the whole group. Packed sequences need no list of tiles: the tiles of sequence b begin at a number that
 increases with b and can be computed from the sequence's first query, so a program finds its sequence by bisection.
-Scores are kept in powers of 2. Blocks of keys that every row of the tile sees are processed without masks.
+Scores are scaled for exp2. Blocks of keys that every row of the tile sees are processed without masks.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _attend(
     for block in tl.range(begin, end, BLOCK):
         at = block + n
         own = n
-        if MASKED:  # the last key is read again in place of those after it, which takes no masks
+        if MASKED:  # the last key is read again instead of those after it, so that loads need no masks
             own = tl.minimum(n, end - 1 - block)
         its = key + tl.cast(block, tl.int64) * key_s + own[None, :] * key_s + column[:, None]
         if DIM == BLOCK_D:
@@ -216,7 +216,7 @@ def _attend(
             k = tl.load(its, mask=(column < DIM)[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION)
         if softcap is not None:
-            # tanh of what every backend has, exact at both ends
+            # tanh from functions that every backend has, exact at both ends
             scores = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * (2.0 * LOG2E)))))
         else:
             scores = scores * (scale * LOG2E)

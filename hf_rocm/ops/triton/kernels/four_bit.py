@@ -1,7 +1,7 @@
 """Products of few rows with 4-bit weights in groups: the kernels of `linear`, for another encoding of W.
 
-A word has one number of each of eight runs of K, see `ops.four_bit`. The numbers of a run are made with a shift and a
-logical operation, as the mantissa of a float, and multiplied with a contiguous piece of x. The sum of a group is
+A word has one number of each of eight runs of K, see `ops.four_bit`. The numbers of a run are converted with a shift
+and a logical operation, as the mantissa of a float, and multiplied by a contiguous piece of x. The sum of a group is
 multiplied by its scale, once.
 """
 

@@ -1,7 +1,7 @@
 """Rotary positions of queries and keys in one launch, optionally writing keys and values to a static cache.
 
 A program rotates some heads of one token, after their norm if there is one. Each product is rounded, as in the unfused
-layers, and the compiler may not contract it with the sum that follows, so that their results are met bit for bit.
+layers, and the compiler may not contract it with the sum that follows, so that the results are bitwise equal to theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hf_rocm.ops.triton.builds import Build
 
 @triton.jit
 def _pairs(at, there, PAIRS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr):
-    """The first and the second of each pair, [HEADS, PAIRS] each, in fp32. at, there: [HEADS, 1]."""
+    """Load the first and the second of each pair, [HEADS, PAIRS] each, in fp32. at, there: [HEADS, 1]."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * PAIRS)[None, :]
         both = tl.load(at + column, mask=there & (column < ROTATED), other=0.0)
@@ -49,7 +49,7 @@ def _rotate(
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Rotate BLOCK_HEADS heads of one token. writes: whether they are stored; shown: whether as numbers."""
+    """Rotate BLOCK_HEADS heads of one token. writes: whether they are stored; shown: whether as numbers, not NaN."""
     dtype: tl.constexpr = out.dtype.element_ty
     head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
     there = head < HEADS
@@ -97,7 +97,7 @@ def _rotate(
 
 @triton.jit
 def _normed(values, scale, weight, dtype: tl.constexpr, ONE_PLUS: tl.constexpr):
-    """As `rms_norm_kernel` rounds: before the weight and after it, or once with (1 + w)."""
+    """Round like `rms_norm_kernel`: before and after the weight, or once with (1 + w)."""
     if ONE_PLUS:
         values = values * scale * (1.0 + weight)
     else:
@@ -129,7 +129,7 @@ def _copy(
 def rope_kernel(
     query,
     key,
-    value,  # None: keys go to `keys` at their own place, and no values anywhere
+    value,  # None: keys are written to `keys` at their own place, and no values are written
     cos,
     sin,
     out,
@@ -169,8 +169,8 @@ def rope_kernel(
     INTERLEAVED: tl.constexpr,
     ONE_PLUS: tl.constexpr,  # the norms multiply by (1 + w)
     ONCE: tl.constexpr,  # cos and sin have every angle once
-    COUNTED: tl.constexpr,  # position is how many there were before; else one number for each token
-    ALONE: tl.constexpr,  # one program does it all, and counts on
+    COUNTED: tl.constexpr,  # position is the number of earlier tokens; else it has one number for each token
+    ALONE: tl.constexpr,  # one program does everything, and advances the position
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     PAIRS: tl.constexpr,

@@ -63,10 +63,10 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def agreement(stock: Sequence[str], ours: Sequence[str], *, batched: Sequence[str], dtype: str) -> Agreement:
+def agreement(stock: Sequence[str], answers: Sequence[str], *, batched: Sequence[str], dtype: str) -> Agreement:
     """Compare the answers of both sides. batched: those of stock to the same requests, sent at once."""
-    equal = sum(one == other for one, other in zip(stock, ours, strict=True))
-    return Agreement(equal, len(stock), lost(stock, ours), lost(stock, batched), dtype)
+    equal = sum(one == other for one, other in zip(stock, answers, strict=True))
+    return Agreement(equal, len(stock), lost(stock, answers), lost(stock, batched), dtype)
 
 
 def lost(expected: Sequence[str], actual: Sequence[str]) -> float:

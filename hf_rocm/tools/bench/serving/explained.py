@@ -1,4 +1,6 @@
-"""Runs in the server with hf_rocm: prepares what it loads, and writes what `explain` says of its steps on a signal."""
+"""Runs in the server with hf_rocm: prepares the models that it loads, and writes `explain`'s text about steps on a
+signal.
+"""
 
 from __future__ import annotations
 
@@ -25,5 +27,5 @@ def lines() -> list[str]:
     from hf_rocm.loading.prepare import REPORT
     from hf_rocm.tools.explain import explain
 
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     return [line for module in modules if REPORT in module.__dict__ for line in explain(module).decoding]

@@ -1,4 +1,4 @@
-"""The figures of a case: tokens a second, times to the first token and between tokens, errors by kind."""
+"""The figures of a case: tokens per second, times to the first token and between tokens, errors by kind."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TIMES = {
 def figures(load: Load, side: str, traffic: Traffic) -> dict[str, Any]:
     """One case on one side as plain data. Failed answers count as errors only.
 
-    rate: tokens a second over all requests, from the first request to the last answer. first: from sending a request to
-    the first piece of text of a streamed answer. between: from one piece to the next. whole: from sending a request to
-    the end of its answer, streamed or not.
+    rate: tokens per second over all requests, from the first request to the last answer. first: from sending a request
+    to the first piece of text of a streamed answer. between: from one piece to the next. whole: from sending a request
+    to the end of its answer, streamed or not.
     """
     answered = [answer for answer in traffic.answers if answer.error is None]
     tokens = sum(answer.tokens for answer in answered)

@@ -28,7 +28,7 @@ from hf_rocm.tools.bench.serving.traffic import Load, Traffic, drive, plan
 from hf_rocm.tools.bench.variants import OURS, STOCK
 
 PARITY_REQUESTS, PARITY_NEW = 8, 16
-_WATCH = 0.2  # seconds between two looks at the server's process
+_WATCH = 0.2  # seconds between two checks of the server's process
 _LAST_WORDS = 2.0  # seconds for a process to end after it has closed its connections
 _DURING = "while it answered requests"
 
@@ -37,8 +37,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """How servers are started and asked. arguments: more of `transformers serve`. timeout: seconds for one answer;
-    start_timeout: to load the model."""
+    """How servers are started and queried. arguments: additional ones for `transformers serve`. timeout: seconds for
+    one answer; start_timeout: seconds to load the model.
+    """
 
     batching: bool = True
     arguments: tuple[str, ...] = ()
@@ -69,10 +70,10 @@ def bench_serving(
             batched = run.texts(server, replace(parity, clients=len(same)), same)
         with run.server(OURS, Path(name) / OURS) as server:
             actual = run.texts(server, parity, same)
-            found = agreement(expected, actual, batched=batched, dtype=run.dtype)
-            if found.wrong:
-                raise _mismatch(found, same, expected, actual)
-            ours = run.cases(server, loads, questions)
+            agreed = agreement(expected, actual, batched=batched, dtype=run.dtype)
+            if agreed.wrong:
+                raise _mismatch(agreed, same, expected, actual)
+            prepared = run.cases(server, loads, questions)
             explained = server.explained()
         with run.server(STOCK, Path(name) / STOCK) as server:
             stock = run.cases(server, loads, questions)
@@ -90,9 +91,9 @@ def bench_serving(
         1,
         serving={
             "command": ["transformers", "serve", *run.command],
-            "parity": found.to_dict(),
+            "parity": agreed.to_dict(),
             "explained": explained,
-            "cases": [case for pair in zip(stock, ours, strict=True) for case in pair],
+            "cases": [case for pair in zip(stock, prepared, strict=True) for case in pair],
         },
     )
 
@@ -111,7 +112,7 @@ class _Run:
         )
 
     def texts(self, server: Server, load: Load, questions: Sequence[Question]) -> list[str]:
-        """The answers to these requests, none of which may fail."""
+        """Return the answers to these requests, none of which may fail."""
         traffic = self.drive(server, load, questions, "checking answers")
         for answer in traffic.answers:
             if answer.error is not None:
@@ -184,14 +185,14 @@ def _check_lengths(config: Any, loads: Sequence[Load]) -> None:
 
 
 def _mismatch(
-    found: Agreement, questions: Sequence[Question], expected: Sequence[str], actual: Sequence[str]
+    agreed: Agreement, questions: Sequence[Question], expected: Sequence[str], actual: Sequence[str]
 ) -> Mismatch:
     index = next(index for index, text in enumerate(expected) if text != actual[index])
     return Mismatch(
         "hf_rocm gives other answers than stock, so nothing is timed",
         facts={
-            "answers": f"{found.equal} of {found.total} are equal, and {100 * found.lost:.0f} % of the text differs",
-            "tolerance": found.tolerance,
+            "answers": f"{agreed.equal} of {agreed.total} are equal, and {100 * agreed.lost:.0f} % of the text differs",
+            "tolerance": agreed.tolerance,
             "prompt": repr(questions[index].prompt[:100]),
             "stock": repr(expected[index][:100]),
             "hf_rocm": repr(actual[index][:100]),

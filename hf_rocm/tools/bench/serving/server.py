@@ -45,7 +45,7 @@ CODE = {
 
 
 class ServeError(HfRocmError):
-    """A server did not start, or ended, or does not answer."""
+    """A server did not start, has ended, or does not answer."""
 
 
 class Server:
@@ -69,7 +69,7 @@ class Server:
         return children.tail(self.log)
 
     def explained(self, *, timeout: float = 30.0) -> list[str]:
-        """What `explain` says of batches and recorded steps in this server's model; empty for stock."""
+        """The lines of `explain` about batches and recorded steps in this server's model; empty for stock."""
         file = self.folder / "explained.json"
         if self.side != OURS or not hasattr(signal, "SIGUSR1"):
             return []
@@ -111,13 +111,13 @@ def check() -> None:
 def serving(
     side: str, arguments: Sequence[str], folder: Path, *, gpu: bool, timeout: float, progress: Progress
 ) -> Iterator[Server]:
-    """Start a server, wait until it listens, and end it and everything that it started with the block.
+    """Start a server and wait until it listens. At the end of the block, end it and everything that it started.
 
     arguments: of `transformers serve`. folder: a new folder for its log. timeout: seconds to load the model.
     Raises `ServeError` if it ends or does not listen in time.
     """
     folder.mkdir(parents=True)
-    own = ["--host", HOST, "--port", "0"]  # the last ones count
+    own = ["--host", HOST, "--port", "0"]  # the last arguments take precedence
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             children.command(CODE[side], str(folder / "explained.json"), *arguments, *own),
@@ -125,7 +125,8 @@ def serving(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the whole group is ended, and an interrupt from the keyboard is ours alone
+            # so that the whole group can be ended, and an interrupt from the keyboard reaches only this process
+            start_new_session=True,
         )
     try:
         server = Server(side, process, folder)
@@ -139,9 +140,9 @@ def _port(server: Server, timeout: float, progress: Progress) -> int:
     began = time.monotonic()
     while (waited := time.monotonic() - began) < timeout:
         server.check("while it loaded the model")
-        found = _LISTENS.search(server.log.read_text(encoding="utf-8", errors="replace"))
-        if found:
-            return int(found[1])
+        match = _LISTENS.search(server.log.read_text(encoding="utf-8", errors="replace"))
+        if match:
+            return int(match[1])
         progress(f"{server.side}: starting transformers serve, {waited:.0f} s")
         time.sleep(_PAUSE)
     raise ServeError(

@@ -1,4 +1,4 @@
-"""The traffic of a case: prompts of mixed lengths by seed, sent by a number of clients or at a rate."""
+"""The traffic of a case: random prompts of mixed lengths from a seed, sent by a number of clients or at a rate."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ANSWERS = ("streamed", "whole", "both")
 
 @dataclass(frozen=True)
 class Load:
-    """One case. clients: a closed loop of so many, each with one request at a time; None: an open loop with `rate`
-    requests a second on average, which does not wait for answers.
+    """One case. clients: the number of clients in a closed loop, each with one request at a time; None: an open loop
+    with `rate` requests per second on average, which does not wait for answers.
 
-    shortest, longest: tokens of a prompt. new: tokens of an answer. answers: `streamed`, `whole`, or `both` by turns.
-    seconds: no request is sent later.
+    shortest, longest: tokens of a prompt. new: tokens of an answer. answers: `streamed`, `whole`, or `both` in
+    alternation. seconds: no request is sent after this time.
     """
 
     clients: int | None
@@ -143,11 +143,11 @@ class _Tasks:
         await asyncio.gather(*self._tasks, return_exceptions=kind is not None)
 
 
-_TRIED, _WANTED = 20_000, 500  # tokens that are looked at, and words that are enough
+_TRIED, _WANTED = 20_000, 500  # tokens that are examined, and words that suffice
 
 
 def _words(tokenizer: Any, chance: random.Random) -> list[str]:
-    """Words that are one token each, as far as the tokenizer has such."""
+    """Words that are a single token, if the tokenizer has any."""
     size = len(tokenizer)
     tried = chance.sample(range(size), min(size, _TRIED))
     words: list[str] = []

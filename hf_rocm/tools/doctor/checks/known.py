@@ -54,7 +54,7 @@ def known(facts: Facts) -> Iterator[Finding]:
 
 
 def _graphs(facts: Facts) -> Iterator[Finding]:
-    """Releases of ROCm whose graph replays go wrong."""
+    """Releases of ROCm whose graph replays return wrong results."""
     if not facts.torch.hip:
         return
     release = facts.rocm_release
@@ -63,7 +63,7 @@ def _graphs(facts: Facts) -> Iterator[Finding]:
             here = f"ROCm {release}" if release else "a ROCm of unknown release"
             reported = f" (reported for {fault.releases})" if fault.first is not None else ""
             if facts.set("HF_ROCM_GRAPHS") == "0":
-                yield ok("graphs", f"{here} on {gfx}: {fault.what}{reported}; HF_ROCM_GRAPHS=0: no steps are recorded")
+                yield ok("graphs", f"{here} on {gfx}: {fault.what}{reported}; no steps are recorded (HF_ROCM_GRAPHS=0)")
                 continue
             yield warning(
                 "graphs",
@@ -91,7 +91,7 @@ def graph_events(facts: Facts) -> Iterator[Finding]:
 
 def _without_fault(gfx: str) -> str:
     index = next((release for release in INDEXES if not graph_faults(gfx, release)), None)
-    off = "export HF_ROCM_GRAPHS=0   # no recorded steps, and slower"
+    off = "export HF_ROCM_GRAPHS=0   # records no steps, which is slower"
     return f"{install(gfx)}; or {off}" if index else off
 
 
@@ -171,7 +171,7 @@ def _conv3d(facts: Facts) -> Iterator[Finding]:
             yield warning(
                 "patch-embedding",
                 f"GPU {gpu}: {words}",
-                means=f"{named.name} waits for it with every image",
+                means=f"{named.name} runs it for every image",
                 fix=fix,
                 link=CONV3D,
             )
@@ -234,7 +234,7 @@ def _padded_rows(facts: Facts) -> Iterator[Finding]:
     yield warning(
         "padded-rows",
         f"{named.name} is in float16, in which padding tokens without a visible key can become NaN",
-        means="the NaN spread through a left-padded row, whose text then ends at once",
+        means="the NaN spread through a left-padded row, whose text then ends immediately",
         fix='dtype="bfloat16", or rows of one length; `hf-rocm verify MODEL` shows whether it happens here',
         link=PADDED_ROWS,
     )
@@ -252,7 +252,7 @@ def hub_is_on(facts: Facts) -> bool:
 
 
 RULES = (
-    Rule("graphs", "a GPU and a ROCm whose graph replays go wrong", GRAPH_FAULTS[0].link, _graphs),
+    Rule("graphs", "a GPU and a ROCm whose graph replays return wrong results", GRAPH_FAULTS[0].link, _graphs),
     Rule("mapped-copies", "slow copies from mapped files", next(iter(STALLING_KERNELS.values())), _mapped_copies),
     Rule("bitsandbytes", "wrong 4-bit products of bitsandbytes", FOUR_BIT, _four_bit),
     Rule("patch-embedding", "a named model whose images go through MIOpen's Conv3d", CONV3D, _conv3d),

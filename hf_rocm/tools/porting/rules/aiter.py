@@ -1,4 +1,4 @@
-"""Calls to aiter (AMD's kernels) as guides describe it and as no release has it."""
+"""Calls to aiter (AMD's kernels) that guides describe, but that no release has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IMPORT = Rule(
     "aiter-import-error",
     Severity.WARNING,
     "on a machine without ROCm `import aiter` raises RuntimeError, which `except ImportError` doesn't catch",
-    "look first (importlib.util.find_spec, torch.version.hip), or catch RuntimeError too",
+    "check first (importlib.util.find_spec, torch.version.hip), or catch RuntimeError too",
 )
 
 _NAMES = {
@@ -42,7 +42,7 @@ _NAMES = {
     "conv2d": "torch.nn.functional.conv2d (MIOpen)",
     "quantize": "aiter.get_hip_quant, or aiter.per_token_quant_hip",
     "register_kernel": "torch.library",
-    "enable_dynamic_shapes": "nothing: its kernels take any shape that they fit",
+    "enable_dynamic_shapes": "nothing: its kernels accept any shape that they support",
     "dynamic_conv2d": "torch.nn.functional.conv2d",
     "set_log_level": "logging.getLogger('aiter').setLevel(…)",
     "__version__": "importlib.metadata.version('amd-aiter')",
@@ -51,7 +51,7 @@ _NAMES = {
 _MODULES = ("attention",)  # is a module (aiter.ops.attention), so only a call of it is wrong
 _VARIABLES = ("AITER_CACHE_SIZE", "AITER_ENABLE_FUSION")
 
-# Tensors that come first; what follows them moved from release to release.
+# The number of leading tensors; the positions of later arguments differ between releases.
 _MOVED = {"mha_fwd": 3, "fmha_v3_fwd": 3, "flash_attn_func": 3, "flash_attn_varlen_func": 7, "mha_batch_prefill": 3,
           "mha_batch_prefill_func": 3, "rmsnorm2d_fwd_with_add": 6}  # fmt: skip
 

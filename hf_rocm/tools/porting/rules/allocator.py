@@ -1,4 +1,4 @@
-"""PYTORCH_CUDA_ALLOC_CONF as it is set in code."""
+"""Settings of PYTORCH_CUDA_ALLOC_CONF in code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def split_size(module: Module) -> Iterator[Place]:
 
 
 def read(setting: str, line: int) -> Iterator[Place]:
-    """The findings in the text of one setting."""
+    """Yield the findings in one setting."""
     if "max_split_size_mb" in setting:
         together = "expandable_segments:true" in setting.lower().replace(" ", "")
         yield Place(BOTH if together else SPLIT, line, setting)

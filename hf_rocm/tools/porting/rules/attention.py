@@ -1,4 +1,4 @@
-"""Attention that is written for NVIDIA, or that throws away what grouped heads save."""
+"""Attention that is written for NVIDIA, or that loses the savings of grouped heads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SDPA = "scaled_dot_product_attention"
 
 
 def flash_attention_calls(module: Module) -> Iterator[Place]:
-    """Calls of flash_attn's functions that are neither guarded nor imported in a guard."""
+    """Calls of flash_attn's functions where neither the call nor the import is guarded."""
     careful = _carefully_imported(module)
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
@@ -88,7 +88,9 @@ def _given(module: Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _option(module: Module, node: ast.keyword) -> str:
-    """What a `default=` is for: add_argument('--attn', default=…), or `attn: str = field(default=…)`."""
+    """The name of the option that a `default=` belongs to: add_argument('--attn', default=…), or `attn: str =
+    field(default=…)`.
+    """
     call = module.parents[node]
     if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
         return str(call.args[0].value)
@@ -124,7 +126,7 @@ def expanded_before_sdpa(module: Module) -> Iterator[Place]:
             line = argument.lineno if _expands(module, argument) else None
             if isinstance(argument, ast.Name):
                 history = assigned.get((context.function, argument.id), [])
-                latest = bisect_left(history, (node.lineno, False)) - 1  # in the order of their lines
+                latest = bisect_left(history, (node.lineno, False)) - 1  # in line order
                 line = history[latest][0] if latest >= 0 and history[latest][1] else None
             if line is not None and line not in seen:
                 seen.add(line)
@@ -141,14 +143,14 @@ def _expands(module: Module, node: ast.expr) -> bool:
         return False
     dims = [keyword.value for keyword in node.keywords if keyword.arg == "dim"]
     dims += node.args[2:3] if (module.name(node.func) or "").startswith("torch.") else node.args[1:2]
-    # the dim of the heads, in [B, H, S, D] and in [H, S, D]
+    # the head dim, in [B, H, S, D] and in [H, S, D]
     return any(isinstance(dim, ast.Constant) and dim.value in (0, 1) for dim in dims) or any(
         isinstance(dim, ast.UnaryOp) and getattr(dim.operand, "value", 0) == 3 for dim in dims
     )
 
 
 def _carefully_imported(module: Module) -> set[str]:
-    """Local names that came from an import which expects to fail, or behind a test."""
+    """Local names from an import that handles its failure, or that is behind a condition."""
     careful: set[str] = set()
     for node, context in module.nodes(ast.Import, ast.ImportFrom):
         assert isinstance(node, ast.Import | ast.ImportFrom)

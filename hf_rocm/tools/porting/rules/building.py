@@ -1,4 +1,4 @@
-"""Compiler flags, architecture lists and paths of CUDA, as Python, shells and CMake set them."""
+"""Compiler flags, architecture lists and paths of CUDA in Python, shell scripts and CMake."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def of_setting(name: str, value: str, line: int) -> Iterator[Place]:
 
 
 def of_arguments(words: Iterable[str], line: int) -> Iterator[Place]:
-    """Arguments of a command, as far as they are nvcc's or name CUDA's architectures and folders."""
+    """Arguments of a command that are nvcc's, or that name CUDA architectures or folders."""
     for word in words:
         if _FLAG.match(word):
             yield Place(FLAG, line, word)
@@ -112,20 +112,22 @@ def _in_python(module: Module, node: ast.AST) -> Iterator[Place]:
 
 
 def _set(name: ast.expr | None, value: ast.expr) -> Iterator[Place]:
-    empty = isinstance(value, ast.Constant) and not value.value  # takes a list away
+    empty = isinstance(value, ast.Constant) and not value.value  # removes a list
     if isinstance(name, ast.Constant) and name.value in _VARIABLES and not empty:
         shown = str(value.value) if isinstance(value, ast.Constant) else "…"
         yield Place(ARCHITECTURES, value.lineno, f"{name.value!s}={shown}")
 
 
 def _in_code(module: Module, node: ast.Constant) -> bool:
-    """Whether a string is a value: no docstring, no message."""
+    """Return whether a string is a value, not a docstring or a message."""
     parent = module.parents.get(node)
     return not isinstance(parent, ast.Expr | ast.JoinedStr) and not module.shown(node)
 
 
 def _compiling(module: Module, node: ast.AST) -> bool:
-    """Whether a string stands where flags stand: in a list, an addition, or an argument, but in no comparison."""
+    """Return whether a string is in a position for flags: in a list, an addition or an argument, but not in a
+    comparison.
+    """
     parent = module.parents.get(node)
     return isinstance(parent, ast.List | ast.Tuple | ast.BinOp | ast.Assign | ast.keyword) or (
         isinstance(parent, ast.Call) and getattr(parent.func, "attr", "") in ("append", "extend", "insert", "add")
@@ -133,9 +135,10 @@ def _compiling(module: Module, node: ast.AST) -> bool:
 
 
 def of_cmake(text: str) -> Iterator[Place]:
-    """Findings in CMakeLists.txt and *.cmake; what stands in `if` of the platform is left alone."""
+    """Findings in CMakeLists.txt and *.cmake, except in an `if` that tests the platform."""
     text = _CMAKE_COMMENT.sub(lambda match: match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0]), text)
-    guards = [False]  # of the conditions around a command, from the outside: one guards those in it
+    # whether each enclosing condition tests the platform, outermost first; a guard covers nested conditions
+    guards = [False]
     line, last, listed = 1, 0, False
     for match in _COMMAND.finditer(text):
         line += text.count("\n", last, match.start(1))
@@ -149,7 +152,7 @@ def of_cmake(text: str) -> Iterator[Place]:
             guards.pop()
         elif not guards[-1]:
             for place in _of_cmake_command(name, arguments, line):
-                if place.rule is not ARCHITECTURES or not listed:  # once a file: what follows changes the same list
+                if place.rule is not ARCHITECTURES or not listed:  # once per file: later commands change the same list
                     yield place
                 listed = listed or place.rule is ARCHITECTURES
 
@@ -173,7 +176,7 @@ def _of_cmake_command(name: str, arguments: str, line: int) -> Iterator[Place]:
 
 
 def _within(text: str, start: int) -> str:
-    """The arguments of a command, up to the parenthesis that closes it, or 4000 characters."""
+    """Return the arguments of a command, up to its closing parenthesis or at most 4000 characters."""
     depth = 1
     for position in range(start, min(len(text), start + 4000)):
         depth += {"(": 1, ")": -1}.get(text[position], 0)

@@ -58,7 +58,8 @@ _VALUES = {"--no-binary", "--only-binary", "-r", "-c", "-t",
            "--log"}  # fmt: skip
 _VARIABLE = re.compile(r"^\s*(?:override\s+|export\s+)?(\w+)\s*[:?+]*=\s*(.*)$")
 _MAKE_PLATFORM = re.compile("rocm|hip(?:cc|blas)?|amd|nvidia", re.IGNORECASE)
-_LOOKS = {"[", "[[", "test", "for", "echo", "printf"}  # look for a path or show it: nothing fails where it is missing
+# only look for a path or print it, so a missing path is not an error
+_LOOKS = {"[", "[[", "test", "for", "echo", "printf"}
 _INDEXES = ("--index-url", "--extra-index-url", "--find-links", "-i", "-f", "--index", "--default-index")
 
 
@@ -95,8 +96,9 @@ def of_command(command: Command) -> Iterator[Place]:
 
 
 def of_makefile(text: str) -> Iterator[Place]:
-    """Recipes and variables of a Makefile; what a condition on the platform encloses is left alone."""
-    guards = [False]  # of the conditions around a line, from the outside: one guards those in it
+    """Findings in recipes and variables of a Makefile, except in a condition that tests the platform."""
+    # whether each enclosing condition tests the platform, outermost first; a guard covers nested conditions
+    guards = [False]
     for number, line in enumerate(text.splitlines(), 1):
         word = line.split(maxsplit=1)[0] if line.strip() else ""
         if word in ("ifeq", "ifneq", "ifdef", "ifndef"):
@@ -142,7 +144,7 @@ def _called(module: Module, node: ast.Call) -> str:
 
 
 def _argument(module: Module, node: ast.Call, context: Context) -> ast.expr | None:
-    """What is started, also where it was put into a variable of the function before."""
+    """Return the command that is started, also if a variable of the function contains it."""
     argument = node.args[0] if node.args else next((word.value for word in node.keywords if word.arg == "args"), None)
     if isinstance(argument, ast.Call) and module.name(argument.func) == "shlex.split" and argument.args:
         argument = argument.args[0]
@@ -162,7 +164,7 @@ def _commands_of(node: ast.expr | None, line: int) -> Iterator[Command]:
 
 
 def _text(node: ast.expr) -> str:
-    """The text of a string, with `…` for what an f-string inserts; of other expressions nothing."""
+    """Return the text of a string, with `…` for the values in an f-string; '' for other expressions."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -183,7 +185,7 @@ def _settings(command: Command) -> Iterator[tuple[str, str]]:
 
 
 def _pip(words: tuple[str, ...]) -> list[str] | None:
-    """The arguments of `pip install`, `uv pip install`, `uv add` and `python -m pip install`; None for others."""
+    """Return the arguments of `pip install`, `uv pip install`, `uv add` or `python -m pip install`; None for others."""
     names = [word.rpartition("/")[2] for word in words[:5]]
     if names[:2] == ["uv", "add"]:
         return [*words[2:]]

@@ -18,12 +18,12 @@ SETTING = Rule(
     "inductor-setting",
     Severity.WARNING,
     "inductor's graph recording and memory planning are the settings that guides switch off on ROCm",
-    "set it only where torch.version.hip is None, or leave it to hf_rocm.compile",
+    "set it only if torch.version.hip is None, or let hf_rocm.compile set it",
 )
 CAPTURE = Rule(
     "random-state-in-capture",
     Severity.PROBLEM,
-    "reading or setting the generator's state while a graph is recorded raises, or is missing from every replay",
+    "reading or setting the generator's state while a graph is recorded raises an error, or is not part of the replays",
     "read it before the capture, and give the graph the generator with graph.register_generator_state(…)",
 )
 
@@ -49,7 +49,7 @@ def modes(module: Module) -> Iterator[Place]:
 
 
 def inductor_settings(module: Module) -> Iterator[Place]:
-    """torch._inductor.config.triton.cudagraphs = True and its like."""
+    """torch._inductor.config.triton.cudagraphs = True, and similar settings."""
     for node, context in module.nodes(ast.Assign):
         assert isinstance(node, ast.Assign)
         for target in node.targets:
@@ -60,7 +60,7 @@ def inductor_settings(module: Module) -> Iterator[Place]:
 
 
 def random_state_in_capture(module: Module) -> Iterator[Place]:
-    """torch.cuda.get_rng_state() and its like within `with torch.cuda.graph(…)`."""
+    """torch.cuda.get_rng_state(), and similar calls, within `with torch.cuda.graph(…)`."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         name = module.name(node.func) or ""

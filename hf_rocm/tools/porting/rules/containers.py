@@ -14,8 +14,8 @@ from hf_rocm.tools.porting.shell import commands as commands_of
 IMAGE = Rule(
     "nvidia-base-image",
     Severity.PROBLEM,
-    "the image holds CUDA and a CUDA build of what it brings, which an AMD GPU does not run",
-    "rocm/pytorch:latest, rocm/dev-ubuntu-24.04 or another image of AMD's (hub.docker.com/u/rocm)",
+    "the image contains CUDA and CUDA builds of its packages, which an AMD GPU can't run",
+    "rocm/pytorch:latest, rocm/dev-ubuntu-24.04 or another image by AMD (hub.docker.com/u/rocm)",
 )
 
 _IMAGE = re.compile(
@@ -30,7 +30,7 @@ _COMPOSE = re.compile(r"^\s*(?:-\s+)?(runtime|driver|image):\s*[\"']?([^\"'#\s]+
 
 
 def of_dockerfile(text: str) -> Iterator[Place]:
-    """FROM, ARG and ENV, and every shell command of RUN, CMD and ENTRYPOINT."""
+    """FROM, ARG and ENV, and the shell commands in RUN, CMD and ENTRYPOINT."""
     instructions = list(_instructions(text))
     variants = any(word == "FROM" and _ROCM.search(body) for word, body, _ in instructions)
     for word, body, line in instructions:
@@ -64,9 +64,9 @@ def _of_run(body: str, line: int) -> Iterator[Command]:
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str, int]]:
-    """(word, rest, line) of each instruction, with its line breaks; comments are blanked."""
+    """Yield (word, rest, line) for each instruction, with its line breaks; comments are replaced by spaces."""
     kept: list[str] = []
-    start, end = 0, ""  # of the instruction; the word that ends its here-document
+    start, end = 0, ""  # the current instruction, and the word that ends its here-document
     for number, line in enumerate(text.splitlines(), 1):
         if end:
             kept.append(line if line.strip() != end else "")
@@ -106,7 +106,7 @@ def of_compose(text: str) -> Iterator[Place]:
 
 
 def of_environment(text: str) -> Iterator[Place]:
-    """The packages of a conda environment, those of pip too."""
+    """The packages of a conda environment, including those from pip."""
     for number, line in enumerate(text.splitlines(), 1):
         if match := _ENTRY.match(line):
             entry = match[1].strip()

@@ -1,4 +1,4 @@
-"""Questions about the GPU whose answers mean something else on ROCm: compute capability, CUDA's version, NVML."""
+"""Queries about the GPU whose results mean something else on ROCm: compute capability, CUDA's version, NVML."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def versions(module: Module) -> Iterator[Place]:
 
 
 def nvml(module: Module) -> Iterator[Place]:
-    """The first call of NVML in a function or at the top of a file, where nothing expects it to fail."""
+    """The first NVML call in a function or at module level, unless its failure is handled."""
     seen: set[ast.AST | None] = set()
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
@@ -81,12 +81,12 @@ def _ends(module: Module, node: ast.expr, names: tuple[str, ...]) -> bool:
 
 
 def _of_torch(module: Module, node: ast.expr) -> bool:
-    """Whether a function is torch's own, and not a wrapper of the project that may answer for ROCm too."""
+    """Return whether a function is torch's own, not a wrapper of the project that may support ROCm."""
     return (module.name(node) or "").startswith(("torch.cuda.", "cuda."))
 
 
 def _decides(module: Module, node: ast.AST) -> bool:
-    """Whether a value is compared, kept or passed on: all but an entry of a report."""
+    """Return whether a value is compared, stored or passed on, not only reported."""
     for parent in module.above(node):
         if isinstance(parent, ast.Dict):
             return False
@@ -105,10 +105,10 @@ def _names_architecture(node: ast.Compare) -> bool:
 
 
 def _uses(module: Module, node: ast.AST) -> bool:
-    """Whether None would make a difference: the version is tested, compared, taken apart or kept."""
+    """Return whether None would make a difference: the version is tested, compared, split or stored."""
     parent = module.parents.get(node)
     if isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.Or) and parent.values[0] is node:
-        return any(isinstance(above, ast.Assert) for above in module.above(node))  # `… or ""` expects None
+        return any(isinstance(above, ast.Assert) for above in module.above(node))  # `… or ""` handles None
     if isinstance(parent, ast.If | ast.While | ast.IfExp):
         return parent.test is node
     if isinstance(parent, ast.BoolOp | ast.UnaryOp | ast.Attribute | ast.Subscript | ast.Assign):

@@ -1,4 +1,4 @@
-"""Kernels that are written in Python for NVIDIA's GPUs: Numba, CuPy, CUDA sources in strings, Triton with PTX, FP8."""
+"""Kernels that are written in Python for NVIDIA GPUs: Numba, CuPy, CUDA sources in strings, Triton with PTX, FP8."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def numba_cuda(module: Module) -> Iterator[Place]:
 
 
 def cupy(module: Module) -> Iterator[Place]:
-    """`import cupy`, where nothing expects it to fail."""
+    """`import cupy`, unless its failure is handled."""
     for node, context in module.nodes(ast.Import, ast.ImportFrom):
         if context.absence or module.guarded(context, "cupy") or "checking" in context.words:
             continue
@@ -104,7 +104,7 @@ def _triton_call(module: Module, node: ast.Call, context: Context) -> Iterator[P
 
 
 def fp8(module: Module) -> Iterator[Place]:
-    """torch.float8_e4m3fn where a tensor is made or converted, in files that have no FNUZ type beside it."""
+    """torch.float8_e4m3fn where a tensor is created or converted, in files without an FNUZ type."""
     if "fnuz" in module.text:
         return
     seen: set[int] = set()
@@ -119,7 +119,7 @@ def fp8(module: Module) -> Iterator[Place]:
 
 
 def _makes(module: Module, node: ast.AST) -> bool:
-    """Whether a type is used, not compared with, nor an entry of a table of all types."""
+    """Return whether a type is used, not only compared or listed in a table of all types."""
     for parent in module.above(node):
         if isinstance(parent, ast.Compare | ast.Dict | ast.Set | ast.List | ast.Tuple | ast.Subscript):
             return False
@@ -146,7 +146,7 @@ def lanes(module: Module) -> Iterator[Place]:
 
 
 def sources(module: Module) -> Iterator[Place]:
-    """CUDA C++ in strings, which load_inline or CuPy compile: read like a source file."""
+    """CUDA C++ in strings that load_inline or CuPy compile, checked like a source file."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         called = module.called(node.func)
@@ -167,7 +167,7 @@ def _resolved(module: Module, node: ast.expr | None, context: Context) -> str | 
 
 
 def _imported(node: ast.AST) -> list[str]:
-    """Every dotted name that an import may mean: `from numba import cuda` is numba and numba.cuda."""
+    """Return every dotted name that an import may refer to: for `from numba import cuda`, numba and numba.cuda."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -176,12 +176,12 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def _shown(node: ast.AST, name: str) -> str:
-    """The statement in one line; `name` stays visible."""
+    """Return the statement on one line, in which `name` stays visible."""
     text = " ".join(ast.unparse(node).split())
     word = re.search(rf"\b{name}", text)
     return excerpt(text, *word.span()) if word else excerpt(text)
 
 
 def _end_of(text: str) -> str:
-    """An expression whose end matters, such as `& 31`."""
+    """Return an expression whose end must stay visible, such as `& 31`."""
     return excerpt(text, len(text), len(text))

@@ -1,4 +1,4 @@
-"""C, C++ and CUDA sources: a table of includes, and what no translator turns into HIP."""
+"""C, C++ and CUDA sources: a table of includes, and code that hipify can't translate to HIP."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ LANES = Rule(
 MACRO = Rule(
     "cuda-arch-macro",
     Severity.WARNING,
-    "HIP's compiler does not define this macro: the code for older GPUs is compiled, or none, without a warning",
-    "a condition on __HIP_DEVICE_COMPILE__, __gfx942__ and their like beside it",
+    "HIP's compiler does not define this macro: the code for older GPUs is compiled, or no code, without a warning",
+    "add a condition on __HIP_DEVICE_COMPILE__, __gfx942__ or a similar macro",
 )
 OBJECT = Rule(
     "cuda-shared-object",
@@ -50,7 +50,7 @@ OBJECT = Rule(
 FP8 = Rule(
     "fp8-type-native",
     Severity.WARNING,
-    "HIP has FP8 types of its own: FNUZ on gfx942 with another exponent bias, OCP on gfx950 and gfx12",
+    "HIP has its own FP8 types: FNUZ on gfx942 with another exponent bias, OCP on gfx950 and gfx12",
     "__hip_fp8_e4m3_fnuz or __hip_fp8_e4m3, by the target",
 )
 
@@ -62,15 +62,15 @@ _PLATFORM = re.compile(r"HIP|ROCM|AMD|__gfx")
 # asm with a PTX mnemonic: dotted words of small letters, which no GCN mnemonic has
 _ASM = re.compile(r"\basm\s*(?:(?:volatile|__volatile__)\s*)?\(")
 _MNEMONIC = re.compile(r'"(?:\{|\\n|\\t|\s)*(?:@!?%?p\s+)?\.?[a-z][a-z0-9]*(?:\.[a-z0-9:]+)+[\s\\%"]')
-# what only CUDA and HIP have: lanes of SYCL, Metal and the CPU are counted otherwise
+# only in CUDA and HIP: SYCL, Metal and the CPU count lanes differently
 _CUDA = re.compile(
     r"\b(?:threadIdx|__global__|__device__|__host__|__shfl\w*|cuda\w*)\b|(?<!\w)k?warp_?size", re.IGNORECASE
 )
 _SHUFFLE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+__shfl\w*_sync\b", re.MULTILINE)
-# strings, characters and comments; each matches where it begins, closed or not, so that nothing is read twice
+# strings, characters and comments; an unclosed one also matches, so that nothing is read twice
 _COMMENT = re.compile(r""""(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])'|//[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
 _MASK = re.compile(r"_sync\s*\(\s*(0xffffffff|-1u|FULL_MASK\b|~0u?)(?![0-9a-f])", re.IGNORECASE)
-# a thread's index taken apart by 32: `threadIdx.x & 31`, `tid % 32`, `threadIdx.x >> 5`
+# a thread index divided by 32: `threadIdx.x & 31`, `tid % 32`, `threadIdx.x >> 5`
 _LANES = re.compile(
     r"\b(?:threadIdx\.[xyz]|t(?:hread)?_?id_?x?|tx)\s*(?:&\s*(?:31|0x1[fF])|%\s*32|/\s*32|>>\s*5)[uU]?\b"
     r"|#\s*define\s+\w*WARP_?SIZE\w*\s+\(?32\b"
@@ -86,9 +86,9 @@ _NARROW = re.compile(r"\b(unsigned( int)?|uint32_t|int)\s+\w+\s*=\s*__(ballot|ac
 
 
 def of_native(text: str) -> Iterator[Place]:
-    """Findings in a source file; what a preprocessor condition on HIP or ROCm encloses is left alone."""
+    """Findings in a source file, except in a preprocessor condition on HIP or ROCm."""
     conditions: list[bool] = []
-    platform = 0  # how many of them name it
+    platform = 0  # how many of them name the platform
     text = _without_comments(text)
     lines, cuda = text.splitlines(), _CUDA.search(text) is not None and "sycl::" not in text
     for number, line in enumerate(lines, 1):
@@ -121,12 +121,12 @@ def _of_line(line: str, number: int, *, cuda: bool) -> Iterator[Place]:
 
 
 def defines_shuffles(text: str) -> bool:
-    """Whether a source file gives CUDA's warp functions a meaning of its own, as headers for HIP do."""
+    """Return whether a source file defines CUDA's warp functions itself, as headers for HIP do."""
     return _SHUFFLE.search(text) is not None
 
 
 def _step(conditions: list[bool], word: str, platform: bool) -> int:
-    """Enter, change or leave a condition. Returns how many more of them name the platform."""
+    """Enter, change or leave a condition. Returns the change in the number of conditions that name the platform."""
     if word in ("if", "ifdef", "ifndef"):
         conditions.append(platform)
         return int(platform)
@@ -139,7 +139,7 @@ def _step(conditions: list[bool], word: str, platform: bool) -> int:
 
 
 def _without_comments(text: str) -> str:
-    """The text with its comments blanked, line by line; strings are left, since PTX stands in them."""
+    """Return the text with comments replaced by spaces. Strings are kept, since they may contain PTX."""
 
     def blank(match: re.Match[str]) -> str:
         return match[0] if match[0][0] in "\"'" else re.sub(r"[^\n]", " ", match[0])

@@ -1,4 +1,4 @@
-"""Imports of packages that only an NVIDIA machine has."""
+"""Imports of packages that only work with NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_rocm.tools.porting.module import Module
 IMPORT = Rule(
     "nvidia-only-import",
     Severity.PROBLEM,
-    "the file can't be imported where this package or NVIDIA's driver is missing",
+    "the file can't be imported if this package or NVIDIA's driver is missing",
     "import it inside `try: … except ImportError`, or only `if torch.version.hip is None`",
 )
 
@@ -21,7 +21,7 @@ _ASKED = {"tensorrt": ("trt",), "torch_tensorrt": ("trt",), "pynvml": ("nvml",),
 
 
 def imports(module: Module) -> Iterator[Place]:
-    """`import pynvml` at the top of a file, where nothing expects it to fail."""
+    """`import pynvml` at module level, unless its failure is handled."""
     for node, context in module.nodes(ast.Import, ast.ImportFrom):
         assert isinstance(node, ast.Import | ast.ImportFrom)
         if context.function is not None or context.absence or "checking" in context.words:

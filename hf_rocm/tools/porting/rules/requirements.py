@@ -28,8 +28,8 @@ PACKAGE = Rule(
 REPLACES = Rule(
     "replaces-rocm-build",
     Severity.WARNING,
-    "pip may replace what belongs to the ROCm build of PyTorch",
-    "leave it to torch, or require it without a version",
+    "pip may replace a package that belongs to the ROCm build of PyTorch",
+    "let torch install it, or require it without a version",
 )
 WRONG_AITER = Rule(
     "wrong-aiter",
@@ -40,20 +40,20 @@ WRONG_AITER = Rule(
 TORCH = Rule(
     "torch-pin",
     Severity.WARNING,
-    "unless the ROCm build that is there has just this version, pip replaces it with the CUDA build from PyPI",
+    "unless the installed ROCm build has exactly this version, pip replaces it with the CUDA build from PyPI",
     "a range (torch>=2.6), or install with --no-deps",
 )
 PYTHON = Rule(
     "requires-python",
     Severity.WARNING,
-    "AMD's PyTorch images come with Python 3.10 or 3.12, and neither is allowed here",
-    "allow one of them, or plan for an image of your own",
+    "AMD's PyTorch images have Python 3.10 or 3.12, and this requirement allows neither",
+    "allow one of them, or build your own image",
 )
 OLDER = Rule(
     "requires-newer-python",
     Severity.NOTE,
-    "some of AMD's PyTorch images come with Python 3.10",
-    "take an image with Python 3.12, or allow 3.10 if nothing newer is used",
+    "some of AMD's PyTorch images have Python 3.10",
+    "use an image with Python 3.12, or allow 3.10 if the code needs nothing newer",
 )
 
 _PACKAGES = {
@@ -82,7 +82,7 @@ _EXTRAS = {"jax": ("cuda", "cuda11", "cuda12", "cuda13"), "tensorflow": ("and-cu
 
 
 def of_pyproject(text: str) -> Iterator[Place]:
-    """`text` of a pyproject.toml. Raises ValueError where it is no TOML."""
+    """Findings in a pyproject.toml. Raises ValueError if `text` is not TOML."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -107,7 +107,7 @@ def of_pyproject(text: str) -> Iterator[Place]:
 
 
 def of_requirements(text: str) -> Iterator[Place]:
-    """`text` of a requirements file."""
+    """Findings in a requirements file."""
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.split(" #")[0].strip()
         if stripped.startswith(("--index-url", "--extra-index-url", "-i ", "-f ", "--find-links")):
@@ -117,7 +117,7 @@ def of_requirements(text: str) -> Iterator[Place]:
 
 
 class _Sources:
-    """uv's indexes by address, and whether all that takes one of them stands in an extra or a group."""
+    """uv's indexes by URL, and whether all packages from an index are in an extra or a group."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         uv = _table(_table(content, "tool"), "uv")
@@ -125,14 +125,14 @@ class _Sources:
         for index in uv.get("index", ()) if isinstance(uv.get("index"), list) else ():
             if isinstance(index, dict):
                 self._indexes.setdefault(str(index.get("url")), []).append(index)
-        self._always: set[object] = set()  # names of indexes that are taken without an extra
+        self._always: set[object] = set()  # names of indexes that are used without an extra
         for value in _table(uv, "sources").values():
             for source in value if isinstance(value, list) else [value]:
                 if isinstance(source, dict) and "extra" not in source and "group" not in source:
                     self._always.add(str(source.get("index")))
 
     def only_in_an_extra(self, line: str) -> bool:
-        """Whether uv takes the index in this line only for an extra that names it."""
+        """Return whether uv uses the index in this line only for an extra that names it."""
         urls = {url for part in _QUOTED.finditer(line) for url in part.groups() if url}
         indexes = [index for url in urls for index in self._indexes.get(url, ())]
         if not indexes or not all(index.get("explicit") for index in indexes):
@@ -141,13 +141,13 @@ class _Sources:
 
 
 def of_index(text: str, line: int) -> Iterator[Place]:
-    """An index of packages, as pip's options name it."""
+    """A package index, as in pip's options."""
     if _CUDA_INDEX.search(text):
         yield Place(CUDA_PIN, line, text)
 
 
 def of_requirement(text: str, line: int) -> Iterator[Place]:
-    """One requirement as pip takes it: a name with extras, versions and a marker, or the address of a repository."""
+    """One requirement in pip's syntax: a name with extras, versions and a marker, or the URL of a repository."""
     if match := _REPOSITORY.match(text):
         text = match[1]
     try:
@@ -199,7 +199,7 @@ def _strings(values: Any) -> list[str]:
 
 
 class _Lines:
-    """Where a value stands in the text: TOML's reader does not keep it."""
+    """Finds the line of a value in the text, which the TOML parser does not report."""
 
     def __init__(self, text: str) -> None:
         self._lines: dict[str, deque[int]] = {}
@@ -208,6 +208,6 @@ class _Lines:
                 self._lines.setdefault(part[1] or part[2] or "", deque()).append(number)
 
     def of(self, value: str) -> int:
-        """The next line, counted from 1, that has this value in quotes."""
+        """Return the number (from 1) of the next line with this value in quotes."""
         lines = self._lines.get(value)
         return lines.popleft() if lines else 1

@@ -13,13 +13,13 @@ TF32 = Rule(
     Severity.NOTE,
     "TF32 is a format of NVIDIA's; on ROCm the flag does nothing, or switches hipBLASLt's XF32 on for gfx942 alone, so "
     "that results differ between machines",
-    "set it where torch.version.hip is None (hf_rocm.setup_environment() does)",
+    "set it only if torch.version.hip is None (as hf_rocm.setup_environment() does)",
 )
 BENCHMARK = Rule(
     "cudnn-benchmark",
     Severity.WARNING,
-    "on ROCm this makes MIOpen search every convolution's kernels at its first use, minutes for many shapes",
-    "set it where torch.version.hip is None, or fill MIOpen's own database (MIOPEN_FIND_MODE) ahead",
+    "on ROCm this makes MIOpen search for the best kernel at a convolution's first use: minutes for many shapes",
+    "set it only if torch.version.hip is None, or fill MIOpen's database in advance (MIOPEN_FIND_MODE)",
 )
 DISABLED = Rule(
     "cudnn-disabled",
@@ -37,7 +37,7 @@ _FLAGS = {
 
 
 def flags(module: Module) -> Iterator[Place]:
-    """Assignments of a flag that no test of the platform guards."""
+    """Assignments of a flag that are not guarded by a test of the platform."""
     for node, context in module.nodes(ast.Assign):
         assert isinstance(node, ast.Assign)
         for target in node.targets:

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.ernie.modeling_ernie, 4.53 to 4.57.
 
 Served: self-attention of an encoder, or of a decoder without a cache. Cross-attention, a cache, a head mask and
-relative positions stay stock. Stock has no implementation but `eager`, and its mask holds causality.
+relative positions stay stock. Stock implements only `eager`, and its mask includes causality.
 """
 
 try:

@@ -24,7 +24,7 @@ if overlay is not None and overlay.wanted(__name__):
         query, key, value = (part.transpose(1, 2) for part in parts)  # [B, H | Hkv, S, D]
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, kwargs["position_embeddings"])
         key, value = layers.update_cache(self, key, value, cache, kwargs, kwargs["position_embeddings"])
-        if self.new_decoder_architecture:  # there stock repeats the heads before it caches them
+        if self.new_decoder_architecture:  # in this architecture, stock repeats the heads before it caches them
             groups = self.num_heads // self.num_kv_heads
             key, value = key[:, ::groups], value[:, ::groups]
         key, value, seen = layers.visible_keys(self, query, key, value, mask, kwargs)

@@ -1,7 +1,8 @@
 """ROCm overlay of transformers.models.gemma3n.modeling_gemma3n, 4.53 and up.
 
 Served: the text model. Layers that reuse another's keys stay stock up to 4.55, where they read them out of the cache;
-the audio and vision parts stay stock, and in training so do the norms, because our gradients are rounded more coarsely.
+the audio and vision parts stay stock, and in training so do the norms, because hf_rocm's gradients are rounded more
+coarsely.
 """
 
 try:
@@ -49,7 +50,9 @@ if overlay is not None and overlay.wanted(__name__):
         return self.o_proj(output.flatten(2)), weights
 
     def _shared(cache, kwargs):
-        """Where layers store keys for later ones: an argument from 5.6 on, the cache since 4.56, nowhere before."""
+        """Where layers store keys for later layers: an argument from 5.6 on, the cache from 4.56 on, nowhere in earlier
+        releases.
+        """
         shared = kwargs.get("shared_kv_states")
         if shared is not None or cache is None or keys_in_cache:
             return shared

@@ -36,7 +36,7 @@ if overlay is not None and overlay.wanted(__name__):
         output = self.resid_dropout(self.out_proj(output.flatten(2)))
         return (output, cache) if with_cache else (output, None)
 
-    def _root(self):  # of a head's dims: up to 4.57 a tensor that is no buffer
+    def _root(self):  # of the head dim: up to 4.57 a tensor that is not a buffer
         root = self.scale_attn
         return layers.rounded_root(self.head_dim, root.dtype) if isinstance(root, torch.Tensor) else root
 

@@ -69,5 +69,5 @@ if overlay is not None and overlay.wanted(__name__):
         if run is None:
             return stock(self, hidden_states)
         router_scores, router_logits = self.router(rows)
-        weights, ids = (part[:, : self.top_k] for part in router_scores.sort(descending=True))  # the others are 0
+        weights, ids = (part[:, : self.top_k] for part in router_scores.sort(descending=True))  # the other scores are 0
         return self.shared_expert(rows) + run(rows, ids, weights), router_logits

@@ -1,4 +1,4 @@
-"""Servers that start at once, in the place of transformers'."""
+"""Servers that start at once, instead of transformers'."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stubs(monkeypatch):
 
 
 def ended(pid, within=5.0):
-    """Whether a process is gone, or a zombie that nobody has waited for, within so many seconds."""
+    """Whether a process ends, or becomes a zombie, within this number of seconds."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""A server that answers completions at once, or fails as it is told: in a thread of a test, or as a process."""
+"""A server that answers completion requests at once, or fails as requested: in a thread of a test, or as a process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# What a server can do instead of answering; each is also an argument of the process.
+# The faults of a server, which are also arguments of the process.
 FAULTS = (
     "status",  # 500
-    "garbage",  # a line that is no JSON
+    "garbage",  # a line that is not JSON
     "no-choices",
     "no-usage",
     "error-event",

@@ -1,4 +1,4 @@
-"""Parity of texts: exact in fp32, and in 16 bits within what stock itself differs."""
+"""Parity of texts: exact in fp32, and in 16 bits within the differences of stock itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_in_fp32_every_answer_must_be_equal():
 
 
 @pytest.mark.parametrize(
-    ("ours", "batched", "wrong"),
+    ("answers", "batched", "wrong"),
     [
         (["abcX", "efgh"], STOCK, False),  # 1 / 8
         (["abcd", "Xfgh"], STOCK, False),  # 4 / 8, the most where stock agrees with itself
@@ -34,8 +34,8 @@ def test_in_fp32_every_answer_must_be_equal():
         (["Xbcd", "eXgh"], ["abcd", "eXgh"], True),  # 7 / 8
     ],
 )
-def test_in_16_bits_twice_what_stock_loses_between_alone_and_batched(ours, batched, wrong):
-    assert agreement(STOCK, ours, batched=batched, dtype="bfloat16").wrong is wrong
+def test_in_16_bits_twice_what_stock_loses_between_alone_and_batched(answers, batched, wrong):
+    assert agreement(STOCK, answers, batched=batched, dtype="bfloat16").wrong is wrong
 
 
 def test_the_sentence_has_the_tolerance_where_it_was_needed():
@@ -48,5 +48,5 @@ def test_the_sentence_has_the_tolerance_where_it_was_needed():
 
 
 def test_it_survives_json():
-    found = agreement(STOCK, ["abXd", "efgh"], batched=STOCK, dtype="float16")
-    assert Agreement.from_dict(found.to_dict()) == found and found.to_dict()["allowed"] == 0.5
+    result = agreement(STOCK, ["abXd", "efgh"], batched=STOCK, dtype="float16")
+    assert Agreement.from_dict(result.to_dict()) == result and result.to_dict()["allowed"] == 0.5

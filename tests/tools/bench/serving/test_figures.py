@@ -60,10 +60,11 @@ def test_without_an_answer_there_are_no_times():
 
 
 def test_the_table_compares_the_sides():
-    ours = tuple(
-        Answer(0.0, answer.ended / 2, "x", tuple(each / 2 for each in answer.pieces), 4, 3) for answer in ANSWERS[:1]
+    prepared = tuple(
+        Answer(0.0, answer.ended / 2, "x", tuple(seconds / 2 for seconds in answer.pieces), 4, 3)
+        for answer in ANSWERS[:1]
     )
-    header, rows = table([of("stock", ANSWERS[:1], seconds=0.9), of("hf_rocm", ours, seconds=0.3)])
+    header, rows = table([of("stock", ANSWERS[:1], seconds=0.9), of("hf_rocm", prepared, seconds=0.3)])
     assert header == ("", "stock", "hf_rocm", "× stock")
     cells = {row[0]: row[1:] for row in rows}
     assert cells["tokens a second"] == ("3.3", "10.0", "3.00")

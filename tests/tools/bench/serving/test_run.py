@@ -45,7 +45,7 @@ def test_a_run_prints_and_writes_both_sides(bench, stubs, tmp_path, capsys):
     assert [(case["side"], case["answered"], case["tokens"]) for case in cases] == [
         ("stock", 6, 18), ("hf_rocm", 6, 18), ("stock", 6, 18), ("hf_rocm", 6, 18)
     ]  # fmt: skip
-    words = [each.text for each in ElementTree.parse(chart).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    words = [element.text for element in ElementTree.parse(chart).getroot().iter("{http://www.w3.org/2000/svg}text")]
     assert "closed loop, 2 clients: time to first token" in words and "floor" not in " ".join(words)
 
 
@@ -76,9 +76,12 @@ def test_errors_are_counted_by_kind_and_the_run_goes_on(bench, stubs, capsys):
     stubs(hf_rocm={"fault": "status", "after": 8 + WARM + 2})
     assert bench("--json") == 0
     told = capsys.readouterr()
-    stock, ours = json.loads(told.out)["serving"]["cases"]
+    stock, prepared = json.loads(told.out)["serving"]["cases"]
     assert stock["errors"] == {} and stock["answered"] == 6
-    assert ours["errors"] == {"HTTP 500": {"count": 4, "example": '{"error": "no memory"}'}} and ours["answered"] == 2
+    assert (
+        prepared["errors"] == {"HTTP 500": {"count": 4, "example": '{"error": "no memory"}'}}
+        and prepared["answered"] == 2
+    )
 
 
 def test_lines_that_are_malformed_are_errors_too(bench, stubs, capsys):

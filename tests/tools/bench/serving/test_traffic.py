@@ -1,4 +1,4 @@
-"""Traffic by seed: lengths of prompts, arrival times, and how many requests are under way at once."""
+"""Traffic by seed: lengths of prompts, arrival times, and the number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN = replace(CLOSED, clients=None, rate=200.0)
 
 
 class Words:
-    """A tokenizer in which every word of letters is one token, beside tokens that are no words."""
+    """A tokenizer in which every word of letters is one token, with additional tokens that are not words."""
 
     words = ("one", "two", "three", "four", "é", "5", "")
 
@@ -29,18 +29,18 @@ class Words:
         return {"input_ids": text.split()}
 
     def decode(self, ids):
-        return " ".join(self.words[each] for each in ids)
+        return " ".join(self.words[number] for number in ids)
 
 
 class Halves(Words):
-    """One in which every word is two tokens."""
+    """A tokenizer in which every word is two tokens."""
 
     def __call__(self, text):
         return {"input_ids": text.split() * 2}
 
 
 class Clients:
-    """Answers that take a while; counts how many are awaited at once."""
+    """Answers that take some time; counts how many are awaited at once."""
 
     def __init__(self, seconds=0.01):
         self.seconds, self.now, self.most, self.began = seconds, 0, 0, []

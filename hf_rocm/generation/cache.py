@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket, reorder
+from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket, fits, reorder
 from hf_rocm.generation.step import Unrecordable, bits
 from hf_rocm.layers.slots import Slot
 
@@ -256,7 +256,7 @@ class DecodeCache(Cache):
         written = layer.kept(count, self.drafts or 0)
         rows = max(layer.room(max(self.target, bucket(count + 1))), written + 1)
         self._spare = 0
-        if not _fits(layer.keys, key, written) or not _fits(layer.values, value, written):
+        if not fits(layer.keys, key, written) or not fits(layer.values, value, written):
             self.recordings.clear()
             layer.keys = layer.values = None
             layer.allocate(key, value, rows)
@@ -396,11 +396,3 @@ class DecodeCache(Cache):
     @property
     def max_cache_len(self) -> int:
         return self.get_max_cache_shape()
-
-
-def _fits(buffer: Tensor | None, heads: Tensor, rows: int) -> bool:
-    """Whether `rows` rows of these heads fit into the buffer, with at least one row left."""
-    if buffer is None or (buffer.dtype, buffer.device) != (heads.dtype, heads.device):
-        return False
-    b, hkv, capacity, d = buffer.shape
-    return (b, hkv, d) == (heads.shape[0], heads.shape[1], heads.shape[3]) and rows < capacity

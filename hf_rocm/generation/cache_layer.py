@@ -98,6 +98,14 @@ def bucket(tokens: int) -> int:
     return max(LEAST, -(-tokens // step) * step)
 
 
+def fits(buffer: Tensor | None, heads: Tensor, rows: int) -> bool:
+    """Whether `rows` rows of these heads fit into the buffer, with at least one row left."""
+    if buffer is None or (buffer.dtype, buffer.device) != (heads.dtype, heads.device):
+        return False
+    b, hkv, capacity, d = buffer.shape
+    return (b, hkv, d) == (heads.shape[0], heads.shape[1], heads.shape[3]) and rows < capacity
+
+
 def _buffer(like: Tensor, rows: int, old: Tensor | None, written: int) -> Tensor:
     buffer = like.new_zeros((like.shape[0], like.shape[1], rows, like.shape[3]))
     if old is not None and written:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_rocm import patches
@@ -29,6 +31,8 @@ MARK = "_hf_rocm_continuous_batching"
 _ORIGINAL = "_original_attn_impl"  # of a manager
 
 _METHOD = "init_continuous_batching"
+
+_CREATE = "_create_batch_processor"  # of a manager: allocates the cache, in the thread that runs the steps
 
 # transformers records graphs if one of these is set in the config or passed as an argument.
 _PADDINGS = (
@@ -81,14 +85,35 @@ def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: A
     _, config = _config(self, call)
     own = flash_provider.switch(self) if getattr(config, "auto_switch_to_flash", True) else None
     if own is None:
-        return _without_suspect_graphs(self, inherited, *args, **kwargs)
+        return _in_order(_without_suspect_graphs(self, inherited, *args, **kwargs))
     try:
         manager = _without_suspect_graphs(self, inherited, *args, **kwargs)
     except BaseException:
         self.set_attn_implementation(own)
         raise
     patches.exchange(manager.__dict__, _ORIGINAL, None, own)  # the manager returns to it when it stops
+    return _in_order(manager)
+
+
+def _in_order(manager: Any) -> Any:
+    """Make the manager wait for the device before its first step, where steps run on streams of their own."""
+    if not hasattr(type(manager), _CREATE):
+        return manager
+    this = weakref.ref(manager)
+
+    def create_batch_processor() -> Any:
+        own = this()
+        processor = getattr(type(own), _CREATE)(own)
+        _wait(own.model.device)  # type: ignore[union-attr]
+        return processor
+
+    patches.exchange(manager.__dict__, _CREATE, patches.ABSENT, create_batch_processor)
     return manager
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _without_suspect_graphs(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

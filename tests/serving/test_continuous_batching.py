@@ -12,6 +12,7 @@ import pytest
 
 import hf_rocm
 from hf_rocm import ops
+from hf_rocm.generation import continuous_batching
 from hf_rocm.generation.state import known
 from hf_rocm.layers import decoder
 from hf_rocm.layers.fallback_reasons import noted
@@ -121,6 +122,22 @@ def test_batches_equal_single_prompts_and_generate_is_served_afterwards(prepared
     served = sum(route.operation == "attention" for route in routes)
     assert served == (model.config.num_hidden_layers * NEW * len(prompts()) if prepared else 0)
     assert all(noted(module) is None for module in attention_layers(model))
+
+
+def test_the_first_step_waits_for_what_the_default_stream_still_does(monkeypatch):
+    """Its cache is allocated by then; transformers' steps run on streams of their own, which wait for nothing."""
+    from transformers.generation.continuous_batching import ContinuousBatchingManager as manager
+
+    if not hasattr(manager, "_create_batch_processor"):
+        pytest.skip("not run: the steps of this release run on the default stream")
+    events = []
+    monkeypatch.setattr(continuous_batching, "_wait", lambda device: events.append(device.type))
+    create = manager._create_batch_processor
+    monkeypatch.setattr(manager, "_create_batch_processor", lambda self: (events.append("cache"), create(self))[1])
+    model = hf_rocm.prepare(make("llama"), force=True)
+    model.forward = lambda *args, **kwargs: (events.append("step"), type(model).forward(model, *args, **kwargs))[1]
+    batch(model, prompts()[:2])
+    assert events[0] == "cache" and events[events.index("step") - 1] == "cpu"
 
 
 def test_the_manager_restores_the_implementation_that_it_replaced():

@@ -58,24 +58,26 @@ def test_add_rms_norm(shape, one_plus, dtype):
 @each_form
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (5, 2560)], ids=str)
 def test_norm_add(shape, one_plus, dtype):
-    """As the norm, the sum and the second norm in turn, also with a NaN in a row or in a weight."""
+    """The sum against float64, and the second norm of that sum; a NaN stays in its row or its column."""
     x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
     first, second = (random(shape[-1], dtype=dtype, seed=seed) for seed in (2, 3))
     norms = ops.Norm(first, 1e-5, one_plus), ops.Norm(second, 1e-6, one_plus)
+    normed, total = routed("norm_add", x, residual, *norms)
+    eager = residual + eager_rms_norm(x, first, 1e-5, one_plus)
+    expected = residual.double() + eager_rms_norm(x.double(), first.double(), 1e-5, one_plus)
+    assert_as_good_as_eager(total, eager, expected)
+    expected = eager_rms_norm(total.double(), second.double(), 1e-6, one_plus)
+    assert_as_good_as_eager(normed, eager_rms_norm(total, second, 1e-6, one_plus), expected)
+    none, alone = routed("norm_add", x, residual, norms[0])
+    assert none is None and torch.equal(alone, total)
     lost = torch.arange(shape[-1]) % 3 == 1
-    for damage in (lambda: None, lambda: x.view(-1, shape[-1])[-1].masked_fill_(lost, torch.nan)):
-        damage()
-        normed, total = routed("norm_add", x, residual, *norms)
-        expected = residual + routed("rms_norm", x, first, eps=1e-5, one_plus=one_plus)
-        torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)
-        expected = routed("rms_norm", total, second, eps=1e-6, one_plus=one_plus)
-        torch.testing.assert_close(normed, expected, rtol=0, atol=0, equal_nan=True)
-        none, alone = routed("norm_add", x, residual, norms[0])
-        assert none is None
-        torch.testing.assert_close(alone, total, rtol=0, atol=0, equal_nan=True)
-    first.masked_fill_(lost, torch.nan)
-    _, total = routed("norm_add", residual, residual, *norms)
-    assert torch.equal(total.isnan().any(0), lost.expand(total.shape[1:]) if total.ndim > 2 else lost)
+    damaged = x.clone()
+    damaged.view(-1, shape[-1])[-1].masked_fill_(lost, torch.nan)
+    for result, whole in zip(routed("norm_add", damaged, residual, *norms), (normed, total), strict=True):
+        rows, others = result.view(-1, shape[-1]), whole.view(-1, shape[-1])
+        assert rows[-1].isnan().all() and torch.equal(rows[:-1], others[:-1])
+    _, total = routed("norm_add", x, residual, ops.Norm(first.masked_fill(lost, torch.nan), 1e-5, one_plus), norms[1])
+    assert torch.equal(total.isnan(), lost.expand(shape))
 
 
 def test_it_rounds_like_transformers():

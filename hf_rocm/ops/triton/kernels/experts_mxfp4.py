@@ -94,8 +94,10 @@ def mxfp4_down(
         sums = _added_up(sums, inputs, words, scale, rows, block, within, i_blocks, BLOCKS)
         product = tl.sum(tl.sum(sums, 3), 0)
         product += tl.load(bias + experts[:, None] * h_size + n[None, :]).to(tl.float32)
-        product = rounded(product, dtype) * tl.load(weights + pairs).to(tl.float32)[:, None]
-        total += tl.sum(product, 0)
+        weight = tl.broadcast_to(tl.load(weights + pairs).to(tl.float32)[:, None], product.shape)
+        # Rounded before the sum: the compiler would fuse a multiplication with it, and lanes that add the same
+        # experts in another order would then differ in the last bit.
+        total += tl.sum(tl.fma(rounded(product, dtype), weight, tl.zeros_like(product)), 0)
     tl.store(out + token * h_size + column, total.to(dtype), mask=column < h_size)
 
 

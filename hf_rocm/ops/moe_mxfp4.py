@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, compiler
@@ -19,8 +19,14 @@ from hf_rocm.ops.probe_cases import LENGTH, Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton import experts_mxfp4 as triton
+from hf_rocm.ops.triton.experts import LARGEST
+
+if TYPE_CHECKING:
+    from hf_rocm.device import Device
 
 _LOOP = "dequantize, sorted tokens, loop"
+_GROUPED = "dequantize, grouped_mm"
+_TEMPORARY = 2**30  # bytes of weights that are dequantised at once for a grouped product, or one expert's
 
 
 class Mxfp4Call(NamedTuple):
@@ -102,18 +108,22 @@ Dequantize = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
 class _Stacked:
-    """Stacked weights [E, N, K] that are dequantised one expert at a time, when they are indexed."""
+    """Stacked weights [E, N, K] that are dequantised when they are indexed, by an expert or a slice of experts."""
 
     def __init__(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype, function: Dequantize) -> None:
         self.blocks, self.scales, self.dtype, self.function = blocks, scales, dtype, function
         self.shape = (*blocks.shape[:2], blocks.shape[2] * BLOCK)
+        numbers = min(_TEMPORARY // dtype.itemsize, LARGEST - 1)  # that one launch dequantises
+        self.at_once = max(1, numbers // (self.shape[1] * self.shape[2]))
 
-    def __getitem__(self, expert: int) -> Tensor:
+    def __getitem__(self, experts: int | slice) -> Tensor:
+        blocks, scales = self.blocks[experts], self.scales[experts]
         with torch.no_grad():
-            return self.function(self.blocks[expert], self.scales[expert], self.dtype)
+            wide = self.function(blocks.flatten(0, -3), scales.flatten(0, -2), self.dtype)
+        return wide.view(*blocks.shape[:-2], self.shape[2])
 
 
-def _one_at_a_time(experts: Callable[[ExpertsCall], Tensor], function: Dequantize) -> Callable[..., Tensor]:
+def _dequantized(experts: Callable[[ExpertsCall], Tensor], function: Dequantize) -> Callable[..., Tensor]:
     """Experts of `moe_torch` as a function of the fields of an `Mxfp4Call`."""
 
     def run(*arguments: Any) -> Tensor:
@@ -131,16 +141,31 @@ def _one_at_a_time(experts: Callable[[ExpertsCall], Tensor], function: Dequantiz
 
 # Operators, because the loop reads the ids on the host, which torch.compile does not trace.
 _loop, _triton_loop = (
-    opaque(f"{name}({triton.ARGUMENTS}) -> Tensor", _one_at_a_time(moe_torch.sorted_loop, function), like)
+    opaque(f"{name}({triton.ARGUMENTS}) -> Tensor", _dequantized(moe_torch.sorted_loop, function), like)
     for name, function in (("mxfp4_experts", dequantize), ("triton_mxfp4_experts_loop", triton.dequantized))
 )
-_eager = _one_at_a_time(moe_torch.eager, dequantize)
+_triton_grouped = opaque(
+    f"triton_mxfp4_experts_grouped({triton.ARGUMENTS}) -> Tensor",
+    _dequantized(moe_torch.grouped, triton.dequantized),
+    like,
+)
+_eager = _dequantized(moe_torch.eager, dequantize)
 
 
 def loop(call: Mxfp4Call) -> Tensor:
     """Dequantise one expert after the other, with PyTorch's operations."""
     result: Tensor = _loop(*call)
     return result
+
+
+def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
+    """Why experts that one kernel dequantises together can't be served by `grouped_mm`, or None."""
+    reason = triton.kernels_refuse(spec, device)
+    if reason is not None:
+        return reason
+    if spec.grad:
+        return "the backward pass would keep the dequantised weights of all experts"
+    return moe_torch.grouped_refuses(spec._replace(weight_dtype=spec.dtype, traced=False), device)
 
 
 def cases(spec: ExpertsSpec) -> Iterator[Case]:
@@ -169,6 +194,7 @@ def cases(spec: ExpertsSpec) -> Iterator[Case]:
 _operation = Operation("mxfp4_experts", ExpertsSpec, cases, kind, family="experts", terms=Mxfp4Call, recorded=(0, 1, 7))
 for _name, _refuses, _call in (
     (triton.NAME, triton.refuses, triton.experts),
+    (_GROUPED, grouped_refuses, lambda call: _triton_grouped(*call)),
     (_LOOP, triton.kernels_refuse, lambda call: _triton_loop(*call)),
 ):
     _operation.register(Implementation("triton", _name, _refuses, _call, detect.checked("mxfp4_experts", _name)))

@@ -85,13 +85,35 @@ def grouped(call: ExpertsCall) -> Tensor:
     ends = torch.searchsorted(order.sorted_ids, order.all_ids, right=True, out_int32=True)
 
     def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert _grouped_mm is not None
-        out = _grouped_mm(rows, weight if form.transposed else weight.transpose(1, 2), offs=ends)
+        out = _products(rows, weight, ends, transposed=form.transposed)
         return out if bias is None else out + _chosen(bias, order.sorted_ids)
 
     rows, row_weights = order.rows(call)
     gated = form.gate_at_once(project(rows, call.gate_up, call.gate_up_bias))
     return order.sum(project(gated, call.down, call.down_bias), row_weights, call.x.dtype)
+
+
+def _products(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
+    """rows [S, K], sorted by expert, times the weight of their expert: [S, N]. ends [E]: where its rows end.
+
+    Weights that are dequantised when they are indexed have `at_once`, the number of experts that fit into the temporary
+    memory. With more experts than that the host needs the ends, and waits for the device.
+    """
+    assert _grouped_mm is not None
+    at_once = getattr(weight, "at_once", None)
+    if at_once is None or at_once >= len(ends):
+        whole = weight if at_once is None else weight[:]
+        return _grouped_mm(rows, whole if transposed else whole.transpose(1, 2), offs=ends)
+    limits = [0, *ends.tolist()]
+    results = []
+    for first in range(0, len(ends), at_once):
+        last = min(first + at_once, len(ends))
+        start, end = limits[first], limits[last]
+        if start < end:
+            part = weight[first:last]
+            part = part if transposed else part.transpose(1, 2)
+            results.append(_grouped_mm(rows[start:end], part, offs=ends[first:last] - start))
+    return torch.cat(results)
 
 
 def _chosen(bias: Tensor, ids: Tensor) -> Tensor:

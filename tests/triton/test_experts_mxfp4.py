@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_rocm import ops, options
 from hf_rocm.device import Device
 from hf_rocm.errors import TierUnavailable
-from hf_rocm.ops import moe, moe_mxfp4
+from hf_rocm.ops import moe, moe_mxfp4, moe_torch
 from hf_rocm.ops.mxfp4 import dequantize
 from hf_rocm.ops.triton import experts_mxfp4 as experts
 from hf_rocm.ops.triton.tiles import Mxfp4Tile, mxfp4_down_tile, mxfp4_gate_up_tile
@@ -182,18 +182,39 @@ def test_the_custom_op_passes_opcheck():
     torch.library.opcheck(torch.ops.hf_rocm.triton_mxfp4_experts.default, (*tensors, 7.0, 1.0), test_utils=checks)
 
 
-def test_more_pairs_are_dequantised(monkeypatch):
-    """One expert at a time."""
+@pytest.mark.parametrize("at_once", [2, 7])
+@each_dtype
+def test_more_pairs_are_dequantised(at_once, dtype, monkeypatch):
+    """All experts together, or as many as the temporary memory takes: the last expert has no tokens."""
     assert "more than 256 pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
     monkeypatch.setattr(experts, "PAIRS", 6)
+    monkeypatch.setattr(moe_mxfp4, "_TEMPORARY", at_once * 2 * 64 * 32 * dtype.itemsize)
     names = []
-    for tokens in (experts.PAIRS // 2, experts.PAIRS // 2 + 1):
-        tensors, keywords = drawn((tokens, 3, 2, 32, 32), BF16)
+    for tokens in (experts.PAIRS // 2, experts.PAIRS // 2 + 1, 31):
+        tensors, keywords = drawn((tokens, 7, 2, 32, 64), dtype)
+        tensors[-2].copy_(torch.rand(tokens, 6, generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :2])
         with ops.recording() as routes:
             output = ops.mxfp4_experts(*tensors, **keywords)
-        names += [(route.tier, route.name) for route in routes]
+        names += [(route.tier, route.name) for route in routes if route.operation == "mxfp4_experts"]
         assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
-    assert names == [("triton", experts.NAME), ("triton", "dequantize, sorted tokens, loop")]
+    assert names == [("triton", experts.NAME), *[("triton", "dequantize, grouped_mm")] * 2]
+
+
+def test_one_expert_at_a_time(monkeypatch):
+    """Where PyTorch has no grouped product, and with gradients."""
+    tensors, keywords = drawn((experts.PAIRS, 3, 2, 32, 32), BF16)
+    with options.override(tiers={"experts": "triton"}):
+        monkeypatch.setattr(moe_torch, "_grouped_mm", None)
+        with ops.recording() as routes, torch.no_grad():
+            output = ops.mxfp4_experts(*tensors, **keywords)
+        assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+        monkeypatch.undo()
+        tensors[0].requires_grad_()
+        with ops.recording() as more:
+            ops.mxfp4_experts(*tensors, **keywords).sum().backward()
+    names = [route.name for route in (*routes, *more) if route.operation == "mxfp4_experts"]
+    assert names == ["dequantize, sorted tokens, loop"] * 2
+    assert torch.isfinite(tensors[0].grad).all()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Routed experts in MXFP4 through our kernels, which read the checkpoint's own bytes.
 
-For few pairs of a token and an expert the numbers are converted in registers. For more, one expert at a time is
-dequantised into a temporary tensor in one pass. The tiles are estimates.
+For few pairs of a token and an expert the numbers are converted in registers. For more, experts are dequantised into a
+temporary tensor in one pass, together or one at a time. The tiles are estimates.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 from hf_rocm.arguments import require_module
 from hf_rocm.errors import LoadError, OptionError
+from hf_rocm.tools.bench import clock
 
 LENGTH = 512  # tokens of one forward
+_NEW = 16  # tokens of which the time is measured
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,83 @@ class QuantizationLoss:
             actual, expected = self.perplexity
             lines.append(f"  perplexity   {actual:.4g}, reference {expected:.4g} (× {actual / expected:.4f})")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Unquantized:
+    """The model before it is quantised. nbytes: of its parameters and buffers. ms_per_token: see `decoding_time`."""
+
+    model: str
+    dtype: str
+    device: str
+    nbytes: int
+    ms_per_token: float | None
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The model in one kind. report: that of `hf_rocm.quantize`. ms_per_token: see `decoding_time`."""
+
+    report: dict[str, Any]
+    loss: QuantizationLoss
+    ms_per_token: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.report, "loss": self.loss.to_dict(), "ms_per_token": self.ms_per_token}
+
+
+def measure(
+    model: str,
+    kinds: Sequence[str],
+    ids: Tensor,
+    *,
+    device: str | None,
+    force: bool,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Unquantized, list[Quantized]]:
+    """Load a model for each kind, quantise it, and compare it with the model as it is loaded.
+
+    ids: [S] or [B, S] tokens. One model is in memory at a time. Raises what `hf_rocm.quantize` and `load` raise.
+    """
+    from hf_rocm.tools.load import load
+    from hf_rocm.weights import quantize as quantizing
+
+    pieces = list(chunks(ids))
+    reference, expected, results = None, None, []
+    for kind in kinds:
+        loaded = load(model, device=device, force=force)
+        if reference is None or expected is None:
+            expected = logits_of(loaded, pieces)
+            dtype = str(next(loaded.parameters()).dtype).removeprefix("torch.")
+            where, size = str(loaded.device), quantizing.nbytes(loaded)
+            reference = Unquantized(type(loaded).__name__, dtype, where, size, decoding_time(loaded, pieces[0]))
+        quantizing.quantize(loaded, kind, force=force or None, progress=progress)
+        loss = compare(logits_of(loaded, pieces), expected, pieces, predicts=predicts(loaded))
+        results.append(Quantized(loaded.__dict__[quantizing.REPORT], loss, decoding_time(loaded, pieces[0])))
+        del loaded
+    assert reference is not None
+    return reference, results
+
+
+def decoding_time(model: Any, ids: Tensor) -> float | None:
+    """Milliseconds a token of greedy decoding after a prompt [1, S], of at most 64 tokens; None if it doesn't decode.
+
+    The median of 3 calls of 17 tokens, less that of as many calls of one token.
+    """
+    if not predicts(model):
+        return None
+    device = next(model.parameters()).device
+    prompt = ids[:, :64].to(device)
+    settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+
+    def seconds(new: int) -> float:
+        def call() -> None:
+            model.generate(prompt, max_new_tokens=new, min_new_tokens=new, **settings)
+
+        call()
+        return statistics.median(clock.timed(call, device) for _ in range(3))
+
+    return 1000 * max(0.0, seconds(_NEW + 1) - seconds(1)) / _NEW
 
 
 def quantization_loss(

@@ -11,7 +11,7 @@ from hf_rocm import ops
 from hf_rocm.ops.four_bit import GROUPS, INT4, PER_WORD, SCALE, dequantize_groups, quantize_groups
 from hf_rocm.weights.encoding import QuantizedWeight, encoding
 
-_GROUP_OF = {"int4": max(GROUPS), **{f"int4-g{group}": group for group in sorted(GROUPS, reverse=True)}}
+_GROUP_OF = {"int4" if group == max(GROUPS) else f"int4-g{group}": group for group in sorted(GROUPS, reverse=True)}
 
 
 @encoding(*_GROUP_OF)

@@ -30,10 +30,51 @@ def test_the_loss_is_measured_and_printed(kind, tiny_checkpoint, tmp_path, capsy
     assert f"{loss['perplexity'][1]:.4f} before, {loss['perplexity'][0]:.4f} after" in out
 
 
+def test_several_kinds_are_a_table(tiny_checkpoint, capsys):
+    command = ["quantize", str(tiny_checkpoint), "--kind", "int8,fp8,int8", "--force", "--device", "cpu"]
+    command += ["--tokens", "300"]
+    assert main([*command, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    before, *schemes = data["schemes"]
+    assert (before["kind"], data["device"]) == ("float32", "cpu")
+    assert [scheme["kind"] for scheme in schemes] == ["int8", "fp8"]
+    for scheme in schemes:
+        assert scheme["bytes"][0] == before["bytes"] > scheme["bytes"][1]
+        assert scheme["ms_per_token"] > 0 and before["ms_per_token"] > 0
+    int8, fp8 = (scheme["loss"]["divergence"] for scheme in schemes)
+    assert 0 < int8 < fp8
+    assert main(command) == 0
+    header, *rows = capsys.readouterr().out.splitlines()[2:6]
+    assert header.split() == [
+        "kind",
+        "layers",
+        "memory",
+        "ms",
+        "a",
+        "token",
+        "same",
+        "choice",
+        "divergence",
+        "perplexity",
+    ]
+    assert [row.split()[0] for row in rows] == ["float32", "int8", "fp8"]
+    perplexities = [before["perplexity"] for before in (scheme["loss"] for scheme in schemes)]
+    assert [row.split()[-1] for row in rows[1:]] == [f"{actual:.4f}" for actual, _ in perplexities]
+    assert rows[0].split()[-1] == f"{perplexities[0][1]:.4f}"
+
+
+def test_all_kinds(tiny_checkpoint, capsys):
+    command = ["quantize", str(tiny_checkpoint), "--kind", "all", "--force", "--device", "cpu", "--tokens", "20"]
+    assert main([*command, "--json"]) == 0
+    kinds = [scheme["kind"] for scheme in json.loads(capsys.readouterr().out)["schemes"]]
+    assert kinds == ["float32", "fp8", "int8", "int4", "int4-g64", "int4-g32"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--kind", "fp4", "--force"], "quantize has no kind 'fp4'"),
+        (["--kind", "fp8,fp4", "--force"], "quantize has no kind 'fp4'"),
         ([], "quantize is part of the ROCm path, which is disabled"),
         (["--force", "--text", "nowhere"], "nowhere can't be read as text"),
         (["--force"], "there is no tokenizer in"),

@@ -122,8 +122,8 @@ def _print_several(reference: Unquantized, results: Sequence[Quantized], *, json
     print_table(("kind", "layers", "memory", "ms a token", "same choice", "divergence", "perplexity"), rows)
     print()
     print_wrapped(
-        "layers: quantised ones. same choice: positions with the same most likely token. divergence: Kullback-Leibler, in nats, on average. "
-        "ms a token: batch 1, median of 3 calls."
+        "layers: quantised ones. same choice: positions with the same most likely token. divergence: Kullback-Leibler, "
+        "in nats, on average. ms a token: batch 1, median of 3 calls."
     )
 
 

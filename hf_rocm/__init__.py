@@ -30,6 +30,7 @@ _PUBLIC = {
     "restore": "hf_rocm.loading.prepare",
     "route_linear": "hf_rocm.weights.linear_routing",
     "routed_linear": "hf_rocm.weights.linear_routing",
+    "save_quantized": "hf_rocm.loading.save_quantized",
     "setup_environment": "hf_rocm.environment",
     "verify": "hf_rocm.tools.verify",
 }
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from hf_rocm.loading.prepare import prepare as prepare
     from hf_rocm.loading.prepare import restore as restore
     from hf_rocm.loading.pretrained import from_pretrained as from_pretrained
+    from hf_rocm.loading.save_quantized import save_quantized as save_quantized
     from hf_rocm.overlay.activate import activate as activate
     from hf_rocm.overlay.activate import deactivate as deactivate
     from hf_rocm.overlay.check import check as check

@@ -1,4 +1,4 @@
-"""`hf-rocm quantize`: measure what a model loses and gains in 8 or 4 bits. Nothing is written."""
+"""`hf-rocm quantize`: measure what a model loses and gains in 8 or 4 bits, and write it if a folder is named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_rocm.cli.output import print_facts, print_json, print_table, print_wrapped
+from hf_rocm.cli.output import check_output, print_facts, print_json, print_next, print_table, print_wrapped
 from hf_rocm.cli.parameters import DeviceName, Force, Json, ModelPath
 from hf_rocm.cli.progress import Progress
 from hf_rocm.errors import OptionError
@@ -27,6 +27,13 @@ Text = Annotated[
     Path | None,
     typer.Option("--text", metavar="FILE", help="The text to measure on (default: Python's documentation)."),
 ]
+Head = Annotated[bool, typer.Option("--head", help="Quantise the layer that computes the logits too.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FOLDER", help="Write the quantised model here, in the format of compressed-tensors."
+    ),
+]
 Tokens = Annotated[int, typer.Option("--tokens", min=2, metavar="N", help="Tokens of the text to use.")]
 
 _NO_TOKENIZER = "save the tokenizer in the model's folder; `hf-rocm verify MODEL` also works with random tokens"
@@ -37,14 +44,17 @@ def quantize(
     kind: Kind = "fp8",
     text: Text = None,
     tokens: Tokens = 2048,
+    head: Head = False,
+    out: Out = None,
     device: DeviceName = None,
     force: Force = False,
     json: Json = False,
 ) -> None:
     """Measure what MODEL loses and gains in 8 or 4 bits: logits, perplexity, memory and speed.
 
-    Nothing is written. In Python, `hf_rocm.from_pretrained(..., quantize=KIND)` loads such a model.
+    Nothing is written without --out. In Python, `hf_rocm.from_pretrained(..., quantize=KIND)` loads such a model.
     """
+    from hf_rocm.loading.save_quantized import save_quantized
     from hf_rocm.tools import quality
     from hf_rocm.weights import quantize as quantizing
     from hf_rocm.weights.encoding import encodings
@@ -54,17 +64,26 @@ def quantize(
     kinds = list(encodings()) if kind == "all" else list(dict.fromkeys(kind.split(",")))
     for one in kinds:
         quantizing.check_options(one, force=force or None)
+    if out is not None:
+        _check_folder(out, kinds)
     words = None if text is None else _read(text)
     tokenizer = quality.tokenizer_of(model, hint=_NO_TOKENIZER)
     ids = quality.read(tokenizer, words, tokens=tokens)
     with Progress("groups of layers") as progress:
-        reference, results = quality.measure(model, kinds, ids, device=device, force=force, progress=progress.count)
+        reference, results, last = quality.measure(
+            model, kinds, ids, device=device, force=force, head=head, progress=progress.count
+        )
+    if out is not None:
+        save_quantized(last, out)
+        tokenizer.save_pretrained(out)
     if len(kinds) > 1:
         _print_several(reference, results, json=json)
     elif json:
         print_json({"model": reference.model, **results[0].to_dict()})
     else:
         _print_one(reference, results[0])
+    if out is not None and not json:
+        print_next(f"hf_rocm.from_pretrained({str(out)!r})")
 
 
 def _print_one(reference: Unquantized, result: Quantized) -> None:
@@ -125,6 +144,15 @@ def _print_several(reference: Unquantized, results: Sequence[Quantized], *, json
         "layers: quantised ones. same choice: positions with the same most likely token. divergence: Kullback-Leibler, "
         "in nats, on average. ms a token: batch 1, median of 3 calls."
     )
+
+
+def _check_folder(folder: Path, kinds: Sequence[str]) -> None:
+    """Raise `OptionError` before any work if the model can't be written there."""
+    if len(kinds) > 1:
+        raise OptionError("--out writes one kind", facts={"kinds": ", ".join(kinds)}, hint="name one with --kind")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OptionError(f"{folder} exists and is not an empty folder", hint="name a new folder with --out")
+    check_output(folder / "config.json", parents=True)
 
 
 def _mib(size: int) -> str:

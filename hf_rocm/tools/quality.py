@@ -91,30 +91,32 @@ def measure(
     *,
     device: str | None,
     force: bool,
+    head: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Unquantized, list[Quantized]]:
+) -> tuple[Unquantized, list[Quantized], nn.Module]:
     """Load a model for each kind, quantise it, and compare it with the model as it is loaded.
 
-    ids: [S] or [B, S] tokens. One model is in memory at a time. Raises what `hf_rocm.quantize` and `load` raise.
+    ids: [S] or [B, S] tokens. One model is in memory at a time, and the last one is returned too. Raises what
+    `hf_rocm.quantize` and `load` raise.
     """
     from hf_rocm.tools.load import load
     from hf_rocm.weights import quantize as quantizing
 
     pieces = list(chunks(ids))
-    reference, expected, results = None, None, []
+    reference, expected, loaded, results = None, None, None, []
     for kind in kinds:
+        loaded = None  # frees the model before
         loaded = load(model, device=device, force=force)
         if reference is None or expected is None:
             expected = logits_of(loaded, pieces)
             dtype = str(next(loaded.parameters()).dtype).removeprefix("torch.")
             where, size = str(loaded.device), quantizing.nbytes(loaded)
             reference = Unquantized(type(loaded).__name__, dtype, where, size, decoding_time(loaded, pieces[0]))
-        quantizing.quantize(loaded, kind, force=force or None, progress=progress)
+        quantizing.quantize(loaded, kind, force=force or None, head=head, progress=progress)
         loss = compare(logits_of(loaded, pieces), expected, pieces, predicts=predicts(loaded))
         results.append(Quantized(loaded.__dict__[quantizing.REPORT], loss, decoding_time(loaded, pieces[0])))
-        del loaded
-    assert reference is not None
-    return reference, results
+    assert reference is not None and loaded is not None
+    return reference, results, loaded
 
 
 def decoding_time(model: Any, ids: Tensor) -> float | None:

@@ -1,7 +1,7 @@
 """quantize: quantise the linear layers of a model's blocks to 8 or 4 bits in place, and undo it.
 
-The encodings are subclasses of `QuantizedWeight`, one per file. Embeddings, norms, the head, routers and experts keep
-their dtype. Layers that can't be quantised are left unchanged and listed.
+The encodings are subclasses of `QuantizedWeight`, one per file. Embeddings, norms, routers and experts keep their
+dtype, and so does the head unless it is requested. Layers that can't be quantised are left unchanged and listed.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def quantize(
     *,
     keep: str | None = None,
     exclude: Sequence[str] = (),
+    head: bool = False,
     force: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelT:
@@ -55,8 +56,9 @@ def quantize(
 
     kind: `fp8`, `int8`, or `int4` in groups of 128 numbers; `int4-g64` and `int4-g32` in smaller groups. keep: `cpu`
     keeps the original weights in host memory, so that `restore` can bring them back; None frees them. exclude: names or
-    patterns of layers to skip, such as `down_proj` or `model.layers.0.*`. force: as in `prepare`. progress: called with
-    the number of groups done and the total.
+    patterns of layers to skip, such as `down_proj` or `model.layers.0.*`. head: also quantise the layer that computes
+    the logits, unless it shares the embedding's weight. force: as in `prepare`. progress: called with the number of
+    groups done and the total.
     All remaining parameters stop requiring gradients. The peak memory is one group more than before.
 
     Returns the same model. Raises `OptionError` on an unknown kind, a model that is already quantised, and a model in
@@ -65,7 +67,7 @@ def quantize(
     _check(model, kind, keep, force)
     encoding = encodings()[kind]
     format = encoding.format_for(model, kind)
-    groups, left = plan(model, exclude, lambda weight: encoding.refuses(weight, format))
+    groups, left = plan(model, exclude, lambda weight: encoding.refuses(weight, format), head=head)
     if not groups:
         raise OptionError(
             "this model has no layer that can be quantised",

@@ -33,14 +33,15 @@ class Group(NamedTuple):
 
 
 def plan(
-    model: nn.Module, exclude: Sequence[str], refuses: Callable[[Tensor], str | None]
+    model: nn.Module, exclude: Sequence[str], refuses: Callable[[Tensor], str | None], *, head: bool = False
 ) -> tuple[list[Group], dict[str, str]]:
     """Return the groups to quantise, and the reason for every other linear layer.
 
-    refuses: why the encoding can't be used for a weight, or None.
+    refuses: why the encoding can't be used for a weight, or None. head: also quantise the layer of the logits.
     """
     others, left, groups = shared(model), dict[str, str](), list[Group]()
     repeated = tuple(path + "." for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    last = model.get_output_embeddings() if head and hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     wide = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     wide += tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for path, module in model.named_modules():
@@ -51,7 +52,8 @@ def plan(
             if not isinstance(child, nn.Linear):
                 continue
             full = f"{path}.{name}" if path else name
-            reason = _stays(full, child, repeated, wide, exclude, others) or refuses(child.weight)
+            inside = child is last or full.startswith(repeated)
+            reason = _stays(full, child, wide, exclude, others, inside=inside) or refuses(child.weight)
             if reason is None:
                 eligible.append(name)
             else:
@@ -68,17 +70,18 @@ def plan(
 def _stays(
     path: str,
     linear: nn.Linear,
-    repeated: tuple[str, ...],
     wide: tuple[str, ...],
     exclude: Sequence[str],
     others: dict[int, str],
+    *,
+    inside: bool,
 ) -> str | None:
-    """Return why this layer keeps its dtype, or None."""
+    """Return why this layer keeps its dtype, or None. inside: whether it is in a repeated block, or the head."""
     parts = path.split(".")
     for pattern in exclude:
         if pattern in parts or fnmatch.fnmatchcase(path, pattern):
             return f"excluded by {pattern!r}"
-    if not path.startswith(repeated):
+    if not inside:
         return "it is not part of a repeated block"
     for part in parts:
         if part in _STAYS:

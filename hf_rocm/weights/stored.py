@@ -146,7 +146,7 @@ class EightBitFormat(LinearFormat):
 
     def get(self, weight: Any, start: int, n: int, name: str, info: TensorInfo) -> Tensor:
         rows: Tensor = weight.rows(start, start + n)
-        return rows.clone()
+        return rows.clone() if rows.dtype == info.dtype else rows.float().to(info.dtype)
 
     def read(self, tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> Tensor:
         data, scale = tensors["weight"], self._numbers(tensors)

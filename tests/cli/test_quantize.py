@@ -63,6 +63,26 @@ def test_several_kinds_are_a_table(tiny_checkpoint, capsys):
     assert rows[0].split()[-1] == f"{perplexities[0][1]:.4f}"
 
 
+def test_the_model_is_written(tiny_checkpoint, tmp_path, capsys):
+    out = tmp_path / "new" / "model"
+    command = ["quantize", str(tiny_checkpoint), "--kind", "int8", "--force", "--device", "cpu", "--tokens", "20"]
+    assert main([*command, "--out", str(out)]) == 0
+    assert f"next: hf_rocm.from_pretrained({str(out)!r})" in " ".join(capsys.readouterr().out.split())
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "int-quantized"
+    assert AutoTokenizer.from_pretrained(out).vocab_size == AutoTokenizer.from_pretrained(tiny_checkpoint).vocab_size
+    weights = out / "model.safetensors"
+    assert weights.stat().st_size < 0.6 * (tiny_checkpoint / weights.name).stat().st_size
+    assert main([*command, "--out", str(out)]) == 1
+    assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_the_head(tiny_checkpoint, capsys):
+    command = ["quantize", str(tiny_checkpoint), "--kind", "int8", "--force", "--device", "cpu", "--tokens", "20"]
+    assert main([*command, "--head"]) == 0
+    assert "layers 29 quantised, 0 as they were" in " ".join(capsys.readouterr().out.split())
+
+
 def test_all_kinds(tiny_checkpoint, capsys):
     command = ["quantize", str(tiny_checkpoint), "--kind", "all", "--force", "--device", "cpu", "--tokens", "20"]
     assert main([*command, "--json"]) == 0
@@ -76,6 +96,7 @@ def test_all_kinds(tiny_checkpoint, capsys):
         (["--kind", "fp4", "--force"], "quantize has no kind 'fp4'"),
         (["--kind", "fp8,fp4", "--force"], "quantize has no kind 'fp4'"),
         ([], "quantize is part of the ROCm path, which is disabled"),
+        (["--force", "--kind", "all", "--out", "new"], "--out writes one kind"),
         (["--force", "--text", "nowhere"], "nowhere can't be read as text"),
         (["--force"], "there is no tokenizer in"),
     ],

@@ -1,0 +1,126 @@
+"""save_quantized: write a quantised model as a checkpoint of compressed-tensors, with its packed numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_rocm.arguments import require_module
+from hf_rocm.errors import OptionError
+from hf_rocm.loading.stored_quantizer import StoredConfig, StoredQuantizer
+from hf_rocm.ops.eight_bit import FP8, INT8
+from hf_rocm.ops.four_bit import INT4, PER_WORD
+from hf_rocm.weights.compressed_tensors import parse
+from hf_rocm.weights.four_bit import FourBitWeight
+from hf_rocm.weights.quantized import QuantizedLinear, layers
+from hf_rocm.weights.stored import LinearFormat, TensorInfo
+from hf_rocm.weights.stored_linear import EncodedLinear, StoredLinear
+
+_ABSENT = object()
+
+
+def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: Any) -> None:
+    """Write a model that `hf_rocm.quantize` quantised, in the format of compressed-tensors, with `save_pretrained`.
+
+    The checkpoint has the packed numbers and their scales, so it is as small as the model, and stock transformers reads
+    it (with the `compressed-tensors` package), as does `hf_rocm.from_pretrained`. arguments: of `save_pretrained`.
+    Numbers in e4m3fnuz (gfx942) are stored in e4m3fn, and those below 2⁻⁶ are rounded to multiples of 2⁻⁹. The model is
+    not changed; while it is saved, other threads must not use it.
+    Raises `OptionError` if the model is not quantised, or if it was loaded from a quantised checkpoint, which
+    `save_pretrained` writes in its own format.
+    """
+    require_module(model, "save_quantized")
+    found = layers(model)
+    if not found:
+        raise OptionError("this model is not quantised", hint='hf_rocm.quantize(model, "int4") quantises it')
+    if any(isinstance(layer, EncodedLinear) for _, layer in found):
+        raise OptionError(
+            "this model was loaded from a quantised checkpoint",
+            hint="model.save_pretrained writes it in the checkpoint's own format",
+        )
+    save: Any = getattr(model, "save_pretrained", None)
+    if save is None:
+        raise OptionError(f"{type(model).__name__} has no save_pretrained", hint="pass the transformers model itself")
+    with _as_checkpoint(model, found):
+        save(folder, **arguments)
+
+
+@contextmanager
+def _as_checkpoint(model: Any, found: list[tuple[str, QuantizedLinear]]) -> Iterator[None]:
+    """The model with layers and settings as if it had been loaded from such a checkpoint."""
+    others = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    given = _scheme(found[0][1], others)
+    format = parse(given)
+    assert isinstance(format, LinearFormat)
+    config = StoredConfig(given, format)
+    marks = ((model, "hf_quantizer", StoredQuantizer(config)), (model.config, "quantization_config", config))
+    before = [(owner, name, owner.__dict__.get(name, _ABSENT)) for owner, name, _ in marks]
+    places = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], layer) for path, layer in found]
+    try:
+        for module, name, layer in places:
+            module._modules[name] = _stored(layer, format)
+        for owner, name, value in marks:
+            owner.__dict__[name] = value
+        yield
+    finally:
+        for module, name, layer in places:
+            module._modules[name] = layer
+        for owner, name, value in before:
+            if value is _ABSENT:
+                owner.__dict__.pop(name, None)
+            else:
+                owner.__dict__[name] = value
+
+
+def _scheme(layer: QuantizedLinear, ignore: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of a checkpoint with the encoding of this layer. ignore: the other linear layers."""
+    weight = layer.quantized
+    inputs: dict[str, Any] | None = None
+    if isinstance(weight, FourBitWeight):
+        format = "pack-quantized"
+        group = layer.in_features // weight.scale.shape[1]
+        weights: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+    else:
+        number = "int" if weight.data.dtype == INT8 else "float"
+        format = f"{number}-quantized"
+        weights = {"num_bits": 8, "type": number, "strategy": "channel"}
+        inputs = {"num_bits": 8, "type": number, "strategy": "token", "dynamic": True, "symmetric": True}
+    group_0 = {
+        "targets": ["Linear"],
+        "weights": {**weights, "symmetric": True, "dynamic": False},
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group_0},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+
+
+def _stored(layer: QuantizedLinear, format: LinearFormat) -> EncodedLinear:
+    """A layer whose state dict has the checkpoint's tensors."""
+    n, k = layer.out_features, layer.in_features
+    scale = layer.quantized.scale[layer.start : layer.start + n]
+    if isinstance(layer.quantized, FourBitWeight):
+        small = {"weight_shape": torch.tensor([n, k])}
+        large = {
+            "weight_packed": TensorInfo(INT4, (n, k // PER_WORD)),
+            "weight_scale": TensorInfo(scale.dtype, tuple(scale.shape)),
+        }
+    else:
+        small = {"weight_scale": scale[:, None]}
+        large = {"weight": TensorInfo(INT8 if layer.quantized.data.dtype == INT8 else FP8, (n, k))}
+    infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in small.items()} | large
+    stored = StoredLinear(layer.replaced[0], format, infos, biased=False)
+    for name in infos:
+        stored._buffers[name] = small.get(name, torch.empty(0, dtype=torch.int8))
+    return EncodedLinear(stored, layer.quantized, layer.start)

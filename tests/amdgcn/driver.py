@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.amdgcn import decoded, sequences
+from tests.amdgcn import barriers, decoded, sequences
 from tests.amdgcn.device import Gpu
 from tests.amdgcn.equivalent import Kept
 from tests.amdgcn.kernarg import pack, scalar
-from tests.amdgcn.machine import Garbage, Memory, Program, Rounding, launch
+from tests.amdgcn.machine import Garbage, Memory, Program, Race, Rounding, launch
 from tests.amdgcn.machine.vector_memory import Contract
 
 _PAGE = 4096
@@ -42,13 +42,18 @@ class Code:
         self.program = self.compiled = Program.parse(text, arch)
         self.checked: Program | None = None
 
-    def check_sequences(self) -> None:
-        """Raise `Rounding` for a division that is not the compiler's sequence, and for a planted fault in a conversion.
+    def check_text(self) -> None:
+        """Raise for what is wrong in the text, whether a launch reaches it or not.
 
-        A conversion that goes on after a label is not recognised, so those of the compiled program are only counted.
+        `Rounding` for a division that is not the compiler's sequence, and for a planted fault in a conversion: one that
+        goes on after a label is not recognised, so those of the compiled program are only counted. `Race` for a barrier
+        without the wait before it.
         """
         if self.checked is self.program:
             return
+        for barrier, store in barriers.unwaited(self.program):
+            first, second = (f"{self.program.instructions[index].text!r} at {index}" for index in (store, barrier))
+            raise Race(f"{first} of {self.name} may be in flight at {second}: no wait is between them on some path")
         compiled = list(sequences.wrong(self.compiled))
         left = Counter(why for _, why in compiled if why != sequences.DIVISION)
         for index, why in compiled if self.program is self.compiled else sequences.wrong(self.program):
@@ -136,7 +141,7 @@ class Launcher:
         kernarg = pack(code.program, values, (x, y, z), waves * self.metadata.warp_size)
         how = {"grid": (x, y, z), "waves": waves, "lds": self.metadata.shared, "seed": SEED + code.launches}
         code.launches += 1
-        code.check_sequences()
+        code.check_text()
         for keeper in KEEPERS:
             keeper(code, space, kernarg, how)
         report = launch(code.program, kernarg=kernarg, memory=space.memory, limit=LIMIT, **how)

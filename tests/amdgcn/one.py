@@ -36,9 +36,12 @@ def lanes(arch: str) -> int:
     return TARGETS[arch].lanes
 
 
+def assembly(lines: str | Sequence[str]) -> str:
+    return _KERNEL.format(lines=lines if isinstance(lines, str) else "\n".join(lines))
+
+
 def program(arch: str, lines: str | Sequence[str]) -> Program:
-    text = lines if isinstance(lines, str) else "\n".join(lines)
-    return Program.parse(_KERNEL.format(lines=text), arch)
+    return Program.parse(assembly(lines), arch)
 
 
 def execute(

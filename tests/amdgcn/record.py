@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.amdgcn.driver import Code
-from tests.amdgcn.unreached import source_lines
+from tests.amdgcn.unreached import Share, shares, source_lines
 
 
 @dataclass
 class Executed:
-    """One compiled form. lines: of the kernel's source, for every instruction; executed: wave instructions;
+    """One compiled form. lines: of the kernel's source, for every instruction; entry: where a
+    launch with preloaded arguments starts, or 0; executed: wave instructions;
     requested, needed: bytes of global memory."""
 
     kernel: str
     instructions: list[str]
     lines: list[str]
+    entry: int
     reached: set[int] = field(default_factory=set)
     launches: int = 0
     executed: int = 0
@@ -37,7 +39,8 @@ class Record:
         """Called after every launch."""
         form = self.forms.get(code.key)
         if form is None:
-            form = self.forms[code.key] = Executed(code.name, code.instructions(), source_lines(code.text))
+            place = source_lines(code.text), code.program.source.entry
+            form = self.forms[code.key] = Executed(code.name, code.instructions(), *place)
         form.launches += 1
         form.reached |= set(report.reached)
         form.executed += report.instructions
@@ -46,6 +49,10 @@ class Record:
 
     def kernels(self) -> set[str]:
         return {form.kernel for form in self.forms.values()}
+
+    def shares(self) -> list[Share]:
+        """How much of every kernel was reached."""
+        return list(shares(self.arch, map(vars, self.forms.values())))
 
     def write(self, path: Path) -> None:
         forms = {key: {**vars(form), "reached": sorted(form.reached)} for key, form in self.forms.items()}

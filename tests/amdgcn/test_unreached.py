@@ -27,11 +27,37 @@ def test_every_instruction_has_its_line():
 
 
 def test_what_was_not_reached_is_counted(tmp_path, capsys):
-    form = {"kernel": "norm", "lines": unreached.source_lines(TEXT), "reached": [0, 1, 2]}
+    forms = [form(reached=[0, 1, 2]), form(reached=[0, 1, 2, 3])]
     path = tmp_path / "report.json"
-    path.write_text(json.dumps({"arch": "gfx942", "forms": {"one": form, "two": {**form, "reached": [0, 1, 2, 3]}}}))
-    (share,) = unreached.shares([path])
-    assert (share.forms, share.instructions, share.reached) == (2, 8, 7)
-    assert dict(share.places) == {"norm.py:28": 1} and share.missed == pytest.approx(1 / 8)
+    other = form(kernel="_attn_fwd", reached=[])
+    path.write_text(json.dumps({"arch": "gfx942", "forms": dict(enumerate([*forms, other]))}))
+    (share,) = unreached.shares("gfx942", forms)
+    assert (share.forms, share.instructions, share.reached, share.explained) == (2, 8, 7, 0)
+    assert dict(share.places) == {"norm.py:28": 1}
+    assert share.missed == unreached.missed([share]) == pytest.approx(1 / 8)
     assert unreached.main([str(path)]) == 0
-    assert "1 of 8 instructions were not reached, 12.5%." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "1 of 8 instructions were not reached, 12.5%, and 0 are explained." in out
+    assert out.index("12.5%, and") < out.index("| `_attn_fwd` | 1 | 4 | 100.0%")
+
+
+def test_the_other_entry_is_explained():
+    """What a launch with preloaded arguments skips, if it is nothing but the loads of these arguments."""
+    (share,) = unreached.shares("gfx942", [form(reached=[2], entry=2)])
+    assert (share.reached, share.explained, dict(share.places)) == (1, 2, {"norm.py:28": 1})
+    (share,) = unreached.shares("gfx942", [form(reached=[0, 1, 2, 3], entry=2)])
+    assert (share.reached, share.explained, share.missed) == (4, 0, 0)
+    instructions = ["v_mov_b32_e32 v1, 0", *INSTRUCTIONS[1:]]
+    (share,) = unreached.shares("gfx942", [form(reached=[2], entry=2, instructions=instructions)])
+    assert share.explained == 0 and share.missed == pytest.approx(3 / 4)
+    instructions = [INSTRUCTIONS[0], "s_waitcnt lgkmcnt(0)", *INSTRUCTIONS[2:]]  # it goes on where the other starts
+    (share,) = unreached.shares("gfx942", [form(reached=[2], entry=2, instructions=instructions)])
+    assert share.explained == 0
+
+
+INSTRUCTIONS = ["s_load_dwordx2 s[2:3], s[0:1], 0x0", "s_branch .LBB0_0", "s_mov_b32 s13, s11", "s_endpgm"]
+
+
+def form(**change):
+    lines = unreached.source_lines(TEXT)
+    return {"kernel": "norm", "instructions": INSTRUCTIONS, "lines": lines, "entry": 0, **change}

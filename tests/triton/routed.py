@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from hf_rocm import ops, options
 from hf_rocm.device import Device, describe
+from hf_rocm.ops import probe_cases
+from hf_rocm.ops.registry import operations
 from tests.amdgcn import suite
 
 
@@ -33,6 +37,29 @@ def sizes(m: int, n: int, k: int) -> list[tuple[int, int, int]]:
     if suite.gpu() is None:
         return [(m, n, k)]
     return [(m, n, k), (m + 16 * (m > 1), n + 16, k + 1024), (m, n + 48, k + 112)]
+
+
+def windows(terms: Mapping[str, Any], more: int) -> list[Mapping[str, Any]]:
+    """These terms of attention, and if they have a window, also with one of several blocks of keys.
+
+    more: a multiple of 16, for the same compiled form. A window of 1 has a form of its own.
+    """
+    window = terms.get("window") or 1
+    return [terms] if window == 1 else [terms, {**terms, "window": window + more}]
+
+
+def check_more_keys(monkeypatch: pytest.MonkeyPatch, operation: str, name: str, spec: Any) -> None:
+    """As machine code: a first-use check of attention with so many keys that loops have several iterations.
+
+    Its compiled forms are those of the check: the sizes have the same remainders modulo 16.
+    """
+    if suite.gpu() is None:
+        return
+    module = import_module(operations()[operation].cases.__module__)
+    monkeypatch.setattr(module, "LENGTH", probe_cases.LENGTH + 512)
+    monkeypatch.setattr(module, "LONG", probe_cases.LONG + 1440)
+    for window in {spec.window, spec.window and spec.window + 1024}:
+        assert probe_cases.check(operation, "triton", name, tuple(spec._replace(window=window))) is None
 
 
 def assert_apart(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, *, gated: bool = False) -> None:

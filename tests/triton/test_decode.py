@@ -18,7 +18,7 @@ from hf_rocm.ops.mask_patterns import CacheRows, recognise
 from hf_rocm.ops.triton import decode
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import compiled_once, random, roomy, routed
+from tests.triton.routed import check_more_keys, compiled_once, random, roomy, routed, windows
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -57,7 +57,8 @@ def check(shape, lengths, *, dtype=USUAL, **terms):
                 patch.setattr(decode, "_units", lambda device, units=units: units)
                 decode._work.cache_clear()
                 longer = [length + more for length in lengths]
-                check_once((b, h, kv_heads, s_q, s_k + more, *dims), longer, dtype=dtype, **terms)
+                for wide in windows(terms, more):
+                    check_once((b, h, kv_heads, s_q, s_k + more, *dims), longer, dtype=dtype, **wide)
         decode._work.cache_clear()
     return output
 
@@ -182,10 +183,10 @@ def softcapped(query, key, value):
 def test_a_row_without_keys_is_zero(units, sinks, monkeypatch):
     monkeypatch.setattr(decode, "_units", lambda device: units)
     decode._work.cache_clear()
-    query, key, value = tensors((2, 4, 2, 1, 130, 16, 16), USUAL)
-    starts = torch.tensor([0, 130])
+    query, key, value = tensors((2, 4, 2, 1, 690, 16, 16), USUAL)
+    starts = torch.tensor([0, 690])
     sink = torch.zeros(4, dtype=USUAL) if sinks else None
-    output = routed("decode_attention", query, key, value, torch.tensor([130]), scale=0.3, starts=starts, sinks=sink)
+    output = routed("decode_attention", query, key, value, torch.tensor([690]), scale=0.3, starts=starts, sinks=sink)
     assert torch.equal(output[1], torch.zeros_like(output[1])) and output[0].abs().min() > 0
 
 
@@ -240,11 +241,11 @@ def test_dynamic_caches_and_cross_attention(s_q, causal):
 
 def test_any_strides():
     """Caches with positions in the first dim, views of a longer cache, and strided columns."""
-    query, key, value = tensors((2, 4, 2, 1, 90, 32, 32), USUAL)
-    lengths = torch.tensor([80, 3])
+    query, key, value = tensors((2, 4, 2, 1, 690, 32, 32), USUAL)
+    lengths = torch.tensor([680, 3])
     expected = routed("decode_attention", query, key, value, lengths, scale=0.2)
     by_position = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (key, value)]
-    part = [torch.cat((tensor, tensor), 2)[:, :, :90] for tensor in (key, value)]
+    part = [torch.cat((tensor, tensor), 2)[:, :, :690] for tensor in (key, value)]
     apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (key, value)]
     for pair in (by_position, part, apart):
         assert not any(tensor.is_contiguous() for tensor in pair)
@@ -264,11 +265,17 @@ def test_lengths_are_read_at_run_time():
         starts -= 60
 
 
-def test_empty_batches_and_no_keys():
-    query, key, value = tensors((2, 4, 2, 1, 5, 16, 16), USUAL)
+def test_empty_batches_and_no_keys(monkeypatch):
+    query, key, value = tensors((2, 4, 2, 1, 405, 16, 16), USUAL)
     assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 1, 4, 16)
     output, _ = routed("attention", query, key[:, :, :0], value[:, :, :0], scale=1.0)
     assert torch.equal(output, torch.zeros(2, 1, 4, 16, dtype=USUAL))
+    monkeypatch.setattr(decode, "_units", lambda device: 0)  # one split, as without keys: the same compiled form
+    decode._work.cache_clear()
+    output, _ = routed("attention", query, key, value, scale=1.0)
+    how = {"scale": 1.0, "causal": False, "mask": None, "window": None, "softcap": None, "sinks": None}
+    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **how)
+    assert_as_good_as_eager(output, eager_attention(query, key, value, **how)[0], expected)
 
 
 HEADS = {"dtype": USUAL, "device": CPU, "heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16}
@@ -307,11 +314,13 @@ def test_first_use_checks_pass_and_find_a_key_too_many(name, monkeypatch):
     if operation == "decode_attention":
         monkeypatch.setattr(decode, "_traced", lambda q, k, v, lengths, *rest: stock(q, k, v, lengths + 1, *rest))
         assert "wrong by" in probe_cases.check(operation, "triton", "decode_kernel", kind)
+    monkeypatch.setattr(decode, "_traced", stock)
+    check_more_keys(monkeypatch, operation, "decode_kernel", FORMS[name])
 
 
 def test_it_is_one_op_of_a_compiled_graph():
-    query, key, value = tensors((1, 4, 2, 1, 70, 16, 16), USUAL)
-    lengths = torch.tensor([66])
+    query, key, value = tensors((1, 4, 2, 1, 1070, 16, 16), USUAL)
+    lengths = torch.tensor([1066])
 
     def call(*arguments):
         return ops.decode_attention(*arguments, scale=0.2, softcap=2.0)

@@ -30,6 +30,10 @@ USUAL = SERVED[0]
 each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
 
 
+# tokens; as machine code, with larger tiles, so many that loops take several turns
+LONGER = 20 if suite.gpu() is None else 290
+
+
 @pytest.fixture(autouse=True)
 def several_tiles(request, monkeypatch):
     """In the interpreter, use tiles so small that short sequences have several."""
@@ -128,12 +132,19 @@ def test_every_number_of_sequences(sequences):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("s_q", "s_k"), [(33, 33), (17, 60), (40, 21), (20, 1), (17, 0), (130, 290)])
 def test_dense(s_q, s_k, causal, dtype):
+    window = 9 if s_k == 60 else None
+    check_dense(s_q, s_k, causal, dtype, window)
+    if suite.gpu() is not None:  # the same compiled form; its loops take several turns
+        check_dense(130, 290, causal, dtype, window and window + 240)
+
+
+def check_dense(s_q, s_k, causal, dtype, window):
     query = random(2, s_q, 6, 32, dtype=dtype).transpose(1, 2)  # the layout of a projection
     key, value = (random(2, 2, s_k + 6 + seed, 32, dtype=dtype, seed=seed) for seed in (1, 2))
     hidden = key.clone(), value.clone()
     for tensor in hidden:
         tensor[:, :, s_k:] = torch.nan
-    how = {"scale": 0.2, "causal": causal, "mask": None, "window": 9 if s_k == 60 else None, "softcap": 2.0}
+    how = {"scale": 0.2, "causal": causal, "mask": None, "window": window, "softcap": 2.0}
     key, value = key[:, :, :s_k], value[:, :, :s_k]
     if s_k:
         eager, _ = eager_attention(query, key, value, sinks=None, **how)
@@ -146,11 +157,11 @@ def test_dense(s_q, s_k, causal, dtype):
 
 
 def test_any_strides_and_empty_batches():
-    query, key, value = (random(2, heads, 20, 32, dtype=USUAL, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    query, key, value = (random(2, heads, LONGER, 32, dtype=USUAL, seed=seed) for seed, heads in enumerate((4, 2, 2)))
     expected, _ = routed("attention", query, key, value, scale=0.2, causal=True, softcap=2.0)
     apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (query, key, value)]
     assert torch.equal(routed("attention", *apart, scale=0.2, causal=True, softcap=2.0)[0], expected)
-    assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 20, 4, 32)
+    assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, LONGER, 4, 32)
 
 
 def test_ends_are_read_at_run_time():
@@ -230,11 +241,11 @@ def test_tiles_of_architectures_differ_if_their_registers_do():
 
 
 def test_it_is_one_op_of_a_compiled_graph():
-    query, ends = random(20, 2, 16, dtype=USUAL), torch.tensor([0, 7, 20], dtype=torch.int32)
+    query, ends = random(LONGER, 2, 16, dtype=USUAL), torch.tensor([0, 7, LONGER], dtype=torch.int32)
 
     def call(query, ends):
         return ops.varlen_attention(
-            query, query, query, ends, ends, longest_query=13, longest_key=13, scale=0.2, causal=True
+            query, query, query, ends, ends, longest_query=LONGER - 7, longest_key=LONGER - 7, scale=0.2, causal=True
         )
 
     assert "hf_rocm.triton_flash.default" in compiled_once(call, query, ends)

@@ -133,7 +133,7 @@ def test_a_users_linear_kernel_is_not_skipped():
 
 
 def test_one_compiled_graph():
-    (x, weight), keywords = call(2, torch.bfloat16, norm=True, activation="silu", residual=True)
+    (x, weight), keywords = call(2, torch.bfloat16, norm=True, activation="silu", residual=True, k=1091)
 
     def function(x, weight):
         return ops.fused_linear(x, weight, **keywords)

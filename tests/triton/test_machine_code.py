@@ -6,6 +6,7 @@ import pytest
 
 from tests.amdgcn import suite
 from tests.amdgcn.kernels import built, entries, modules
+from tests.amdgcn.unreached import missed, table
 
 pytestmark = pytest.mark.skipif(suite.gpu() is None, reason="kernels are interpreted in this run")
 
@@ -15,6 +16,18 @@ def test_every_kernel_is_among_the_builds(name):
     module = modules()[name]
     assert entries(module), "a module of kernels without a kernel"
     assert entries(module) == built(module)
+
+
+LARGEST_SHARE = 0.05  # of the instructions of all compiled forms that ran
+
+
+def test_instructions_are_reached(request):
+    """Loops and tails too: a small case of a compiled form needs a larger one beside it."""
+    if request.config.getoption("--machine-code-share") in ("few", "sample"):
+        pytest.skip("a smaller share of the cases leaves out launches of the same forms")
+    ours = set().union(*map(entries, modules().values()))
+    shares = [share for share in suite.record().shares() if share.kernel in ours]
+    assert len(shares) > 1 and missed(shares) <= LARGEST_SHARE, "\n" + table(shares)
 
 
 def test_every_kernel_was_executed(request):

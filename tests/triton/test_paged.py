@@ -10,7 +10,7 @@ from hf_rocm.ops.paged import PagedSpec, eager_paged
 from hf_rocm.ops.triton import decode
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import here, random, routed
+from tests.triton.routed import check_more_keys, here, random, routed, windows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
@@ -47,7 +47,8 @@ def check(lengths, *, page, columns=4, **terms):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(decode, "_units", lambda device, units=units: units)
                 decode._work.cache_clear()
-                check_once(longer, page=page, columns=columns + -(-more // page), **terms)
+                for wide in windows(terms, more):
+                    check_once(longer, page=page, columns=columns + -(-more // page), **wide)
         decode._work.cache_clear()
 
 
@@ -132,6 +133,8 @@ def test_first_use_checks_pass_and_find_a_key_too_many(spec, monkeypatch):
     stock = decode._traced
     monkeypatch.setattr(decode, "_traced", lambda q, k, v, lengths, *rest: stock(q, k, v, lengths - 1, *rest))
     assert "wrong by" in probe_cases.check("paged_attention", "triton", "decode_kernel, pages", tuple(spec))
+    monkeypatch.setattr(decode, "_traced", stock)
+    check_more_keys(monkeypatch, "paged_attention", "decode_kernel, pages", spec)
 
 
 def test_refusals():

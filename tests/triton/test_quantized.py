@@ -207,7 +207,7 @@ def test_every_number_of_a_format():
 
 
 def test_an_empty_batch_and_a_graph():
-    x, weight = random(2, 64, dtype=BF16), random(32, 64, dtype=BF16)
+    x, weight = random(2, 1600, dtype=BF16), random(32, 1600, dtype=BF16)
     data, scale = rounded(weight, INT8)
     assert routed("quantized_linear", x[:0], data, scale, round_input=False).shape == (0, 32)
 
@@ -218,7 +218,7 @@ def test_an_empty_batch_and_a_graph():
 
 
 def test_few_rows_are_converted_in_registers():
-    x, weight = random(65, 64, dtype=BF16), random(32, 64, dtype=BF16)
+    x, weight = random(65, 1600, dtype=BF16), random(32, 1600, dtype=BF16)
     data, scale = rounded(weight, INT8)
     with ops.recording() as routes:
         ops.quantized_linear(x, data, scale, round_input=False)

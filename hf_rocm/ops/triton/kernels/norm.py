@@ -27,11 +27,12 @@ def rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]  # fewer than 2³¹
     column = tl.arange(0, BLOCK)[None, :]
     there = (row < rows) & (column < DIM)
-    values = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + column, mask=there, other=0.0)
-    place = row * DIM + column
+    start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+    values = tl.load(x + start + column, mask=there, other=0.0)
+    place = row.to(tl.int64) * DIM + column
     if before is not None:
         values = _normed(values, before, before_eps, column, DIM, ONE_PLUS)
     if residual is not None:

@@ -1,0 +1,54 @@
+"""A barrier with stores to LDS in flight is an error in the text, whether a launch meets a race or not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.amdgcn import barriers, one
+from tests.amdgcn.driver import Code
+from tests.amdgcn.machine import Race
+
+STORE = {"gfx942": "ds_write_b32 v1, v2", "gfx1100": "ds_store_b32 v1, v2", "gfx1201": "ds_store_b32 v1, v2"}
+WAIT = {"gfx942": "s_waitcnt lgkmcnt(0)", "gfx1100": "s_waitcnt lgkmcnt(0)", "gfx1201": "s_wait_dscnt 0x0"}
+OTHER = {"gfx942": "s_waitcnt vmcnt(0)", "gfx1100": "s_waitcnt vmcnt(0)", "gfx1201": "s_wait_loadcnt 0x0"}
+BARRIER = {
+    "gfx942": ["s_barrier"],
+    "gfx1100": ["s_barrier"],
+    "gfx1201": ["s_barrier_signal -1", "s_barrier_wait -1"],
+}
+each_architecture = pytest.mark.parametrize("arch", STORE)
+
+
+def found(arch, *lines):
+    return list(barriers.unwaited(one.program(arch, list(lines))))
+
+
+@each_architecture
+def test_stores_are_waited_for_before_a_barrier(arch):
+    store, wait, other, barrier = STORE[arch], WAIT[arch], OTHER[arch], BARRIER[arch]
+    assert found(arch, store, wait, *barrier) == []
+    assert found(arch, *barrier, store) == []
+    assert found(arch, store, *barrier) == [(1, 0)]
+    assert found(arch, store, other, *barrier) == [(2, 0)]
+    assert found(arch, store, wait, store, *barrier, wait, *barrier)[0] == (3, 2)
+
+
+@each_architecture
+def test_every_path_is_followed(arch):
+    """The fault of gfx1100: the barrier at the start of a loop is reached again, behind the stores of an iteration."""
+    store, wait, barrier = STORE[arch], WAIT[arch], BARRIER[arch]
+    loop = [wait, "again:", *barrier, store, "s_cbranch_scc1 again", wait, *barrier]
+    end = len(barrier)
+    assert found(arch, *loop) == [(1, end + 1)]
+    loop.insert(-len(barrier) - 2, wait)  # before the branch
+    assert found(arch, *loop) == []
+    skipped = [store, "s_cbranch_scc1 over", wait, "over:", *barrier]
+    assert found(arch, *skipped) == [(3, 0)]
+
+
+def test_a_launch_refuses_such_a_program():
+    lines = [STORE["gfx1100"], *BARRIER["gfx1100"]]
+    with pytest.raises(Race, match="'ds_store_b32 v1, v2' at 0 of k may be in flight at 's_barrier' at 1"):
+        Code("k", one.assembly(lines), b"", "gfx1100").check_text()
+    lines.insert(1, WAIT["gfx1100"])
+    Code("k", one.assembly(lines), b"", "gfx1100").check_text()

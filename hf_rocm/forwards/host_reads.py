@@ -25,6 +25,12 @@ _LARGEST = 2**26  # bytes
 # The largest number of values of a tensor that may have been created from values of the host.
 _CONSTANT = 16
 
+# An operator with a kernel for this key is a composition of other operators.
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+# `torch.tensor` applies it to its new tensor. It writes to no memory.
+_DETACH = torch.ops.aten.detach_.default
+
 Value = bool | int | float
 
 
@@ -67,7 +73,23 @@ class Read(NamedTuple):
     value: tuple[type, Value]
 
 
-class Reads(TorchDispatchMode):
+class _BasicOperators(TorchDispatchMode):
+    """Runs `run` instead of every operator, in inference mode too, where PyTorch dispatches composite operators.
+
+    A composite operator may contain a read on the host (`is_nonzero`) or a copy (`to`), which its schema does not tell.
+    """
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), _COMPOSITE):
+            with self:
+                return operator._op_dk(_COMPOSITE, *args, **(kwargs or {}))
+        return self.run(operator, args, kwargs or {})
+
+    def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class Reads(_BasicOperators):
     """Runs a forward and collects what it reads on the host. reason: why the forward can't be recorded, or None."""
 
     def __init__(self, inputs: Sequence[Tensor], weights: Iterable[Tensor]) -> None:
@@ -83,8 +105,7 @@ class Reads(TorchDispatchMode):
         self._written: set[int] = set()
         self._strangers: list[weakref.ref[Tensor]] = []  # on the device, from no operator
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         result = operator(*args, **kwargs)
         if self.reason is None:
             try:
@@ -106,7 +127,7 @@ class Reads(TorchDispatchMode):
             raise Unrecordable(f"it copies between devices ({operator})")
         self._strangers += [weakref.ref(tensor) for tensor in given if self._is_stranger(tensor)]
         storages = {_storage(tensor) for tensor in given}
-        if operator._schema.is_mutable:
+        if operator._schema.is_mutable and operator is not _DETACH:
             written = {_storage(tensor) for tensor in _written(operator, args, kwargs)}
             if not written <= self._made:
                 raise Unrecordable(f"it writes in place to a tensor that it did not create ({operator})")
@@ -178,16 +199,16 @@ class Reads(TorchDispatchMode):
         return Program(tuple(constants), tuple(steps), last)
 
 
-class Answers(TorchDispatchMode):
+class Answers(_BasicOperators):
     """Returns these values, in order, when a forward reads a value on the host."""
 
     def __init__(self, values: Iterable[tuple[type, Value]]) -> None:
         super().__init__()
         self._values = [value for _, value in values]
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         if not reads_on_host(operator):
-            return operator(*args, **(kwargs or {}))
+            return operator(*args, **kwargs)
         if not self._values:
             raise Unrecordable("it reads more values on the host than before")
         return self._values.pop(0)

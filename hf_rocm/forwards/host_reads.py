@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,21 +35,23 @@ _DETACH = torch.ops.aten.detach_.default
 Value = bool | int | float
 
 
-class _Place(NamedTuple):
-    """Stands for a tensor among the arguments of an operator."""
-
-    number: int
-
-
 class _Step(NamedTuple):
+    """One operator. given, named: return its arguments, from the tensors of all places. makes: how many it returns."""
+
     operator: Callable[..., Any]
-    given: Any
-    named: Any
-    makes: tuple[int, ...]  # the places of its results
+    given: Callable[[Sequence[Tensor]], Any]
+    named: Callable[[Sequence[Tensor]], Any]
+    makes: int
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        return self.operator(*self.given(tensors), **self.named(tensors))
 
 
 class Program(NamedTuple):
-    """The operators from the inputs to one value. constants: the tensors at the places after the inputs."""
+    """The operators from the inputs to one value.
+
+    The places are numbered: the inputs, the constants, and the results of the operators in order.
+    """
 
     constants: tuple[Tensor, ...]
     steps: tuple[_Step, ...]
@@ -56,11 +59,12 @@ class Program(NamedTuple):
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[type, Value]:
         """Compute the value for these inputs, with its type. The host waits for the device."""
-        tensors = dict(enumerate((*inputs, *self.constants)))
+        tensors = [*inputs, *self.constants]
         for step in self.steps:
-            result = step.operator(*_filled(step.given, tensors), **_filled(step.named, tensors))
-            tensors.update(zip(step.makes, _tensors(result), strict=True))
-        return typed(self.last.operator(*_filled(self.last.given, tensors), **_filled(self.last.named, tensors)))
+            results = _tensors(step(tensors))
+            assert len(results) == step.makes
+            tensors += results
+        return typed(self.last(tensors))
 
 
 def typed(value: Value) -> tuple[type, Value]:
@@ -162,7 +166,7 @@ class Reads(_BasicOperators):
 
     def _program(self, operator: Any, args: Any, kwargs: Any) -> Program:
         """The program of a value that this operator returns. Raises `Unrecordable` if there is none."""
-        places: dict[int, _Place] = {number: _Place(index) for number, index in self._inputs.items()}
+        places = dict(self._inputs)
         constants: list[Tensor] = []
         needed: set[int] = set()
         waiting = _tensors((args, kwargs))
@@ -183,7 +187,7 @@ class Reads(_BasicOperators):
             elif (dropped := self._dropped.get(id(tensor))) is not None and dropped() is tensor:
                 raise Unrecordable("it reads a value on the host that it has computed")
             else:
-                places[id(tensor)] = _Place(len(self._inputs) + len(constants))
+                places[id(tensor)] = len(self._inputs) + len(constants)
                 constants.append(tensor)
         if len(needed) > _LONGEST:
             raise Unrecordable("it reads a value on the host that it has computed")
@@ -191,11 +195,10 @@ class Reads(_BasicOperators):
         steps = []
         for number in sorted(needed):
             made_by, arguments, named, results = self._log[number]
-            makes = tuple(range(following, following + len(results)))
-            steps.append(_Step(made_by, _emptied(arguments, places), _emptied(named, places), makes))
-            places.update((id(tensor), _Place(place)) for tensor, place in zip(results, makes, strict=True))
+            steps.append(_Step(made_by, _filler(arguments, places), _filler(named, places), len(results)))
+            places.update((id(tensor), following + index) for index, tensor in enumerate(results))
             following += len(results)
-        last = _Step(operator, _emptied(args, places), _emptied(kwargs, places), ())
+        last = _Step(operator, _filler(args, places), _filler(kwargs, places), 0)
         return Program(tuple(constants), tuple(steps), last)
 
 
@@ -265,23 +268,14 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def _emptied(value: Any, places: Mapping[int, _Place]) -> Any:
-    """The same arguments with places instead of tensors."""
+def _filler(value: Any, places: Mapping[int, int]) -> Callable[[Sequence[Tensor]], Any]:
+    """Return a function of the tensors of all places that returns these arguments with them."""
     if isinstance(value, Tensor):
-        return places[id(value)]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_emptied(item, places) for item in value)
+        return itemgetter(places[id(value)])
+    if not _tensors(value):
+        return lambda tensors: value
     if isinstance(value, dict):
-        return {name: _emptied(item, places) for name, item in value.items()}
-    return value
-
-
-def _filled(value: Any, tensors: Mapping[int, Tensor]) -> Any:
-    """The inverse of `_emptied`."""
-    if isinstance(value, _Place):
-        return tensors[value.number]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_filled(item, tensors) for item in value)
-    if isinstance(value, dict):
-        return {name: _filled(item, tensors) for name, item in value.items()}
-    return value
+        named = {name: _filler(item, places) for name, item in value.items()}
+        return lambda tensors: {name: item(tensors) for name, item in named.items()}
+    items, kind = [_filler(item, places) for item in value], type(value)
+    return lambda tensors: kind([item(tensors) for item in items])

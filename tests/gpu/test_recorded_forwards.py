@@ -109,6 +109,23 @@ def test_a_call_without_a_mask():
     assert counted(prepared)[1] == 3
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_is_computed_just_before_the_call(mode):
+    """It is read on another stream, while the replay that earlier calls suggest runs on the current one."""
+    prepared, twin, _ = build("bert")
+    slow = torch.randn(4096, 4096, device="cuda")
+    with mode(), options.override(pad_tokens=0):
+        for seed in range(60):
+            given = on_gpu(inputs("bert", seed=seed, padded=2 * (seed % 7 == 6)))
+            for _ in range(20):
+                slow = torch.tanh(slow @ slow)
+            zero = (slow.sum() * 0).long()  # after the products
+            given["attention_mask"] = given["attention_mask"] + zero
+            close(prepared(**given), twin(**given), torch.float32)
+    assert known(prepared).disabled is None
+    assert counted(prepared)[0] == 2 and counted(prepared)[1] > 40, (counted(prepared), reasons(prepared))
+
+
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "classifier"])
 def test_mixed_lengths(name):
     prepared, twin, _ = build(name)

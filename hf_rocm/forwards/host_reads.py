@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,24 +26,32 @@ _LARGEST = 2**26  # bytes
 # The largest number of values of a tensor that may have been created from values of the host.
 _CONSTANT = 16
 
+# An operator with a kernel for this key is a composition of other operators.
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+# `torch.tensor` applies it to its new tensor. It writes to no memory.
+_DETACH = torch.ops.aten.detach_.default
+
 Value = bool | int | float
 
 
-class _Place(NamedTuple):
-    """Stands for a tensor among the arguments of an operator."""
-
-    number: int
-
-
 class _Step(NamedTuple):
+    """One operator. given, named: return its arguments, from the tensors of all places. makes: how many it returns."""
+
     operator: Callable[..., Any]
-    given: Any
-    named: Any
-    makes: tuple[int, ...]  # the places of its results
+    given: Callable[[Sequence[Tensor]], Any]
+    named: Callable[[Sequence[Tensor]], Any]
+    makes: int
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        return self.operator(*self.given(tensors), **self.named(tensors))
 
 
 class Program(NamedTuple):
-    """The operators from the inputs to one value. constants: the tensors at the places after the inputs."""
+    """The operators from the inputs to one value.
+
+    The places are numbered: the inputs, the constants, and the results of the operators in order.
+    """
 
     constants: tuple[Tensor, ...]
     steps: tuple[_Step, ...]
@@ -50,11 +59,12 @@ class Program(NamedTuple):
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[type, Value]:
         """Compute the value for these inputs, with its type. The host waits for the device."""
-        tensors = dict(enumerate((*inputs, *self.constants)))
+        tensors = [*inputs, *self.constants]
         for step in self.steps:
-            result = step.operator(*_filled(step.given, tensors), **_filled(step.named, tensors))
-            tensors.update(zip(step.makes, _tensors(result), strict=True))
-        return typed(self.last.operator(*_filled(self.last.given, tensors), **_filled(self.last.named, tensors)))
+            results = _tensors(step(tensors))
+            assert len(results) == step.makes
+            tensors += results
+        return typed(self.last(tensors))
 
 
 def typed(value: Value) -> tuple[type, Value]:
@@ -67,7 +77,23 @@ class Read(NamedTuple):
     value: tuple[type, Value]
 
 
-class Reads(TorchDispatchMode):
+class _BasicOperators(TorchDispatchMode):
+    """Runs `run` instead of every operator, in inference mode too, where PyTorch dispatches composite operators.
+
+    A composite operator may contain a read on the host (`is_nonzero`) or a copy (`to`), which its schema does not tell.
+    """
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), _COMPOSITE):
+            with self:
+                return operator._op_dk(_COMPOSITE, *args, **(kwargs or {}))
+        return self.run(operator, args, kwargs or {})
+
+    def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class Reads(_BasicOperators):
     """Runs a forward and collects what it reads on the host. reason: why the forward can't be recorded, or None."""
 
     def __init__(self, inputs: Sequence[Tensor], weights: Iterable[Tensor]) -> None:
@@ -83,8 +109,7 @@ class Reads(TorchDispatchMode):
         self._written: set[int] = set()
         self._strangers: list[weakref.ref[Tensor]] = []  # on the device, from no operator
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         result = operator(*args, **kwargs)
         if self.reason is None:
             try:
@@ -106,7 +131,7 @@ class Reads(TorchDispatchMode):
             raise Unrecordable(f"it copies between devices ({operator})")
         self._strangers += [weakref.ref(tensor) for tensor in given if self._is_stranger(tensor)]
         storages = {_storage(tensor) for tensor in given}
-        if operator._schema.is_mutable:
+        if operator._schema.is_mutable and operator is not _DETACH:
             written = {_storage(tensor) for tensor in _written(operator, args, kwargs)}
             if not written <= self._made:
                 raise Unrecordable(f"it writes in place to a tensor that it did not create ({operator})")
@@ -141,7 +166,7 @@ class Reads(TorchDispatchMode):
 
     def _program(self, operator: Any, args: Any, kwargs: Any) -> Program:
         """The program of a value that this operator returns. Raises `Unrecordable` if there is none."""
-        places: dict[int, _Place] = {number: _Place(index) for number, index in self._inputs.items()}
+        places = dict(self._inputs)
         constants: list[Tensor] = []
         needed: set[int] = set()
         waiting = _tensors((args, kwargs))
@@ -162,7 +187,7 @@ class Reads(TorchDispatchMode):
             elif (dropped := self._dropped.get(id(tensor))) is not None and dropped() is tensor:
                 raise Unrecordable("it reads a value on the host that it has computed")
             else:
-                places[id(tensor)] = _Place(len(self._inputs) + len(constants))
+                places[id(tensor)] = len(self._inputs) + len(constants)
                 constants.append(tensor)
         if len(needed) > _LONGEST:
             raise Unrecordable("it reads a value on the host that it has computed")
@@ -170,24 +195,23 @@ class Reads(TorchDispatchMode):
         steps = []
         for number in sorted(needed):
             made_by, arguments, named, results = self._log[number]
-            makes = tuple(range(following, following + len(results)))
-            steps.append(_Step(made_by, _emptied(arguments, places), _emptied(named, places), makes))
-            places.update((id(tensor), _Place(place)) for tensor, place in zip(results, makes, strict=True))
+            steps.append(_Step(made_by, _filler(arguments, places), _filler(named, places), len(results)))
+            places.update((id(tensor), following + index) for index, tensor in enumerate(results))
             following += len(results)
-        last = _Step(operator, _emptied(args, places), _emptied(kwargs, places), ())
+        last = _Step(operator, _filler(args, places), _filler(kwargs, places), 0)
         return Program(tuple(constants), tuple(steps), last)
 
 
-class Answers(TorchDispatchMode):
+class Answers(_BasicOperators):
     """Returns these values, in order, when a forward reads a value on the host."""
 
     def __init__(self, values: Iterable[tuple[type, Value]]) -> None:
         super().__init__()
         self._values = [value for _, value in values]
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         if not reads_on_host(operator):
-            return operator(*args, **(kwargs or {}))
+            return operator(*args, **kwargs)
         if not self._values:
             raise Unrecordable("it reads more values on the host than before")
         return self._values.pop(0)
@@ -244,23 +268,14 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def _emptied(value: Any, places: Mapping[int, _Place]) -> Any:
-    """The same arguments with places instead of tensors."""
+def _filler(value: Any, places: Mapping[int, int]) -> Callable[[Sequence[Tensor]], Any]:
+    """Return a function of the tensors of all places that returns these arguments with them."""
     if isinstance(value, Tensor):
-        return places[id(value)]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_emptied(item, places) for item in value)
+        return itemgetter(places[id(value)])
+    if not _tensors(value):
+        return lambda tensors: value
     if isinstance(value, dict):
-        return {name: _emptied(item, places) for name, item in value.items()}
-    return value
-
-
-def _filled(value: Any, tensors: Mapping[int, Tensor]) -> Any:
-    """The inverse of `_emptied`."""
-    if isinstance(value, _Place):
-        return tensors[value.number]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_filled(item, tensors) for item in value)
-    if isinstance(value, dict):
-        return {name: _filled(item, tensors) for name, item in value.items()}
-    return value
+        named = {name: _filler(item, places) for name, item in value.items()}
+        return lambda tensors: {name: item(tensors) for name, item in named.items()}
+    items, kind = [_filler(item, places) for item in value], type(value)
+    return lambda tensors: kind([item(tensors) for item in items])

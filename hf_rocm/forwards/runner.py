@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_rocm.forwards import decide, padding
+from hf_rocm.forwards.ahead import NOTHING_LATER, before_replay
 from hf_rocm.forwards.outputs import Outputs
 from hf_rocm.forwards.padding import Padded
 from hf_rocm.forwards.recorded import RecordedForward, observe
@@ -78,13 +80,19 @@ class _Call(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A call, the key and the path of its recording, and the recording, or the reason why it has none, or neither."""
+    """A call, the key and the path of its recording, and the recording, or the reason why it has none, or neither.
+
+    copies: the outputs of a replay that is already queued, or None. before: a context in which the device does not wait
+    for that replay.
+    """
 
     call: _Call
     key: Hashable
     path: Path
     recording: RecordedForward | None
     reason: str | None
+    copies: list[Tensor] | None = None
+    before: AbstractContextManager[None] = NOTHING_LATER
 
 
 def _recorded(model: Any, state: State, given: _Given) -> Any:
@@ -98,11 +106,14 @@ def _recorded(model: Any, state: State, given: _Given) -> Any:
         prior = _find(state, snapshot, _call(state, given))
         if prior.recording is None and prior.reason is None:
             prior = _find_padded(model, state, snapshot, given) or prior
-        call, key, path, recording, reason = prior
+        call, key, path, recording, reason, copies, _ = prior
         compared_now = recording is not None and (
             recording.schedule.due or recording.alarm.rings(recording.schedule.replays)
         )
-        copies = None if recording is None or compared_now else recording.copies(call.inputs.tensors, call.padded)
+        if recording is None or compared_now:
+            copies = None
+        elif copies is None:
+            copies = recording.copies(call.inputs.tensors, call.padded)
         if not snapshot.unchanged(model):
             snapshot = _begin(model, state)
             continue
@@ -139,11 +150,21 @@ def _call(state: State, given: _Given, padded: Padded | None = None) -> _Call:
 
 
 def _find(state: State, snapshot: Snapshot, call: _Call) -> _Found:
+    """Find the recording of a call, for which the host may have to read values.
+
+    If earlier calls suggest a recording, its replay is queued first: the host then waits while the device computes.
+    """
     reason = state.refused.get(snapshot.number, call.reason)
     form: Hashable = call.inputs.key if call.padded is None else ("padded", call.inputs.key)
     key = (snapshot.number, decide.surroundings(), call.given.method, form)
-    recording, path = (None, ()) if reason is not None else state.find(key, call.inputs.tensors)
-    return _Found(call, key, path, recording, reason)
+    if reason is not None:
+        return _Found(call, key, (), None, reason)
+    likely = state.likely(key)
+    before = NOTHING_LATER if likely is None else before_replay(state.device)
+    copies = None if likely is None else likely.copies(call.inputs.tensors, call.padded)
+    with before:
+        recording, path = state.find(key, call.inputs.tensors)
+    return _Found(call, key, path, recording, None, copies if recording is likely else None, before)
 
 
 def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) -> _Found | None:
@@ -158,7 +179,8 @@ def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) ->
         return None
     if prior.recording is None and not state.lengths_differ(prior.key, padded.length):
         return None
-    return prior if padded.sees_tokens(padding.window_of(model)) else None
+    with prior.before:
+        return prior if padded.sees_tokens(padding.window_of(model)) else None
 
 
 # The largest number of states of the model that are examined in one call; another thread may change it meanwhile.

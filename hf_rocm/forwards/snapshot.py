@@ -8,7 +8,7 @@ and what its classes call. In-place writes to weights need no comparison, becaus
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import eq
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ _OWN = frozenset(nn.Module().__dict__) - set(_READ)
 _NOTES = frozenset(
     ("_hf_rocm_stayed", "_hf_rocm_report", "_hf_rocm_inputs_note", "_compiled_call", "_last_compile_config", *_OWN)
 )
+
+_FORM = attrgetter("shape", "dtype")
 
 
 class Snapshot:
@@ -51,6 +53,9 @@ class Snapshot:
             self._add(own, {name: value for name, value in own.items() if name not in _NOTES}, seen)
             self._live.append(own)
             self._copies.append(dict(own))
+        self._empty = [live for live, copy in zip(self._live, self._copies, strict=True) if not copy]
+        filled = [(live, copy) for live, copy in zip(self._live, self._copies, strict=True) if copy]
+        self._live, self._copies = [live for live, _ in filled], [copy for _, copy in filled]
         self.pointers = self._pointers()
         self._forms = self._described()
 
@@ -81,7 +86,8 @@ class Snapshot:
         """Whether the whole state is unchanged."""
         try:
             return (
-                all(map(eq, self._live, self._copies))
+                self._live == self._copies
+                and not any(self._empty)
                 and type(model) is self._kind
                 and [type(module) for module in self._parts] == self._kinds
                 and all(holder[name] is tensor for holder, name, tensor in self._single)
@@ -112,10 +118,10 @@ class Snapshot:
         return [cls.forward for cls in self._classes]
 
     def _pointers(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self.tensors]
+        return [*map(Tensor.data_ptr, self.tensors)]
 
     def _described(self) -> list[Any]:
-        return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in self.tensors]
+        return [*map(_FORM, self.tensors), *map(Tensor.stride, self.tensors)]
 
 
 def refuses_weights(model: nn.Module) -> str | None:

@@ -43,11 +43,17 @@ Path = tuple[Hashable, ...]
 
 
 class Branch:
-    """A value that the forward reads on the host: the program that computes it, and the next step for every value."""
+    """A value that the forward reads on the host: the program that computes it, and the next step for every value.
+
+    latest: of the first value: the recording of the last call, if it had one. repeated: whether it is that of the call
+    before, too.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.ways: dict[Hashable, Branch | RecordedForward] = {}
+        self.latest: RecordedForward | None = None
+        self.repeated = False
 
 
 class State:
@@ -146,15 +152,27 @@ class State:
 
     def find(self, key: Hashable, inputs: Sequence[Tensor]) -> tuple[RecordedForward | None, Path]:
         """Return the recording for these inputs, or None, and the values that the forward reads on the host."""
-        node = self._roots.get(key)
+        root = node = self._roots.get(key)
         path: Path = ()
         while isinstance(node, Branch):
             value = node.program(inputs)
             path += (value,)
             node = node.ways.get(value)
+        if isinstance(root, Branch):
+            root.latest, root.repeated = node, node is root.latest
         if node is not None:
             self._recordings.move_to_end((key, path))
         return node, path
+
+    def likely(self, key: Hashable) -> RecordedForward | None:
+        """The recording of the last two calls with this key, if values have to be read to find that of the next one.
+
+        None where the next replay is compared.
+        """
+        root = self._roots.get(key)
+        if not isinstance(root, Branch) or not root.repeated:
+            return None
+        return None if root.latest is None or root.latest.schedule.due else root.latest
 
     def seen(self, key: Hashable, path: Path) -> bool:
         """Whether this shape and path occurred before. Stores that it has occurred."""
@@ -208,6 +226,7 @@ class State:
             self._seen.pop((key, ()), None)
             return
         ways: Any = self._roots
+        ways[key].latest = None
         for step in (key, *path[:-1]):
             ways = ways[step].ways
         del ways[path[-1]]

@@ -57,6 +57,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
 }
 
 
+def padded_families() -> list[str]:
+    """The families whose calls are padded to a bucket of lengths."""
+    return [name for name, (*_, image) in FAMILIES.items() if not image and name != "clip-text"]
+
+
 def make(name: str, *, task: str | None = None, **changes: Any) -> Any:
     """A stock model with weights large enough that every part affects the output. task: another class of the family."""
     class_name, config_name, arguments, _ = FAMILIES[name]

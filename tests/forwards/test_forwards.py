@@ -15,6 +15,8 @@ import transformers
 import hf_rocm
 from hf_rocm import options
 from hf_rocm.forwards import state
+from hf_rocm.forwards.host_reads import Program
+from hf_rocm.forwards.recorded import RecordedForward
 from hf_rocm.forwards.state import SETTINGS, known
 from tests.forwards.conftest import call, counted, equal, reasons
 from tests.forwards.families import inputs, make
@@ -33,16 +35,55 @@ def test_a_shape_is_recorded_at_its_second_call(pair):
     assert progress == [(0, 0, 0), (1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 2, 2), (1, 3, 2)]
 
 
-def test_the_path_depends_on_the_values_of_the_mask(pair):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_path_depends_on_the_values_of_the_mask(mode, pair):
     """transformers drops a mask without padding: it checks the values in every call."""
     prepared, stock = pair()
-    for seed in range(18):
-        given = inputs("bert", seed=seed, padded=(0, 2, 3)[seed % 3])
-        assert equal(call(prepared, given), call(stock, given))
-    assert counted(prepared)[0] == 2 and counted(prepared)[1] > 6
-    for padded in (None, 0, 1, 5):
-        given = inputs("bert", padded=padded)
-        assert equal(call(prepared, given), call(stock, given))
+    with mode():
+        for seed in range(18):
+            given = inputs("bert", seed=seed, padded=0 if seed < 6 else (0, 2, 3)[seed % 3])
+            assert equal(prepared(**given), stock(**given))
+        assert counted(prepared)[0] == 2 and counted(prepared)[1] > 6
+        for padded in (None, 0, 1, 5):
+            given = inputs("bert", padded=padded)
+            assert equal(prepared(**given), stock(**given))
+
+
+def test_a_likely_replay_is_queued_before_the_mask_is_read(pair, monkeypatch):
+    prepared, stock = pair()
+    events = []
+
+    def noted(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: events.append(name) or function(*args))
+
+    noted(RecordedForward, "copies")
+    noted(Program, "__call__")
+    read = "__call__"
+    expected = [
+        (0, []),  # seen
+        (0, []),  # recorded
+        *[(0, [read, "copies"])] * 3,  # compared
+        (0, ["copies", read]),
+        (0, [read, "copies"]),  # compared
+        (2, ["copies", read]),  # the results of this replay are dropped
+        (2, [read]),  # recorded
+        (2, [read, "copies"]),  # compared
+        *[(0, [read, "copies"])] * 2,  # the last two calls had other values
+        (0, ["copies", read]),
+    ]
+    for number, (padded, order) in enumerate(expected):
+        events.clear()
+        given = inputs("bert", seed=number, padded=padded)
+        assert equal(call(prepared, given), call(stock, given)), number
+        assert events == order, (number, events)
+    orders = []
+    for number in range(24):
+        events.clear()
+        given = inputs("bert", seed=number, padded=(0, 0, 2)[number % 3])
+        assert equal(call(prepared, given), call(stock, given)), number
+        orders.append(list(events))
+    assert orders.count(["copies", read, "copies"]) > 4  # dropped, and the right one replayed
 
 
 @pytest.mark.parametrize(

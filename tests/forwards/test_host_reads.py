@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,14 +13,20 @@ from hf_rocm.generation.step import Unrecordable
 ELSEWHERE = torch.ones(3, device="meta")
 
 
-def observed(run, *inputs, weights=()):
-    with torch.no_grad(), Reads(inputs, weights) as reads:
+@pytest.fixture(params=["no_grad", "inference_mode"])
+def observed(request):
+    """In inference mode, composite operators are dispatched too."""
+    return partial(_observed, getattr(torch, request.param))
+
+
+def _observed(mode, run, *inputs, weights=()):
+    with mode(), Reads(inputs, weights) as reads:
         run(*inputs)
     reads.finish()
     return reads
 
 
-def test_a_program_computes_the_value_for_other_inputs():
+def test_a_program_computes_the_value_for_other_inputs(observed):
     def run(ids, mask):
         seen = mask.to(torch.bool)[:, 1:] & (ids[:, 1:] != 3)
         return int(seen.sum()) if bool(seen.all()) else None
@@ -33,7 +41,7 @@ def test_a_program_computes_the_value_for_other_inputs():
     assert first((ids, mask)) == (bool, True) and first((torch.full_like(ids, 3), mask)) == (bool, False)
 
 
-def test_weights_are_read_where_they_are():
+def test_weights_are_read_where_they_are(observed):
     weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     reads = observed(lambda x: bool((x * weight).sum() > 2), torch.ones(3), weights=[weight])
     (read,) = reads.reads
@@ -41,14 +49,15 @@ def test_weights_are_read_where_they_are():
     assert read.value == (bool, True) and read.program((torch.ones(3),)) == (bool, False)
 
 
-def test_values_are_returned_in_order():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_values_are_returned_in_order(mode):
     x = torch.ones(3)
-    with Answers([(bool, False), (int, 7)]) as answers:
+    with mode(), Answers([(bool, False), (int, 7)]) as answers:
         assert not bool(x.all()) and int(x.sum()) == 7
         answers.finish()
         with pytest.raises(Unrecordable, match="more values"):
             bool(x.any())
-    with Answers([(bool, True)]) as answers, pytest.raises(Unrecordable, match="fewer values"):
+    with mode(), Answers([(bool, True)]) as answers, pytest.raises(Unrecordable, match="fewer values"):
         answers.finish()
 
 
@@ -64,7 +73,7 @@ def test_values_are_returned_in_order():
         (lambda x: torch.tensor(0.0, device="meta") + 1, "from values of the host"),
     ],
 )
-def test_operations_that_can_not_be_recorded(run, reason):
+def test_operations_that_can_not_be_recorded(run, reason, observed):
     assert reason in observed(run, torch.ones(3)).reason
 
 
@@ -77,11 +86,11 @@ def test_operations_that_can_not_be_recorded(run, reason):
         lambda x: ELSEWHERE + 1,
     ],
 )
-def test_operations_that_can_be_recorded(run):
+def test_operations_that_can_be_recorded(run, observed):
     assert observed(run, torch.ones(3)).reason is None
 
 
-def test_returning_a_random_state_on_the_host_is_not_a_copy():
+def test_returning_a_random_state_on_the_host_is_not_a_copy(observed):
     """PyTorch's memory-efficient attention returns one."""
 
     @torch.library.custom_op("hf_rocm_tests::with_state", mutates_args=())

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Operators that make the host wait for a value: they break a capture on a GPU.
-SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.equal", "aten.masked_select")
+SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.is_nonzero", "aten.equal", "aten.masked_select")
 
 
 class EmulatedRecorder:

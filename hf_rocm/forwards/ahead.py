@@ -1,0 +1,44 @@
+"""Reading a value on the host while the device runs a replay that was queued first.
+
+The host waits for a stream when it reads a value from it. If the value is computed behind a replay in the same stream,
+the host waits for the replay, and if the replay is queued behind the value, the device waits for the host.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+# If no replay was queued.
+NOTHING_LATER: AbstractContextManager[None] = nullcontext()
+
+
+def before_replay(device: torch.device) -> AbstractContextManager[None]:
+    """A context for work on a device that waits for what the current stream contains now, and not for what follows.
+
+    It can be entered several times. Its results are only for the host: no stream waits for them.
+    """
+    return _Before(device) if device.type == "cuda" else NOTHING_LATER
+
+
+class _Before(AbstractContextManager[None]):
+    def __init__(self, device: torch.device) -> None:
+        self._reached = torch.cuda.current_stream(device).record_event()
+        stream = _streams.get(device)
+        if stream is None:
+            stream = _streams.setdefault(device, torch.cuda.Stream(device))
+        self._stream = stream
+        self._entered: Any = None
+
+    def __enter__(self) -> None:
+        self._stream.wait_event(self._reached)
+        self._entered = torch.cuda.stream(self._stream)
+        self._entered.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.__exit__(*error)
+
+
+_streams: dict[torch.device, Any] = {}

@@ -1,0 +1,205 @@
+"""Random calls of an encoder: shapes, masks, flags, dtypes, threads, and models that change between the calls.
+
+The results are compared with those of a twin that is never recorded, and some of them with stock. They are kept, and
+later calls must not change them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import peft
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_rocm
+from tests.forwards.conftest import equal, tensors
+from tests.forwards.families import make, random_call, random_kind
+
+CALLS = 200
+KINDS = 40  # calls of the same kinds
+MODES = (torch.no_grad, torch.inference_mode)
+MASKS = (torch.long, torch.long, torch.int32, torch.bool)
+ADAPTERS = ("first", "second", None)
+
+# Share of the calls: when the models change.
+CHANGES = {
+    0.1: lambda models: models.each(_write),
+    0.2: lambda models: models.each(_move),
+    0.3: lambda models: models.each(_replace),
+    0.4: lambda models: models.each(_adapt),
+    0.6: lambda models: models.to(torch.bfloat16),
+    0.8: lambda models: models.to(torch.float16),
+}
+
+
+class Models:
+    """The recorded model, its twin that runs the same kernels and is never recorded, and stock."""
+
+    def __init__(self, name, device="cpu"):
+        self.stock = make(name).to(device)
+        self.prepared = hf_rocm.prepare(copy.deepcopy(self.stock), force=True)
+        self.twin = hf_rocm.prepare(copy.deepcopy(self.stock), force=True, graphs=False)
+        self.dtype, self.device = torch.float32, device
+        self.adapted = False
+
+    def each(self, change):
+        for model in (self.prepared, self.twin, self.stock):
+            torch.manual_seed(7)
+            change(model)
+        self.adapted = self.adapted or change is _adapt
+
+    def to(self, dtype):
+        self.dtype = dtype
+        self.each(lambda model: model.to(dtype))
+
+    def moved(self, value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
+
+
+class Call(NamedTuple):
+    args: tuple
+    given: dict
+    mode: type
+
+    def __call__(self, model):
+        with self.mode():
+            return model(*self.args, **self.given)
+
+
+def differing(name, *, same, lengths=None, calls=CALLS, device="cpu", seed=0):
+    """Run random calls of a family. Returns (the models, the differences).
+
+    same(result, expected, dtype) compares results. lengths: a range for random lengths, or None for a few shapes.
+    """
+    models, draw = Models(name, device), random.Random(f"{name} {seed} {lengths}")
+    changes = {round(share * calls): change for share, change in CHANGES.items()}
+    wrong, kept, number, following = [], [], 0, 0
+    while number < calls:
+        for at in [at for at in changes if at <= number]:
+            changes.pop(at)(models)
+        if models.adapted and draw.random() < 0.05:
+            chosen = draw.choice(ADAPTERS)
+            models.each(lambda model, chosen=chosen: _use(model, chosen))
+        if number >= following:
+            kinds = [_random_kind(name, draw) for _ in range(1 if lengths else 2)]
+            following += KINDS
+        several = min(draw.choice((1, 1, 1, 1, 3)), calls - number)
+        batch = [_drawn(models, name, draw.choice(kinds), draw, lengths) for _ in range(several)]
+        before = copy.deepcopy([(call.args, call.given) for call in batch])
+        results = _results(models, batch)
+        for index, (call, result) in enumerate(zip(batch, results, strict=True), number):
+            if not _agree(models, call, result, same, strictly=index % 10 == 0):
+                wrong.append(f"call {index}: {models.dtype}, {list(call.given)}")
+            kept.append((result, [tensor.clone() for tensor in tensors(result)]))
+        after = [(call.args, call.given) for call in batch]
+        if not all(map(_equal_inputs, before, after)):
+            wrong.append(f"call {number}: an input was written to")
+        number += several
+    for index, (result, values) in enumerate(kept):
+        if not all(torch.equal(*both) for both in zip(tensors(result), values, strict=True)):
+            wrong.append(f"the result of call {index} was changed by a later call")
+    return models, wrong
+
+
+def _random_kind(name, draw):
+    return {**random_kind(name, draw), "mode": draw.choice(MODES), "mask": draw.choice(MASKS)}
+
+
+def _drawn(models, name, kind, draw, lengths):
+    kind = kind if lengths is None else {**kind, "length": draw.choice(lengths)}
+    args, given = random_call(name, kind, draw)
+    if "attention_mask" in given:
+        given["attention_mask"] = given["attention_mask"].to(kind["mask"])
+    given = {key: models.moved(value) for key, value in given.items()}
+    return Call(tuple(map(models.moved, args)), given, kind["mode"])
+
+
+def _results(models, batch):
+    """The results of the recorded model, in threads if there are several calls."""
+    if len(batch) == 1:
+        return [batch[0](models.prepared)]
+
+    def work(call):
+        with torch.cuda.stream(torch.cuda.Stream()) if models.device == "cuda" else nullcontext():
+            result = call(models.prepared)
+            if models.device == "cuda":
+                torch.cuda.current_stream().synchronize()
+            return result
+
+    if models.device == "cuda":
+        torch.cuda.synchronize()  # the inputs were made on another stream
+    with ThreadPoolExecutor(len(batch)) as pool:
+        return list(pool.map(work, batch))
+
+
+def _agree(models, call, result, same, *, strictly):
+    agree = same(result, call(models.twin), models.dtype)
+    if not agree:  # an observed call: PyTorch computes some operators by other kernels there, and rounds differently
+        with Observed():
+            agree = same(result, call(models.twin), models.dtype)
+    return agree and (not strictly or close(result, call(models.stock), models.dtype))
+
+
+class Observed(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return operator(*args, **(kwargs or {}))
+
+
+def exactly(result, expected, dtype):
+    return equal(result, expected)
+
+
+def close(result, expected, dtype):
+    """Whether two outputs are equal except for the rounding of other kernels."""
+    ones, others = tensors(result), tensors(expected)
+    assert type(result) is type(expected) and len(ones) == len(others) and ones
+    scale = 64 * torch.finfo(dtype).eps
+    return all(
+        one.shape == other.shape
+        and one.dtype is other.dtype
+        and torch.allclose(one.float(), other.float(), rtol=scale, atol=scale * float(other.float().abs().max()))
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def _equal_inputs(before, after):
+    """Compare (args, given) before and after a call."""
+    pairs = zip((*before[0], *before[1].values()), (*after[0], *after[1].values()), strict=True)
+    return all(torch.equal(*pair) if isinstance(pair[0], torch.Tensor) else pair[0] == pair[1] for pair in pairs)
+
+
+def _write(model):
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(1.25)
+
+
+def _move(model):
+    parameter = list(model.parameters())[-1]
+    parameter.data = parameter.data * 0.5
+
+
+def _replace(model):
+    linear = next(module for module in model.modules() if type(module) is torch.nn.Linear)
+    linear.weight = torch.nn.Parameter(linear.weight.detach() * 0.75)
+
+
+def _adapt(model):
+    names = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and "layer" in name]
+    for adapter in ADAPTERS[:2]:
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False), adapter)
+    model.eval()
+
+
+def _use(model, adapter):
+    if adapter is None:
+        model.disable_adapters()
+    else:
+        model.enable_adapters()
+        model.set_adapter(adapter)

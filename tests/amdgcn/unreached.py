@@ -1,4 +1,4 @@
-"""Which instructions of the compiled kernels no case has reached, by the line of the kernel that they come from.
+"""List the instructions of compiled kernels that no case has reached, by source line.
 
     python -m tests.amdgcn.unreached REPORT ...
 
@@ -22,7 +22,7 @@ _INSTRUCTION = re.compile(r"(?:[.\w$]+:\s*)?(?:s|v|ds|global|buffer|flat|scratch
 
 @dataclass(frozen=True)
 class Share:
-    """How much of a kernel's compiled forms on one architecture was reached."""
+    """The share of a kernel's compiled forms on one architecture that was reached."""
 
     arch: str
     kernel: str
@@ -37,14 +37,14 @@ class Share:
 
 
 def source_lines(text: str) -> list[str]:
-    """The line of Python that every instruction comes from: `decode.py:120`, in the order of the instructions."""
+    """The Python line of every instruction, in order, such as `decode.py:120`."""
     files, here, out = dict[str, str](), "", list[str]()
     for raw in text[: text.index(".amdhsa_kernel")].splitlines():
         line = raw.split(";", 1)[0].strip()
         if match := _FILE.match(line):
             files[match[1]] = Path(match[2]).name
         elif match := _LOCATION.match(line):
-            if match[2] != "0":  # line 0: code that belongs to none, in the middle of another
+            if match[2] != "0":  # line 0: code without a source line, inside that of another line
                 here = f"{files.get(match[1], '?')}:{match[2]}"
         elif _INSTRUCTION.match(line):
             out.append(here)
@@ -52,7 +52,7 @@ def source_lines(text: str) -> list[str]:
 
 
 def shares(reports: Sequence[Path]) -> Iterator[Share]:
-    """One for every kernel and architecture."""
+    """Yield one `Share` for every kernel and architecture."""
     for path in reports:
         report = json.loads(path.read_text())
         kernels: dict[str, list[dict[str, object]]] = {}
@@ -69,13 +69,13 @@ def shares(reports: Sequence[Path]) -> Iterator[Share]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    every = list(shares([Path(each) for each in arguments]))
+    rows = list(shares([Path(report) for report in arguments]))
     print("| GPU | Kernel | Forms | Instructions | Not reached | Where |\n|---|---|---|---|---|---|")
-    for each in every:
-        where = ", ".join(f"{place} ({count})" for place, count in each.places.most_common(4))
-        numbers = f"{each.forms} | {each.instructions} | {each.missed:.1%}"
-        print(f"| {each.arch} | `{each.kernel}` | {numbers} | {where} |")
-    total, reached = sum(each.instructions for each in every), sum(each.reached for each in every)
+    for share in rows:
+        where = ", ".join(f"{place} ({count})" for place, count in share.places.most_common(4))
+        numbers = f"{share.forms} | {share.instructions} | {share.missed:.1%}"
+        print(f"| {share.arch} | `{share.kernel}` | {numbers} | {where} |")
+    total, reached = sum(share.instructions for share in rows), sum(share.reached for share in rows)
     print(f"\n{total - reached} of {total} instructions were not reached, {1 - reached / total:.1%}.")
     return 0
 

@@ -39,20 +39,20 @@ def take_away(holder, name):
 def scaled(function):
     """A user's wrapper: multiply the tensor, or the first of several, by 1.25."""
 
-    def theirs(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         result = function(*args, **kwargs)
         return (result[0] * 1.25, *result[1:]) if isinstance(result, tuple) else result * 1.25
 
-    return theirs
+    return wrapper
 
 
 def masked(function):
     """Hide the second key from all queries, in prompts and in steps."""
 
-    def theirs(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         kwargs = {**kwargs, "allow_is_causal_skip": False}
         mask = function(*args, **kwargs).clone()
         mask[..., 1] = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
         return mask
 
-    return theirs
+    return wrapper

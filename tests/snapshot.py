@@ -62,34 +62,34 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
                 continue
             if _is(new, types.ModuleType) and str(name).startswith("__import_"):
                 continue  # the compiler's names for modules in the globals of compiled code
-            if ((cache or old is ABSENT) and not is_ours(new)) or (_is_plain(old) and _is_plain(new)):
+            if ((cache or old is ABSENT) and not is_hf_rocm(new)) or (_is_plain(old) and _is_plain(new)):
                 continue
             wrong[".".join((*path, str(name)))] = old, new
     return wrong
 
 
-def ours() -> Iterator[str]:
+def references() -> Iterator[str]:
     """All entries that refer to hf_rocm's code."""
     for path, (_, entries) in take().items():
         for name, value in entries.items():
-            if is_ours(value):
+            if is_hf_rocm(value):
                 yield ".".join((*path, str(name)))
 
 
-def is_ours(value: Any, depth: int = 4) -> bool:
+def is_hf_rocm(value: Any, depth: int = 4) -> bool:
     """Whether a function is defined in hf_rocm or an overlay, or contains one that is: wrapped, bound, in a closure."""
     if depth == 0:
         return False
     if _is(value, types.FunctionType):
         return str(value.__globals__.get("__name__", "")).partition(".")[0] == "hf_rocm" or any(
-            is_ours(content, depth - 1) for content in map(_content, value.__closure__ or ())
+            is_hf_rocm(content, depth - 1) for content in map(_content, value.__closure__ or ())
         )
     if _is(value, staticmethod, classmethod, types.MethodType):
-        return is_ours(value.__func__, depth - 1)
+        return is_hf_rocm(value.__func__, depth - 1)
     if _is(value, functools.partial):
-        return is_ours(value.func, depth - 1) or any(is_ours(argument, depth - 1) for argument in value.args)
+        return is_hf_rocm(value.func, depth - 1) or any(is_hf_rocm(argument, depth - 1) for argument in value.args)
     if _is(value, property):
-        return any(is_ours(accessor, depth - 1) for accessor in (value.fget, value.fset, value.fdel))
+        return any(is_hf_rocm(accessor, depth - 1) for accessor in (value.fget, value.fset, value.fdel))
     if _is(value, types.ModuleType):
         return value.__name__.partition(".")[0] == "hf_rocm"
     origin = value.__module__ if _is(value, type) else type(value).__module__

@@ -78,7 +78,7 @@ def test_only_the_executor_changes_other_packages() -> None:
 
 def test_all_kinds_of_assignments_are_found() -> None:
     source = """
-nn.Linear.forward = ours
+nn.Linear.forward = replacement
 cls.forward, other.generate = a, b
 setattr(module, "name", value)
 delattr(cls, name)

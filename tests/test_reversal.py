@@ -100,7 +100,7 @@ def changed():
 def test_the_snapshot_has_every_change_while_models_are_prepared():
     """Proves that the other tests can fail."""
     assert sum(len(entries) for _, entries in World.before.values()) > 100_000
-    assert not changed() and not list(snapshot.ours())
+    assert not changed() and not list(snapshot.references())
     model = hf_rocm.prepare(copy.deepcopy(World.models["llama"]), force=True)
     kept = (
         shuffled_copy.ShuffledCopy(nn.Linear(64, 32).weight, [nn.Linear(64, 32).weight], 1) if can_shuffle() else None

@@ -29,7 +29,7 @@ class Trained:
         model = AutoModelForCausalLM.from_pretrained(self.checkpoint, torch_dtype=dtype, attn_implementation="eager")
         return model.to(self.device).eval()
 
-    def ours(self, dtype: torch.dtype = torch.float32) -> Any:
+    def prepared(self, dtype: torch.dtype = torch.float32) -> Any:
         model = AutoModelForCausalLM.from_pretrained(self.checkpoint, torch_dtype=dtype).to(self.device).eval()
         return hf_rocm.prepare(model, force=True, graphs=self.graphs)
 
@@ -43,7 +43,7 @@ class Trained:
 
 def generates_stocks_tokens(trained: Trained, new: int = NEW) -> tuple[Any, set[str]]:
     """Returns the prepared model, and the operations that the Triton tier served."""
-    prepared = trained.ours()
+    prepared = trained.prepared()
     with torch.no_grad(), ops.recording() as routes:
         actual = trained.greedy(prepared, new)
     assert torch.equal(actual, trained.greedy(trained.stock(), new))
@@ -61,7 +61,7 @@ def judges_tokens_as_well_as_eager(trained: Trained, dtype: torch.dtype = torch.
         return judged
 
     with ops.recording() as routes:
-        actual = logits(trained.ours(dtype))
+        actual = logits(trained.prepared(dtype))
     assert_as_good_as_eager(actual, logits(trained.stock(dtype)), logits(trained.stock(torch.float64)))
     return _by_triton(routes)
 

@@ -128,9 +128,9 @@ def _sides(text: str | None, *, encoder: bool) -> list[str]:
 
 
 def _shared_sides(text: str | None) -> list[str]:
-    from hf_rocm.tools.bench.variants import OURS, STOCK
+    from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
-    return [STOCK, OURS] if text is None else _sides(text, encoder=False)
+    return [STOCK, PREPARED] if text is None else _sides(text, encoder=False)
 
 
 def _measure(

@@ -123,7 +123,7 @@ def _norm_add(norm: Any, output: Tensor, x: Tensor, following: Any) -> tuple[Ten
 
 def _branch(module: Any, x: Tensor, fused: PrenormResidual, arguments: dict[str, Any] | None) -> Tensor:
     """Run attention, which takes arguments, or the MLP. x: [B, S, K], before the norm in `fused`."""
-    binding = runs_ours(module, x)
+    binding = unhooked_binding(module, x)
     if binding is not None and binding.takes_fused:
         if binding.old_name and arguments is not None:
             _rename(arguments)
@@ -137,11 +137,11 @@ def _branch(module: Any, x: Tensor, fused: PrenormResidual, arguments: dict[str,
 
 
 def direct(module: Any, x: Tensor) -> Binding | None:
-    """`runs_ours` for a call without `nn.Module.__call__`: None if a tool that observes modules replaced that."""
-    return runs_ours(module, x) if nn.Module.__call__ is _call else None
+    """`unhooked_binding` for a call without `nn.Module.__call__`: None if a tool has replaced that method."""
+    return unhooked_binding(module, x) if nn.Module.__call__ is _call else None
 
 
-def runs_ours(module: Any, x: Tensor) -> Binding | None:
+def unhooked_binding(module: Any, x: Tensor) -> Binding | None:
     """Return the binding of the module if calling it with x would run only the binding's function, else None."""
     binding = bindings_by_class.get(module.__class__)
     if binding is None or not binding.change.live or module.__class__.__dict__["forward"] is not binding.dispatcher:
@@ -165,7 +165,7 @@ def runs_ours(module: Any, x: Tensor) -> Binding | None:
 
 def norm_terms(module: Any, x: Tensor) -> ops.Norm | None:
     """Return the terms of a norm module for x, or None if the module must be called."""
-    binding = runs_ours(module, x)
+    binding = unhooked_binding(module, x)
     layer = None if binding is None else binding.layer
     return layer.terms(module, x) if isinstance(layer, RMSNorm) else None
 

@@ -33,7 +33,7 @@ class TopKRouter:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Any:
         """x: [T, H]. Runs the stock forward where no kernel chooses the experts."""
         weight, bias, terms = module._parameters["weight"], module._parameters.get("bias"), self.terms(module)
-        if x.ndim != 2 or not _ours(x, weight, bias) or not one_kernel(x, experts=len(weight), **terms):
+        if x.ndim != 2 or not _is_plain_product(x, weight, bias) or not one_kernel(x, experts=len(weight), **terms):
             return stock(module, x)
         logits = ops.linear(x, weight, bias)
         return logits, *ops.choose_experts(logits, **terms)
@@ -59,7 +59,7 @@ class GroupedRouter:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Any:
         """x: [..., H]. Runs the stock forward where no kernel chooses the experts."""
         weight, terms = module._parameters["weight"], self.terms(module)
-        if not _ours(x, weight, None) or not one_kernel(x, experts=len(weight), wide=True, **terms):
+        if not _is_plain_product(x, weight, None) or not one_kernel(x, experts=len(weight), wide=True, **terms):
             return stock(module, x)
         logits = nn.functional.linear(x.flatten(0, -2).to(torch.float32), weight.to(torch.float32))
         return logits, *ops.choose_experts(logits, **terms, epsilon=1e-20, scale=float(module.routed_scaling_factor))
@@ -77,13 +77,13 @@ class GroupedRouter:
         }
 
 
-def _ours(x: Tensor, weight: Any, bias: Any) -> bool:
-    """Whether the product of a router is a plain one of plain parameters, without gradients, outside of a trace."""
+def _is_plain_product(x: Tensor, weight: Any, bias: Any) -> bool:
+    """Whether a router computes a plain product of plain parameters, without gradients and outside a trace."""
     if compiling() or compiler._is_compiling_flag or is_pytorchs(x):
         return False
     current = options.current()
     if current.aiter["linear"] is Switch.REQUIRED or current.tier("linear") == "aiter":
-        return False  # meant for large products, and would raise for those that aiter has no kernel for
+        return False  # aiter is for large products and raises where it has no kernel
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
     return all(

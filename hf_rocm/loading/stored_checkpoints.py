@@ -129,7 +129,7 @@ def _files(change: Change) -> Callable[..., Any]:
 
 
 def _own_dtype(change: Change) -> Callable[..., Any]:
-    """The function that chooses the dtype of a loaded tensor: those of quantised layers keep theirs."""
+    """The function that chooses the dtype of a loaded tensor: tensors of quantised layers keep their dtype."""
 
     def infer(model: Any, param_name: str, empty_param: Any, *given: Any, **arguments: Any) -> Any:
         contiguous, dtype = change.original(model, param_name, empty_param, *given, **arguments)

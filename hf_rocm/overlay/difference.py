@@ -80,13 +80,13 @@ def _definition(source: bytes, name: str) -> list[str]:
 def _block_diff(state: FileState) -> str:
     data = state.data or b""
     if state.installed in (Installed.EDITED, Installed.FOREIGN):
-        return _against_ours(state)
+        return _against_overlay(state)
     if state.installed is Installed.NO:
         return ""
     return _diff(state.stock, data, f"{state.file} (stock)", f"{state.file} (installed)")
 
 
-def _against_ours(state: FileState) -> str:
+def _against_overlay(state: FileState) -> str:
     data = state.data or b""
     if state.overlay is None:
         return state.detail

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STOCK, COMPILE, OVERHEAD, LIGER = "stock", "compile", "reduce-overhead", "liger"
-OURS, UNCAPTURED = "hf_rocm", "no-graphs"
+PREPARED, UNCAPTURED = "hf_rocm", "no-graphs"
 
-EVERYTHING = (STOCK, COMPILE, OVERHEAD, UNCAPTURED, OURS)
-_ENCODERS = (STOCK, COMPILE, OVERHEAD, OURS)
+EVERYTHING = (STOCK, COMPILE, OVERHEAD, UNCAPTURED, PREPARED)
+_ENCODERS = (STOCK, COMPILE, OVERHEAD, PREPARED)
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Plan:
 
     shape: str
     cases: tuple[tuple[str, int, int, int], ...] = ()
-    sides: tuple[str, ...] = (STOCK, OURS)
+    sides: tuple[str, ...] = (STOCK, PREPARED)
     rounds: int = 5
     run: str = "cases"
     options: dict[str, Any] = field(default_factory=dict)
@@ -35,8 +35,8 @@ def _decode(*sizes: tuple[int, int], new: int = 128) -> tuple[tuple[str, int, in
 
 SEGMENTS: dict[str, Plan] = {
     "decode-1": Plan("llama-8b", _decode((1, 1024)), EVERYTHING),
-    "decode-8": Plan("llama-8b", _decode((8, 1024)), (STOCK, COMPILE, OVERHEAD, OURS)),
-    "decode-32": Plan("llama-8b", _decode((32, 1024)), (STOCK, COMPILE, OVERHEAD, OURS), rounds=3),
+    "decode-8": Plan("llama-8b", _decode((8, 1024)), (STOCK, COMPILE, OVERHEAD, PREPARED)),
+    "decode-32": Plan("llama-8b", _decode((32, 1024)), (STOCK, COMPILE, OVERHEAD, PREPARED), rounds=3),
     "context-16k": Plan("llama-8b", _decode((1, 16384), (8, 16384)), rounds=3),
     "context-64k": Plan("llama-8b", _decode((1, 65536)), rounds=2),
     # half of the layers: all weights, keys, values and activations of the prompt would almost fill the memory
@@ -45,14 +45,14 @@ SEGMENTS: dict[str, Plan] = {
     "prefill": Plan(
         "llama-8b",
         tuple(("prefill", batch, prompt, 0) for prompt in (1024, 8192) for batch in (1, 8)),
-        (STOCK, LIGER, OURS),
+        (STOCK, LIGER, PREPARED),
     ),
-    "start": Plan("llama-8b", _decode((1, 1024), new=32), (STOCK, COMPILE, OURS), run="starts"),
+    "start": Plan("llama-8b", _decode((1, 1024), new=32), (STOCK, COMPILE, PREPARED), run="starts"),
     "kernels": Plan("llama-8b", run="kernels"),
-    "qwen3-8b": Plan("qwen3-8b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
-    "gemma2-9b": Plan("gemma2-9b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
-    "mistral-7b": Plan("mistral-7b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
-    "qwen3-30b-a3b": Plan("qwen3-30b-a3b", _decode((1, 1024)), (STOCK, UNCAPTURED, OURS), rounds=3),
+    "qwen3-8b": Plan("qwen3-8b", _decode((1, 1024)), (STOCK, UNCAPTURED, PREPARED), rounds=3),
+    "gemma2-9b": Plan("gemma2-9b", _decode((1, 1024)), (STOCK, UNCAPTURED, PREPARED), rounds=3),
+    "mistral-7b": Plan("mistral-7b", _decode((1, 1024)), (STOCK, UNCAPTURED, PREPARED), rounds=3),
+    "qwen3-30b-a3b": Plan("qwen3-30b-a3b", _decode((1, 1024)), (STOCK, UNCAPTURED, PREPARED), rounds=3),
     "bert-base": Plan("bert-base", (("encode", 1, 128, 0), ("encode", 32, 128, 0)), _ENCODERS),
     "siglip": Plan("siglip", (("encode", 1, 0, 0), ("encode", 32, 0, 0)), _ENCODERS),
     "vit-b": Plan("vit-b", (("encode", 1, 0, 0), ("encode", 64, 0, 0)), _ENCODERS),
@@ -60,7 +60,7 @@ SEGMENTS: dict[str, Plan] = {
         f"tp-{ranks}": Plan(
             "llama-70b",
             (*_decode((1, 1024)), ("prefill", 1, 1024, 0)),
-            (STOCK, UNCAPTURED, OURS),
+            (STOCK, UNCAPTURED, PREPARED),
             layers=16,
             tp=ranks,
         )

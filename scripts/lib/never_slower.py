@@ -37,21 +37,21 @@ class Outcome(NamedTuple):
 
     case: str
     stock: tuple[float, ...] = ()
-    ours: tuple[float, ...] = ()
+    prepared: tuple[float, ...] = ()
     left_out: str | None = None
     wrong: str | None = None
 
     @property
     def ratio(self) -> float:
         """The speed-up of hf_rocm, by medians."""
-        return statistics.median(self.stock) / statistics.median(self.ours)
+        return statistics.median(self.stock) / statistics.median(self.prepared)
 
     @property
     def slower(self) -> bool:
         """Whether hf_rocm is slower than stock beyond the spread: its first quartile is above stock's third."""
         if self.left_out is not None:
             return False
-        return _quartiles(self.ours)[0] > _quartiles(self.stock)[2]
+        return _quartiles(self.prepared)[0] > _quartiles(self.stock)[2]
 
 
 def hooked(model: Any) -> None:
@@ -131,7 +131,7 @@ def row(outcome: Outcome) -> str:
         return f"{outcome.case:<34}not measured: {outcome.left_out}"
     mark = "  SLOWER" if outcome.slower else ""
     mark = f"  WRONG: {outcome.wrong}" if outcome.wrong is not None else mark
-    return f"{outcome.case:<34}{_span(outcome.stock):>22}{_span(outcome.ours):>22}{outcome.ratio:>8.2f}{mark}"
+    return f"{outcome.case:<34}{_span(outcome.stock):>22}{_span(outcome.prepared):>22}{outcome.ratio:>8.2f}{mark}"
 
 
 def _measure(case: Case, device: Any, size: Size, rounds: int) -> Outcome:

@@ -45,14 +45,14 @@ class Side(NamedTuple):
 
 class Outcome(NamedTuple):
     stock: Side
-    ours: Side
+    prepared: Side
     same: float  # the share of tokens that are equal, up to the first different one of each request
     spread: float  # the standard deviation of the checked logits
 
     @property
     def wrong(self) -> bool:
         """Whether hf_rocm's tokens are further from the largest logits than stock's, by more than rounding."""
-        return self.ours.gap > max(2 * self.stock.gap, self.spread / 20)
+        return self.prepared.gap > max(2 * self.stock.gap, self.spread / 20)
 
 
 def measure(device: Any, load: Load, progress: Any) -> Outcome:
@@ -89,12 +89,14 @@ def measure(device: Any, load: Load, progress: Any) -> Outcome:
 
 def table(outcome: Outcome) -> str:
     lines = [f"{'':<10}{'tokens/s':>10}{'seconds':>10}{'gap':>10}"]
-    for side in (outcome.stock, outcome.ours):
+    for side in (outcome.stock, outcome.prepared):
         lines.append(f"{side.name:<10}{side.rate:>10.0f}{side.seconds:>10.2f}{side.gap:>10.4f}  {side.how}")
-    ratio = outcome.ours.rate / outcome.stock.rate
+    ratio = outcome.prepared.rate / outcome.stock.rate
     lines.append(f"{ratio:.2f} times stock; {outcome.same:.0%} of the tokens before the first different one are equal")
     if outcome.wrong:
-        lines.append(f"WRONG: tokens are {outcome.ours.gap:.3g} below the largest logit (spread {outcome.spread:.3g})")
+        lines.append(
+            f"WRONG: tokens are {outcome.prepared.gap:.3g} below the largest logit (spread {outcome.spread:.3g})"
+        )
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from lib.upstream_passes import FAULTS as PLUGIN
 from lib.upstream_passes import Interpreter, Pass, Result, run
 from lib.upstream_tree import model_of
 
-THEIRS, OURS = "transformers' tests", "hf_rocm's parity"
+THEIRS, PREPARED = "transformers' tests", "hf_rocm's parity"
 _PARITY_TESTS = "tests/coverage/test_forward.py"
 
 
@@ -57,7 +57,7 @@ def parity(interpreter: Interpreter, scratch: Path, models: Sequence[str]) -> li
     for fault in FAULTS:
         log = scratch / "parity.jsonl"
         log.unlink(missing_ok=True)
-        with step(f"{OURS}: {fault}"):
+        with step(f"{PREPARED}: {fault}"):
             output = _run_parity(interpreter, log, fault, models)
         if not log.is_file():
             raise ScriptError(f"pytest did not run {_PARITY_TESTS}\n\n{output[-3000:]}")
@@ -77,7 +77,7 @@ def count_parity(fault: str, model: str, lines: Sequence[str]) -> Detected:
         if entry["outcome"] == "failed":
             failed.add(entry["test"])
     own = {test for test in changed if re.search(rf"\[{model}-(torch\.|left|right)", test)}
-    return Detected(fault, OURS, model, len(own), len(own & failed))
+    return Detected(fault, PREPARED, model, len(own), len(own & failed))
 
 
 def print_detected(detected: Sequence[Detected]) -> None:

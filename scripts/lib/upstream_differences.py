@@ -14,9 +14,9 @@ from pathlib import Path
 from lib.console import ScriptError
 from lib.upstream_detected import Detected
 from lib.upstream_passes import Result
-from lib.upstream_tree import OURS, model_of
+from lib.upstream_tree import PREPARED, model_of
 
-LISTED = OURS / "differences.toml"
+LISTED = PREPARED / "differences.toml"
 
 ABSENT = Result("absent")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from lib.console import ScriptError, step
 from lib.environments import ENVIRONMENTS, ROOT, Environment, clean_environ
 
-OURS = ROOT / "tests" / "upstream"
+PREPARED = ROOT / "tests" / "upstream"
 FETCHED = ENVIRONMENTS / "upstream"
 
 # sha256 of transformers-<release>.tar.gz on the package index, where it was recorded
@@ -88,8 +88,8 @@ def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins
             shutil.copytree(checkout / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     if mixins is not None:
         shutil.copytree(mixins, target / "tests", dirs_exist_ok=True)
-        for standin in sorted((OURS / "standins").rglob("*.py")):  # for imports of a later release's mixins
-            place = target / "tests" / standin.relative_to(OURS / "standins")
+        for standin in sorted((PREPARED / "standins").rglob("*.py")):  # for imports of a later release's mixins
+            place = target / "tests" / standin.relative_to(PREPARED / "standins")
             if not place.exists():
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(standin, place)
@@ -103,9 +103,9 @@ def from_mixins(target: Path, mixins: Path, models: Sequence[str]) -> list[str]:
     """
     thin = {model: _thin(model) for model in models}
     _begin(target)
-    shutil.copytree(OURS / "standins", target / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PREPARED / "standins", target / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(mixins, target / "tests", dirs_exist_ok=True)
-    shutil.copy2(OURS / "thin" / "common.py", target / "tests" / "thin.py")
+    shutil.copy2(PREPARED / "thin" / "common.py", target / "tests" / "thin.py")
     for model in models:
         file = target / _file(model)
         file.parent.mkdir(parents=True)
@@ -117,7 +117,7 @@ def from_mixins(target: Path, mixins: Path, models: Sequence[str]) -> list[str]:
 
 def _thin(model: str) -> str:
     """The thin test class of a model: from tests/upstream/thin, or that of a causal model with the usual sizes."""
-    file = OURS / "thin" / f"{model}.py"
+    file = PREPARED / "thin" / f"{model}.py"
     if file.is_file():
         return file.read_text(encoding="utf-8")
     if not any((ROOT / "overlays").glob(f"*/models/{model}")):

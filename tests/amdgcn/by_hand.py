@@ -1,11 +1,11 @@
-"""Faults that were proven by hand to change nothing, each with its proof: what `equivalent.py` cannot prove."""
+"""Faults that change nothing but that `equivalent.py` cannot prove, with a proof by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_EXPONENTIAL = "the two differ where exp is below 2^-126 alone, with scaling or without, and 1 + that is 1"
-_ONE_ROW = "compiled for one row, whose number is 0: it is a factor of what differs, which nothing else reads"
+_EXPONENTIAL = "the results differ only where exp is below 2^-126, with or without scaling, and then 1 + exp is 1"
+_ONE_ROW = "compiled for one row, whose index 0 is a factor of the only value that differs"
 
 # (architecture, kernel, instruction, fault): why
 PROOFS: Mapping[tuple[str, str, str, str], str] = {
@@ -24,46 +24,46 @@ PROOFS: Mapping[tuple[str, str, str, str], str] = {
     ("gfx950", "rms_norm_kernel", "s_mul_i32 s8, s8, s16", "s_mul_i32 s8, s9, s16"): _ONE_ROW,
     ("gfx1100", "rms_norm_kernel", "s_load_b32 s2, s[0:1], 0x18", "s_load_b32 s2, s[0:1], 0x10"): _ONE_ROW,
     ("gfx950", "flash_kernel", "v_or_b32_e32 v0, 32, v8", "v_or_b32_e32 v0, 32, v10"): (
-        "v10 is v8 where vcc is set, and the result is used in the lanes where vcc is set alone"
+        "v10 equals v8 where vcc is set, and the result is used only in lanes where vcc is set"
     ),
     ("gfx1100", "dequantize_eight", "s_ashr_i32 s15, s14, 31", "s_ashr_i32 s15, s14, 30"): (
-        "s14 is a workgroup's number, and a launch has fewer than 2^32 threads: both are 0"
+        "s14 is a workgroup's index, and a launch has fewer than 2^32 threads: both are 0"
     ),
     ("gfx90a", "chosen_down", "v_mov_b32_e32 v7, v2", "v_mov_b32_e32 v8, v2"): (
-        "v8 is overwritten next, and v7 differs in the upper four of each eight lanes, whose sum no lane reads"
+        "v8 is overwritten next, and v7 differs only in the upper four of every eight lanes, whose sum is not read"
     ),
     ("gfx942", "decode_kernel", "s_and_b64 vcc, s[0:1], s[20:21]", "s_or_b64 vcc, s[0:1], s[20:21]"): (
-        "S_q is a multiple of 16 in this form, so 32 divides the rows, and all are real; more lanes store the same"
+        "S_q is a multiple of 16 in this form, so 32 divides the rows and none is masked; more lanes store the same"
     ),
     ("gfx942", "dequantize_eight", "v_lshl_or_b32 v0, s15, 7, v0", "v_lshl_or_b32 v0, s15, 3, v0"): (
-        "compiled for K up to 128, which one program covers, so s15, its number, is 0"
+        "compiled for K up to 128, which one program covers, so s15, its index, is 0"
     ),
     ("gfx942", "act_and_mul_kernel", "v_bfrev_b32_e32 v7, 1", "v_bfrev_b32_e32 v7, 0"): (
-        "the offset of masked lanes, and compiled for 128 columns, which one program covers: no lane is masked"
+        "the offset of masked lanes, but compiled for 128 columns, which one program covers: no lane is masked"
     ),
     ("gfx1100", "_attn_fwd", "v_mul_f32_e32 v1, 0x4f7ffffe, v1", "v_mul_f32_e32 v1, 0x4f7ffbfe, v1"): (
-        "the estimate of a reciprocal is 2^-14 smaller, and a step of Newton's method squares that; the quotient of a "
-        "workgroup's number, below 2^25, is too small by 1 at most, and two corrections follow"
+        "the estimated reciprocal is smaller by 2^-14, which a Newton step squares; the quotient of a workgroup's "
+        "index, below 2^25, is too small by 1 at most, and two corrections follow"
     ),
     (
         "gfx1201",
         "chosen_gate_up",
         "v_dual_sub_f32 v10, 0, v4 :: v_dual_sub_f32 v11, 0, v5",
         "v_dual_sub_f32 v10, 0, v4 :: v_dual_sub_f32 v11, 1, v5",
-    ): "the difference is below 2^-148, and only for a gate below 2^-124, whose exponential is 1 with or without it",
+    ): "the difference is below 2^-148, and only for a gate below 2^-124, whose exponential is 1 in both cases",
     ("gfx1201", "few_rows", "s_cmp_gt_i32 s97, 0", "s_cmp_gt_i32 s97, 1"): (
         "s97 is K - 512, and K is a multiple of 16 in this form"
     ),
     ("gfx1201", "chosen_gate_up", "v_mov_b32_e32 v3, 0", "v_mov_b32_e32 v3, 1"): (
-        "the first 32 lanes load v3 after it, and only they, which make whole quads, are added and stored"
+        "the first 32 lanes load v3 later, and only these lanes (whole quads) are added and stored"
     ),
     ("gfx1201", "_attn_fwd", "s_or_b32 s7, s39, s7", "s_or_b32 s7, s41, s7"): (
-        "a mask of keys beyond the last, which the causal mask hides from each row that is stored"
+        "a mask of keys beyond the last one, which the causal mask hides from all rows that are stored"
     ),
     ("gfx1201", "_attn_fwd", "v_add_co_u32 v65, s4, v65, s28", "v_add_co_u32 v66, s4, v65, s28"): (
-        "the pointer to the next block with a mask, and without causality the last block alone has one"
+        "the pointer to the next masked block, but without a causal mask only the last block is masked"
     ),
     ("gfx1201", "_attn_fwd", "s_add_co_i32 s1, s36, 30", "s_add_co_i32 s1, s36, 28"): (
-        "for one or two keys alone, rows below 1 - S are set to 0, which are none: S is 1 or more"
+        "only for one or two keys, rows below 1 - S are set to 0, and there are none because S is at least 1"
     ),
 }

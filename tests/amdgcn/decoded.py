@@ -1,8 +1,7 @@
-"""Text against bytes: the instructions of a code object, decoded, are those of the assembly that was executed.
+"""Compare the decoded instructions of a code object with the assembly that was executed.
 
-Triton assembles the text itself, so this finds an assembly that was read wrongly (a line left out, a label misplaced)
-and a text that does not belong to the binary. The decoder is tinygrad's, made from AMD's machine-readable ISA
-documents.
+Triton assembles the text, so this detects errors in parsing it (a missing line, a misplaced label) and a text that does
+not belong to the binary. The decoder is tinygrad's, generated from AMD's machine-readable ISA documents.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# What the assembler calls what the documents call otherwise.
+# Instructions that have different names in the assembler and in the documents.
 _OTHER_NAMES = {
     "v_accvgpr_write_b32": "v_accvgpr_write",
     "v_accvgpr_read_b32": "v_accvgpr_read",
@@ -25,7 +24,7 @@ _OTHER_NAMES = {
     "v_fma_mixlo_f16": "v_mad_mixlo_f16",
     "v_fma_mixhi_f16": "v_mad_mixhi_f16",
 }
-# Described as if their result were a vector register.
+# Instructions whose result is documented as a vector register, but is not one.
 _WRITES_SCALARS = {"v_readlane_b32", "v_readfirstlane_b32"}
 _ENCODING = re.compile(r"_(e32|e64|dpp|dpp8|sdwa|e64_dpp|lit|vop3|vop3_sdst)$")
 _REGISTER = re.compile(r"(?<![\w.])([vsa])(?:(\d+)|\[(\d+):(\d+)\])(?![\w.])")
@@ -42,21 +41,21 @@ _PADDING = {0xBF9F0000, 0xBF800000}  # s_code_end, s_nop
 
 
 class Mismatch(AssertionError):
-    """Text and bytes differ."""
+    """The text and the code object differ."""
 
 
 def available() -> bool:
-    """Whether the decoder is installed; only tests need it."""
+    """Whether the decoder is installed. Only tests need it."""
     from importlib.util import find_spec
 
     return find_spec("tinygrad") is not None
 
 
 def compare(text: Sequence[str], binary: bytes, arch: str) -> int:
-    """Raise `Mismatch` where the code object differs from these instructions; returns how many were compared.
+    """Compare a code object with these instructions and return their number. Raises `Mismatch`.
 
-    Compared are the opcode and every vector and scalar register that the text names. Padding between the parts of a
-    function (s_nop) is passed over. At the end only padding may be left.
+    The opcode and every vector and scalar register in the text are compared. Padding between the parts of a function
+    (s_nop) is skipped, and only padding may follow the last instruction.
     """
     family = "cdna" if arch.startswith("gfx9") else "rdna3" if arch.startswith("gfx11") else "rdna4"
     code, at = section(binary, b".text"), 0
@@ -74,12 +73,13 @@ def compare(text: Sequence[str], binary: bytes, arch: str) -> int:
     rest = code[at:]
     for (word,) in struct.iter_unpack("<I", rest):
         if word not in _PADDING:
-            raise Mismatch(f"at {at:#x} follows code that the text does not have: {word:#x}")
+            raise Mismatch(f"at {at:#x} the code object has more code than the text: {word:#x}")
     return len(text)
 
 
 def compare_once(text: Sequence[str], binary: bytes, arch: str, stamp: Path) -> None:
-    """Compare, unless the stamp says that these two were compared before by the same code. Without a decoder, don't."""
+    """Compare, unless the stamp records an earlier comparison of the same files by the same code, or the decoder is
+    missing."""
     wanted = hashlib.sha256("\n".join(text).encode() + binary + Path(__file__).read_bytes()).hexdigest()
     if not available() or (stamp.exists() and stamp.read_text() == wanted):
         return
@@ -90,7 +90,8 @@ def compare_once(text: Sequence[str], binary: bytes, arch: str, stamp: Path) -> 
 
 
 def _matrix_of_gfx90a(line: str, mnemonic: str, code: bytes, at: int) -> int:
-    """CDNA 2's matrix instructions, which the decoder takes for those of CDNA 3; returns where the next one is.
+    """Compare one of CDNA 2's matrix instructions, which the decoder mistakes for those of CDNA 3. Returns the next
+    offset.
 
     Source of the opcodes and fields: AMD Instinct MI200 ISA, VOP3P-MAI.
     """
@@ -106,7 +107,7 @@ def _matrix_of_gfx90a(line: str, mnemonic: str, code: bytes, at: int) -> int:
 
 
 def section(binary: bytes, name: bytes) -> bytes:
-    """The contents of one section of an ELF file of 64 bits."""
+    """The contents of one section of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", binary, 0x28)
     count, names = struct.unpack_from("<HH", binary, 0x3C)
     headers = [struct.unpack_from("<IIQQQQIIQQ", binary, table + 64 * index) for index in range(count)]
@@ -118,7 +119,8 @@ def section(binary: bytes, name: bytes) -> bytes:
 
 
 def _decode(code: bytes, at: int, family: str) -> Any:
-    """The instruction at an offset. RDNA's buffer instructions are described, but not among those that are tried."""
+    """Decode the instruction at an offset. RDNA's buffer instructions are handled separately, because the decoder does
+    not try them."""
     from tinygrad.renderer.amd import decode_inst
 
     data = code[at : at + 20]
@@ -148,13 +150,13 @@ def _same(line: str, mnemonic: str, decoded: Any, at: int) -> None:
     expected = mnemonic
     if "::" in line:
         expected = f"{mnemonic} :: {line.split('::')[1].split()[0]}"
-    expected = " :: ".join(_plain(each) for each in expected.split(" :: "))
-    actual = " :: ".join(_plain(each) for each in _name(decoded).split(" :: "))
+    expected = " :: ".join(_plain(part) for part in expected.split(" :: "))
+    actual = " :: ".join(_plain(part) for part in _name(decoded).split(" :: "))
     if expected != actual:
         raise Mismatch(f"at {at:#x} the text has {line!r}, the code {actual}")
     named, coded = set(_registers(line)), set(_fields(decoded))
     if actual in _WRITES_SCALARS:
-        named, coded = ({("s", number) for _, number in each} for each in (named, coded))
+        named, coded = ({("s", number) for _, number in registers} for registers in (named, coded))
     missing = named - coded
     if missing:
         raise Mismatch(f"at {at:#x} the text has {line!r}, the code {decoded!r} without {sorted(missing)}")
@@ -167,17 +169,17 @@ def _plain(name: str) -> str:
 
 
 def _registers(line: str) -> Iterator[tuple[str, int]]:
-    """The first register of every operand of the text: (v or s, number)."""
+    """The first register of every operand in the text: (v or s, number)."""
     for kind, single, first, _ in _REGISTER.findall(line.partition(" ")[2]):
         yield "s" if kind == "s" else "v", int(single or first)
 
 
-# Fields of SDWA that hold a vector register, unless another bit makes them a scalar one
+# SDWA fields with a vector register, unless another bit selects a scalar one
 _SCALAR_BIT = {"vsrc0": "s0", "vsrc1": "s1"}
 
 
 def _fields(decoded: Any) -> Iterator[tuple[str, int]]:
-    """The registers in the fields of a decoded instruction."""
+    """The registers of a decoded instruction."""
     for name, _ in decoded._fields:
         value = getattr(decoded, name)
         if name in _SCALAR_BIT and getattr(decoded, _SCALAR_BIT[name], 0):
@@ -185,6 +187,6 @@ def _fields(decoded: Any) -> Iterator[tuple[str, int]]:
         elif hasattr(value, "offset"):
             yield ("v", value.offset - 256) if value.offset >= 256 else ("s", value.offset)
         elif isinstance(value, int) and not isinstance(value, bool):
-            # a register number in a field that the documents call bits
+            # a register number in a field that the documents describe as plain bits
             yield "s", value
             yield "v", value

@@ -1,4 +1,4 @@
-"""The AMD GPUs whose code is executed: what Triton and hf_rocm read from a device, as data."""
+"""The AMD GPUs whose code is executed: the device properties that Triton and hf_rocm read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. lanes: of a wave; lds: bytes of local memory that a workgroup can have; units: as HIP counts them."""
+    """One GPU. lanes: per wave; lds: maximum bytes of local memory per workgroup; units: compute units as HIP counts
+    them."""
 
     arch: str
     lanes: int
@@ -19,11 +20,11 @@ class Gpu:
     units: int
 
     def described(self) -> Device:
-        """What `hf_rocm.device.describe` returns for it."""
+        """The result of `hf_rocm.device.describe` for this GPU."""
         return Device("cuda", rocm=True, arch=self.arch, units=self.units)
 
 
-# HIP counts RDNA's units in pairs.
+# HIP counts pairs of RDNA's compute units.
 _UNITS = {
     "gfx90a": 110,  # MI250X, one of its two dies
     "gfx942": 304,  # MI300X

@@ -1,7 +1,7 @@
 """A Triton driver that presents an AMD GPU and executes its machine code on the CPU.
 
-Triton compiles, specialises and launches as it does for a GPU: only what a driver does is different. The tensors stay
-where they are; a launch maps the storages that it is given into an address space of its own, far apart from each other.
+Triton compiles, specialises and launches as it does for a GPU; only the driver is replaced. The tensors stay in CPU
+memory. A launch maps their storages into a separate address space, far apart from one another.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.amdgcn.machine.vector_memory import Contract
 _PAGE = 4096
 
 
-# Triton reads and writes by buffer instructions what has at most 2³¹ - 1 bytes. Masked lanes get an offset beyond that.
+# Triton uses buffer instructions for tensors of at most 2³¹ - 1 bytes. Masked lanes get a larger offset.
 RECORDS, MASKED = 0x7FFFFFFE, 0x80000000
 FLAGS = {True: 0x27000, False: 0x31027000}  # of CDNA, of RDNA
 
 
 class Code:
-    """A compiled kernel that was loaded."""
+    """A loaded kernel."""
 
     def __init__(self, name: str, text: str, binary: bytes, arch: str) -> None:
         self.name, self.text, self.arch = name, text, arch
@@ -46,7 +46,7 @@ class Code:
         """Raise for what is wrong in the text, whether a launch reaches it or not.
 
         `Rounding` for a division that is not the compiler's sequence, and for a planted fault in a conversion: one that
-        goes on after a label is not recognised, so those of the compiled program are only counted. `Race` for a barrier
+        continues after a label is not recognised, so those of the compiled program are only counted. `Race` for a barrier
         without the wait before it.
         """
         if self.checked is self.program:
@@ -63,15 +63,16 @@ class Code:
         self.checked = self.program
 
     def instructions(self) -> list[str]:
-        """The text of every instruction that can be executed, in order."""
-        return [each.text for each in self.program.instructions]
+        """The text of every executable instruction, in order."""
+        return [instruction.text for instruction in self.program.instructions]
 
 
 Watcher = Callable[[Code, Any, dict[str, Any]], None]
 
 
-# Of each type: the bits without the sign, those of infinity, and those of the NaN that operations produce: quiet,
-# without a payload, or with all of its bits, as Triton's conversion to bf16 has it, or one of these from another type.
+# For every type: a mask without the sign bit, the bits of infinity, and the bits of the NaNs that operations produce.
+# These are quiet NaNs without a payload, with all payload bits set (from Triton's conversion to bf16), or one of these
+# converted from another type.
 NANS = {
     torch.float32: (0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x7FFF0000, 0x7FFFE000),
     torch.bfloat16: (0x7FFF, 0x7F80, 0x7FC0, 0x7FFF),
@@ -80,7 +81,7 @@ NANS = {
 
 
 class Utils:
-    """What Triton calls to load code and to read limits."""
+    """The functions that Triton calls to load code and to read limits."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -88,11 +89,11 @@ class Utils:
         self.loaded: dict[bytes, Code] = {}
 
     def about_to_load(self, module: Any, function: Any, name: str, files: dict[str, str], key: str) -> None:
-        """Triton's hook before it loads a binary: the assembly lies beside it."""
+        """Triton's hook that runs before it loads a binary. The assembly is stored beside the binary."""
         self.assembly = next(Path(path) for file, path in files.items() if file.endswith(".amdgcn"))
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, Code, int, int, int]:
-        """(module, function, registers, spills, threads at most)."""
+        """Returns (module, function, registers, spills, maximum number of threads)."""
         if binary not in self.loaded:
             code = self.loaded[binary] = Code(name, self.assembly.read_text(), binary, self.gpu.arch)
             decoded.compare_once(code.instructions(), binary, self.gpu.arch, self.assembly.with_suffix(".compared"))
@@ -105,7 +106,7 @@ class Utils:
 
 
 class Launcher:
-    """What Triton makes for each compiled kernel, and calls for each launch."""
+    """Triton creates one for every compiled kernel and calls it for every launch."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.kinds = tuple(source.signature.values())
@@ -150,18 +151,19 @@ class Launcher:
             watcher(code, report, how)
 
 
-SEED = 0  # of a form's first launch; the next one has the next, so that other waves are first and other bits garbage
-DEFAULT_LIMIT = LIMIT = 50_000_000  # wave instructions of a launch
+# The seed of a form's first launch. It increases with every launch, so that the wave order and the garbage differ.
+SEED = 0
+DEFAULT_LIMIT = LIMIT = 50_000_000  # wave instructions per launch
 WATCHERS: list[Watcher] = []  # called after every launch
-KEEPERS: list[Callable[[Code, Space, bytes, dict[str, Any]], None]] = []  # called before
+KEEPERS: list[Callable[[Code, Space, bytes, dict[str, Any]], None]] = []  # called before every launch
 
 
 def base(place: int, turn: int, size: int, start: int) -> int:
-    """Where to map the storage that is met at this place of a launch: no 32-bit offset leads from one into another.
+    """The address for the storage at this position of a launch. No 32-bit offset leads from one storage into another.
 
-    All 48 bits of an address matter: bits 47:32 are ones but for a few, which differ from storage to storage, so that a
-    bit that is lost on the way to a load shows. Every other storage lies across a multiple of 2³², so that a lost carry
-    shows. turn: of the launches, among which both change. start: where the storage starts here, for its alignment.
+    All 48 bits of an address matter. Most of bits 47:32 are ones, and the others differ between storages, so that a
+    lost address bit is detected. Every other storage crosses a multiple of 2³², so that a lost carry is detected. Both
+    vary with turn, the index of the launch. start: the storage's address on the CPU, for its alignment.
     """
     high = 0xFFFF_0000_0000 - _PATTERNS[(place + turn) % len(_PATTERNS)]
     across = -(size // 2 // _PAGE + 1) * _PAGE if (place + turn) % 2 else _PAGE
@@ -173,9 +175,9 @@ _PATTERNS = [0, *_CLEARED, *(one | other for place, one in enumerate(_CLEARED) f
 
 
 class Space:
-    """The addresses of one launch. tensors: what was passed of every storage, by where the storage starts here.
+    """The address space of one launch. tensors: the tensors of every storage, by the storage's address on the CPU.
 
-    turn: which launch of its form this is.
+    turn: index of the launch among those of its form.
     """
 
     def __init__(self, cdna: bool, turn: int = 0) -> None:
@@ -185,7 +187,7 @@ class Space:
         self.tensors: dict[int, list[Tensor]] = {}
 
     def address(self, tensor: Tensor) -> int:
-        """Where a tensor begins; its storage is mapped when it is first met, aligned as it is here."""
+        """The address of a tensor. Its storage is mapped on first use, with the alignment that it has on the CPU."""
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if start not in self.bases:
@@ -197,7 +199,7 @@ class Space:
         return self.bases[start] + tensor.data_ptr() - start
 
     def kept(self, kernarg: bytes, how: dict[str, Any]) -> Kept:
-        """A copy of what a launch is about to get."""
+        """A copy of a launch's inputs."""
         buffers = []
         for start, tensors in self.tensors.items():
             if tensors[0].untyped_storage().nbytes():
@@ -207,7 +209,7 @@ class Space:
         return Kept(kernarg, tuple(buffers), self.memory.contract, how)
 
     def check_numbers(self, written: Mapping[int, np.ndarray]) -> None:
-        """Raise `Garbage` for a NaN that was stored with bits that no operation produces. written: of a `Report`."""
+        """Raise `Garbage` if a NaN was stored with bits that no operation produces. written: from a `Report`."""
         for start, tensors in self.tensors.items():
             (dtype, *others) = {tensor.dtype for tensor in tensors}
             if others or dtype not in NANS:
@@ -222,7 +224,7 @@ class Space:
                 )
 
     def hide(self) -> None:
-        """Hide the bytes of a storage that belong to none of the tensors, such as the rest of the rows of a view."""
+        """Hide the bytes of a storage that belong to no tensor, such as those between the rows of a view."""
         for start, tensors in self.tensors.items():
             size = tensors[0].untyped_storage().nbytes()
             if any(tensor.numel() * tensor.itemsize >= size for tensor in tensors):
@@ -236,7 +238,7 @@ class Space:
 
 
 def driver_for(gpu: Gpu) -> type[Any]:
-    """Triton's driver class for one GPU."""
+    """A Triton driver class for one GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
@@ -274,7 +276,8 @@ def driver_for(gpu: Gpu) -> type[Any]:
 
 @contextmanager
 def presented(gpu: Gpu) -> Iterator[Any]:
-    """This process has this GPU, and its tensors are the CPU's. For all of a process: Triton keeps what it compiled."""
+    """Present this GPU to the process; tensors stay on the CPU. Use one GPU per process, because Triton caches compiled
+    kernels."""
     from triton import knobs
     from triton.backends import Backend, backends
     from triton.runtime import driver

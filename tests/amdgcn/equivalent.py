@@ -1,15 +1,15 @@
-"""Whether a one-instruction fault changes anything at all: a proof for a compiled form, or None.
+"""Prove that a one-instruction fault changes nothing in a compiled form.
 
-A fault that no case notices is either a hole in the cases or no fault. What can be proven here is the second, in one
-of these ways, always for the form as it is compiled, whatever data and sizes it is launched with:
+If no case detects a fault, either the cases are incomplete or the fault has no effect. The second can be proven here,
+always for one compiled form and for all data and sizes, in one of these ways:
 
-- the instruction computes what it computed before, from constants and the thread's number alone;
-- a wait that is left out has nothing to wait for, or another delivers as much before anything reads it;
+- the instruction computes the same value as before, from constants and the thread's index alone;
+- an omitted wait has nothing to wait for, or another wait completes the same operations before their results are read;
 - the registers that differ are overwritten before they are read, on every path;
-- the lanes that differ are idle: in launches of random bits, NaN and infinity among them, whatever is put into them
-  changes no byte, and no mask or branch of the form depends on an argument, so that the same lanes are idle always.
+- the lanes that differ are always idle: in launches with random bits, NaN and infinity included, no value in these
+  lanes changes any byte of the result, and no mask or branch of the form depends on an argument.
 
-A result that is merely equal in the launches that were tried is no proof.
+Equal results in a number of launches are not a proof.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tests.amdgcn.machine.operands import SCALAR
 from tests.amdgcn.machine.state import State
 
 _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1.0, -1.0, 60000.0, 3e38)
-FILLS = 3  # launches of each kind of bits, with other ones put into the lanes that differ
-_MOST = 1 << 22  # bytes of a launch that is kept
-_LIMIT = 2_000_000  # instructions of one
-_BANKS = ("vectors", "accumulators")  # the other instruction may name a register more
+FILLS = 3  # launches per kind of bits, with different values in the lanes that differ
+_MOST = 1 << 22  # maximum bytes of a recorded launch
+_LIMIT = 2_000_000  # maximum instructions of a recorded launch
+_BANKS = ("vectors", "accumulators")  # the faulty instruction may use one more register
 _CONTROL = ("s_endpgm", "s_barrier", "s_branch", "s_cbranch", "s_wait")
 _MEMORY = ("ds_", "global_", "buffer_", "scratch_", "s_load", "s_buffer")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One launch, to be repeated. buffers: address, bytes, hidden bytes or None, type of the elements."""
+    """One recorded launch. buffers: address, bytes, hidden bytes or None, dtype of the elements."""
 
     kernarg: bytes
     buffers: tuple[tuple[int, np.ndarray, np.ndarray | None, Any], ...]
@@ -53,7 +53,8 @@ class Kept:
         return self.size <= _MOST
 
     def outcome(self, program: Program, bits: str, seed: int) -> Any:
-        """What a launch leaves in memory, or the error that it raises. bits: of the floats, one of BITS."""
+        """Repeat the launch and return the memory afterwards, or the error. bits: how floats are filled, one of
+        BITS."""
         memory, copies = Memory(self.contract), []
         rng = np.random.default_rng(seed)
         for address, data, hidden, dtype in self.buffers:
@@ -75,7 +76,7 @@ def _as_they_are(data: np.ndarray, dtype: Any, rng: np.random.Generator) -> None
 
 
 def _any_bits(data: np.ndarray, dtype: Any, rng: np.random.Generator) -> None:
-    """Every value of the type is as likely, and every other one is a special one."""
+    """Random data of one type: half of the elements are special values, the others have uniformly random bits."""
     if dtype.is_floating_point:
         data[:] = rng.integers(0, 256, data.size, np.uint8)
         special = torch.tensor(_SPECIAL).to(dtype).view(torch.uint8).numpy().reshape(-1, dtype.itemsize)
@@ -99,7 +100,7 @@ BITS: dict[str, Callable[[np.ndarray, Any, np.random.Generator], None]] = {
 
 
 def proof(whole: Program, changed: Program, index: int, launches: Sequence[Kept]) -> str | None:
-    """Why a fault changes nothing, or None."""
+    """Return why a fault changes nothing, or None."""
     texts = whole.instructions[index].text, changed.instructions[index].text
     if texts[0].startswith("s_wait") and texts[1] == "s_nop 0":
         return implied.implied(whole, index)
@@ -113,16 +114,16 @@ def proof(whole: Program, changed: Program, index: int, launches: Sequence[Kept]
     taints = flow.Taints(whole)
     if not watched.differed:
         fixed = not (taints.sources(index) | flow.Taints(changed).sources(index))
-        return "it computes the same, from the thread's number and constants alone" if fixed else None
+        return "it computes the same value from constants and the thread's index" if fixed else None
     if all(flow.dead(program, index, watched.differed) for program in (whole, changed)):
-        return "what differs is overwritten before it is read"
+        return "the difference is overwritten before it is read"
     if not taints.masks & flow.ARGUMENT:
-        return "what differs is in lanes that this form always leaves idle"
+        return "the difference is in lanes that are always idle in this form"
     return None
 
 
 class _Watched:
-    """A program that executes both instructions, and puts anything into what differs between them."""
+    """A program that executes both instructions and fills the registers where they differ with random values."""
 
     def __init__(self, whole: Program, changed: Program, index: int) -> None:
         self.whole, self.changed, self.index = whole, changed, index
@@ -132,7 +133,8 @@ class _Watched:
         self.random = np.random.default_rng(0)
 
     def unharmed(self, launches: Sequence[Kept]) -> bool:
-        """Whether no launch leaves other bytes than without the fault, whatever stands where the two differ."""
+        """Whether all launches give the same bytes as without the fault, with any values where the two instructions
+        differ."""
         banks = {name: max(getattr(self.whole, name), getattr(self.changed, name)) for name in _BANKS}
         program = replace(self.whole, steps=tuple(self._steps()), **banks)
         for seed, kept in enumerate(launches):
@@ -165,19 +167,19 @@ class _Watched:
     def _snapshot(self, state: State) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return state.v[self.rows].copy(), state.s.copy(), state.scc.copy()
 
-    def _restore(self, state: State, held: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-        state.v[self.rows] = held[0]
-        state.s[:], state.scc = held[1], held[2].copy()
+    def _restore(self, state: State, values: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        state.v[self.rows] = values[0]
+        state.s[:], state.scc = values[1], values[2].copy()
         state.changed(0, 128)
 
     def _filled(self, expected: Any, actual: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        vectors, scalars, scc = (each.copy() for each in expected)
+        vectors, scalars, scc = (part.copy() for part in expected)
         other = expected[0] != actual[0]
         self.differed |= {row for row, any_ in zip(self.rows, other.any((1, 2)), strict=True) if any_}
         vectors[other] = _anything(self.random, int(other.sum()))
         other = expected[1] != actual[1]
         self.differed |= {SCALAR + row for row in np.flatnonzero(other.any(1)).tolist()}
-        bits = (expected[1] ^ actual[1])[other]  # of a mask, those lanes alone
+        bits = (expected[1] ^ actual[1])[other]  # in a mask, only the lanes that differ
         scalars[other] ^= bits & self.random.integers(0, 2**32, bits.size, np.uint32)
         other = expected[2] != actual[2]
         if other.any():

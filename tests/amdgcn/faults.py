@@ -1,9 +1,9 @@
-"""Plant one-instruction faults in the machine code, and see whether the suites of tests/triton find them.
+"""Plant one-instruction faults in the machine code and check whether the tests in tests/triton detect them.
 
-`pytest tests/triton --machine-code gfx942 --machine-code-faults 60 --machine-code-report FILE` first runs the chosen
-cases as they are, and notes which of them execute which compiled form. Then faults are drawn by seed: a kernel, one of
-its forms, an instruction that a case reached, a change. The cases that execute the form run until one fails. A fault
-that none finds is listed. `--machine-code-again FILE`, with an earlier report, plants those faults instead.
+`pytest tests/triton --machine-code gfx942 --machine-code-faults 60 --machine-code-report FILE` first runs the selected
+cases without faults and records which compiled forms they execute. Then it draws faults by seed: a kernel, one of its
+forms, an instruction that a case reached, a change. The cases that execute the form run until one fails. Faults that no
+case detects are listed. `--machine-code-again FILE` plants the faults of an earlier report instead.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tests.amdgcn.machine import Program, UnknownInstruction
 
 _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE)
 
-CASES = 40  # of those that execute a form are run before a fault counts as not found
-KEPT = 4  # launches of a form are repeated for proofs
-SLOWER = 4  # times as many instructions as without a fault: then a launch is stopped
+CASES = 40  # cases of a form to run before a fault counts as not detected
+KEPT = 4  # recorded launches per form, for proofs
+SLOWER = 4  # a launch stops after this many times the instructions of a launch without a fault
 
 
 @dataclass(frozen=True)
 class Planted:
-    """What became of one fault.
+    """The outcome of one fault.
 
-    found: how the case failed that found it, or None; cases: how many were run; names: the first of them; proof: why it
-    changes nothing, or None.
+    detected: how the first failing case failed, or None; cases: the number of cases that ran; names: the first of them;
+    proof: why the fault changes nothing, or None.
     """
 
     arch: str
@@ -47,14 +47,14 @@ class Planted:
     index: int
     before: str
     after: str
-    found: str | None
+    detected: str | None
     cases: int
     names: tuple[str, ...]
     proof: str | None
 
 
 class Faults:
-    """One session: what the cases execute, then the faults."""
+    """One session: it records what the cases execute, then plants faults."""
 
     def __init__(self, items: Sequence[pytest.Item], seed: int) -> None:
         self.items = list(items)
@@ -67,7 +67,7 @@ class Faults:
         self.current = 0
 
     def watch(self, code: Code, report: Any, how: dict[str, Any]) -> None:
-        """After a launch without a fault."""
+        """Record a launch without a fault. Called after it."""
         self.codes[code.key] = code
         self.reached.setdefault(code.key, set()).update(report.reached)
         self.executed[code.key] = max(self.executed.get(code.key, 0), report.instructions)
@@ -75,7 +75,7 @@ class Faults:
         cases[self.current] = cases.get(self.current, 0) + report.instructions
 
     def keep(self, code: Code, space: driver.Space, kernarg: bytes, how: dict[str, Any]) -> None:
-        """Before a launch without a fault: some are repeated for proofs."""
+        """Record the inputs of a launch without a fault, for proofs. Called before it."""
         launches = self.kept.setdefault(code.key, [])
         if len(launches) < KEPT:
             kept = space.kept(kernarg, how)
@@ -83,7 +83,7 @@ class Faults:
                 launches.append(kept)
 
     def survey(self) -> list[str]:
-        """Run every case as it is. Returns the names of those that fail so, which are of no use."""
+        """Run every case without faults. Returns the names of those that fail; they are excluded."""
         good = []
         with _listed(driver.WATCHERS, self.watch), _listed(driver.KEEPERS, self.keep):
             for number in range(len(self.items)):
@@ -95,7 +95,7 @@ class Faults:
         return [item.nodeid for number, item in enumerate(self.items) if number not in good]
 
     def plant(self, count: int) -> Iterator[Planted]:
-        """Faults, the kernels in turn."""
+        """Plant faults, one kernel after another."""
         kernels: dict[str, list[str]] = {}
         for key, cases in sorted(self.cases.items()):
             if cases:
@@ -112,51 +112,52 @@ class Faults:
             try:
                 changed = whole.with_instruction(fault.index, fault.after)
             except (UnknownInstruction, ValueError, KeyError, IndexError, TypeError):
-                continue  # no assembler would take it
+                continue  # not valid assembly
             return self._tried(code, fault, changed)
         raise AssertionError("drawn() does not end")
 
     def again(self, planted: Sequence[Mapping[str, Any]]) -> Iterator[Planted]:
-        """Faults of an earlier session, in the same form or else in the nearest equal instruction of the kernel."""
-        for each in planted:
-            places = self._places(each)
+        """Plant the faults of an earlier session in the same form, or in the nearest equal instruction of the
+        kernel."""
+        for fault in planted:
+            places = self._places(fault)
             if not places:
                 continue
             _, key, index = min(places)
-            fault = mutate.Fault(index, each["kind"], each["before"], each["after"])
+            fault = mutate.Fault(index, fault["kind"], fault["before"], fault["after"])
             code = self.codes[key]
             yield self._tried(code, fault, code.program.with_instruction(index, fault.after))
 
-    def _places(self, each: Mapping[str, Any]) -> list[tuple[tuple[bool, int], str, int]]:
-        """(how far it is from there, form, index) of every instruction that such a fault can be planted in."""
+    def _places(self, fault: Mapping[str, Any]) -> list[tuple[tuple[bool, int], str, int]]:
+        """(distance, form, index) for every instruction in which the fault can be planted."""
         places = []
         for key, code in self.codes.items():
-            if code.name == each["kernel"] and self.cases[key]:
+            if code.name == fault["kernel"] and self.cases[key]:
                 for index in self.reached[key]:
-                    if code.program.instructions[index].text == each["before"]:
-                        distance = abs(index - each.get("index", 0))
-                        places.append(((key != each.get("form"), distance), key, index))
+                    if code.program.instructions[index].text == fault["before"]:
+                        distance = abs(index - fault.get("index", 0))
+                        places.append(((key != fault.get("form"), distance), key, index))
         return places
 
     def _tried(self, code: Code, fault: mutate.Fault, changed: Program) -> Planted:
         """Run the cases of a form with a fault until one fails."""
         whole = code.program
-        found, ran = None, 0
+        detected, ran = None, 0
         order = sorted(self.cases[code.key], key=lambda case: self.cases[code.key][case])
-        code.program, code.launches = changed, 0  # at the addresses of the first launches, as in a run without faults
+        code.program, code.launches = changed, 0  # the addresses of the first launches, as in a run without faults
         driver.LIMIT = SLOWER * self.executed[code.key] + 20_000
         try:
             for case in order[:CASES]:
                 ran += 1
-                found = self._failure(case)
-                if found is not None:
+                detected = self._failure(case)
+                if detected is not None:
                     break
         finally:
             code.program, driver.LIMIT = whole, driver.DEFAULT_LIMIT
-        why = equivalent.proof(whole, changed, fault.index, self.kept[code.key]) if found is None else None
+        why = equivalent.proof(whole, changed, fault.index, self.kept[code.key]) if detected is None else None
         kind = (fault.kind, fault.index, fault.before, fault.after)
         names = tuple(self.items[case].nodeid for case in order[: min(ran, 3)])
-        return Planted(code.arch, code.name, code.key, *kind, found, ran, names, why)
+        return Planted(code.arch, code.name, code.key, *kind, detected, ran, names, why)
 
     def _failure(self, case: int) -> str | None:
         item = self.items[case]
@@ -164,7 +165,7 @@ class Faults:
 
 
 def run(session: pytest.Session, path: Path) -> None:
-    """The whole session instead of pytest's loop: the report is the result."""
+    """Replace pytest's loop for the whole session. The result is the report."""
     items = [item for item in session.items if item.path.stem not in {suite.LAST, *suite.LONG}]
     faults = Faults(items, session.config.getoption("--machine-code-seed"))
     began = time.monotonic()
@@ -175,16 +176,16 @@ def run(session: pytest.Session, path: Path) -> None:
             terminal.write_line(f"{name} fails without a fault")
     known, count = (session.config.getoption(f"--machine-code-{name}") for name in ("again", "faults"))
     again = [] if known is None else json.loads(known.read_text(encoding="utf-8"))
-    for each in faults.plant(count) if known is None else faults.again(again):
-        planted.append(each)
+    for fault in faults.plant(count) if known is None else faults.again(again):
+        planted.append(fault)
         if terminal is not None:
-            outcome = "found" if each.found else "no change" if each.proof else "NOT FOUND"
-            where = "" if each.found or each.proof else f"  in {', '.join(each.names)}"
-            terminal.write_line(f"{outcome}  {each.kernel}  {each.before} -> {each.after}{where}")
-        path.write_text(json.dumps([asdict(each) for each in planted], indent=1))
+            outcome = "detected" if fault.detected else "no change" if fault.proof else "NOT DETECTED"
+            where = "" if fault.detected or fault.proof else f"  in {', '.join(fault.names)}"
+            terminal.write_line(f"{outcome}  {fault.kernel}  {fault.before} -> {fault.after}{where}")
+        path.write_text(json.dumps([asdict(fault) for fault in planted], indent=1))
     if terminal is not None:
-        missed = sum(each.found is None and each.proof is None for each in planted)
-        terminal.write_line(f"{len(planted)} faults, {missed} not found, {time.monotonic() - began:.0f} s")
+        missed = sum(fault.detected is None and fault.proof is None for fault in planted)
+        terminal.write_line(f"{len(planted)} faults, {missed} not detected, {time.monotonic() - began:.0f} s")
 
 
 @contextmanager
@@ -197,7 +198,8 @@ def _listed(functions: list[Any], function: Any) -> Iterator[None]:
 
 
 def _run(item: pytest.Item, following: pytest.Item | None) -> str | None:
-    """Run a case anew, quietly; how it failed, in a word, or None. following: an item whose fixtures are kept."""
+    """Run a case again without output. Returns how it failed, in one or two words, or None. following: an item whose
+    fixtures stay active."""
     from _pytest.runner import runtestprotocol
 
     item.session._setupstate.teardown_exact(item)  # fixtures of other modules

@@ -1,10 +1,10 @@
-"""What the machine code says about speed, computed for GPUs that nobody has run it on.
+"""Figures about speed that are computed from the machine code, for GPUs on which nobody has run it.
 
     python -m tests.amdgcn.figures [ARCH ...]
 
-For every kernel, in the form and with the tile that hf_rocm chooses on each GPU: registers, local memory, the waves
-that a SIMD can hold, bytes that the lanes request against bytes that are needed, and the bytes that are in flight in a
-compute unit against those that Little's law asks for: bandwidth x latency / units. The latency is an assumption.
+For every kernel, with the form and tile that hf_rocm chooses on a GPU: registers, local memory, waves per SIMD, the
+ratio of requested to needed bytes, and the bytes in flight per compute unit compared with Little's law (bandwidth x
+latency / units). The latency is an assumption.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Memory:
-    """A GPU's memory. bandwidth: bytes a second, of one die; latency: seconds, assumed; units: as HIP counts them.
+    """A GPU's memory. bandwidth: bytes per second of one die; latency: seconds, assumed; units: compute units as HIP
+    counts them.
 
-    simds, lds: of one such unit (RDNA's are pairs). waves: that a SIMD can hold.
+    simds, lds: per unit (a pair on RDNA). waves: the maximum per SIMD.
     """
 
     bandwidth: float
@@ -37,11 +38,11 @@ class Memory:
     waves: int
 
     def needed(self) -> float:
-        """Bytes that must be in flight in every unit."""
+        """The bytes that must be in flight per unit."""
         return self.bandwidth * self.latency / self.units
 
 
-HBM, GDDR, LPDDR = 800e-9, 500e-9, 500e-9  # assumed, not measured here
+HBM, GDDR, LPDDR = 800e-9, 500e-9, 500e-9  # assumed, not measured
 MEMORIES: Mapping[str, Memory] = {
     "gfx90a": Memory(1.6e12, HBM, 110, 4, 65536, 8),  # MI250X, one die
     "gfx942": Memory(5.3e12, HBM, 304, 4, 65536, 8),  # MI300X
@@ -63,8 +64,8 @@ _WAIT = re.compile(r"s_waitcnt.*\bvmcnt\((\d+)\)|s_wait_loadcnt(?:_dscnt)? (0x[0
 
 @dataclass(frozen=True)
 class Case:
-    """An operation with a model's sizes, but fewer rows of the weights. larger: how many times more programs the model
-    has."""
+    """An operation with a model's sizes but fewer weight rows. larger: the ratio of the model's number of programs to
+    this one."""
 
     name: str
     run: Callable[[], Any]
@@ -92,9 +93,10 @@ class Figures:
 
 
 def in_flight(instructions: list[str], arch: str) -> int:
-    """The most bytes that one wave has asked of global memory and not yet waited for, all lanes taking part.
+    """The maximum number of bytes that one wave with all lanes active has requested from global memory and not yet
+    waited for.
 
-    Read off the text from beginning to end; a wait for all but n leaves the last n.
+    Computed in the order of the text. A wait for all but n leaves the last n.
     """
     lanes = 64 if arch.startswith("gfx9") else 32
     flying: deque[int] = deque()
@@ -104,7 +106,7 @@ def in_flight(instructions: list[str], arch: str) -> int:
             if match[1] == "load":
                 flying.append(lanes * _BYTES[match[2].removeprefix("d16_").removeprefix("hi_").split("_")[0]])
             elif lanes == 64:
-                flying.append(0)  # stores have the same counter
+                flying.append(0)  # stores use the same counter
             most = max(most, sum(flying))
         elif match := _WAIT.match(text):
             left = int(match[1] or match[2], 0)
@@ -131,7 +133,7 @@ def measure(case: Case, arch: str) -> list[Figures]:
         programs = round(x * y * z * case.larger)
         wave = in_flight(code.instructions(), arch)
         resident = min(by_registers, by_lds) * memory.simds
-        # what several programs request, such as x of a product, is asked of memory once
+        # bytes that several programs request, such as x of a product, are read from memory once
         once = report.bytes_needed / max(1, report.bytes_requested)
         unit = wave * once * min(resident, warps * programs / memory.units)
         figures = (warps, vgprs, lds, by_registers, by_lds, programs, report.bytes_requested, report.bytes_needed)
@@ -146,7 +148,7 @@ def measure(case: Case, arch: str) -> list[Figures]:
 
 
 def cases() -> list[Case]:
-    """The sizes of Llama-3.1-8B while it decodes: 32 and 8 heads of 128, 4096 columns, 14336 between gate and down."""
+    """The sizes of Llama-3.1-8B during decoding: 32 and 8 heads of 128, hidden size 4096, intermediate size 14336."""
     from hf_rocm import ops, options
 
     def served(operation: Callable[..., Any], *arguments: Any, **keywords: Any) -> Callable[[], Any]:
@@ -177,7 +179,7 @@ def cases() -> list[Case]:
         Case("act_and_mul, 1 x 14336", served(ops.act_and_mul, random(1, 28672), activation="silu")),
         Case("decode_attention, 1024 keys", served(ops.decode_attention, *cache(1024), scale=0.1)),
         plain(1, 64, 4096, 4096),
-        plain(1, 4160, 1024, 6144),  # more columns than NARROW, or the tile is another
+        plain(1, 4160, 1024, 6144),  # more columns than NARROW, otherwise the tile would differ
         plain(4, 64, 4096, 4096),
         plain(4, 4160, 1024, 6144),
         gated(1, 64, 28672),
@@ -192,7 +194,7 @@ def _noted(text: str, pattern: str) -> int:
 
 
 def of(arch: str) -> list[Figures]:
-    """All cases on one architecture, in this process."""
+    """Run all cases on one architecture in this process."""
     from tests.amdgcn.device import GPUS
     from tests.amdgcn.driver import presented
 
@@ -201,28 +203,28 @@ def of(arch: str) -> list[Figures]:
 
 
 def table(rows: list[Figures]) -> str:
-    """Markdown."""
-    header = ("Call", "Kernel", "GPU", "Warps", "VGPRs", "LDS", "Waves a SIMD: registers, LDS", "Programs")
-    header += ("Requested / needed", "In flight a unit", "Little's law")
+    """Format the figures as a Markdown table."""
+    header = ("Call", "Kernel", "GPU", "Warps", "VGPRs", "LDS", "Waves per SIMD: registers, LDS", "Programs")
+    header += ("Requested / needed", "In flight per unit", "Little's law")
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    for each in rows:
-        ratio = f"{each.requested / each.needed:.2f}" if each.needed else "–"
-        waves = f"{each.waves_by_registers}, {each.waves_by_lds}"
-        flight = f"{each.flight_of_a_unit / 1000:.1f} kB | {each.flight_needed / 1000:.1f} kB"
-        cells = (each.case, each.kernel, each.arch, each.warps, each.vgprs, each.lds, waves, each.programs)
+    for row in rows:
+        ratio = f"{row.requested / row.needed:.2f}" if row.needed else "–"
+        waves = f"{row.waves_by_registers}, {row.waves_by_lds}"
+        flight = f"{row.flight_of_a_unit / 1000:.1f} kB | {row.flight_needed / 1000:.1f} kB"
+        cells = (row.case, row.kernel, row.arch, row.warps, row.vgprs, row.lds, waves, row.programs)
         lines.append(f"| {' | '.join(map(str, (*cells, ratio, flight)))} |")
     return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--one"]:
-        print(json.dumps([asdict(each) for each in of(arguments[1])]))
+        print(json.dumps([asdict(figures) for figures in of(arguments[1])]))
         return 0
     rows = list[Figures]()
-    for arch in arguments or list(MEMORIES):  # Triton keeps what it compiled: a process for each
+    for arch in arguments or list(MEMORIES):  # one process per architecture, because Triton caches compiled kernels
         done = subprocess.run([sys.executable, "-m", __spec__.name, "--one", arch], stdout=subprocess.PIPE, check=True)
-        rows += [Figures(**each) for each in json.loads(done.stdout)]
-    rows.sort(key=lambda each: (each.case, each.kernel))
+        rows += [Figures(**figures) for figures in json.loads(done.stdout)]
+    rows.sort(key=lambda figures: (figures.case, figures.kernel))
     print(table(rows))
     return 0
 

@@ -1,7 +1,8 @@
-"""What a program's registers depend on, and which are overwritten before they are read: for proofs about faults.
+"""Data flow of a program: what registers depend on, and which are overwritten before they are read. Used to prove that
+faults have no effect.
 
-Both are conservative: a register counts as read where that isn't certain, and as dependent on everything that an
-instruction names.
+Both analyses are conservative: in doubt a register counts as read, and it depends on everything that an instruction
+names.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def _named(word: str) -> frozenset[int]:
 
 
 def writes(instruction: Instruction) -> frozenset[int]:
-    """The registers that it writes."""
+    """The registers that an instruction writes."""
     return _writes(instruction.text)
 
 
 def reads(instruction: Instruction) -> frozenset[int]:
-    """The registers that it may read."""
+    """The registers that an instruction may read."""
     return _reads(instruction.text)
 
 
@@ -93,7 +94,7 @@ def _reads(line: str) -> frozenset[int]:
 
 
 def _keeps(instruction: Instruction) -> bool:
-    """Whether some of the destination may stay as it was in an active lane."""
+    """Whether an active lane may keep a part of the destination's previous value."""
     modifiers = instruction.modifiers
     if "dpp" in instruction.mnemonic or "op_sel" in modifiers or "_sdwa" in instruction.mnemonic:
         return True
@@ -101,7 +102,7 @@ def _keeps(instruction: Instruction) -> bool:
 
 
 def followers(program: Program, index: int) -> Iterator[int]:
-    """Where a wave may go from an instruction."""
+    """The possible next instructions of a wave."""
     instruction = program.instructions[index]
     if instruction.mnemonic == "s_endpgm":
         return
@@ -112,12 +113,13 @@ def followers(program: Program, index: int) -> Iterator[int]:
 
 
 def dead(program: Program, index: int, registers: Sequence[int] | set[int]) -> bool:
-    """Whether these registers, as an instruction leaves them, are overwritten before they are read, on every path."""
+    """Whether the values of these registers after an instruction are overwritten before they are read, on every
+    path."""
     return all(not _is_read(program, index, register) for register in registers)
 
 
 def _is_read(program: Program, index: int, register: int) -> bool:
-    seen, left = set[tuple[int, bool]](), [(each, False) for each in followers(program, index)]
+    seen, left = set[tuple[int, bool]](), [(following, False) for following in followers(program, index)]
     while left:
         place = left.pop()
         if place in seen:
@@ -132,12 +134,12 @@ def _is_read(program: Program, index: int, register: int) -> bool:
         if register in written and whole and not _keeps(instruction):
             continue
         other_lanes = other_lanes or not _EXEC.isdisjoint(written)
-        left += [(each, other_lanes) for each in followers(program, here)]
+        left += [(following, other_lanes) for following in followers(program, here)]
     return False
 
 
 class Taints:
-    """What every instruction's sources depend on. masks: what the masks and branches of the program depend on."""
+    """The dependencies of every instruction's sources. masks: the dependencies of the program's masks and branches."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -153,7 +155,7 @@ class Taints:
             self.masks |= self._mask(index)
 
     def sources(self, index: int) -> int:
-        """What the values that an instruction reads depend on, and which lanes do it."""
+        """The dependencies of the values that an instruction reads, and of its lane mask."""
         before = self.before.get(index)
         named = reads(self.program.instructions[index])
         if before is None or not named:
@@ -161,7 +163,7 @@ class Taints:
         return int(np.bitwise_or.reduce(before[sorted(named)]))
 
     def _mask(self, index: int) -> int:
-        """Of one comparison. An integer that was loaded is as good as an argument; numbers are not."""
+        """The dependencies of one comparison. A loaded integer counts as an argument; a loaded float does not."""
         name = self.program.instructions[index].mnemonic
         if not _BOOLEAN.match(name):
             return 0
@@ -180,7 +182,7 @@ class Taints:
                 state = merged
             self.before[index] = state
             after = self._after(index, state)
-            left += [(each, after) for each in followers(self.program, index)]
+            left += [(following, after) for following in followers(self.program, index)]
 
     def _after(self, index: int, state: np.ndarray) -> np.ndarray:
         instruction = self.program.instructions[index]
@@ -195,7 +197,7 @@ class Taints:
         elif name.startswith("s_load"):
             value = ARGUMENT
         for register in written:
-            # lanes that are not active keep theirs
+            # inactive lanes keep their values
             keeps = register < SCALAR and (_keeps(instruction) or state[SCALAR + EXEC])
             after[register] = state[register] | value if keeps else value
         return after

@@ -1,7 +1,8 @@
-"""Whether a wait changes nothing: for proofs about faults that leave one out.
+"""Prove that a wait has no effect, for faults that omit one.
 
-A wait delivers what is in flight. It may be left out where nothing can be, or where another wait that delivers as much
-follows before anything could notice: an instruction that names a register on its way, a barrier, a branch.
+A wait completes operations in flight. It can be omitted if no operation can be in flight, or if another wait completes
+the same operations before their effect is visible to an instruction that uses a pending register, a barrier or a
+branch.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from tests.amdgcn.machine import Program
 from tests.amdgcn.machine.compiling import Compiling
 from tests.amdgcn.machine.waits import limits
 
-Flight = frozenset[int]  # the operations that may be in flight: the indices of their instructions
+Flight = frozenset[int]  # the operations that may be in flight, as indices of their instructions
 
 
 def waited(program: Program, index: int) -> list[tuple[str, int]]:
-    """(counter, operations that are left) of a wait; nothing of any other instruction."""
+    """The (counter, remaining operations) of a wait; empty for any other instruction."""
     return limits(Compiling(program.instructions[index], program.target, None, index)) or []
 
 
 def counter(program: Program, index: int) -> str | None:
-    """The counter that an operation of memory increments, or None."""
+    """The counter that a memory operation increments, or None."""
     instruction = program.instructions[index]
     family, _, rest = instruction.mnemonic.partition("_")
     counters = program.target.counters
@@ -32,17 +33,17 @@ def counter(program: Program, index: int) -> str | None:
 
 
 def implied(program: Program, index: int) -> str | None:
-    """Why the wait at this place changes nothing, or None."""
+    """Return why the wait at this index changes nothing, or None."""
     flying = _in_flight(program).get(index)
     if flying is None:
         return None
     open_ = {name: left for name, left in waited(program, index) if _of(program, flying, name)}
     if not open_:
-        return "nothing that it waits for can be in flight"
-    awaited = [each for name in open_ for each in _of(program, flying, name)]
-    registers = frozenset[int]().union(*(flow.writes(program.instructions[each]) for each in awaited))
-    issued = dict.fromkeys(open_, 0)  # since then
-    unordered = {counter(program, each) for each in awaited if _scalar(program, each)}
+        return "no operation that it waits for can be in flight"
+    awaited = [operation for name in open_ for operation in _of(program, flying, name)]
+    registers = frozenset[int]().union(*(flow.writes(program.instructions[operation]) for operation in awaited))
+    issued = dict.fromkeys(open_, 0)  # issued after it
+    unordered = {counter(program, operation) for operation in awaited if _scalar(program, operation)}
     for place in range(index + 1, len(program.instructions)):
         instruction = program.instructions[place]
         if instruction.mnemonic.startswith("s_wait"):
@@ -50,7 +51,7 @@ def implied(program: Program, index: int) -> str | None:
                 if name in open_ and (left == 0 or (name not in unordered and left - issued[name] <= open_[name])):
                     del open_[name]
             if not open_:
-                return "a wait behind it delivers as much before anything reads it"
+                return "a later wait completes the same operations before their results are read"
             continue
         if instruction.mnemonic.startswith(("s_barrier", "s_branch", "s_cbranch", "s_endpgm", "s_setpc", "s_swappc")):
             return None
@@ -64,7 +65,7 @@ def implied(program: Program, index: int) -> str | None:
 
 
 def _of(program: Program, flying: Flight, name: str) -> list[int]:
-    return [each for each in flying if counter(program, each) == name]
+    return [operation for operation in flying if counter(program, operation) == name]
 
 
 def _scalar(program: Program, index: int) -> bool:
@@ -72,7 +73,8 @@ def _scalar(program: Program, index: int) -> bool:
 
 
 def _in_flight(program: Program) -> dict[int, Flight]:
-    """Before every instruction that can be reached. Only a wait for none is taken to end an operation."""
+    """The operations that may be in flight before every reachable instruction. Only a wait for zero counts as their
+    end."""
     before: dict[int, Flight] = {}
     left: list[tuple[int, Flight]] = [(0, frozenset()), (program.source.entry, frozenset())]
     while left:
@@ -82,8 +84,8 @@ def _in_flight(program: Program) -> dict[int, Flight]:
             continue
         before[index] = flying = flying | (known or frozenset())
         ended = {name for name, count in waited(program, index) if count == 0}
-        after = frozenset(each for each in flying if counter(program, each) not in ended)
+        after = frozenset(operation for operation in flying if counter(program, operation) not in ended)
         if counter(program, index):
             after |= {index}
-        left += [(each, after) for each in flow.followers(program, index)]
+        left += [(operation, after) for operation in flow.followers(program, index)]
     return before

@@ -1,4 +1,4 @@
-"""A kernel's arguments as bytes, in the layout that the assembly's metadata lists, as HIP's launch copies them."""
+"""Pack a kernel's arguments into bytes as HIP's launch does, with the layout from the assembly's metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FLOAT = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 
 
 def pack(program: Program, values: Sequence[bytes], grid: tuple[int, int, int], threads: int) -> bytes:
-    """The bytes of a launch. Arguments that Triton appends (its scratch buffers) are null."""
+    """The argument block of a launch. Arguments that Triton appends (its scratch buffers) are null."""
     out = bytearray(program.kernarg_size)
     given = iter(values)
     hidden = {f"hidden_block_count_{axis}": size for axis, size in zip("xyz", grid, strict=True)}
@@ -26,16 +26,16 @@ def pack(program: Program, values: Sequence[bytes], grid: tuple[int, int, int], 
         else:
             value = next(given, bytes(argument.size))
         if len(value) != argument.size:
-            raise ValueError(f"an argument of {len(value)} bytes where the code reads {argument.size}: {argument}")
+            raise ValueError(f"expected an argument of {argument.size} bytes, got {len(value)}: {argument}")
         out[argument.offset : argument.offset + argument.size] = value
     left = len(list(given))
     if left:
-        raise ValueError(f"{left} arguments more than the code has")
+        raise ValueError(f"{left} arguments more than the kernel has")
     return bytes(out)
 
 
 def scalar(value: Any, kind: str) -> bytes:
-    """A number of one of Triton's types, as its launcher converts it."""
+    """Convert a number to one of Triton's types as its launcher does."""
     integer = _INTEGER.fullmatch(kind)
     if integer is not None:
         width = max(1, int(integer[1]) // 8)

@@ -1,4 +1,4 @@
-"""Every kernel of hf_rocm.ops.triton, found where it lies."""
+"""Every kernel in hf_rocm.ops.triton."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import hf_rocm.ops.triton.kernels as package
 
 
 def modules() -> dict[str, ModuleType]:
-    """The modules of kernels by name."""
-    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__))
+    """The kernel modules by name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     return {name: importlib.import_module(f"{package.__name__}.{name}") for name in names}
 
 
 def entries(module: ModuleType) -> set[str]:
-    """The kernels that a host launches: the jitted functions of a module that no other function of it calls."""
+    """The kernels that the host launches: jitted functions that no other function of the module calls."""
     from triton.runtime.jit import JITFunction
 
     functions: dict[str, Any] = {
@@ -35,5 +35,5 @@ def entries(module: ModuleType) -> set[str]:
 
 
 def built(module: ModuleType) -> set[str]:
-    """The kernels that its BUILDS compile ahead of time."""
+    """The kernels that the module's BUILDS compile ahead of time."""
     return {build.kernel.__name__ for build in module.BUILDS}

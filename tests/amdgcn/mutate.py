@@ -1,4 +1,4 @@
-"""One-instruction faults: what a compiler's bug, or this project's, would look like in the machine code."""
+"""One-instruction faults, as a bug of a compiler or of this project could cause them in the machine code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REGISTER = re.compile(r"(?<![\w.])([vs])(\d+)(?!\w)")
 _CONSTANT = re.compile(r"(?<=[ ,])(-?\d+|0x[0-9a-f]+)(?=$|,| )")
 _OFFSET = re.compile(r"\boffset:(\d+)")
 
-# Opcodes that take the same operands.
+# Opcodes with the same operands.
 _SWAPPED = {
     "v_add_f32": "v_sub_f32",
     "v_sub_f32": "v_add_f32",
@@ -53,7 +53,7 @@ _ENCODINGS = ("_e32", "_e64", "_dpp", "_sdwa", "_e64_dpp")
 
 @dataclass(frozen=True)
 class Fault:
-    """One change. index: of the instruction. kind: which sort of change."""
+    """One change. index: of the instruction. kind: the kind of change."""
 
     index: int
     kind: str
@@ -62,7 +62,7 @@ class Fault:
 
 
 def draw(index: int, instruction: str, rng: random.Random) -> Fault | None:
-    """A fault of one instruction, or None where no sort of change applies."""
+    """Draw a fault for one instruction; None if no kind of change applies."""
     kinds = list(KINDS.items())
     rng.shuffle(kinds)
     for kind, change in kinds:
@@ -73,7 +73,7 @@ def draw(index: int, instruction: str, rng: random.Random) -> Fault | None:
 
 
 def _wait(text: str, rng: random.Random) -> str | None:
-    """A wait that is left out, or waits for one less."""
+    """Omit a wait, or let it wait for one operation less."""
     if text.startswith(("s_waitcnt_depctr", "s_wait_alu")):
         return None
     if text.startswith("s_wait_") or text.startswith("s_waitcnt"):
@@ -86,7 +86,7 @@ def _barrier(text: str, rng: random.Random) -> str | None:
 
 
 def _lanes(text: str, rng: random.Random) -> str | None:
-    """Another DPP control, or another pattern of a swizzle."""
+    """Change the DPP control or the swizzle pattern."""
     if "quad_perm:[" in text:
         other = rng.choice(["quad_perm:[0,1,2,3]", "quad_perm:[3,2,1,0]", "quad_perm:[2,2,3,3]"])
         return re.sub(r"quad_perm:\[[\d,]+\]", other, text)
@@ -104,7 +104,7 @@ def _lanes(text: str, rng: random.Random) -> str | None:
 
 
 def _mask(text: str, rng: random.Random) -> str | None:
-    """The rows or banks of lanes, or the choice between two values, changed."""
+    """Change the row or bank mask, or the choice between two values."""
     if "row_mask:0xa" in text:
         return text.replace("row_mask:0xa", "row_mask:0x5")
     if text.startswith("v_cndmask_b32") and "::" not in text:
@@ -119,7 +119,7 @@ def _mask(text: str, rng: random.Random) -> str | None:
 
 
 def _address(text: str, rng: random.Random) -> str | None:
-    """Another offset of a load or store."""
+    """Change the offset of a load or store."""
     if not text.startswith(("ds_read", "ds_write", "ds_load", "ds_store", "global_", "buffer_")):
         return None
     if match := _OFFSET.search(text):
@@ -130,20 +130,20 @@ def _address(text: str, rng: random.Random) -> str | None:
 
 
 def _operand(text: str, rng: random.Random) -> str | None:
-    """Another register in the place of a source."""
+    """Replace a source by another register."""
     if text.startswith(("s_wait", "s_branch", "s_cbranch", "s_load", "s_nop", "s_barrier")) or "::" in text:
         return None
     first = text.find(",")
-    found = [match for match in _REGISTER.finditer(text) if match.start() > first >= 0]
-    if not found:
+    matches = [match for match in _REGISTER.finditer(text) if match.start() > first >= 0]
+    if not matches:
         return None
-    match = rng.choice(found)
+    match = rng.choice(matches)
     other = max(0, int(match[2]) + rng.choice([-2, -1, 1, 2]))
     return text[: match.start()] + f"{match[1]}{other}" + text[match.end() :]
 
 
 def _result(text: str, rng: random.Random) -> str | None:
-    """Another register as the destination."""
+    """Replace the destination by another register."""
     match = re.match(r"(v_\w+ )v(\d+)(?=,)", text)
     if match is None or "::" in text:
         return None
@@ -154,19 +154,20 @@ def _constant(text: str, rng: random.Random) -> str | None:
     """Another constant."""
     if text.startswith(("s_wait", "s_nop", "s_clause", "s_delay", "s_setprio", "s_sendmsg", "s_barrier")):
         return None
-    found = [match for match in _CONSTANT.finditer(text.split(" offset", 1)[0]) if match.start() > text.find(",") >= 0]
-    if not found:
+    operands = text.split(" offset", 1)[0]
+    matches = [match for match in _CONSTANT.finditer(operands) if match.start() > text.find(",") >= 0]
+    if not matches:
         return None
-    match = rng.choice(found)
+    match = rng.choice(matches)
     value = int(match[1], 0)
     other = value ^ 1 << rng.randrange(max(1, abs(value).bit_length())) if value > 0 else value + 1
     return text[: match.start()] + (hex(other) if match[1].startswith("0x") else str(other)) + text[match.end() :]
 
 
 def _opcode(text: str, rng: random.Random) -> str | None:
-    """Another operation on the same operands."""
+    """Replace the operation, with the same operands."""
     name, space, rest = text.partition(" ")
-    encoding = next((each for each in _ENCODINGS if name.endswith(each)), "")
+    encoding = next((suffix for suffix in _ENCODINGS if name.endswith(suffix)), "")
     plain = name[: len(name) - len(encoding)]
     return f"{_SWAPPED[plain]}{encoding}{space}{rest}" if plain in _SWAPPED and "::" not in text else None
 
@@ -185,7 +186,8 @@ KINDS: dict[str, Callable[[str, random.Random], str | None]] = {
 
 
 def drawn(instructions: list[str], reached: list[int], rng: random.Random) -> Iterator[Fault]:
-    """Faults without end, of instructions that some case reaches; every sort of change is as likely as it applies."""
+    """Draw faults endlessly, from instructions that a case reaches. The kinds of change are weighted by how often they
+    apply."""
     while True:
         index = rng.choice(reached)
         fault = draw(index, instructions[index], rng)

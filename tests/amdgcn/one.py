@@ -1,4 +1,4 @@
-"""Execute a few instructions on one workgroup with chosen registers, for the tests of single instructions."""
+"""Execute a few instructions on one workgroup with given registers, for the tests of single instructions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .machine.run import Launch
 from .machine.state import State
 from .machine.targets import TARGETS
 
-# one of every set of instructions: the other targets are equal to one of these, but for scalar floats
+# one target per instruction set; except for scalar floats, the others are equal to one of these
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 CDNA = tuple(name for name in ARCHITECTURES if TARGETS[name].cdna)
 RDNA = tuple(name for name in ARCHITECTURES if not TARGETS[name].cdna)
@@ -55,10 +55,10 @@ def execute(
     waves: int = 1,
     seed: int = 0,
 ) -> State:
-    """The registers after the last instruction.
+    """Return the registers after the last instruction.
 
-    registers: "v3", "a1", "s[4:5]" or "vcc" to its bits before the first; of vector registers an array [lanes] or
-    [waves, lanes] of 4-byte elements, or one value. active: EXEC.
+    registers: initial bits of "v3", "a1", "s[4:5]" or "vcc". For vector registers: an array [lanes] or [waves, lanes]
+    of 4-byte elements, or one value. active: EXEC.
     """
     code = program(arch, lines)
     block = np.zeros(64, np.uint8)
@@ -81,7 +81,7 @@ def execute(
 
 
 def _sorted(state: State) -> State:
-    """The waves in their own order again."""
+    """Restore the order of the waves."""
     order = np.argsort(state.waves)
     state.waves, state.scc = state.waves[order], state.scc[order]
     state._bind(np.ascontiguousarray(state.v[:, order]), np.ascontiguousarray(state.s[:, order]))
@@ -92,7 +92,7 @@ def _set(state: State, name: str, value: Any) -> None:
     operand = parse(name)
     if operand.kind == "v":
         if operand.register >= len(state.v):
-            return  # no instruction names it
+            return  # not named by any instruction
         array = np.asarray(value)
         if array.dtype.itemsize != 4 or array.dtype == object:
             array = array.astype(np.int64).astype(np.uint32)

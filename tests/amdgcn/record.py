@@ -1,4 +1,4 @@
-"""What of each compiled kernel was executed: the launches, and the instructions that some case reached."""
+"""Records what was executed of every compiled kernel: the launches, and the instructions that a case reached."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from tests.amdgcn.unreached import Share, shares, source_lines
 
 @dataclass
 class Executed:
-    """One compiled form. lines: of the kernel's source, for every instruction; entry: where a
-    launch with preloaded arguments starts, or 0; executed: wave instructions;
-    requested, needed: bytes of global memory."""
+    """One compiled form. lines: the source line of every instruction; entry: where a launch with preloaded arguments
+    starts, or 0; executed: wave instructions; requested, needed: bytes of global memory."""
 
     kernel: str
     instructions: list[str]
@@ -29,7 +28,7 @@ class Executed:
 
 
 class Record:
-    """What one process executed."""
+    """Everything that one process executed."""
 
     def __init__(self, arch: str) -> None:
         self.arch = arch

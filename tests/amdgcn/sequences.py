@@ -1,8 +1,8 @@
-"""Sequences that are the same in every program, compared in the text: results hardly show what is wrong in them.
+"""Check known instruction sequences in the text, because errors in them rarely change results.
 
-A division of float32 is what v_div_scale, v_div_fmas and v_div_fixup are for: a wrong step changes the last bit of few
-quotients. A conversion from float32 to bfloat16, where no instruction does it, adds half of the last bit, or less by
-one where that is even, and keeps NaN apart: a wrong step shows in the middle between two numbers, and of NaN, alone.
+A float32 division uses v_div_scale, v_div_fmas and v_div_fixup; a wrong step changes the last bit of a few quotients. A
+conversion from float32 to bfloat16 without a conversion instruction adds half of the last bit (or slightly less if the
+result is even) and handles NaN separately; a wrong step affects only ties and NaN.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from tests.amdgcn.machine.operands import SCALAR, VCC, parse
 from tests.amdgcn.machine.text import Instruction
 from tests.amdgcn.values import Values
 
-_WITH_CONSTANTS = {"product": None, "plus": None, "masked": 0xFFFF0000, "shifted": 16}  # and which constants
+_WITH_CONSTANTS = {"product": None, "plus": None, "masked": 0xFFFF0000, "shifted": 16}  # and their constants
 DIVISION = "the division that ends here is not rounded correctly"
-_NAN = (0x7FFF, 0x7FFF0000)  # of bfloat16, and before it is shifted
+_NAN = (0x7FFF, 0x7FFF0000)  # of bfloat16, and the same before the shift
 
 
 def wrong(program: Program) -> Iterator[tuple[int, str]]:
-    """(index, what is wrong) of every sequence that is not as it should be."""
+    """Yield (index, error) for every wrong sequence."""
     values = Values()
-    halves: dict[int, int] = {}  # the lowest bit of a result that is rounded: where it is read
+    halves: dict[int, int] = {}  # source of a rounding: the index where its lowest bit is read
     rounded = set[int]()
     constants = _set_before(program)
     for index, instruction, name in values.walk(program):
@@ -42,10 +42,10 @@ def wrong(program: Program) -> Iterator[tuple[int, str]]:
 
 
 def _set_before(program: Program) -> frozenset[int]:
-    """The registers that a constant of a conversion is copied into somewhere, such as before a loop."""
-    copies = (each for each in program.instructions if each.mnemonic.startswith(("v_mov", "s_mov")))
-    found = [each for each in copies if each.operands[-1] in map(hex, _NAN)]
-    return frozenset[int]().union(*(parse(each.operands[0]).registers for each in found))
+    """The registers that receive a constant of a conversion anywhere in the program, such as before a loop."""
+    moves = (move for move in program.instructions if move.mnemonic.startswith(("v_mov", "s_mov")))
+    copies = [move for move in moves if move.operands[-1] in map(hex, _NAN)]
+    return frozenset[int]().union(*(parse(move.operands[0]).registers for move in copies))
 
 
 def _is_division(values: Values, quotient: int, denominator: int, numerator: int) -> bool:
@@ -63,7 +63,7 @@ def _is_division(values: Values, quotient: int, denominator: int, numerator: int
 
 
 def _lowest(values: Values, result: int | None) -> int | None:
-    """The number whose lowest bit as a bfloat16 this is, or None."""
+    """If this is the lowest bit of a number as bfloat16: the number, otherwise None."""
     key = values.keys[result] if result is not None else ()
     if key[:1] != ("masked",):
         return None
@@ -76,18 +76,19 @@ def _lowest(values: Values, result: int | None) -> int | None:
 
 
 def _converted(values: Values, instruction: Instruction, constants: frozenset[int]) -> int | None:
-    """The number whose conversion a choice ends; -1 if it is none, and None if it does not look like one."""
+    """The number whose conversion ends with this v_cndmask; -1 if the conversion is wrong, None if it is not a
+    conversion."""
     lost, kept = values.operands(instruction)[:2]
     compares = "v_cmp_o_f32", "v_cmp_o_f16"
     known = lost in map(values.constant, _NAN)
     if kept in map(values.constant, _NAN):
         lost, kept, compares = kept, lost, ("v_cmp_u_f32", "v_cmp_u_f16")
-    if lost not in {*map(values.constant, _NAN)} | {values.of("register", each) for each in constants}:
+    if lost not in {*map(values.constant, _NAN)} | {values.of("register", register) for register in constants}:
         return None
     mask = values.value(parse(instruction.operands[3])) if len(instruction.operands) > 3 else None
-    mask = values.held.get(SCALAR + VCC) if mask is None else mask
+    mask = values.registers.get(SCALAR + VCC) if mask is None else mask
     compared = values.keys[mask] if mask is not None else ()
-    # a comparison before a label is not known
+    # a comparison before a label is unknown
     ordered = compared[:1] in ((), ("register",)) or (compared[0] in compares and compared[1] == compared[2])
     source = next(iter(_sources(values, kept, constants)), None) if ordered else None
     shifted = values.keys[kept][0] == "shifted" or "sdwa" in instruction.mnemonic
@@ -101,7 +102,7 @@ def _converted(values: Values, instruction: Instruction, constants: frozenset[in
 
 
 def _sources(values: Values, value: int, constants: frozenset[int]) -> Iterator[int]:
-    """Of which number a value is the sum of a conversion, or its upper half; signs and factors may be moved into it."""
+    """The numbers of which a value is the rounded sum, or its upper half. Signs and factors may be merged into it."""
     name, *parts = values.keys[value]
     numbers = [part for part in parts if name in _WITH_CONSTANTS and values.keys[part][0] == "constant"]
     if name == "negative" or (numbers and _WITH_CONSTANTS[name] in (None, values.keys[numbers[0]][1])):
@@ -115,6 +116,6 @@ def _sources(values: Values, value: int, constants: frozenset[int]) -> Iterator[
             low = values.field(source, values.constant(16), values.constant(1))
             if low in left:
                 left.remove(low)
-                known = {values.constant(_NAN[0]), *(values.of("register", each) for each in constants)}
+                known = {values.constant(_NAN[0]), *(values.of("register", register) for register in constants)}
                 if len(left) == 1 and left[0] in known:
                     yield source

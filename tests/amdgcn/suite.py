@@ -1,6 +1,6 @@
-"""The suites of tests/triton on the machine code of one AMD GPU: `pytest tests/triton --machine-code gfx942`.
+"""Run the tests in tests/triton with the machine code of one AMD GPU: `pytest tests/triton --machine-code gfx942`.
 
-Whatever lies in tests/triton runs, a new file too, except what is listed here with a reason.
+All files in tests/triton run, new ones included, except those that are listed here with a reason.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
     from tests.amdgcn.device import Gpu
     from tests.amdgcn.record import Record
 
-# Modules that are about the interpreter or the host, and run with the interpreter.
+# Modules that test the interpreter or the host. They run with the interpreter.
 ELSEWHERE: Mapping[str, str] = {
-    "test_builds": "compiles, and executes nothing",
-    "test_detect": "about processes without a GPU",
-    "test_launch": "about the host, with kernels that are made up",
-    "test_decode_models": "models in fp32, which decode attention leaves to PyTorch on a GPU",
+    "test_builds": "compiles without executing anything",
+    "test_detect": "tests processes without a GPU",
+    "test_launch": "tests the host with example kernels",
+    "test_decode_models": "fp32 models, for which a GPU uses PyTorch's attention while decoding",
 }
 
-# Minutes, and hardly a form of a kernel that the other suites lack: whole models, and the first-use checks with the
-# sizes of real ones. Only in a run of everything.
+# Modules that take minutes and add few compiled forms: whole models, and the first-use checks with realistic sizes.
+# They run only with all cases.
 LONG = frozenset({"test_models", "test_experts_models", "test_quantized_models", "test_trained", "test_probe_cases"})
 
-# Functions about the host, by name, some without an oracle for what a kernel computes: a share leaves them out.
+# Names of functions that test the host, some without a reference for the kernel's result. A share excludes them.
 HOST = re.compile(
     r"refus|operators?_(of|in)_|is_needed|alone_are_ours|served_with|tile_is_whole|for_nothing|no_tokens|unknown"
     r"|compiled_ahead|pairs_are_few|users_own|one_graph|one_launch|tier_was_named|says_the_truth"
 )
 
-# Cases that are run, drawn by architecture and name: so many of a module, of different functions.
+# The number of cases per module, from different functions, drawn by architecture and name.
 SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "all": None}
 
-# For the smallest share, of which a case each is run: functions that launch the kernels of one module.
+# For the smallest share: one function per module, of which one case runs.
 FEW = {
     "test_activation": "test_act_and_mul",
     "test_decode": "test_single_queries",
@@ -58,7 +58,7 @@ FEW = {
 
 LAST = "test_machine_code"
 
-CACHE = Path(__file__).resolve().parents[2] / ".envs" / "triton"  # of compiled kernels
+CACHE = Path(__file__).resolve().parents[2] / ".envs" / "triton"  # the cache of compiled kernels
 
 _gpu: Gpu | None = None
 _record: Record | None = None
@@ -66,32 +66,32 @@ _record: Record | None = None
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("machine code of AMD GPUs")
-    group.addoption("--machine-code", metavar="ARCH", help="execute the Triton kernels' machine code for this GPU")
-    group.addoption("--machine-code-share", choices=list(SHARES), default="all", help="how many cases (default: all)")
-    group.addoption("--machine-code-report", metavar="FILE", type=Path, help="write what was executed, as JSON")
+    group.addoption("--machine-code", metavar="ARCH", help="execute the machine code of Triton kernels for this GPU")
+    group.addoption("--machine-code-share", choices=list(SHARES), default="all", help="number of cases (default: all)")
+    group.addoption("--machine-code-report", metavar="FILE", type=Path, help="write a JSON report of what was executed")
     group.addoption("--machine-code-faults", metavar="N", type=int, help="plant N faults instead of testing")
     group.addoption("--machine-code-again", metavar="FILE", type=Path, help="plant the faults of this report instead")
-    group.addoption("--machine-code-seed", metavar="N", type=int, default=0, help="of the faults (default: 0)")
+    group.addoption("--machine-code-seed", metavar="N", type=int, default=0, help="seed of the faults (default: 0)")
 
 
 def gpu() -> Gpu | None:
-    """The GPU whose code this process executes, or None: then kernels are interpreted."""
+    """The GPU whose code this process executes, or None if kernels are interpreted."""
     return _gpu
 
 
 def arch() -> str | None:
-    """Its architecture, or None."""
+    """The GPU's architecture, or None."""
     return None if _gpu is None else _gpu.arch
 
 
 def record() -> Record:
-    """What was executed so far."""
+    """The record of what was executed."""
     assert _record is not None
     return _record
 
 
 def configure(config: pytest.Config) -> None:
-    """Present the GPU for the whole process, if one is named."""
+    """Present the GPU to the process if --machine-code names one."""
     global _gpu, _record
     wanted = config.getoption("--machine-code")
     if wanted is None:
@@ -112,18 +112,18 @@ def configure(config: pytest.Config) -> None:
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what runs elsewhere and what the share leaves out; the check of what was executed comes last."""
+    """Deselect cases that run elsewhere or are not in the share; the check of what was executed runs last."""
     count = SHARES[config.getoption("--machine-code-share")]
-    ours = [item for item in items if "tests/triton/" in item.path.as_posix()]
-    chosen = [item for item in ours if item.path.stem not in ELSEWHERE]
+    on_triton = [item for item in items if "tests/triton/" in item.path.as_posix()]
+    chosen = [item for item in on_triton if item.path.stem not in ELSEWHERE]
     if count is not None:
         drawn = [item for item in chosen if item.path.stem not in LONG and not HOST.search(item.name)]
         if count == 1:
             drawn = [item for item in drawn if _function(item) == FEW.get(item.path.stem) or item.path.stem == LAST]
         chosen = _drawn(drawn, count)
     chosen.sort(key=lambda item: item.path.stem == LAST)
-    config.hook.pytest_deselected(items=[item for item in ours if item not in chosen])
-    items[:] = [item for item in items if item not in ours] + chosen
+    config.hook.pytest_deselected(items=[item for item in on_triton if item not in chosen])
+    items[:] = [item for item in items if item not in on_triton] + chosen
 
 
 def finish(config: pytest.Config) -> None:
@@ -140,9 +140,10 @@ def plants_faults(config: pytest.Config) -> bool:
 
 
 def _drawn(items: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
-    """So many cases of every module, in the order of a checksum of architecture and name: the same in every run.
+    """Select `count` cases of every module, ordered by a checksum of architecture and name, so that every run is the
+    same.
 
-    First one case of every function, then a second one of every function, and so on.
+    The order starts with one case of every function, then a second one of every function, and so on.
     """
     modules: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     turns: dict[str, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""The conversion to bfloat16 that the compiler emits is recognised in its forms, and a wrong step is reported."""
+"""All forms of the compiler's conversion to bfloat16 are recognised, and a wrong step is reported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_sequence_is_recognised_in_the_forms_that_compilers_give_it():
     assert wrong("gfx1100", swapped) == [] and wrong("gfx1100", [*swapped[:3], PLAIN[3], swapped[4]]) == [0]
     before_a_loop = [*OLD[:2], "loop:", OLD[0], *OLD[2:], "s_cbranch_scc0 loop"]
     assert wrong("gfx942", before_a_loop) == []
-    assert wrong("gfx1100", ["v_cndmask_b32_e32 v1, 0x7fff, v2, vcc_lo"]) == []  # no conversion to be seen
+    assert wrong("gfx1100", ["v_cndmask_b32_e32 v1, 0x7fff, v2, vcc_lo"]) == []  # not recognisable as a conversion
     assert wrong("gfx1100", ["v_bfe_u32 v2, v1, 16, 2", "v_cndmask_b32_e32 v1, 3, v2, vcc_lo"]) == []
 
 
@@ -53,7 +53,7 @@ def test_every_fault_of_the_sequence_is_reported(arch, lines):
         for name in ("another operand", "another destination", "another operation", "another constant"):
             for _ in range(8):
                 after = mutate.KINDS[name](line, rng)
-                # the result may be anywhere, the mask may follow, and another constant is another choice
+                # any register may receive the result, the mask may come later, and another constant is not a conversion
                 free = line.startswith("v_cndmask") or "0xffff0000" in line
                 if after in (None, line) or (name == "another destination" and free):
                     continue

@@ -1,4 +1,4 @@
-"""A code object decodes to its assembly, and a change of either is found."""
+"""A code object decodes to its assembly, and a change of either is detected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if not decoded.available():
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def compiled(request):
-    """(architecture, instructions, code object) of the first norm of the builds."""
+    """(architecture, instructions, code object) of the first norm kernel that is built."""
     from triton.backends.compiler import GPUTarget
 
     from hf_rocm.ops.triton.builds import compiled_for
@@ -23,7 +23,7 @@ def compiled(request):
 
     build = compiled_for(norm.BUILDS[0], GPUTarget("hip", request.param, ARCHITECTURES[request.param]))
     program = Program.parse(build.asm["amdgcn"], request.param)
-    return request.param, [each.text for each in program.instructions], build.asm["hsaco"]
+    return request.param, [instruction.text for instruction in program.instructions], build.asm["hsaco"]
 
 
 def test_text_and_bytes_agree(compiled):

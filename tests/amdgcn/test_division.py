@@ -1,4 +1,4 @@
-"""The sequence that the compiler emits for a float32 division rounds correctly, and no other one is taken for it."""
+"""The compiler's sequence for a float32 division rounds correctly, and other sequences are not mistaken for it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.amdgcn import mutate, sequences
 from tests.amdgcn.one import ARCHITECTURES, CDNA, execute, lanes, program
 
 f32 = np.float32
-SMALLEST, LARGEST = -149, 127  # exponents of float32, subnormal numbers among them
+SMALLEST, LARGEST = -149, 127  # exponents of float32, including subnormal numbers
 SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-38, 3e38, 1, -1], f32)
-WAVES = 600  # at a time
+WAVES = 600  # numbers per launch
 
 
 def sequence(arch):
@@ -34,7 +34,7 @@ def sequence(arch):
 
 
 def divided(arch, a, b):
-    """(a / b, the inverse that v_rcp returned for the scaled denominator), computed as the compiler does."""
+    """Return (a / b, v_rcp of the scaled denominator), computed with the compiler's sequence."""
     lines = sequence(arch)
     size = lanes(arch) * WAVES
     parts = []
@@ -42,12 +42,12 @@ def divided(arch, a, b):
         block = [np.resize(x[start : start + size], size).reshape(WAVES, -1) for x in (a, b)]
         state = execute(arch, lines, dict(zip(("v1", "v2"), block, strict=True)), waves=WAVES)
         parts.append([state.v[register].view(f32).reshape(-1) for register in (7, 8)])
-    quotient, inverse = (np.concatenate(each)[: len(a)] for each in zip(*parts, strict=True))
+    quotient, inverse = (np.concatenate(part)[: len(a)] for part in zip(*parts, strict=True))
     return quotient, inverse
 
 
 def numbers(generator, power_of_two):
-    """[n], [n]: one pair of numbers for every pair of exponents."""
+    """Two arrays [n] with a pair of numbers for every pair of exponents."""
     exponents = np.arange(SMALLEST, LARGEST + 1)
     pairs = []
     for exponent in np.meshgrid(exponents, exponents):
@@ -71,7 +71,7 @@ def test_every_pair_of_exponents(arch, power_of_two):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_zeros_infinities_and_nan(arch):
     with np.errstate(all="ignore"):
-        a, b = (each.ravel() for each in np.meshgrid(SPECIAL, SPECIAL))
+        a, b = (grid.ravel() for grid in np.meshgrid(SPECIAL, SPECIAL))
         np.testing.assert_array_equal(divided(arch, a, b)[0], a / b)
         assert (np.signbit(divided(arch, a, b)[0]) == np.signbit(a / b))[~np.isnan(a / b)].all()
 

@@ -1,4 +1,4 @@
-"""What a process that presents an AMD GPU sees, and that nothing of it stays."""
+"""The properties of a presented AMD GPU, and that the process is restored afterwards."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_storages_are_far_apart_and_views_lie_inside():
 
 
 def test_every_bit_of_an_address_and_every_carry_matters():
-    """In one launch or the next, for the storage at any place: 8 GiB between two, 48 bits, the alignment as it is."""
+    """For a storage at any position, in one of two consecutive launches: 8 GiB between storages, 48 bits, same
+    alignment."""
     for place in range(12):
         bases = [base(place, turn, 10_000, 0x1230) for turn in range(2)]
         assert {start >> 32 != start + 9_999 >> 32 for start in bases} == {True, False}
@@ -100,7 +101,8 @@ def test_a_nan_that_is_stored_is_one_that_operations_produce(dtype):
 
 
 def test_what_is_in_no_tensor_is_hidden():
-    """The rest of the rows of a view, and what lies behind its last row; nothing of a storage that is passed whole."""
+    """The bytes between and after the rows of a view are hidden; a storage that is passed as a whole has no hidden
+    bytes."""
     space = Space(cdna=True)
     wide, whole = torch.zeros(3, 8), torch.zeros(24)
     start = space.address(wide[:2, 1:4]) - 4
@@ -130,7 +132,7 @@ def test_arguments_are_put_where_the_code_reads_them():
     program = SimpleNamespace(arguments=fields, kernarg_size=32)
     block = pack(program, [bytes(range(8)), b"abcd"], (7, 1, 1), 256)
     assert block == bytes(range(8)) + b"abcd" + bytes(12) + struct.pack("<I", 7) + bytes(4)
-    with pytest.raises(ValueError, match="where the code reads 8"):
+    with pytest.raises(ValueError, match="expected an argument of 8 bytes"):
         pack(program, [b"abcd"], (1, 1, 1), 64)
     with pytest.raises(ValueError, match="1 arguments more"):
         pack(program, [bytes(8), bytes(4), bytes(8), bytes(4)], (1, 1, 1), 64)

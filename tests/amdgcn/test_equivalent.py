@@ -1,4 +1,4 @@
-"""A fault is proven to change nothing where that is so, and nowhere else."""
+"""A proof that a fault changes nothing succeeds only if it is true."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_proof(index, after, words):
 
 @pytest.mark.parametrize(("index", "after"), [(6, "v_and_b32_e32 v5, 15, v0"), (1, "s_load_dword s6, s[0:1], 0xc")])
 def test_what_depends_on_an_argument_is_not_proven(index, after):
-    """Equal in this launch alone: with a larger bound the lanes would not be idle."""
+    """The result is equal in this launch only: with a larger bound the lanes would not be idle."""
     assert proof(index, after, bound="s6") is None
 
 
@@ -72,4 +72,4 @@ def test_registers_and_flags_that_are_read_are_alive():
     assert flow.dead(program, 2, {1000 + 6})
     partial = ["v_mov_b32_e32 v1, 1", "s_mov_b64 exec, 1", "v_mov_b32_e32 v1, 2", "s_mov_b64 exec, -1"]
     used = one.program(ARCH, [*partial, "v_mov_b32_e32 v2, v1"])
-    assert not flow.dead(used, 0, {1})  # the other lanes keep it
+    assert not flow.dead(used, 0, {1})  # the other lanes keep the value

@@ -1,4 +1,4 @@
-"""Faults of every sort, planted into one kernel, are found: `faults.py` plants hundreds, which takes too long here."""
+"""Faults of every kind in one kernel are detected. `faults.py` plants hundreds, which takes too long here."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.amdgcn.machine import MachineError, UnknownInstruction
 from tests.tolerance import assert_as_good_as_eager
 
 pytest.importorskip("triton", reason="not run: needs Triton")
-ARCH = "gfx942"  # one: Triton keeps what a process has compiled
+ARCH = "gfx942"  # only one, because Triton caches compiled kernels per process
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    """(a call that checks its result, the code that it launches, the instructions that it reaches)."""
+    """(a function that calls the kernel and checks its result, the launched code, the reached instructions)."""
     x, weight = (torch.randn(size, generator=torch.Generator().manual_seed(7)) for size in ((2, 3000), (3000,)))
     expected = eager_rms_norm(x.double(), weight.double(), 1e-6, False)
 
     def check():
-        torch.use_deterministic_algorithms(True)  # what nobody writes is NaN
+        torch.use_deterministic_algorithms(True)  # elements that are not written are NaN
         try:
             with options.override(tier="triton", probe=False):
                 output = ops.rms_norm(x, weight, eps=1e-6)
@@ -44,7 +44,8 @@ def loaded():
 
 @pytest.mark.parametrize("kind", mutate.KINDS)
 def test_a_planted_fault_is_found(kind, loaded):
-    """At least one of the first three that apply; one alone may change nothing, such as a wait that another covers."""
+    """At least one of the first three applicable faults is detected. A single one may have no effect, such as a
+    redundant wait."""
     check, code, reached = loaded
     whole, rng, planted = code.program, random.Random(kind), 0
     order = rng.sample(reached, len(reached))
@@ -69,5 +70,5 @@ def test_a_planted_fault_is_found(kind, loaded):
                 break
     finally:
         code.program = whole
-    assert planted, "no instruction of the kernel takes such a fault"
-    pytest.fail(f"{planted} faults were not found")
+    assert planted, "no instruction of the kernel allows such a fault"
+    pytest.fail(f"{planted} faults were not detected")

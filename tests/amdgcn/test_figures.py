@@ -1,4 +1,4 @@
-"""Figures that are computed from the text of a kernel."""
+"""Figures that are computed from a kernel's assembly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floating-point instructions against exact fractions and against PyTorch's conversions."""
+"""Floating-point instructions are compared with exact fractions and with PyTorch's conversions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ f16, f32 = np.float16, np.float32
 
 
 def specials() -> np.ndarray:
-    """Numbers at the ends of float32, bf16, float16 and 8-bit floats, and ties between neighbours."""
+    """Numbers at the limits of float32, bf16, float16 and 8-bit floats, and ties between neighbours."""
     tiny = [0.0, -0.0, 1e-45, -1e-40, 2.0**-126, 2.0**-133, 2.0**-24, 2.0**-25, 2.0**-14, 2.0**-9, 2.0**-10, 2.0**-17]
     ties = [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-4, 1 + 3 * 2.0**-4, 1.125, 1.375]
     large = [240.0, 248.0, 256.0, 448.0, 464.0, 57344.0, 61440.0, 65504.0, 65520.0, 3.3e38, np.inf, -np.inf, np.nan]
@@ -29,7 +29,7 @@ def numbers(count: int, seed: int = 0) -> np.ndarray:
 
 
 def in_batches(arch: str, text: str, source: np.ndarray, dtype: type) -> np.ndarray:
-    """v2 = text of v1, over more values than a wave has lanes."""
+    """Compute v2 from v1 with `text`, for more values than a wave has lanes."""
     size = lanes(arch)
     padded = np.resize(source, -(-len(source) // size) * size)
     parts = [vector(execute(arch, text, {"v1": part}), "v2") for part in padded.reshape(-1, size)]
@@ -57,7 +57,7 @@ def test_fused_multiply_add_rounds_once(arch):
     generator = np.random.default_rng(1)
     a, b = (generator.standard_normal(lanes(arch)).astype(f32) for _ in range(2))
     c = -(a * b) * (1 + generator.integers(-3, 4, lanes(arch)) * 2.0**-12)
-    # a tie that rounding twice gets wrong: the sum lies below the middle by less than float64 resolves
+    # double rounding gets this tie wrong: the sum is below the midpoint by less than float64 resolves
     a[0], b[0], c[0] = 1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60
     a[1], b[1], c[1] = 1.0, 1 + 2.0**-23, 2.0**-24
     a[2], b[2], c[2] = 2.0**-30, -(2.0**-30), 1 + 2.0**-23
@@ -67,7 +67,7 @@ def test_fused_multiply_add_rounds_once(arch):
 
 
 def test_rounding_twice_would_be_wrong():
-    """float64 holds neither sum, and both round to the middle between two numbers of float32 there."""
+    """Neither sum is exact in float64, where both round to the midpoint between two float32 numbers."""
     a, b = np.array([1 + 2.0**-23], f32), np.array([1 + 2.0**-23 * 0.5], f32)
     total = np.array([1 + 2.0**-24], np.float64)
     for error, expected in ((2.0**-80, 1 + 2.0**-23), (-(2.0**-80), 1.0)):
@@ -123,7 +123,7 @@ EIGHT_BIT = {
 
 @pytest.mark.parametrize(("arch", "kind"), EIGHT_BIT)
 def test_eight_bit_conversions_are_pytorch_s(arch, kind):
-    """Encoding of what is in range, and decoding of every code."""
+    """Encode numbers in the range, and decode every code."""
     dtype = EIGHT_BIT[arch, kind]
     largest = torch.finfo(dtype).max
     source = numbers(1000)
@@ -143,7 +143,7 @@ def test_two_codes_times_a_power_of_two(half, kind):
     every = np.arange(256, dtype=np.uint32)
     pairs = (every[::-1] << 8 | every) << 16 * half | 0x5A5A << 16 * (1 - half)
     expected = torch.arange(256).byte().view(EIGHT_BIT["gfx950", kind]).float().numpy()
-    for scale, factor in (("1.0", 1), ("4.0", 4), ("-0.5", 0.5), ("0x40400000", 2)):  # of 3, the exponent alone
+    for scale, factor in (("1.0", 1), ("4.0", 4), ("-0.5", 0.5), ("0x40400000", 2)):  # 3.0: only its exponent counts
         line = f"v_cvt_scalef32_pk_f32_{kind} v[2:3], v1, {scale} op_sel:[{half},0,0]"
         np.testing.assert_array_equal(in_batches("gfx950", line, pairs, f32), expected * f32(factor))
         moved = [line, "v_mov_b32_e32 v2, v3"]
@@ -154,7 +154,7 @@ def test_two_codes_times_a_power_of_two(half, kind):
 
 @pytest.mark.parametrize(("arch", "kind"), EIGHT_BIT)
 def test_eight_bit_overflow(arch, kind):
-    """NaN or infinity beyond the range; the largest number if MODE.FP16_OVFL is set."""
+    """Overflow gives NaN or infinity, or the largest number if MODE.FP16_OVFL is set."""
     dtype = EIGHT_BIT[arch, kind]
     text = f"v_cvt_pk_{kind}_f32 v2, v1, v1"
     state = execute(arch, text, {"v1": f32(1e6)})

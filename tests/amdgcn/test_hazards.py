@@ -1,4 +1,4 @@
-"""Wait states that CDNA's hardware leaves to the compiler, with the numbers of AMD's ISA documents and of LLVM."""
+"""Wait states that the compiler must insert for CDNA, with the numbers from AMD's ISA documents and LLVM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_wait_states(arch, first, second, states):
     assert not exact.hazards
     short = [f"s_nop {states - 2}"] if states > 1 else []
     assert program(arch, [first, *short, second]).hazards == ((0, 1 + len(short), 1),)
-    # instructions that have nothing to do with it are wait states too
+    # unrelated instructions count as wait states
     filler = ["s_mov_b32 s20, 0"] * states
     assert not program(arch, [first, *filler, second]).hazards
     assert program(arch, [first, *filler[1:], second]).hazards

@@ -1,4 +1,4 @@
-"""A wait that is left out changes nothing where another delivers as much in time, and nowhere else."""
+"""An omitted wait has no effect only if another wait completes the same operations in time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reason(*lines, at):
 
 
 def test_another_wait_comes_in_time():
-    words = "delivers as much"
+    words = "completes the same operations"
     assert words in reason(LOAD, WAIT, IDLE, WAIT, USE, at=1)
     assert words in reason(LOAD, OTHER, "s_waitcnt vmcnt(1)", "s_waitcnt vmcnt(1)", USE, at=2)
     newer = "global_load_dword v9, v1, s[4:5]"
@@ -55,12 +55,12 @@ def test_scalar_loads_arrive_in_any_order():
 
 
 def test_nothing_is_in_flight_on_any_way():
-    words = "nothing that it waits for"
+    words = "no operation that it waits for"
     assert words in reason(IDLE, WAIT, at=1)
     assert words in reason(LOAD, WAIT, "s_barrier", WAIT, at=3)
     assert words in reason("ds_read_b32 v4, v1", WAIT, USE, at=1)  # another counter
     loop = ["loop:", WAIT, IDLE, LOAD, "s_cbranch_scc0 loop"]
-    assert reason(*loop, at=0) is None  # in flight from the turn before
+    assert reason(*loop, at=0) is None  # in flight from the previous iteration
     assert reason("s_cbranch_scc0 past", LOAD, "past:", WAIT, "s_barrier", USE, at=2) is None
     assert reason(LOAD, "s_waitcnt vmcnt(1)", WAIT, USE, at=2) is None  # a wait for one leaves one
 
@@ -75,4 +75,4 @@ def test_counters_of_gfx12_are_apart():
     ]
     assert implied.implied(one.program("gfx1201", lines), 2) is None
     lines.insert(4, "s_wait_loadcnt 0x0")
-    assert "delivers as much" in implied.implied(one.program("gfx1201", lines), 2)
+    assert "completes the same operations" in implied.implied(one.program("gfx1201", lines), 2)

@@ -1,4 +1,4 @@
-"""What moves data between lanes, against the lane numbers that AMD's ISA documents give."""
+"""Instructions that move data between lanes are compared with the lane numbers in AMD's ISA documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .one import ARCHITECTURES, CDNA, RDNA, execute, lanes, scalar, vector
 
 
 def row_control(control: str, n: int, lane: int) -> int | None:
-    """The source lane of a DPP control of both families, or None where there is none."""
+    """The source lane of a DPP control that both families have, or None if it does not exist."""
     row, place = lane // 16 * 16, lane % 16
     if control == "row_shl":
         return lane + n if place + n < 16 else None
@@ -55,7 +55,7 @@ def test_patterns(arch):
 
 @pytest.mark.parametrize("arch", CDNA)
 def test_broadcasts_to_the_next_rows(arch):
-    """row_bcast:15: the last lane of a row to the row after it; row_bcast:31: lane 31 to rows 2 and 3."""
+    """row_bcast:15 copies the last lane of a row to the next row; row_bcast:31 copies lane 31 to rows 2 and 3."""
     source = 100 + np.arange(64, dtype=np.uint32)
     state = execute(arch, "v_mov_b32_dpp v2, v1 row_bcast:15 row_mask:0xa bank_mask:0xf", {"v1": source, "v2": 7})
     assert list(vector(state, "v2")) == [7] * 16 + [115] * 16 + [7] * 16 + [147] * 16
@@ -74,7 +74,7 @@ def test_masks_of_rows_and_banks(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_inactive_sources(arch):
-    """An inactive lane is no source: the reader keeps its register, or reads 0 with bound_ctrl."""
+    """An inactive lane is not a valid source: the reader keeps its register, or reads 0 with bound_ctrl."""
     source = 100 + np.arange(lanes(arch), dtype=np.uint32)
     active = (1 << lanes(arch)) - 1 & ~0b10
     for bound, expected in (("", 7), (" bound_ctrl:1", 0)):
@@ -135,7 +135,7 @@ WAIT = {name: "s_wait_dscnt 0x0" if name == "gfx1201" else "s_waitcnt lgkmcnt(0)
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_swizzles(arch):
-    """The offset's bits: 4:0 keep, 9:5 set, 14:10 flip bits of the lane within 32; with bit 15, a quad's pattern."""
+    """Offset bits 4:0 keep, 9:5 set and 14:10 flip bits of the lane index within 32; bit 15 selects a quad pattern."""
     source = np.arange(lanes(arch), dtype=np.uint32)
     keep, either, flip = 0b11101, 0b00010, 0b10001
     cases = {
@@ -165,7 +165,7 @@ def test_permutations_through_lds(arch):
 
 
 def test_transposing_load():
-    """Lane i of 16 gets column i of the four rows of 16 that the lanes' addresses name."""
+    """Lane i of 16 receives column i of the four rows of 16 at the lanes' addresses."""
     lines = ["ds_write_b64 v1, v[2:3]", "ds_read_b64_tr_b16 v[4:5], v1", "s_waitcnt lgkmcnt(0)"]
     lane = np.arange(64, dtype=np.uint32)
     # element e of lane n is 4 n + e: row 4 n // 16 of its block of 16 lanes, column (4 n + e) % 16

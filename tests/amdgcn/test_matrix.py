@@ -1,4 +1,4 @@
-"""Matrix instructions against the operand maps that AMD publishes with its Matrix Instruction Calculator."""
+"""Matrix instructions are compared with the operand maps of AMD's Matrix Instruction Calculator."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from .machine import MachineError, UnknownInstruction
 from .one import ARCHITECTURES, execute, lanes, program
 
-# Per instruction: rows (and columns), K, bits of an element, and the lane's group that holds an element of K.
-# A[i][k] is in lane i + size × (k // per lane), counted from the lowest bits of the lane's first register, where
-# "per lane" is K × size / 64 (CDNA), K / 2 (RDNA 4, where 16-bit elements alternate between the halves of the wave in
-# fours). On RDNA 3 both halves of a wave hold all of K. B is value like the transpose of A.
+# For every instruction: rows (and columns), K, bits per element, and the lane group that contains an element of K.
+# A[i][k] is in lane i + size × (k // per lane), starting at the lowest bits of the lane's first register, where "per
+# lane" is K × size / 64 (CDNA), K / 2 (RDNA 4, where 16-bit elements alternate between the halves of the wave in groups
+# of four). On RDNA 3 both halves of a wave contain all of K. B has the layout of A transposed.
 MFMA16, MFMA32, INTERLEAVED, HALVES = "mfma16", "mfma32", "interleaved", "halves"
 
 
 def row_of(layout: str, register: int, lane: int) -> int:
-    """The row of C and D that a lane's register holds; the column is the lane modulo the number of columns."""
+    """The row of C and D in a register of a lane. The column is the lane modulo the number of columns."""
     if layout == MFMA16:
         return 4 * (lane // 16) + register
     if layout == MFMA32:
@@ -69,7 +69,7 @@ FLOATS = {
 
 
 def random_matrix(kind: str, rows: int, columns: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Small integers, whose products and sums are exact in every type: their codes and their values."""
+    """The codes and values of small integers, whose products and sums are exact in every type."""
     if kind in FLOATS:
         values = torch.from_numpy(generator.integers(-3, 4, (rows, columns))).to(FLOATS[kind])
         size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.element_size()]
@@ -83,7 +83,7 @@ def random_matrix(kind: str, rows: int, columns: int, generator: np.random.Gener
 
 
 def pack(arch: str, codes: np.ndarray, bits: int) -> np.ndarray:
-    """A [rows, K] matrix in registers [registers, lanes], by the published map."""
+    """Pack a [rows, K] matrix into registers [registers, lanes] according to the published map."""
     size, depth = codes.shape
     count = lanes(arch)
     per_lane = depth if arch == "gfx1100" else depth * size // count
@@ -92,7 +92,7 @@ def pack(arch: str, codes: np.ndarray, bits: int) -> np.ndarray:
         for element in range(per_lane):
             group = 0 if arch == "gfx1100" else lane // size
             k = per_lane * group + element
-            if arch == "gfx1201" and bits == 16:  # four of one half's elements, four of the other's, and so on
+            if arch == "gfx1201" and bits == 16:  # groups of four alternate between the halves
                 k = 8 * (element // 4) + 4 * group + element % 4
             place = element * bits
             registers[place // 32, lane] |= np.uint32(int(codes[lane % size, k]) << place % 32)
@@ -109,7 +109,7 @@ def layout_of(arch: str, size: int) -> str:
 def test_products_by_the_published_map(arch, mnemonic, size, depth, kind):
     generator = np.random.default_rng(0)
     a_codes, a = random_matrix(kind, size, depth, generator)
-    b_codes, b = random_matrix(kind, size, depth, generator)  # B is [K, columns]: its columns are packed like rows
+    b_codes, b = random_matrix(kind, size, depth, generator)  # B is [K, columns]; its columns are packed like rows
     bits = 8 * FLOATS[kind].itemsize if kind in FLOATS else int(kind[-1])
     left, right = pack(arch, a_codes, bits), pack(arch, b_codes, bits)
     count, layout = size * size // lanes(arch), layout_of(arch, size)
@@ -133,7 +133,7 @@ def test_products_by_the_published_map(arch, mnemonic, size, depth, kind):
 
 
 def test_the_published_map_of_one_element_each():
-    """Single entries as the calculator prints them: A[1][5] of 16x16x16 on CDNA 3 is v0.[31:16] of lane 17 …"""
+    """Single entries that the calculator prints, such as A[1][5] of 16x16x16 on CDNA 3: v0.[31:16] of lane 17."""
     codes = np.zeros((16, 16), np.int64)
     codes[1, 5] = 1
     packed = pack("gfx942", codes, 16)
@@ -174,7 +174,7 @@ def test_subnormal_numbers_are_flushed_on_gfx90a_alone():
 
 
 def test_mixed_eight_bit_formats():
-    """bf8 codes times fp8 codes, in gfx942's format: 1.0 is 0x40 in both."""
+    """Multiply bf8 codes by fp8 codes in gfx942's formats, where 1.0 is 0x40 in both."""
     registers = {"v0": 0x40404040, "v1": 0x40404040, "v2": 0x40404040, "v3": 0x48484848}
     state = execute("gfx942", "v_mfma_f32_16x16x32_bf8_fp8 v[4:7], v[0:1], v[2:3], 0", registers)
     assert (state.vf[4:8] == 16 * 1.0 + 16 * 2.0).all()

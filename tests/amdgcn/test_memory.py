@@ -1,4 +1,4 @@
-"""Memory: loads and stores of every size, waits, bounds, guard zones, races, barriers and garbage."""
+"""Loads and stores of every size, waits, bounds, guard zones, races, barriers and uninitialised registers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write(arch: str) -> str:
 
 
 def buffer(size: int, *, writable: bool = True) -> tuple[Memory, np.ndarray, dict[str, int]]:
-    """A buffer of distinct bytes, and its address in s[4:5]."""
+    """A buffer of distinct bytes, and registers with its address in s[4:5]."""
     data = np.arange(size, dtype=np.uint32).astype(np.uint8)
     memory = Memory()
     return memory, data, {"s[4:5]": memory.place(data, writable=writable)}
@@ -79,13 +79,13 @@ def test_narrow_loads(arch):
     first = line.replace("_d16_hi", "_d16")
     state = execute(arch, [first, LOADED[arch], line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
     assert int(vector(state, "v4")[0]) == 0x01000100
-    with pytest.raises(EarlyAccess):  # it keeps a half that is on its way
+    with pytest.raises(EarlyAccess):  # it preserves a half that is still in flight
         execute(arch, [first, line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_buffers_end_in_zeros(arch):
-    """A raw buffer's lanes beyond its records read zero and write nothing."""
+    """Lanes beyond the limit of a raw buffer read zero and do not write."""
     memory, data, registers = buffer(256)
     address = registers["s[4:5]"]
     lane = np.arange(lanes(arch), dtype=np.uint32)
@@ -104,14 +104,14 @@ def test_buffers_end_in_zeros(arch):
     ("change", "offsets", "words"),
     [
         ({}, [0, 0x80000000], None),
-        ({"s10": 0x7FFFFFFC}, [0], "a limit of 0x7ffffffc"),
-        ({"s11": 0x26000}, [0], "flags 0x26000"),
-        ({}, [0x7FFFFFFC], "0x7ffffffc of a lane that is not masked"),
-        ({}, [0x80000080], "0x80000080 of a lane that is not masked"),
+        ({"s10": 0x7FFFFFFC}, [0], "got 0x7ffffffc"),
+        ({"s11": 0x26000}, [0], "got 0x26000"),
+        ({}, [0x7FFFFFFC], "0x7ffffffc of an unmasked lane"),
+        ({}, [0x80000080], "0x80000080 of an unmasked lane"),
     ],
 )
 def test_a_compilers_buffers_are_checked(change, offsets, words):
-    """What the hardware would drop in silence: another limit, and addresses beyond the end that nobody masked."""
+    """Errors that the hardware would silently ignore: a wrong limit, and unmasked addresses beyond the end."""
     arch = "gfx942"
     memory, _, registers = buffer(256)
     memory.contract = Contract(0x7FFFFFFE, 0x27000, 0x80000000)
@@ -130,7 +130,7 @@ def test_a_compilers_buffers_are_checked(change, offsets, words):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_hidden_bytes_are_out_of_bounds(arch):
-    """Those of a storage that belong to no tensor that was passed."""
+    """Hidden bytes are the bytes of a storage that belong to no tensor of the launch."""
     memory, _, registers = buffer(256)
     hidden = np.zeros(256, bool)
     hidden[40:44] = True
@@ -150,10 +150,10 @@ def test_scalar_loads(arch):
     assert [scalar(state, f"s{i}") for i in range(8, 12)] == list(data[16:32].view(np.uint32))
     with pytest.raises(EarlyAccess, match="s9 awaits"):
         execute(arch, [line, "s_mov_b32 s2, s9"], registers, memory=memory)
-    with pytest.raises(EarlyAccess):  # scalar loads return in any order: a wait for fewer than all covers none
+    with pytest.raises(EarlyAccess):  # scalar loads complete in any order, so only a wait for all of them is sufficient
         wait = "s_wait_kmcnt 0x1" if arch == "gfx1201" else "s_waitcnt lgkmcnt(1)"
         execute(arch, [line, line.replace("8:11", "12:15"), wait, "s_mov_b32 s2, s9"], registers, memory=memory)
-    for offset in ("0x11", "0x12"):  # the hardware ignores the lower bits, and no compiler means that
+    for offset in ("0x11", "0x12"):  # the hardware ignores the lower bits
         with pytest.raises(OutOfBounds, match="multiple of 4"):
             execute(arch, [line.replace("0x10", offset)], registers, memory=memory)
 
@@ -205,7 +205,7 @@ def test_a_counter_at_its_end_makes_the_wave_wait():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("offset", "lane"), [(-4, 0), (4 - 4 * 64, 63), (1 << 20, 5)])
 def test_every_lane_s_address_is_checked(arch, offset, lane):
-    """One bad lane is enough: behind the end, before the start, far away."""
+    """A single wrong lane is reported: after the end, before the start, or far away."""
     size = 4 * lanes(arch)
     memory, _, registers = buffer(size)
     memory.place(np.zeros(1 << 16, np.uint8))
@@ -266,7 +266,7 @@ def test_lds_bounds(arch):
 
 
 def exchange(arch: str, *, barrier: bool = True, wait: bool = True) -> list[str]:
-    """Every wave writes its place in LDS, and reads its neighbour's: v1 and v2 are the addresses."""
+    """Every wave writes its element in LDS and reads its neighbour's; v1 and v2 contain the addresses."""
     between = BARRIER[arch] if barrier else []
     store = [f"{write(arch)}_b32 v1, v3", *([LDS[arch]] if wait else []), *between]
     return [*store, f"{read(arch)}_b32 v4, v2", LDS[arch]]
@@ -298,7 +298,7 @@ def test_equal_stores_are_no_race(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_races_between_workgroups(arch):
-    """Both workgroups store their number to the buffer's first word, or each to its own."""
+    """Both workgroups store their index to the first word of the buffer, or to different words."""
     x = "ttmp9" if arch == "gfx1201" else "s2"
     base = [f"s_load_{word(arch, 2)} s[4:5], s[0:1], 0x0", SCALAR[arch], f"v_mov_b32_e32 v3, {x}"]
     lines = [*base, "v_mov_b32_e32 v1, 0", f"global_store_{word(arch)} v1, v3, s[4:5]"]
@@ -330,7 +330,7 @@ def test_registers_and_lds_start_as_garbage(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_waves_that_part_join_again(arch):
-    """Odd waves take another way; all of them add one more behind it."""
+    """Odd waves take another branch; all waves add 1 after it."""
     add = "v_add_u32_e32" if arch in CDNA else "v_add_nc_u32_e32"
     compare = "v_readfirstlane_b32 s4, v1"
     lines = [compare, "s_cmp_eq_u32 s4, 0", "s_cbranch_scc1 after", f"{add} v2, 10, v2", "after:", f"{add} v2, 1, v2"]
@@ -344,7 +344,7 @@ def test_waves_that_part_join_again(arch):
     assert [int(row[0]) for row in data.view(np.uint32).reshape(4, -1)] == [1, 11, 1, 11]
 
 
-@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])  # it spills through buffers
+@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])  # spills with buffer_store
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_scratch_is_each_lanes_own(arch, count):
     values, others = (f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}" for first in (4, 8))
@@ -373,7 +373,7 @@ def test_scratch_of_inactive_lanes_stays_and_starts_as_garbage(arch):
 
 @pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])
 def test_scratch_has_a_size_and_its_loads_are_waited_for(arch):
-    with pytest.raises(OutOfBounds, match="of 32 bytes a lane"):
+    with pytest.raises(OutOfBounds, match="of 32 bytes per lane"):
         execute(arch, [f"scratch_store_{word(arch)} off, v4, off offset:32"], {"v4": 1})
     with pytest.raises(EarlyAccess):
         execute(arch, [f"scratch_load_{word(arch)} v4, off, off", "v_mov_b32_e32 v5, v4"], {"v4": 1})

@@ -1,4 +1,4 @@
-"""Planted faults change one instruction, each sort of them where it applies."""
+"""Every kind of planted fault changes one instruction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of planted faults is written by architecture, and its sum is that of its sections."""
+"""The page of planted faults has one section per architecture, and its totals are the sums of the sections."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ FAULT = {"kernel": "norm", "kind": "another mask", "before": "v_a |v1|, v2", "af
 
 
 def faults(*outcomes):
-    return [{**FAULT, "found": found, "proof": proof} for found, proof in outcomes]
+    return [{**FAULT, "detected": detected, "proof": proof} for detected, proof in outcomes]
 
 
 def test_a_page_has_what_was_found_and_what_was_proven():
     sections = {
-        "gfx942": record_faults.section("gfx942", 1, faults(("Race", None), (None, "it is dead"), (None, None))),
+        "gfx942": record_faults.section("gfx942", 1, faults(("Race", None), (None, "it is not read"), (None, None))),
         "gfx1100": record_faults.section("gfx1100", 2, faults(("wrong result", None))),
     }
     text = record_faults.page(sections)
     assert record_faults.totals(sections) == (4, 2, 1, 1)
     assert "4 planted, 2 detected, 1 change nothing, 1 not" in text and "66.7%" in text
-    assert "| changes nothing: it is dead |" in text and "**not detected** by 3 cases" in text
+    assert "| changes nothing: it is not read |" in text and "**not detected** by 3 cases" in text
     assert "`v_a \\|v1\\|, v2`" in text
     assert record_faults.sections_of(text).keys() == sections.keys()
     assert record_faults.page(record_faults.sections_of(text)) == text
@@ -31,7 +31,7 @@ def test_one_architecture_is_recorded_again(tmp_path, monkeypatch):
     page.write_text(record_faults.page(old), encoding="utf-8")
     monkeypatch.setattr(record_faults, "PAGE", page)
     monkeypatch.setattr(record_faults, "plant", lambda arch, seed, count: faults(("Race", None)) * count)
-    assert record_faults.main(["gfx942", "--count", "3", "--seed", "5"]) == 1  # 3 of 4 are too few
+    assert record_faults.main(["gfx942", "--count", "3", "--seed", "5"]) == 1  # 3 of 4 is below the limit
     assert "## gfx942\n\n3 planted with seed 5, 3 detected" in page.read_text(encoding="utf-8")
     assert record_faults.main(["gfx1100", "--count", "2"]) == 0
     assert list(record_faults.sections_of(page.read_text(encoding="utf-8"))) == ["gfx942", "gfx1100"]
@@ -49,6 +49,6 @@ def test_a_proof_by_hand_counts(monkeypatch):
     assert "0 detected, 2 change nothing, 1 not" in record_faults.section(
         "gfx942",
         1,
-        [*faults((None, None), (None, "it is dead")), {**FAULT, "before": "v_c", "found": None, "proof": None}],
+        [*faults((None, None), (None, "it is not read")), {**FAULT, "before": "v_c", "detected": None, "proof": None}],
     )
     assert "both are 0 (by hand)" in record_faults.section("gfx942", 1, faults((None, None)))

@@ -1,4 +1,4 @@
-"""Scalar instructions against the formulas of AMD's ISA documents, in Python's integers."""
+"""Scalar instructions are compared with the formulas in AMD's ISA documents, computed with Python integers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def overflows(x: int) -> int:
 
 
 def scc(arch: str, text: str, registers: dict[str, int]) -> tuple[int, int]:
-    """The result of 64 bits in s[8:9], and SCC, from s[4:5] and s[6:7]."""
+    """Execute an instruction on s[4:5] and s[6:7]; return the 64-bit result in s[8:9], and SCC."""
     state = execute(arch, text, {"s[8:9]": 0, **registers})
     return scalar(state, "s[8:9]"), int(state.scc[0])
 
 
-# name -> (result, SCC or None where it stays), of 32-bit sources, on all architectures
+# name -> (result, SCC or None if it does not change) of 32-bit sources, on all architectures
 BOTH = {
     "s_and_b32": lambda a, b: (a & b, int(a & b != 0)),
     "s_or_b32": lambda a, b: (a | b, int(a | b != 0)),
@@ -147,7 +147,7 @@ def test_exec_is_saved_and_changed(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_loops_and_branches(arch):
-    """Ten rounds of a loop, and the other way at its end."""
+    """Ten iterations of a loop, then the fall-through path."""
     add = "s_add_co_i32" if arch == "gfx1201" else "s_add_i32"
     lines = [
         "s_mov_b32 s4, 0",

@@ -1,4 +1,4 @@
-"""Instructions are attributed to the lines that they come from, and counted where no case reached them."""
+"""Unreached instructions are counted by source line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Integer and bitwise vector instructions against the formulas of AMD's ISA documents, in Python's integers."""
+"""Integer and bitwise vector instructions are compared with the formulas in AMD's ISA documents, computed with Python
+integers."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ EDGES = [0, 1, 2, 31, 32, 33, 0x7F, 0x80, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x8000000
 
 
 def values(arch: str, seed: int) -> np.ndarray:
-    """Edge cases in some lanes, anything in the others."""
+    """Edge cases in some lanes, random values in the others."""
     generator = np.random.default_rng(seed)
     words = generator.integers(0, 2**32, lanes(arch), np.uint32)
     places = generator.permutation(lanes(arch))[: len(EDGES)]
@@ -34,7 +35,7 @@ def bfe_signed(a: int, b: int, c: int) -> int:
 
 
 def permuted(a: int, b: int, c: int) -> int:
-    """v_perm_b32: selectors 0-7 name a byte of {a, b}, 8-11 the sign of its four halves, 12 is 0, above is 255."""
+    """v_perm_b32: selectors 0-7 select a byte of {a, b}, 8-11 the sign of a half, 12 is 0, larger ones are 255."""
     both = (a << 32 | b).to_bytes(8, "little")
     result = []
     for place in range(4):
@@ -52,7 +53,7 @@ def median(*numbers: int) -> int:
     return sorted(numbers)[1]
 
 
-# mnemonic -> formula of the sources, where the result is taken modulo 2**32
+# mnemonic -> formula of the sources; the result is reduced modulo 2**32
 FORMULAS: dict[str, Callable[..., int]] = {
     "v_and_b32_e32": lambda a, b: a & b,
     "v_or_b32_e32": lambda a, b: a | b,
@@ -135,7 +136,7 @@ def test_formulas(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_carries(arch):
-    """add and subtract with carry in and out, as the masks that they read and write."""
+    """Addition and subtraction with carry in and out, which are lane masks."""
     a, b = values(arch, 1), values(arch, 2)
     carry = int(np.random.default_rng(3).integers(0, 2**63)) & (1 << lanes(arch)) - 1
     cdna = arch in CDNA
@@ -232,7 +233,7 @@ def test_compares(arch, kind):
 
 
 def test_compares_that_execute():
-    """v_cmpx writes EXEC on RDNA: what follows runs in fewer lanes."""
+    """v_cmpx writes EXEC on RDNA, so later instructions run in fewer lanes."""
     values = {"v1": np.arange(32, dtype=np.uint32), "v2": 7}
     state = execute("gfx1100", ["v_cmpx_gt_i32_e32 10, v1", "v_mov_b32_e32 v2, 1"], values)
     assert list(vector(state, "v2")) == [1] * 10 + [7] * 22
@@ -296,7 +297,7 @@ def test_sixteen_bits_clear_or_keep_the_other_half(arch, kept):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_constants(arch):
-    """Inline floats are their bits in float32, in an integer operand too; literals are bits."""
+    """Inline float constants are float32 bits, in integer operands too; literals are plain bits."""
     lines = ["v_mov_b32_e32 v1, 0.5", "v_mov_b32_e32 v2, -4.0", "v_mov_b32_e32 v3, -1", "v_mov_b32_e32 v4, 0x42280000"]
     state = execute(arch, lines)
     assert [int(state.v[i, 0, 0]) for i in range(1, 5)] == [0x3F000000, 0xC0800000, WORD, 0x42280000]

@@ -1,9 +1,9 @@
-"""Which instructions of the compiled kernels no case has reached, by the line of the kernel that they come from.
+"""List the instructions of compiled kernels that no case has reached, by source line.
 
     python -m tests.amdgcn.unreached REPORT ...
 
-The reports are those of `pytest tests/triton --machine-code ARCH --machine-code-report REPORT`. What a launch cannot
-reach beside what it does is explained, and counted apart.
+The reports are those of `pytest tests/triton --machine-code ARCH --machine-code-report REPORT`. Instructions
+that no launch can reach are explained and counted separately.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OTHERS = frozenset({"_attn_fwd"})  # kernels that are not of hf_rocm: aiter's
+OTHERS = frozenset({"_attn_fwd"})  # of aiter
 
 _FILE = re.compile(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]+)"')
 _LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
@@ -27,7 +27,7 @@ _INSTRUCTION = re.compile(r"(?:[.\w$]+:\s*)?(?:s|v|ds|global|buffer|flat|scratch
 
 @dataclass(frozen=True)
 class Share:
-    """How much of a kernel's compiled forms on one architecture was reached.
+    """The share of a kernel's compiled forms on one architecture that was reached.
 
     explained: instructions that were not reached for a reason that holds for every launch. places: of all others.
     """
@@ -46,14 +46,14 @@ class Share:
 
 
 def source_lines(text: str) -> list[str]:
-    """The line of Python that every instruction comes from: `decode.py:120`, in the order of the instructions."""
+    """The Python line of every instruction, in order, such as `decode.py:120`."""
     files, here, out = dict[str, str](), "", list[str]()
     for raw in text[: text.index(".amdhsa_kernel")].splitlines():
         line = raw.split(";", 1)[0].strip()
         if match := _FILE.match(line):
             files[match[1]] = Path(match[2]).name
         elif match := _LOCATION.match(line):
-            if match[2] != "0":  # line 0: code that belongs to none, in the middle of another
+            if match[2] != "0":  # line 0: code without a source line, inside that of another line
                 here = f"{files.get(match[1], '?')}:{match[2]}"
         elif _INSTRUCTION.match(line):
             out.append(here)
@@ -66,11 +66,11 @@ def other_entry(instructions: Sequence[str], entry: int) -> range:
     entry: where such a launch starts, or 0. Nothing if there are other instructions before it.
     """
     first = instructions[:entry]
-    return range(entry if all(map(_ENTRY.fullmatch, first)) and any("branch" in each for each in first) else 0)
+    return range(entry if all(map(_ENTRY.fullmatch, first)) and any("branch" in text for text in first) else 0)
 
 
 def shares(arch: str, forms: Iterable[Mapping[str, Any]]) -> Iterator[Share]:
-    """One for every kernel. forms: as `record.Executed` has them."""
+    """Yield one `Share` for every kernel. forms: as `record.Executed` has them."""
     kernels: dict[str, list[Mapping[str, Any]]] = {}
     for form in forms:
         kernels.setdefault(form["kernel"], []).append(form)
@@ -87,16 +87,16 @@ def shares(arch: str, forms: Iterable[Mapping[str, Any]]) -> Iterator[Share]:
 
 def missed(shares: Sequence[Share]) -> float:
     """The share of the instructions of all these kernels that was not reached without an explanation."""
-    return sum(each.places.total() for each in shares) / max(1, sum(each.instructions for each in shares))
+    return sum(share.places.total() for share in shares) / max(1, sum(share.instructions for share in shares))
 
 
 def table(shares: Iterable[Share]) -> str:
     """Markdown, a row for every share."""
     rows = ["| GPU | Kernel | Forms | Instructions | Not reached | Explained | Where |", "|---" * 7 + "|"]
-    for each in shares:
-        where = ", ".join(f"{place} ({count})" for place, count in each.places.most_common(4))
-        numbers = f"{each.forms} | {each.instructions} | {each.missed:.1%} | {each.explained}"
-        rows.append(f"| {each.arch} | `{each.kernel}` | {numbers} | {where} |")
+    for share in shares:
+        where = ", ".join(f"{place} ({count})" for place, count in share.places.most_common(4))
+        numbers = f"{share.forms} | {share.instructions} | {share.missed:.1%} | {share.explained}"
+        rows.append(f"| {share.arch} | `{share.kernel}` | {numbers} | {where} |")
     return "\n".join(rows)
 
 
@@ -105,14 +105,14 @@ def main(arguments: Sequence[str]) -> int:
     for path in arguments:
         report = json.loads(Path(path).read_text())
         every += shares(report["arch"], report["forms"].values())
-    others = [each for each in every if each.kernel in OTHERS]
-    every = [each for each in every if each not in others]
+    others = [share for share in every if share.kernel in OTHERS]
+    every = [share for share in every if share not in others]
     print(table(every))
-    total, explained = (sum(getattr(each, name) for each in every) for name in ("instructions", "explained"))
-    count = sum(each.places.total() for each in every)
+    total, explained = (sum(getattr(share, name) for share in every) for name in ("instructions", "explained"))
+    count = sum(share.places.total() for share in every)
     print(f"\n{count} of {total} instructions were not reached, {missed(every):.1%}, and {explained} are explained.")
     if others:
-        print(f"\nOf others' kernels, which are not counted:\n\n{table(others)}")
+        print(f"\nKernels of other projects, which are not counted:\n\n{table(others)}")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""What the registers of a program hold, as expressions of few operations, to compare sequences of instructions.
+"""Symbolic values of a program's registers, as expressions of a few operations, to compare instruction sequences.
 
-Values are numbers: equal numbers are equal expressions. A value that no operation here makes stands for itself, and so
-does everything behind a label that a branch leads to.
+Values are numbers: equal numbers mean equal expressions. A value from an unknown operation is a new symbol, and so is
+every register after the target of a branch.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from tests.amdgcn.machine.text import Instruction
 
 _COPIES = ("v_mov_b32", "s_mov_b32", "s_mov_b64", "s_movk_i32")
 _SUMS = ("v_add_u32", "v_add_nc_u32", "v_add3_u32")
-_LEAVES = 4  # of a sum
+_LEAVES = 4  # maximum number of summands
 _SIGN = 0x80000000
 _UPPER = {"dst_sel": "DWORD", "dst_unused": "UNUSED_PAD", "src0_sel": "WORD_1", "src1_sel": "DWORD"}
 
 
 class Values:
-    """Walk a program once, and keep what its registers hold at the current instruction."""
+    """Walk through a program once and track the values of its registers."""
 
     def __init__(self) -> None:
         self.numbers: dict[tuple[Any, ...], int] = {}
         self.keys: list[tuple[Any, ...]] = []
-        self.held: dict[int, int] = {}
+        self.registers: dict[int, int] = {}
 
     def of(self, *key: Any) -> int:
-        """The number of an expression."""
+        """Return the number of an expression."""
         number = self.numbers.setdefault(key, len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)
         return number
 
     def walk(self, program: Program) -> Iterator[tuple[int, Instruction, str]]:
-        """Every instruction with its name without encoding, before its results are held; pairs one after the other."""
+        """Yield every instruction and its name without the encoding, before its results are recorded; dual instructions
+        as two."""
         goals = {
             program.source.labels[instruction.operands[0]]
             for instruction in program.instructions
@@ -45,7 +46,7 @@ class Values:
         }
         for index, instruction in enumerate(program.instructions):
             if index in goals:
-                self.held = {}
+                self.registers = {}
             written: dict[int, int] = {}
             for half in [instruction, instruction.second] if instruction.second else [instruction]:
                 name = half.mnemonic.replace("v_dual_", "v_").removesuffix("_e32").removesuffix("_e64")
@@ -56,10 +57,10 @@ class Values:
                 if result is not None and name.startswith("v_div_scale"):
                     flag = self.of("flag", result)
                     written |= dict.fromkeys(parse(half.operands[1]).registers, flag)
-            self.held |= written
+            self.registers |= written
 
     def result(self, name: str, instruction: Instruction) -> int | None:
-        """What an instruction computes, if its operation is one of those here."""
+        """The result of an instruction, or None if its operation is not known here."""
         if name == "v_and_b32_sdwa" and instruction.modifiers == _UPPER:
             upper, mask = self.operands(instruction)
             return self.masked(self.shifted(upper, self.constant(16)), mask)
@@ -77,7 +78,7 @@ class Values:
         if name in _SUMS:
             return self.total(*self.operands(instruction))
         if name == "v_div_fmas_f32":
-            return self.of(name, *self.operands(instruction), self.held.get(SCALAR + VCC, -1))
+            return self.of(name, *self.operands(instruction), self.registers.get(SCALAR + VCC, -1))
         if name.startswith("v_div_scale"):
             return self.of(name, *self.operands(instruction, 2))
         if name in ("v_rcp_f32", "v_cmp_o_f32", "v_cmp_o_f16", "v_cmp_u_f32", "v_cmp_u_f16"):
@@ -90,7 +91,7 @@ class Values:
             return self.shifted(*reversed(self.operands(instruction)))
         if name == "s_lshr_b32":
             return self.shifted(*self.operands(instruction))
-        if name == "v_and_or_b32":  # of bits that are known to be 0, it is a sum
+        if name == "v_and_or_b32":  # a sum if the bits are known to be 0
             first, second, third = self.operands(instruction)
             return self.total(self.masked(first, second), third)
         if name == "v_and_b32":
@@ -105,7 +106,7 @@ class Values:
         if operand.kind not in ("v", "s"):
             return self.of("constant", operand.value & 0xFFFFFFFF if operand.kind == "constant" else operand.text)
         register = min(operand.registers)
-        value = self.held.get(register, self.of("register", register))
+        value = self.registers.get(register, self.of("register", register))
         value = self.of("absolute", value) if operand.absolute else value
         return self.of("negative", value) if operand.negate else value
 
@@ -125,13 +126,13 @@ class Values:
         return self.of("masked", min(first, second), max(first, second))
 
     def field(self, value: int, first: int, bits: int) -> int:
-        """The bits of a field; a single one is what a shift and a mask make."""
+        """A bit field. A field of one bit is a shift and a mask."""
         if bits == self.constant(1):
             return self.masked(self.shifted(value, first), bits)
         return self.of("field", value, first, bits)
 
     def total(self, *values: int) -> int | None:
-        """A sum, whatever the order; None of one with many summands."""
+        """A sum, independent of the order; None if it has too many summands."""
         leaves = [leaf for value in values for leaf in self.leaves(value)]
         return self.of("sum", *sorted(leaves)) if len(leaves) <= _LEAVES else None
 

@@ -227,12 +227,12 @@ def test_usage_errors_exit_with_two(arguments: list[str], capsys: pytest.Capture
 
 def test_a_bug_exits_with_three_and_is_called_a_bug(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object) -> None:
-        raise ZeroDivisionError("ours")
+        raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr("hf_rocm.overlay.commands.survey", broken)
     outcome = command("status")
     assert outcome.code == 3
-    assert "bug in hf-rocm" in outcome.err and "ZeroDivisionError: ours" in outcome.err
+    assert "bug in hf-rocm" in outcome.err and "ZeroDivisionError: a defect" in outcome.err
 
 
 def test_after_a_signal_the_exit_code_is_its_number_and_the_run_is_undone(

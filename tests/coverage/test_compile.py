@@ -39,7 +39,7 @@ def test_one_graph(case, trio):
             skip_unless_it_compiles(stock, given)
             raise
         expected = stock(**given)
-    assert_ours(case, prepared, origins)
+    assert_prepared(case, prepared, origins)
     for part, value in inputs.outputs(actual).items():
         torch.testing.assert_close(value, inputs.outputs(expected)[part], rtol=1e-4, atol=1e-4)
 
@@ -82,7 +82,7 @@ def in_one_graph(model, given):
         gc.enable()
 
 
-def assert_ours(case, model, origins):
+def assert_prepared(case, model, origins):
     """Check that the graph has an operation from the replacement of every attention class of the case."""
     lines = {(file, int(line)) for origin in origins for file, line in re.findall(r'File "(.+?)", line (\d+)', origin)}
     for module in model.modules():

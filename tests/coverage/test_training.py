@@ -54,7 +54,7 @@ def test_loss_and_gradients(case, trio):
     finally:
         patch_embeddings.attach(prepared, bind.ON)
     assert patch_embeddings.in_force(prepared) == embedding
-    assert all(hits[name] for name in case.classes()), f"ours did not run while training: {dict(hits)}"
+    assert all(hits[name] for name in case.classes()), f"hf_rocm did not run while training: {dict(hits)}"
     same_dtype = gradients(case, stock)
     with inputs.in_float64():
         expected = gradients(case, exact)

@@ -67,7 +67,7 @@ class Sharded:
         # before 5.21, transformers selects sdpa for gemma2, which omits its softcap
         self.asked = {"attn_implementation": "eager"} if checkpoint.name == "gemma2" else {}
         self.stock = kind.from_pretrained(checkpoint, tp_plan="auto", **self.asked).eval()
-        self.ours = self.prepared().eval()
+        self.model = self.prepared().eval()
         self.whole = kind.from_pretrained(checkpoint, **self.asked).eval()
 
     def prepared(self):
@@ -75,62 +75,62 @@ class Sharded:
 
     def gives_what_stock_gives(self):
         expected = run(self.stock)
-        same(run(self.ours), expected)
+        same(run(self.model), expected)
         assert run(self.whole)[2].tolist() == expected[2].tolist()
 
     def multiplies_its_shards_at_once(self):
         with torch.no_grad():
-            result = groups(self.ours)
+            result = groups(self.model)
             assert result and all(live(module) is not None for module, _ in result)
             rows = {len(live(module).weight) for module, _ in result}
         whole = {sum(module._modules[name].weight.shape[0] for name in names) for module, names in groups(self.whole)}
         assert sorted(rows) == sorted(rows_of_group // 2 for rows_of_group in whole)
         with ops.recording() as routes, torch.no_grad(), counted(result) as hits:
-            self.ours(input_ids=tokens(2, 9))
+            self.model(input_ids=tokens(2, 9))
         assert hits == len(result), (hits, len(result))
         assert "linear" in {route.operation for route in routes}
-        assert not self.ours.__dict__[REPORT]["skipped"]
-        explanation = hf_rocm.explain(self.ours)
+        assert not self.model.__dict__[REPORT]["skipped"]
+        explanation = hf_rocm.explain(self.model)
         assert "DTensor" not in explanation.details()
         assert not any(part.theirs for part in explanation.parts), "transformers' wrapper does not call it"
 
     def can_be_traced(self):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        for parameter in self.ours.parameters():
+        for parameter in self.model.parameters():
             mode.from_tensor(parameter)
         if self.checkpoint.name != "llama":
             return  # tracing takes seconds
         with torch.no_grad():
-            traced = torch.compile(self.ours, backend="eager")(input_ids=tokens(2, 9), use_cache=False).logits
+            traced = torch.compile(self.model, backend="eager")(input_ids=tokens(2, 9), use_cache=False).logits
             expected = self.stock(input_ids=tokens(2, 9), use_cache=False).logits
             torch.testing.assert_close(traced, expected, rtol=2e-5, atol=2e-5)
 
     def keeps_gradients(self):
         losses = []
-        for model in (self.stock, self.ours):
+        for model in (self.stock, self.model):
             model.zero_grad()
             loss = model(input_ids=tokens(2, 9), labels=tokens(2, 9), use_cache=False).loss
             loss.backward()
             losses.append(loss.detach())
         torch.testing.assert_close(*losses)
-        for (name, one), other in zip(self.stock.named_parameters(), self.ours.parameters(), strict=True):
+        for (name, one), other in zip(self.stock.named_parameters(), self.model.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None), name
             if one.grad is not None:
                 torch.testing.assert_close(plain(other.grad), plain(one.grad), msg=name)
-        self.stock.zero_grad(), self.ours.zero_grad()
+        self.stock.zero_grad(), self.model.zero_grad()
 
     def follows_what_is_written(self):
-        module, names = groups(self.ours)[0]
-        twin = groups_of_names(self.stock, self.ours, module)
+        module, names = groups(self.model)[0]
+        twin = groups_of_names(self.stock, self.model, module)
         with torch.no_grad():
             for variant in (module, twin):
                 variant._modules[names[0]].weight.mul_(0.5)
             assert live(module) is not None
-        same(run(self.ours), run(self.stock))
+        same(run(self.model), run(self.stock))
 
     def lets_go_of_what_is_replaced(self):
-        module, names = groups(self.ours)[-1]
-        twin = groups_of_names(self.stock, self.ours, module)
+        module, names = groups(self.model)[-1]
+        twin = groups_of_names(self.stock, self.model, module)
         for variant in (module, twin):
             linear = variant._modules[names[0]]
             linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
@@ -141,11 +141,11 @@ class Sharded:
             assert "replaced or moved" in Shards.why_not(module, names)
         # weights that are views of other memory, as in FSDP2, are not changed
         assert local(module._modules[names[0]].weight).data_ptr() == owner.data_ptr()
-        same(run(self.ours), run(self.stock))
-        hf_rocm.prepare(self.ours, force=True, graphs=False)
+        same(run(self.model), run(self.stock))
+        hf_rocm.prepare(self.model, force=True, graphs=False)
         with torch.no_grad():
             assert live(module) is not None
-        same(run(self.ours), run(self.stock))
+        same(run(self.model), run(self.stock))
 
     def is_fused_again_where_it_is_moved(self):
         model = self.prepared().double()
@@ -167,11 +167,11 @@ class Sharded:
             assert name == other_name and torch.equal(one, other), name
 
     def is_stock_again(self):
-        hf_rocm.restore(self.ours)
-        for module in self.ours.modules():
+        hf_rocm.restore(self.model)
+        for module in self.model.modules():
             assert not [name for name in module.__dict__ if name.startswith("_hf_rocm") and name != bind.MODE]
-        assert SLOT not in self.ours.model.layers[0].__dict__
-        same(run(self.ours), run(self.stock))
+        assert SLOT not in self.model.model.layers[0].__dict__
+        same(run(self.model), run(self.stock))
 
     def leaves_nothing(self):
         """No references in transformers, torch or accelerate, except those of the compiler to a traced model."""
@@ -180,7 +180,7 @@ class Sharded:
         patches.sweep()
         left = [
             place
-            for place in snapshot.ours()
+            for place in snapshot.references()
             if not place.startswith(snapshot.CACHES) and not place.rpartition(".")[2].startswith("__import_")
         ]
         assert not left, left

@@ -116,7 +116,7 @@ def as_good_as(stock, model, reference):
 def test_loaded_with_a_device_map(checkpoint, tmp_path, name):
     arguments, groups = MAPS[name]
     placed = LlamaForCausalLM.from_pretrained(checkpoint, offload_folder=tmp_path / "stock", **arguments).eval()
-    prepared = hf_rocm.from_pretrained(checkpoint, offload_folder=tmp_path / "ours", force=True, **arguments).eval()
+    prepared = hf_rocm.from_pretrained(checkpoint, offload_folder=tmp_path / "prepared", force=True, **arguments).eval()
     assert getattr(prepared, "hf_device_map", None) == getattr(placed, "hf_device_map", None)
     assert hooks(prepared) == hooks(placed)
     assert list(hooks(prepared)) == list(hooks(placed))
@@ -229,7 +229,7 @@ def _dispatch_in_place(model, folder):
 )
 def test_dispatched_after_prepare_and_undone(model, stock, tmp_path, place, groups):
     """`remove_hook_from_submodules` moves the weights back; `prepare` fuses moved weights again."""
-    for either, folder in ((model, "ours"), (stock, "stock")):
+    for either, folder in ((model, "prepared"), (stock, "stock")):
         place(either, tmp_path / folder)
     assert hooks(model) == hooks(stock)
     as_good_as(stock, model, build().double())

@@ -170,9 +170,9 @@ def by_trainer(folder: Path) -> None:
     """transformers' Trainer, which wraps the model itself, evaluates it unwrapped, and saves it."""
     rows = [{name: value[0] for name, value in batch(seed).items()} for seed in range(8)]
     results = []
-    for kind in ("ours", "stock", "float64"):
+    for kind in ("prepared", "stock", "float64"):
         model = models.build().to(torch.float64 if kind == "float64" else torch.float32)
-        if kind == "ours":
+        if kind == "prepared":
             hf_rocm.prepare(model, force=True)
         arguments = TrainingArguments(
             folder / kind,
@@ -191,13 +191,13 @@ def by_trainer(folder: Path) -> None:
         with ops.recording() as routes:
             loss = trainer.evaluate()["eval_loss"]
         joined = [route.operation for route in routes].count("linear")
-        assert joined == (GROUPS if kind == "ours" else 0)
+        assert joined == (GROUPS if kind == "prepared" else 0)
         trainer.save_model(folder / kind)
         results.append({"loss": torch.tensor(loss, dtype=model.dtype), **model.state_dict()})
     actual, eager, expected = results
     assert_run_as_good_as_eager(actual, eager, expected, least=1e-3)
     if dist.get_rank() == 0:
-        saved = LlamaForCausalLM.from_pretrained(folder / "ours").state_dict()
+        saved = LlamaForCausalLM.from_pretrained(folder / "prepared").state_dict()
         assert all(torch.equal(value, actual[name]) for name, value in saved.items())
 
 

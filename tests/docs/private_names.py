@@ -17,7 +17,7 @@ LIBRARIES = ("torch", "transformers", "triton", "accelerate")
 
 # Names of this package: the prefix of attributes on modules, a folder, a module, and a suffix.
 MARK = "_hf_rocm"
-OURS = {"_overlays", "_active", "_bias"}
+PREPARED = {"_overlays", "_active", "_bias"}
 
 # Python's own methods of named tuples
 TUPLES = {name for name in dir(namedtuple("Any", "field")) if name.startswith("_")}
@@ -46,7 +46,7 @@ def collect(sources: dict[str, str]) -> Names:
         tree = ast.parse(text)
         names.members |= set(_members(tree))
         for name, line in _used(tree, strings=not path.startswith(READERS)):
-            if is_private(name) and not name.startswith(MARK) and name not in OURS | TUPLES:
+            if is_private(name) and not name.startswith(MARK) and name not in PREPARED | TUPLES:
                 names.used[name].append(f"{path}:{line}")
     return names
 

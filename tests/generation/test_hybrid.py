@@ -28,76 +28,76 @@ def test_older_releases_say_why(recorded_on_cpu):
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("length", [1, 3, 7])
 def test_greedy_tokens(length, padded, pair):
-    ours, stock = pair("qwen3_next")
+    prepared, stock = pair("qwen3_next")
     inputs = prompt(length=length + padded, padded=padded)
     with torch.no_grad():
-        assert torch.equal(generate(ours, inputs, new=30), generate(stock, inputs, new=30))
-    recordings, replays = counted(ours)
+        assert torch.equal(generate(prepared, inputs, new=30), generate(stock, inputs, new=30))
+    recordings, replays = counted(prepared)
     assert recordings >= 1 and replays >= 15
 
 
 @recorded
 def test_every_step_is_the_operation_and_replays_run_no_python(pair):
-    ours, _ = pair("qwen3_next")
+    prepared, _ = pair("qwen3_next")
     with torch.no_grad(), ops.recording() as routes:
-        generate(ours, new=30)
+        generate(prepared, new=30)
     calls = sum(route.operation == "gated_delta_step" for route in routes)
     assert 0 < calls < 2 * 29  # two layers, of 29 steps
 
 
 @recorded
 def test_caches_and_recordings_are_reused(pair):
-    ours, stock = pair("qwen3_next")
+    prepared, stock = pair("qwen3_next")
     with torch.no_grad():
         for seed in range(3):
             inputs = prompt(seed=seed)
-            assert torch.equal(generate(ours, inputs), generate(stock, inputs))
-        (idle,) = known(ours).pool._idle
+            assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+        (idle,) = known(prepared).pool._idle
         assert type(idle.cache) is HybridDecodeCache and idle.cache.windows == (RECURRENT, None, RECURRENT)
         before = [state.data_ptr() for state in idle.cache._states.values()]
-        recordings = counted(ours)[0]
-        generate(ours, prompt(seed=4))
-        assert counted(ours)[0] == recordings
-    (idle,) = known(ours).pool._idle
+        recordings = counted(prepared)[0]
+        generate(prepared, prompt(seed=4))
+        assert counted(prepared)[0] == recordings
+    (idle,) = known(prepared).pool._idle
     assert [state.data_ptr() for state in idle.cache._states.values()] == before and len(before) == 4
 
 
 @recorded
 def test_alternating_inference_mode_and_no_grad(pair):
-    ours, stock = pair("qwen3_next")
+    prepared, stock = pair("qwen3_next")
     with torch.no_grad():
         expected = generate(stock)
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode():
-            assert torch.equal(generate(ours), expected)
+            assert torch.equal(generate(prepared), expected)
 
 
 @recorded
 def test_sampling_beams_and_several_sequences(pair):
-    ours, stock = pair("qwen3_next")
+    prepared, stock = pair("qwen3_next")
     with torch.no_grad():
         for how in (
             {"do_sample": True, "seed": 3},
             {"num_beams": 3},
             {"do_sample": True, "num_return_sequences": 2, "seed": 1},
         ):
-            assert torch.equal(generate(ours, **how), generate(stock, **how))
+            assert torch.equal(generate(prepared, **how), generate(stock, **how))
 
 
 @recorded
 def test_rows_that_end_early(pair, ends_asked_late):
-    ours, stock = pair("qwen3_next")
+    prepared, stock = pair("qwen3_next")
     with torch.no_grad():
         end = int(generate(stock)[0, -4])
-        assert torch.equal(generate(ours, eos_token_id=end), generate(stock, eos_token_id=end))
-        assert torch.equal(generate(ours), generate(stock))  # over the same cache
+        assert torch.equal(generate(prepared, eos_token_id=end), generate(stock, eos_token_id=end))
+        assert torch.equal(generate(prepared), generate(stock))  # over the same cache
 
 
 @recorded
 @pytest.mark.parametrize("name", ["recurrent_states", "conv_states"])
 def test_a_wrong_state_is_noticed(name, pair, monkeypatch):
     """A replay that changes a state otherwise than its step does: the call's tokens are the step's own."""
-    ours, stock = pair("qwen3_next", graphs=None)
+    prepared, stock = pair("qwen3_next", graphs=None)
     replay = Operators.replay
 
     def wrong(self):
@@ -115,15 +115,15 @@ def test_a_wrong_state_is_noticed(name, pair, monkeypatch):
     monkeypatch.setattr(HybridDecodeCache, "__init__", init)
     monkeypatch.setattr(Operators, "replay", wrong)
     with torch.no_grad():
-        assert torch.equal(generate(ours), generate(stock))
+        assert torch.equal(generate(prepared), generate(stock))
         caches.clear()
-    assert "differed from the step itself" in known(ours).disabled
+    assert "differed from the step itself" in known(prepared).disabled
 
 
 @recorded
 def test_calls_that_need_transformers_cache(pair):
-    ours, stock = pair("qwen3_next", graphs=None)
+    prepared, stock = pair("qwen3_next", graphs=None)
     with torch.no_grad():
-        result = generate(ours, return_dict_in_generate=True)
+        result = generate(prepared, return_dict_in_generate=True)
         assert torch.equal(result.sequences, generate(stock))
-    assert type(result.past_key_values).__name__ == "DynamicCache" and counted(ours) == (0, 0)
+    assert type(result.past_key_values).__name__ == "DynamicCache" and counted(prepared) == (0, 0)

@@ -59,10 +59,10 @@ def test_candidates_are_those_of_stock(length, arguments):
         ids = tokens(length, seed)
         expected, waits = candidates(one, ids)
         with lookup.searching_on_the_host():
-            found, ours = candidates(one, ids)
+            found, host_waits = candidates(one, ids)
         assert torch.equal(found, expected) and found.dtype == expected.dtype
         assert (found is ids) == (expected is ids)
-        assert ours == ["cpu"] and (length < 2 or length + 1 == one.max_length or len(waits) > 1)
+        assert host_waits == ["cpu"] and (length < 2 or length + 1 == one.max_length or len(waits) > 1)
         drafted += found is not ids
     assert drafted or length < 5 or length + 1 == one.max_length
 

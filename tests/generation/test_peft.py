@@ -118,6 +118,6 @@ def test_a_users_prepare_inputs_gets_the_same_cache_as_in_stock(recorded_on_cpu)
         model.prepare_inputs_for_generation = prepare
 
     put(stock, "stock")
-    put(prepared, "ours")
+    put(prepared, "prepared")
     assert torch.equal(generate(prepared), generate(stock))
-    assert caches["ours"] == caches["stock"] and counted(prepared) == (0, 0)
+    assert caches["prepared"] == caches["stock"] and counted(prepared) == (0, 0)

@@ -74,7 +74,7 @@ class Replacing(RuleBasedStateMachine):
         # test_replaced covers classes that were replaced before their overlay is bound: they need a second `prepare`
         hf_rocm.prepare(make(kind), force=True)
         self.pieces = pieces_of(self.stock)
-        self.ours = None
+        self._prepared = None
         self.places = {}
 
     @rule(data=st.data(), change=st.sampled_from(("replace", "wrap")))
@@ -119,7 +119,7 @@ class Replacing(RuleBasedStateMachine):
     @rule(padded=st.sampled_from((0, 2)))
     def forward(self, padded):
         operations = self.run(padded)
-        reasons = [part for part in hf_rocm.explain(self.ours).parts if part.stock_because is not None]
+        reasons = [part for part in hf_rocm.explain(self._prepared).parts if part.stock_because is not None]
         if not self.places:
             assert not reasons
             assert {"linear", "attention"} <= operations
@@ -171,9 +171,9 @@ class Replacing(RuleBasedStateMachine):
 
     def prepared(self):
         """The prepared model. It is prepared at its first use, possibly after replacements."""
-        if self.ours is None:
-            self.ours = hf_rocm.prepare(copy.deepcopy(self.stock), force=True)
-        return self.ours
+        if self._prepared is None:
+            self._prepared = hf_rocm.prepare(copy.deepcopy(self.stock), force=True)
+        return self._prepared
 
     def close(self, actual, expected):
         scale = max(1.0, expected.abs().max().item())

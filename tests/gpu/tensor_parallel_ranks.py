@@ -27,7 +27,7 @@ def main(checkpoint: str, out: str) -> None:
     prepared = hf_rocm.from_pretrained(checkpoint, force=True, graphs=True, **arguments).eval()
     ids = torch.tensor([[5, 9, 31, 7], [3, 44, 8, 21]], device="cuda")
     results = {}
-    for name, model in (("stock", stock), ("ours", prepared)):
+    for name, model in (("stock", stock), ("prepared", prepared)):
         made = [model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n) for n in (24, 12)]
         results[name] = [tensor.tolist() for tensor in made]
     state = known(prepared)

@@ -27,7 +27,7 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize("name", [*DECODERS, "bert"])
 def test_forward(name, padded, dtype, checkpoint):
     folder = checkpoint(name, dtype)
-    prepared, stock = models.load_ours(folder).cuda(), models.load_stock(name, folder).cuda()
+    prepared, stock = models.load_prepared(folder).cuda(), models.load_stock(name, folder).cuda()
     exact = models.in_float64(models.load_stock(name, folder)).cuda()
     ids = tokens(3, 33).cuda()
     mask = torch.ones_like(ids)
@@ -49,7 +49,7 @@ def test_forward(name, padded, dtype, checkpoint):
 def test_greedy_tokens(name, cache, checkpoint):
     folder = checkpoint(name, torch.float32)
     results = []
-    for model in (models.load_ours(folder).cuda(), models.load_stock(name, folder).cuda()):
+    for model in (models.load_prepared(folder).cuda(), models.load_stock(name, folder).cuda()):
         arguments = {"cache_implementation": cache, "disable_compile": True} if cache else {}
         ids = tokens(2, 8).cuda()
         results.append(model.generate(input_ids=ids, do_sample=False, max_new_tokens=16, **arguments))

@@ -25,5 +25,5 @@ def test_recorded_steps_include_the_all_reduces(tmp_path: Path) -> None:
     succeeded(run_ranks(script, tmp_path / "model", tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0,1"}))
     for rank in range(2):
         data = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert data["ours"] == data["stock"]
+        assert data["prepared"] == data["stock"]
         assert (data["recorded"], data["replayed"]) == (1, 23 - 3 + 11), data

@@ -54,8 +54,8 @@ def model(tmp_path):
     return loaded
 
 
-def load(folder, *, ours):
-    if ours:
+def load(folder, *, prepared):
+    if prepared:
         return hf_rocm.from_pretrained(folder, force=True, device_map={"": 0})
     return transformers.LlamaForCausalLM.from_pretrained(folder, torch_dtype="auto", device_map={"": 0})
 
@@ -78,20 +78,20 @@ def follows(model, groups):
     assert sum(shape in joined for shape in products) == groups == live(model)
 
 
-def measure(folder, tmp_path, *, ours):
+def measure(folder, tmp_path, *, prepared):
     """(allocated, reserved) after loading, the peaks of loading, and those of saving, above the initial memory."""
     gc.collect()
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    loaded = load(folder, ours=ours)
+    loaded = load(folder, prepared=prepared)
     after = torch.cuda.memory_allocated() - allocated, torch.cuda.memory_reserved() - reserved
     peaks = torch.cuda.max_memory_allocated() - allocated, torch.cuda.max_memory_reserved() - reserved
-    assert live(loaded) == (24 if ours else 0)
+    assert live(loaded) == (24 if prepared else 0)
     torch.cuda.reset_peak_memory_stats()
-    loaded.save_pretrained(tmp_path / str(ours))
+    loaded.save_pretrained(tmp_path / str(prepared))
     saving = torch.cuda.max_memory_allocated() - allocated, torch.cuda.max_memory_reserved() - reserved
-    shutil.rmtree(tmp_path / str(ours))
+    shutil.rmtree(tmp_path / str(prepared))
     return after, peaks, saving
 
 
@@ -102,22 +102,22 @@ def test_memory_of_loading_and_saving(large, tmp_path, monkeypatch):
     threads of transformers 5 may swap neighbours in its single allocation; then some blocks are allocated separately,
     which only increases the reserved memory.
     """
-    load(large, ours=True)  # kernels, handles and the like
-    print("in threads", measure(large, tmp_path, ours=True))
+    load(large, prepared=True)  # kernels, handles and the like
+    print("in threads", measure(large, tmp_path, prepared=True))
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    stock, ours = measure(large, tmp_path, ours=False), measure(large, tmp_path, ours=True)
-    print("stock", stock, "ours", ours)
+    stock, prepared = measure(large, tmp_path, prepared=False), measure(large, tmp_path, prepared=True)
+    print("stock", stock, "prepared", prepared)
     assert stock[0][0] > 1e9
-    assert abs(ours[0][0] - stock[0][0]) <= 0.01 * stock[0][0]
-    assert ours[0][1] <= 1.01 * stock[0][1] + SLACK
-    for theirs, own in zip(stock[1:], ours[1:], strict=True):
-        assert own[0] <= theirs[0] + LAYER + SLACK and own[1] <= theirs[1] + LAYER + SLACK
+    assert abs(prepared[0][0] - stock[0][0]) <= 0.01 * stock[0][0]
+    assert prepared[0][1] <= 1.01 * stock[0][1] + SLACK
+    for expected, own in zip(stock[1:], prepared[1:], strict=True):
+        assert own[0] <= expected[0] + LAYER + SLACK and own[1] <= expected[1] + LAYER + SLACK
 
 
 def test_loading_to_the_gpu_takes_at_most_a_tenth_longer(large):
-    def spent(*, ours):
+    def spent(*, prepared):
         start = time.perf_counter()
-        loaded = load(large, ours=ours)
+        loaded = load(large, prepared=prepared)
         torch.cuda.synchronize()
         spent = time.perf_counter() - start
         del loaded
@@ -125,15 +125,15 @@ def test_loading_to_the_gpu_takes_at_most_a_tenth_longer(large):
         torch.cuda.empty_cache()
         return spent
 
-    for ours in (False, True):
-        spent(ours=ours)
+    for prepared in (False, True):
+        spent(prepared=prepared)
     ratios = []
     for _ in range(3):
-        times = [(spent(ours=False), spent(ours=True)) for _ in range(5)]
-        ratios.append(median(own for _, own in times) / median(theirs for theirs, _ in times))
+        times = [(spent(prepared=False), spent(prepared=True)) for _ in range(5)]
+        ratios.append(median(own for _, own in times) / median(foreign for foreign, _ in times))
         if ratios[-1] <= 1.10:
             break
-    print("ours / stock", ratios, times)
+    print("prepared / stock", ratios, times)
     assert min(ratios) <= 1.10
 
 

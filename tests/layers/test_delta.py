@@ -63,48 +63,48 @@ def run(model, ids, cache=None):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_steps_are_the_operation(dtype, name):
-    stock, ours = pair(name, dtype)
+    stock, prepared = pair(name, dtype)
     ids = tokens(2, 9)
     expected, its = run(stock, ids)
     reference = deepcopy(stock).double()
     reference.config._experts_implementation = "eager"  # the grouped product has no float64
     exact, wide = run(reference, ids)
     with ops.recording() as routes:
-        actual, cache = run(ours, ids)
+        actual, cache = run(prepared, ids)
     steps = [route.shapes for route in routes if route.operation == "gated_delta_step"]
     assert steps == [((2, 2, 16), (2, 2, 2, 16), (2, 128, 4), (2, 4, 16, 16))] * 4
     for own, stocks, right in zip(states_of(cache), states_of(its), states_of(wide), strict=True):
         assert_as_good_as_eager(own, stocks, right.double())
     if dtype == torch.float32:
         assert_as_good_as_eager(actual, expected, exact)
-    assert noted(linear_layer(ours)) is None
+    assert noted(linear_layer(prepared)) is None
 
 
 @served
 @pytest.mark.parametrize("name", NAMES)
 def test_the_states_keep_their_addresses(name):
-    ours = pair(name)[1]
+    prepared = pair(name)[1]
     ids = tokens(1, 7)
-    cache = run(ours, ids[:, :6])[1]
+    cache = run(prepared, ids[:, :6])[1]
     before = [(state.data_ptr(), state.clone()) for state in states_of(cache)]
     with torch.no_grad():
-        ours(ids[:, 6:], past_key_values=cache)
+        prepared(ids[:, 6:], past_key_values=cache)
     for (address, old), state in zip(before, states_of(cache), strict=True):
         assert state.data_ptr() == address and not torch.equal(state, old)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in transformers.CONFIG_MAPPING])
 def test_greedy_tokens(name):
-    stock, ours = pair(name)
+    stock, prepared = pair(name)
     how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     mask = torch.ones(2, 6, dtype=torch.int64)
     mask[0, :2] = 0
     with torch.no_grad(), ops.recording() as routes:
         expected = stock.generate(tokens(2, 6), attention_mask=mask, **how)
-        assert torch.equal(ours.generate(tokens(2, 6), attention_mask=mask, **how), expected)
+        assert torch.equal(prepared.generate(tokens(2, 6), attention_mask=mask, **how), expected)
     steps = [route for route in routes if route.operation == "gated_delta_step"]
     assert len(steps) == (5 if RELEASE >= SINCE else 0)
-    assert (binding_of(linear_layer(ours)) is not None) is (RELEASE >= SINCE)
+    assert (binding_of(linear_layer(prepared)) is not None) is (RELEASE >= SINCE)
 
 
 @served
@@ -149,9 +149,9 @@ class Subclass(DynamicCache):
     ],
 )
 def test_stock_serves_the_rest(change, reason, monkeypatch):
-    stock, ours = pair("qwen3_next")
-    cache = run(ours, tokens(1, 6))[1]
-    layer, theirs = linear_layer(ours), linear_layer(stock)
+    stock, prepared = pair("qwen3_next")
+    cache = run(prepared, tokens(1, 6))[1]
+    layer, stock_layer = linear_layer(prepared), linear_layer(stock)
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(3))
     further, gradients, aiter = {}, change == "gradient", options.current().aiter
     if change == "library":
@@ -159,11 +159,11 @@ def test_stock_serves_the_rest(change, reason, monkeypatch):
     elif change == "hook":
         layer.norm.register_forward_hook(lambda *_: None)
     elif change == "bias":
-        for each in (layer, theirs):
-            each.conv1d.bias = torch.nn.Parameter(torch.ones(128))
+        for module in (layer, stock_layer):
+            module.conv1d.bias = torch.nn.Parameter(torch.ones(128))
     elif change == "activation":
-        for each in (layer, theirs):
-            each.activation = "gelu"
+        for module in (layer, stock_layer):
+            module.activation = "gelu"
     elif change == "aiter":
         aiter = {**aiter, "attention": options.Switch.REQUIRED}
     elif change == "padding":
@@ -173,14 +173,14 @@ def test_stock_serves_the_rest(change, reason, monkeypatch):
     elif change == "subclass":
         cache.__class__ = Subclass
     elif change == "no states":
-        cache = DynamicCache(config=ours.config)
+        cache = DynamicCache(config=prepared.config)
     elif change == "several":
         x = x.repeat(1, 2, 1)
     elif change == "none":
         cache = None
     copy = deepcopy(cache)
     with torch.set_grad_enabled(gradients), options.override(aiter=aiter), ops.recording() as routes:
-        assert outcome(layer, x, cache, further) == outcome(theirs, x, copy, further)
+        assert outcome(layer, x, cache, further) == outcome(stock_layer, x, copy, further)
     assert reason in noted(layer)
     assert not [route for route in routes if route.operation == "gated_delta_step"]
 
@@ -188,10 +188,10 @@ def test_stock_serves_the_rest(change, reason, monkeypatch):
 @served
 def test_record_past():
     """Stock keeps earlier inputs of the convolution in such a cache, so that drafts can be taken back."""
-    ours = pair("qwen3_next")[1]
-    cache = run(ours, tokens(1, 6))[1]
+    prepared = pair("qwen3_next")[1]
+    cache = run(prepared, tokens(1, 6))[1]
     cache.activate_past_recording()
     with torch.no_grad():
-        ours(tokens(1, 1), past_key_values=cache)
-    assert noted(linear_layer(ours)) == "the cache records past states"
+        prepared(tokens(1, 1), past_key_values=cache)
+    assert noted(linear_layer(prepared)) == "the cache records past states"
     assert cache.layers[0].conv_states[0].shape[2] > 4

@@ -31,7 +31,7 @@ def binding(monkeypatch):
 
     @bind.replaces(Layer, fuses=("a", "b"))
     def dispatcher(self, stock, x, **arguments):
-        return "ours", *stock(self, x, **arguments)
+        return "replaced", *stock(self, x, **arguments)
 
     yield bind._bindings[Layer]
     bind.unbind(Layer)
@@ -39,7 +39,7 @@ def binding(monkeypatch):
 
 
 def served(layer):
-    return layer(torch.ones(1))[0] == "ours"
+    return layer(torch.ones(1))[0] == "replaced"
 
 
 def test_an_installed_binding_serves_gpu_inputs_only(binding, monkeypatch):
@@ -49,15 +49,15 @@ def test_an_installed_binding_serves_gpu_inputs_only(binding, monkeypatch):
     class OnGpu:
         is_cuda = True
 
-    assert Layer().forward(OnGpu(), extra=3) == ("ours", "stock", 3)
-    assert Layer().forward(x=OnGpu()) == ("ours", "stock", 0)
+    assert Layer().forward(OnGpu(), extra=3) == ("replaced", "stock", 3)
+    assert Layer().forward(x=OnGpu()) == ("replaced", "stock", 0)
     assert Layer().forward(x=torch.ones(1)) == ("stock", 0)
 
 
 def test_with_force_every_input_is_served(monkeypatch):
     monkeypatch.setattr(bind, "_bindings", {})
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
-    bind.replaces(Layer)(lambda self, stock, x: ("ours",))
+    bind.replaces(Layer)(lambda self, stock, x: ("replaced",))
     assert served(Layer())
     bind.unbind(Layer)
 
@@ -97,17 +97,17 @@ def test_unbinding_and_binding_again_keeps_one_dispatcher(binding):
     assert served(layer)
     assert bind.unbind(Layer) is None
     assert not served(layer) and list(bind.bindings()) == []
-    bind.replaces(Layer)(lambda self, stock, x: ("ours", "again"))
+    bind.replaces(Layer)(lambda self, stock, x: ("replaced", "again"))
     assert served(layer)
 
 
 def test_unbinding_keeps_another_librarys_patch_and_reports_it(binding):
     dispatcher = Layer.forward
-    Layer.forward = lambda self, x: ("theirs", *dispatcher(self, x))
+    Layer.forward = lambda self, x: ("wrapped", *dispatcher(self, x))
     binding.mode = bind.ON
     try:
         assert "replaced by other code" in bind.unbind(Layer)
-        assert Layer()(torch.ones(1)) == ("theirs", "stock", 0)
+        assert Layer()(torch.ones(1)) == ("wrapped", "stock", 0)
     finally:
         Layer.forward = binding.stock
 

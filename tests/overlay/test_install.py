@@ -330,13 +330,13 @@ def test_a_concurrent_write_is_detected_and_kept(site: Site, catalog: Catalog) -
             super().replace(source, target)
             self.replaced += 1
             if self.replaced == len(MODELS):
-                site.model("bert").write_bytes(b"theirs")
+                site.model("bert").write_bytes(b"edited")
 
     with pytest.raises(OverlayError, match="does not contain what was written"):
         execute(planned(site, catalog, "install"), disk=Shared())
     after = hashes(site.path)
     assert [path for path in before if before[path] != after[path]] == ["transformers/models/bert/modeling_bert.py"]
-    assert site.model("bert").read_bytes() == b"theirs"
+    assert site.model("bert").read_bytes() == b"edited"
 
 
 def test_a_failed_undo_is_reported(site: Site, catalog: Catalog) -> None:

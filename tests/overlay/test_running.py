@@ -90,7 +90,7 @@ for name in checkpoints:
         "forwards": sorted(f"{kind.__qualname__}.{kind.forward.__code__.co_filename}" for kind in kinds),
         "modules": [str(type(module)) for module in model.modules()],
     }
-facts["ours"] = sorted(module for module in sys.modules if module.split(".")[0] in ("hf_rocm", "aiter", "triton"))
+facts["imported"] = sorted(module for module in sys.modules if module.split(".")[0] in ("hf_rocm", "aiter", "triton"))
 """
 
 
@@ -102,10 +102,10 @@ def stock(whole_site, checkpoints):
 
 def test_without_force_an_installed_overlay_changes_nothing(installed, whole_site, checkpoints, stock):
     inert = report(installed, checkpoints, INERT)
-    imported = inert.pop("ours")
+    imported = inert.pop("imported")
     assert not [name for name in imported if name.startswith(("hf_rocm.ops", "hf_rocm.layers", "aiter"))]
     assert "hf_rocm.overlay.bind" in imported  # the block ran
-    assert [name for name in stock["ours"] if name.startswith("hf_rocm")] == []
+    assert [name for name in stock["imported"] if name.startswith("hf_rocm")] == []
     text = json.dumps(inert).replace(str(installed.path), str(whole_site.path))
     assert json.loads(text) == {name: stock[name] for name in checkpoints}
 
@@ -143,7 +143,7 @@ def test_forced_auto_models_run_hf_rocms_attention_with_unexpanded_keys_and_valu
 
 def test_without_hf_rocm_an_installed_overlay_is_stock(installed, checkpoints, stock):
     """hf-rocm was uninstalled, but its blocks remain."""
-    body = INERT.replace('facts["ours"]', "hidden")
+    body = INERT.replace('facts["imported"]', "hidden")
     gone = "import sys; sys.modules['hf_rocm'] = None\n"
     without = report(installed, checkpoints, body, gone, HF_ROCM_FORCE="1")
     assert {name: without[name]["outputs"] for name in checkpoints} == {

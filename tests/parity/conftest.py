@@ -30,7 +30,7 @@ def trio(checkpoint):
         if (name, dtype) not in made:
             folder = checkpoint(name, dtype)
             stock = models.load_stock(name, folder)
-            made[name, dtype] = models.load_ours(folder), stock, models.in_float64(models.load_stock(name, folder))
+            made[name, dtype] = models.load_prepared(folder), stock, models.in_float64(models.load_stock(name, folder))
             assert stock.dtype == dtype
         return made[name, dtype]
 

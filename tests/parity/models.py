@@ -76,7 +76,7 @@ def in_float64(model: Any) -> Any:
     return model
 
 
-def load_ours(folder: Path, **arguments: Any) -> Any:
+def load_prepared(folder: Path, **arguments: Any) -> Any:
     """The model loaded by hf_rocm with force=True."""
     return hf_rocm.from_pretrained(folder, force=True, **arguments).eval()
 

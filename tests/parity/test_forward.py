@@ -118,7 +118,7 @@ def test_a_static_prefill_without_a_mask(name, tier, trio):
 def test_attention_weights_of_an_eager_model_equal_stock(name, checkpoint):
     """An eager model runs stock's eager attention; up to the fused GEMM, its weights are bitwise equal."""
     folder = checkpoint(name, torch.float32)
-    prepared = models.load_ours(folder, attn_implementation="eager")
+    prepared = models.load_prepared(folder, attn_implementation="eager")
     stock = models.load_stock(name, folder, attn_implementation="eager")
     with ops.recording() as routes:
         actual = prepared(input_ids=tokens(2, 9), output_attentions=True)
@@ -146,7 +146,7 @@ def test_attention_weights_of_an_sdpa_model_equal_stock(name, trio):
 def test_a_bert_decoder_with_a_cache(checkpoint):
     """Served in releases that pass a Cache object to the layer; stock in earlier ones, with the reason."""
     folder = checkpoint("bert", torch.float32)
-    prepared = models.load_ours(folder, is_decoder=True, auto_class="BertLMHeadModel")
+    prepared = models.load_prepared(folder, is_decoder=True, auto_class="BertLMHeadModel")
     stock = transformers.BertLMHeadModel.from_pretrained(folder, is_decoder=True, torch_dtype="auto").eval()
     ids = tokens(2, 7)
     results = []
@@ -166,7 +166,7 @@ def test_a_bert_decoder_with_a_cache(checkpoint):
 def test_under_autocast(name, checkpoint):
     """Mixed precision of an fp32 model: the same dtypes as stock, and at most stock's error against float64."""
     folder = checkpoint(name, torch.float32)
-    prepared, stock = models.load_ours(folder), models.load_stock(name, folder)
+    prepared, stock = models.load_prepared(folder), models.load_stock(name, folder)
     exact = models.in_float64(models.load_stock(name, folder))(input_ids=tokens(2, 9), output_hidden_states=True)
     with torch.autocast("cpu", torch.bfloat16):
         with ops.recording() as routes:

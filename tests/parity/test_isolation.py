@@ -46,7 +46,7 @@ def test_a_stock_model_beside_a_forced_one_stays_stock(name, checkpoint):
     folder = checkpoint(name, torch.float32)
     before = models.load_stock(name, folder)
     expected = before(input_ids=tokens(2, 9)).logits
-    forced = models.load_ours(folder)
+    forced = models.load_prepared(folder)
     after = models.load_stock(name, folder)
     for stock in (before, after):
         routes, result = routes_of(stock)
@@ -70,7 +70,7 @@ def test_prepare_serves_a_model_that_stock_classes_built(name, checkpoint):
 @each_model
 def test_restore_after_output_attentions_hooks_and_deepcopy(name, checkpoint):
     folder = checkpoint(name, torch.float32)
-    model = models.load_ours(folder)
+    model = models.load_prepared(folder)
     routes_of(model, output_attentions=True, output_hidden_states=True)
     seen = []
     layer = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
@@ -93,7 +93,7 @@ def test_restore_after_output_attentions_hooks_and_deepcopy(name, checkpoint):
 
 @each_model
 def test_restored_weights_have_separate_memory(name, checkpoint):
-    model = models.load_ours(checkpoint(name, torch.float32))
+    model = models.load_prepared(checkpoint(name, torch.float32))
     hf_rocm.restore(model)
     parameters = list(dict.fromkeys(model.parameters()))
     spans = sorted((parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes) for parameter in parameters)
@@ -104,7 +104,7 @@ def test_restored_weights_have_separate_memory(name, checkpoint):
 @each_model
 def test_preparing_and_restoring_are_idempotent(name, checkpoint):
     folder = checkpoint(name, torch.float32)
-    model = models.load_ours(folder)
+    model = models.load_prepared(folder)
     pointers = [parameter.data_ptr() for parameter in model.parameters()]
     hf_rocm.prepare(model, force=True)
     assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
@@ -118,7 +118,7 @@ def test_preparing_and_restoring_are_idempotent(name, checkpoint):
 
 
 def test_deactivate_restores_the_classes_and_activate_binds_them_again(checkpoint):
-    model = models.load_ours(checkpoint("llama", torch.float32))
+    model = models.load_prepared(checkpoint("llama", torch.float32))
     attention = type(model.model.layers[0].self_attn)
     dispatcher = attention.forward
     assert hf_rocm.deactivate("llama") == ["llama"]
@@ -140,7 +140,7 @@ def test_a_subclass_stays_stock(checkpoint):
     class Remote(transformers.models.llama.modeling_llama.LlamaMLP):
         pass
 
-    model = models.load_ours(checkpoint("llama", torch.float32))
+    model = models.load_prepared(checkpoint("llama", torch.float32))
     mlp = model.model.layers[0].mlp
     mlp.__class__ = Remote
     routes, _ = routes_of(model)
@@ -159,7 +159,7 @@ def test_a_subclass_stays_stock(checkpoint):
     ],
 )
 def test_a_forced_model_compiles_without_a_graph_break(name, backend, checkpoint):
-    model = models.load_ours(checkpoint(name, torch.float32))
+    model = models.load_prepared(checkpoint(name, torch.float32))
     expected = model(input_ids=tokens(2, 9)).logits
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=backend)

@@ -16,4 +16,4 @@ def test_every_call_is_measured_with_correct_tokens(monkeypatch):
     device = torch.device("cpu")
     result = list(generate_calls.measure(generate_calls.CALLS, device, rounds=1, progress=lambda text: None, tiny=True))
     assert [outcome.case for outcome in result] == [call.name for call in generate_calls.CALLS]
-    assert all(outcome.wrong is None and len(outcome.stock) == len(outcome.ours) == 1 for outcome in result)
+    assert all(outcome.wrong is None and len(outcome.stock) == len(outcome.prepared) == 1 for outcome in result)

@@ -45,7 +45,7 @@ def test_every_case_is_measured_with_correct_results_or_has_a_reason(lib, monkey
     measured = [outcome for outcome in result if outcome.left_out is None]
     assert all(outcome.case.startswith("Liger") for outcome in result if outcome not in measured)
     for outcome in measured:
-        assert len(outcome.stock) == len(outcome.ours) == 2 and min(*outcome.stock, *outcome.ours) > 0
+        assert len(outcome.stock) == len(outcome.prepared) == 2 and min(*outcome.stock, *outcome.prepared) > 0
         assert outcome.wrong is None
     assert served == [False, True, True, False] * len(measured)
     text = lib.table(result)

@@ -32,8 +32,8 @@ def test_stock_runs_stock_and_hf_rocm_runs_flash_attention(lib):
     with ops.recording() as routes:
         outcome = lib.measure(torch.device("cpu"), load, lambda side: routes.clear() if side == "stock" else None)
     assert {route.operation for route in routes if "attention" in route.operation} == {"varlen_attention"}
-    assert outcome.same == 1.0 and not outcome.wrong and outcome.ours.tokens == 12
-    assert "flash_attention_2" in outcome.ours.how and "times stock" in lib.table(outcome)
+    assert outcome.same == 1.0 and not outcome.wrong and outcome.prepared.tokens == 12
+    assert "flash_attention_2" in outcome.prepared.how and "times stock" in lib.table(outcome)
 
 
 def test_wrong_tokens_are_detected(lib, monkeypatch):

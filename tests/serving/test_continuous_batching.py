@@ -57,21 +57,21 @@ def attention_layers(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prepared_model_returns_stocks_tokens_around_stocks_attention(kind):
     stock = make(kind, **KINDS[kind])
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     with paged(stock):
         expected = batch(stock, prompts())
     assert all(len(set(tokens)) > NEW / 3 for tokens in expected)  # otherwise equal tokens would prove little
 
-    with paged(ours), ops.recording() as routes, counted() as hits:
-        actual = batch(ours, prompts())
-        reasons = {noted(module) for module in attention_layers(ours)}
-        told = hf_rocm.explain(ours).details()
+    with paged(prepared), ops.recording() as routes, counted() as hits:
+        actual = batch(prepared, prompts())
+        reasons = {noted(module) for module in attention_layers(prepared)}
+        told = hf_rocm.explain(prepared).details()
     assert actual == expected
 
-    layers = ours.config.num_hidden_layers
+    layers = prepared.config.num_hidden_layers
     ran = Counter(route.operation for route in routes)
     assert not ATTENTION & ran.keys()
-    assert all(bind.mode_of(module) == bind.ON for module in attention_layers(ours))
+    assert all(bind.mode_of(module) == bind.ON for module in attention_layers(prepared))
     decoders = sum(count for name, count in hits.items() if name.endswith("DecoderLayer"))
     assert decoders >= layers * NEW and ran["rms_norm"] + ran["add_rms_norm"] >= 2 * decoders
     assert ran["experts" if kind == "mixtral" else "act_and_mul"] == decoders
@@ -207,10 +207,10 @@ def test_on_a_cpu_older_releases_fail_without_a_memory_size(real_memory):
 def test_on_a_gpu_a_prepared_model_returns_stocks_tokens(kind, graphs):
     """graphs: transformers' own, around hf_rocm's layers; releases without them run uncaptured."""
     stock = make(kind, **KINDS[kind]).to("cuda")
-    ours = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     with paged(stock):
         expected = batch(stock, prompts())
-    with paged(ours), counted() as hits:
-        assert batch(ours, prompts(), graphs=graphs) == expected
+    with paged(prepared), counted() as hits:
+        assert batch(prepared, prompts(), graphs=graphs) == expected
     assert sum(count for name, count in hits.items() if name.endswith("DecoderLayer"))
-    assert one_by_one(ours, prompts()) == one_by_one(stock, prompts())
+    assert one_by_one(prepared, prompts()) == one_by_one(stock, prompts())

@@ -144,7 +144,7 @@ def test_its_layers_run_within_overlays(kind, compiled, engine, monkeypatch):
     """Everything that an engine replaced runs, as often as in stock; compiled as a whole, without a graph break."""
     stock = make(kind, attn_implementation="engine")
     prepared = copy.deepcopy(stock)
-    theirs = [equip(stock), equip(prepared)]
+    equipped = [equip(stock), equip(prepared)]
     expected, _ = run(stock, engine)
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
     hf_rocm.activate(kind)
@@ -156,5 +156,5 @@ def test_its_layers_run_within_overlays(kind, compiled, engine, monkeypatch):
         hf_rocm.deactivate()
         torch.compiler.reset()
     torch.testing.assert_close(actual, expected)
-    counts = [[module.calls for module in modules] for modules in theirs]
+    counts = [[module.calls for module in modules] for modules in equipped]
     assert counts[0] == [1] * len(counts[0]) and counts[1] == counts[0]

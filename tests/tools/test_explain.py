@@ -21,7 +21,7 @@ from tests.parity.models import tokens
 
 @pytest.fixture
 def llama(tmp_path):
-    return models.load_ours(models.save_checkpoint("llama", tmp_path, torch.float32))
+    return models.load_prepared(models.save_checkpoint("llama", tmp_path, torch.float32))
 
 
 def part(model, name):

@@ -70,10 +70,10 @@ def test_large_and_small_decays(logit):
     inputs, keywords = drawn(torch.float32)
     inputs[5] = torch.full_like(inputs[5], logit)
     keywords["bias"].zero_()
-    ours, its = converted(keywords), converted(keywords)
-    out, expected = step(*inputs, **ours), eager(*inputs, **its)
+    fused, its = converted(keywords), converted(keywords)
+    out, expected = step(*inputs, **fused), eager(*inputs, **its)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours["state"], its["state"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fused["state"], its["state"], rtol=1e-5, atol=1e-6)
 
 
 def test_no_sequences():

@@ -1,6 +1,6 @@
 """Run as a script by test_large.py: load a checkpoint, use it, save it, and print the memory that each step took.
 
-Arguments: `stock` or `ours`, the checkpoint, the dtype to load it in, a folder to save to. Prints bytes above those
+Arguments: `stock` or `prepared`, the checkpoint, the dtype to load it in, a folder to save to. Prints bytes above those
 before loading: allocated memory, and pages of the checkpoint's file. Peaks are the kernel's, of all memory, and are
 reset before each step.
 """
@@ -35,8 +35,8 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
     measured = {}
     base, start = settled(), _status("VmRSS")
     with torch.inference_mode():
-        load = hf_rocm.from_pretrained if which == "ours" else LlamaForCausalLM.from_pretrained
-        model = load(checkpoint, torch_dtype=getattr(torch, dtype), **({"force": True} if which == "ours" else {}))
+        load = hf_rocm.from_pretrained if which == "prepared" else LlamaForCausalLM.from_pretrained
+        model = load(checkpoint, torch_dtype=getattr(torch, dtype), **({"force": True} if which == "prepared" else {}))
         model(ids)
     measured["load peak"] = peak() - start
     measured["after"] = after = settled() - base
@@ -44,7 +44,7 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
     model.save_pretrained(out)
     measured["save peak"] = peak() - start
     measured["saved"] = settled() - base
-    if which == "ours":
+    if which == "prepared":
         hf_rocm.restore(model)
         measured["restore peak"] = peak() - start
         measured["restored"] = settled() - base

@@ -72,8 +72,8 @@ def test_memory(large, tmp_path, dtype):
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout.splitlines()[-1])
 
-    stock, prepared = measure("stock"), measure("ours")
-    print(dtype, "stock", stock, "ours", prepared)
+    stock, prepared = measure("stock"), measure("prepared")
+    print(dtype, "stock", stock, "prepared", prepared)
     assert prepared["fused"] == GROUPS and stock["fused"] == 0
     size = (large / "model.safetensors").stat().st_size
     # the value may be below stock's: the kernel reclaims file pages, more of them if memory is short
@@ -112,5 +112,5 @@ def test_loading_takes_at_most_a_tenth_longer(large):
         ratios.append(median(own for _, own in times) / median(expected for expected, _ in times))
         if ratios[-1] <= 1.10:
             break
-    print("ours / stock", ratios, times)
+    print("prepared / stock", ratios, times)
     assert min(ratios) <= 1.10

@@ -104,7 +104,7 @@ def test_restoring_adds_nothing_and_peaks_at_one_layer(tmp_path):
 
 def test_saving_peaks_no_higher_than_stock_by_more_than_one_layer(tmp_path):
     model, plain = count(lambda model: model.save_pretrained(tmp_path / "stock"), tmp_path, prepared=False)
-    _, prepared = count(lambda model: model.save_pretrained(tmp_path / "ours"), tmp_path, prepared=True)
+    _, prepared = count(lambda model: model.save_pretrained(tmp_path / "prepared"), tmp_path, prepared=True)
     assert prepared.peak <= plain.peak + one_layer(model)
     assert abs(prepared.change - plain.change) <= size(model) * 0.01
 

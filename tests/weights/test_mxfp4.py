@@ -67,8 +67,8 @@ def test_every_byte(tmp_path):
     model = prepared(tmp_path)
     assert state_bytes(model) == expected
     assert model.__dict__[REPORT]["layers"] == mxfp4.LAYERS and not model.__dict__[REPORT]["left"]
-    for ours, stock in zip(model.model.layers, reference.model.layers, strict=True):
-        weights, tensors = stock.mlp.experts, ours.mlp.experts.tensors()
+    for layer, stock in zip(model.model.layers, reference.model.layers, strict=True):
+        weights, tensors = stock.mlp.experts, layer.mlp.experts.tensors()
         for name in ("gate_up_proj", "down_proj"):
             actual = dequantize(tensors[f"{name}_blocks"], tensors[f"{name}_scales"], torch.float32)
             assert torch.equal(actual.transpose(1, 2), getattr(weights, name))

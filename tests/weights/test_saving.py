@@ -37,16 +37,16 @@ def test_the_state_dict_equals_stocks(model, stock):
 def test_save_pretrained_writes_the_same_files_as_stock(model, stock, tmp_path, shard):
     size = {"max_shard_size": shard} if shard else {}
     stock.save_pretrained(tmp_path / "stock", **size)
-    model.save_pretrained(tmp_path / "ours", **size)
-    assert files(tmp_path / "ours") == files(tmp_path / "stock")
-    assert (len(files(tmp_path / "ours")) > 2) is (shard is not None)
+    model.save_pretrained(tmp_path / "prepared", **size)
+    assert files(tmp_path / "prepared") == files(tmp_path / "stock")
+    assert (len(files(tmp_path / "prepared")) > 2) is (shard is not None)
     follows(model, GROUPS)  # saving did not change it
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "ours")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "prepared")
     assert live(loaded) == 0
     assert_same_results(loaded, stock)
     hf_rocm.prepare(loaded, force=True)  # its weights are a mapped file
     follows(loaded, GROUPS)
-    assert files(tmp_path / "ours") == files(tmp_path / "stock")
+    assert files(tmp_path / "prepared") == files(tmp_path / "stock")
 
 
 def test_save_model_of_safetensors(model, stock, tmp_path):
@@ -63,9 +63,9 @@ def test_save_model_of_safetensors(model, stock, tmp_path):
 
 
 def test_a_saved_state_dict_is_as_large_as_stocks(model, stock, tmp_path):
-    torch.save(model.state_dict(), tmp_path / "ours.pt")
+    torch.save(model.state_dict(), tmp_path / "prepared.pt")
     torch.save(stock.state_dict(), tmp_path / "stock.pt")
-    assert abs((tmp_path / "ours.pt").stat().st_size - (tmp_path / "stock.pt").stat().st_size) < 1024
-    loaded = torch.load(tmp_path / "ours.pt", weights_only=True)
+    assert abs((tmp_path / "prepared.pt").stat().st_size - (tmp_path / "stock.pt").stat().st_size) < 1024
+    loaded = torch.load(tmp_path / "prepared.pt", weights_only=True)
     stock.load_state_dict(loaded)
     assert_same_results(stock, models.build())

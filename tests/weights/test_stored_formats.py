@@ -132,11 +132,11 @@ def test_the_library_that_defines_the_format(case):
         group = scheme.weights.group_size or -1
         zero = checkpoints.rounded(weight, group, torch.bfloat16, symmetric=False)[2]
         given["weight_zero_point"] = torch.from_numpy(zero - 8).to(torch.int8)
-    theirs = compressor.compress(given, scheme)
-    described = {name: (tensor.dtype, tensor.shape) for name, tensor in theirs.items()}
+    compressed = compressor.compress(given, scheme)
+    described = {name: (tensor.dtype, tensor.shape) for name, tensor in compressed.items()}
     assert described == {name: (tensor.dtype, tensor.shape) for name, tensor in layer_tensors.items()}
-    values = layer_of(case, theirs, 48, 256).dequantized(torch.float32)
-    assert torch.equal(values.bfloat16(), compressor.decompress(dict(theirs), scheme)["weight"].bfloat16())
+    values = layer_of(case, compressed, 48, 256).dequantized(torch.float32)
+    assert torch.equal(values.bfloat16(), compressor.decompress(dict(compressed), scheme)["weight"].bfloat16())
 
 
 def test_zero_nan_and_extreme_scales_of_blocks():
@@ -190,14 +190,14 @@ def test_transformers_own_fp8(scale_fmt):
     owner = SimpleNamespace(quantization_config=config, pre_quantized=True)
     weight = torch.randn(256, 384)
     written = Fp8Quantize(owner).convert({"weight": weight})
-    theirs = {name.rpartition(".")[2]: tensor for name, tensor in written.items()}
-    raw = {name: checkpoints.raw(tensor) for name, tensor in theirs.items()}
-    assert theirs.keys() == case.write(weight)[0].keys()
+    compressed = {name.rpartition(".")[2]: tensor for name, tensor in written.items()}
+    raw = {name: checkpoints.raw(tensor) for name, tensor in compressed.items()}
+    assert compressed.keys() == case.write(weight)[0].keys()
     expected = parsers()["fp8"]({**config.to_dict(), "quant_method": "fp8"}).expected(256, 384)
-    for name, tensor in theirs.items():
+    for name, tensor in compressed.items():
         assert tensor.dtype in expected[name].dtypes and tuple(tensor.shape) in expected[name].shapes
-    layer = layer_of(case, theirs, 256, 384)
-    read = Fp8Dequantize(owner).convert({name: [tensor] for name, tensor in theirs.items()})["weight"]
+    layer = layer_of(case, compressed, 256, 384)
+    read = Fp8Dequantize(owner).convert({name: [tensor] for name, tensor in compressed.items()})["weight"]
     read = read[0] if isinstance(read, list) else read  # by release
     assert torch.equal(layer.dequantized(read.dtype), read)
     wide, x = layer.dequantized(torch.float64), torch.randn(5, 384)

@@ -13,7 +13,7 @@ from hf_rocm.tools.bench.measure import Result
 from hf_rocm.tools.bench.record import Segment
 from hf_rocm.tools.bench.report import large, milliseconds
 from hf_rocm.tools.bench.serving.figures import TIMES, by_case
-from hf_rocm.tools.bench.variants import COMPILE, LABELS, LIGER, OURS, OVERHEAD, STOCK, UNCAPTURED
+from hf_rocm.tools.bench.variants import COMPILE, LABELS, LIGER, OVERHEAD, PREPARED, STOCK, UNCAPTURED
 from hf_rocm.tools.drawing import Box, ChartError, Line, Part, Picture, Words
 
 COLOURS = {
@@ -22,7 +22,7 @@ COLOURS = {
     OVERHEAD: "#606f7b",
     LIGER: "#d9b36c",
     UNCAPTURED: "#eab0a8",
-    OURS: "#d1382b",
+    PREPARED: "#d1382b",
 }
 INK, FAINT = "#1f2933", "#66727f"
 
@@ -145,9 +145,9 @@ def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> fl
     bottom = top + len(panel.bars) * (BAR + GAP)
     y = top
     for bar in panel.bars:
-        is_ours = bar.side == OURS
+        is_prepared = bar.side == PREPARED
         end = LABEL + max(bar.value * scale, 1)
-        parts.append(Words(LABEL - 10, y + 15, bar.label, size=12.5, anchor="end", bold=is_ours))
+        parts.append(Words(LABEL - 10, y + 15, bar.label, size=12.5, anchor="end", bold=is_prepared))
         parts.append(Box(LABEL, y, end - LABEL, BAR, COLOURS[bar.side], radius=2))
         low, high = LABEL + bar.low * scale, LABEL + bar.high * scale
         if high - low >= 1:
@@ -156,7 +156,7 @@ def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> fl
             parts.extend(Line(place, middle - 4, place, middle + 4, INK) for place in (low, high))
         faster = "" if stock is None or bar.side == STOCK else f" ({stock / bar.value:.2f} ×)"
         parts.append(
-            Words(max(end, high) + 8, y + 15, f"{milliseconds(bar.value)} ms{faster}", size=12.5, bold=is_ours)
+            Words(max(end, high) + 8, y + 15, f"{milliseconds(bar.value)} ms{faster}", size=12.5, bold=is_prepared)
         )
         y += BAR + GAP
     if panel.floor is None:

@@ -30,7 +30,7 @@ from hf_rocm.tools.bench.measure import Progress
 from hf_rocm.tools.bench.record import Segment
 from hf_rocm.tools.bench.roofline import cache_bytes
 from hf_rocm.tools.bench.run import Subject, describe, sides_of
-from hf_rocm.tools.bench.variants import OURS, UNCAPTURED
+from hf_rocm.tools.bench.variants import PREPARED, UNCAPTURED
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_ROCM_CACHE")
 
@@ -105,7 +105,7 @@ def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:
     """Seconds of each stage. warmup: the difference between the first generation and the third."""
     device = subject.device
     began = time.perf_counter()
-    if name in (OURS, UNCAPTURED):
+    if name in (PREPARED, UNCAPTURED):
         probe.ahead()  # as `hf_rocm.from_pretrained` does
     model = subject.load()
     (side,), _ = sides_of(model, subject, [name])

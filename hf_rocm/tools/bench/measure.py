@@ -16,7 +16,7 @@ from hf_rocm.tools.bench.generating import Generated, generate
 from hf_rocm.tools.bench.parity import Parity, Reference, trial
 from hf_rocm.tools.bench.rates import Rates
 from hf_rocm.tools.bench.roofline import Floor, cache_bytes, floor
-from hf_rocm.tools.bench.variants import DECODE_ONLY, OURS, UNCAPTURED, Side
+from hf_rocm.tools.bench.variants import DECODE_ONLY, PREPARED, UNCAPTURED, Side
 
 WARM_ROUNDS = 2  # the first compiles and records, the second fills the allocator's pools
 
@@ -152,7 +152,7 @@ def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | N
     if parity.refusal is None:
         return None
     _release(side, forget=True)
-    if side.name not in (OURS, UNCAPTURED):
+    if side.name not in (PREPARED, UNCAPTURED):
         return str(parity.refusal)
     raise Mismatch(
         f"{side.name} returns wrong numbers, so nothing is timed",
@@ -211,7 +211,7 @@ def _guarded(side: Side, call: Callable[[], Any]) -> tuple[Any, str | None]:
     except torch.OutOfMemoryError:
         return None, "it needs more memory than is available"
     except Exception as error:  # an exception of stock or of a compiler is a result, not a reason to stop
-        if side.name in (OURS, UNCAPTURED):
+        if side.name in (PREPARED, UNCAPTURED):
             raise
         lines = str(error).strip().splitlines() or ["no message"]
         return None, f"it raised {type(error).__name__}: {lines[0][:200]}"

@@ -15,7 +15,7 @@ from hf_rocm.tools.bench.clock import synchronize
 from hf_rocm.tools.bench.generating import run_with
 from hf_rocm.tools.bench.measure import Progress
 from hf_rocm.tools.bench.run import Subject, sides_of
-from hf_rocm.tools.bench.variants import OURS, Side
+from hf_rocm.tools.bench.variants import PREPARED, Side
 
 STEPS = 16  # profiled decode steps or forwards
 SHOWN = 15
@@ -64,7 +64,7 @@ class Profile(NamedTuple):
         return report
 
 
-def profile(subject: Subject, case: Case, trace: Path, *, progress: Progress, side: str = OURS) -> Profile:
+def profile(subject: Subject, case: Case, trace: Path, *, progress: Progress, side: str = PREPARED) -> Profile:
     """Profile one case on one side, warmed up, and write the trace in Chrome's format."""
     progress(f"{subject.name}: building the model")
     (chosen,), _ = sides_of(subject.load(), subject, [side])

@@ -34,7 +34,7 @@ from hf_rocm.tools.bench.peers import Peers, exchanged
 from hf_rocm.tools.bench.record import Segment
 from hf_rocm.tools.bench.roofline import floor, local
 from hf_rocm.tools.bench.run import Subject, describe
-from hf_rocm.tools.bench.variants import OURS, STOCK, UNCAPTURED, Side, silence
+from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED, Side, silence
 
 LIMIT = timedelta(minutes=30)  # for one collective: another rank may be compiling a kernel
 JUDGED_PROMPT = 1024  # the longest prompt of the reference, whose scores must fit on every rank
@@ -147,13 +147,13 @@ class _Rank:
         """The stock and the prepared model over the same parameters: a copy would call the sharded layers of stock."""
         wanted = self.question.sides
         made = {STOCK: Side(STOCK, stock)}
-        if {OURS, UNCAPTURED} & set(wanted):
+        if {PREPARED, UNCAPTURED} & set(wanted):
             prepared = self._load()
             for module, other in zip(prepared.modules(), stock.modules(), strict=True):
                 assert module._parameters.keys() == other._parameters.keys()
                 module._parameters.update(other._parameters)
             prepare(prepared, force=True)
-            made[OURS] = Side(OURS, prepared)
+            made[PREPARED] = Side(PREPARED, prepared)
             made[UNCAPTURED] = Side(UNCAPTURED, prepared, {"disable_compile": True})
         return [made[name] for name in wanted]
 

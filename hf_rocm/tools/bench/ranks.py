@@ -27,9 +27,9 @@ from hf_rocm.tools.bench.measure import Progress
 from hf_rocm.tools.bench.record import Segment
 from hf_rocm.tools.bench.run import Subject
 from hf_rocm.tools.bench.shapes import architecture
-from hf_rocm.tools.bench.variants import OURS, STOCK, UNCAPTURED
+from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED
 
-SIDES = (STOCK, UNCAPTURED, OURS)
+SIDES = (STOCK, UNCAPTURED, PREPARED)
 _ALIKE = ("Mismatch", "RankError")  # raised by every rank if one raises it
 _PAUSE = 0.05
 _LAST_WORDS = 60.0  # seconds for the other ranks to end after the first one has

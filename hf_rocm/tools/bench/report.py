@@ -9,7 +9,7 @@ from hf_rocm.tools.bench.clock import Spread
 from hf_rocm.tools.bench.machine import note
 from hf_rocm.tools.bench.measure import Result, Timing
 from hf_rocm.tools.bench.record import Segment
-from hf_rocm.tools.bench.variants import COMPILE, LABELS, OURS, OVERHEAD, STOCK
+from hf_rocm.tools.bench.variants import COMPILE, LABELS, OVERHEAD, PREPARED, STOCK
 
 Row = tuple[str, ...]
 
@@ -108,7 +108,7 @@ def _alone(result: Result, timing: Timing) -> str | None:
 
 def gains(result: Result) -> dict[str, float]:
     """The speed-up of hf_rocm over stock, and over the faster of stock's compiled forms."""
-    prepared = _median(result, OURS)
+    prepared = _median(result, PREPARED)
     compiled = [median for side in (COMPILE, OVERHEAD) if (median := _median(result, side)) is not None]
     ratios: dict[str, float] = {}
     if prepared is None:
@@ -129,7 +129,7 @@ def comparison(result: Result) -> list[str]:
     Two sides differ where their quartiles do not overlap. A side whose quartiles span a fifth of its median is noisy.
     """
     sides = {timing.side: timing.unit for timing in result.timings}
-    prepared = sides.get(OURS)
+    prepared = sides.get(PREPARED)
     if prepared is None:
         return []
     compiled = [sides[side] for side in (COMPILE, OVERHEAD) if side in sides]

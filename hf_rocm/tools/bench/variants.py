@@ -21,7 +21,7 @@ from hf_rocm import patches
 from hf_rocm.errors import OptionError
 
 STOCK, COMPILE, OVERHEAD, LIGER = "stock", "compile", "reduce-overhead", "liger"
-OURS, UNCAPTURED = "hf_rocm", "no-graphs"
+PREPARED, UNCAPTURED = "hf_rocm", "no-graphs"
 
 LABELS = {
     STOCK: "stock",
@@ -29,10 +29,10 @@ LABELS = {
     OVERHEAD: "stock + torch.compile, reduce-overhead",
     LIGER: "stock + Liger-Kernel",
     UNCAPTURED: "hf_rocm without graphs",
-    OURS: "hf_rocm",
+    PREPARED: "hf_rocm",
 }
 # torch.compile: over a static cache, as transformers compiles a decode step; in mode `default` unless named otherwise
-DEFAULT = (STOCK, COMPILE, OURS)
+DEFAULT = (STOCK, COMPILE, PREPARED)
 
 # Sides that differ only in decoding and in encoders: neither transformers nor hf_rocm compiles or records a prefill.
 DECODE_ONLY = (COMPILE, OVERHEAD, UNCAPTURED)
@@ -54,16 +54,16 @@ class Side:
     def release(self) -> None:
         """Release caches and recorded graphs."""
         self.model.__dict__.pop("_cache", None)  # transformers before 5.15 keeps its static cache there
-        if self.name in (OURS, UNCAPTURED):
+        if self.name in (PREPARED, UNCAPTURED):
             _release_graphs(self.model)
 
     def note(self) -> str | None:
         """How it ran, unless the name implies it."""
-        return _forwards_note(self.model) or _graph_note(self.model) if self.name == OURS else None
+        return _forwards_note(self.model) or _graph_note(self.model) if self.name == PREPARED else None
 
     def replay_alone(self) -> float | None:
         """Milliseconds on the device for the last recorded step or forward; None if none was recorded."""
-        return _replay_alone(self.model) if self.name == OURS else None
+        return _replay_alone(self.model) if self.name == PREPARED else None
 
     def forget(self) -> None:
         """Also release compiled code, so that the next shape is compiled like a first one, not with dynamic sizes."""
@@ -132,7 +132,7 @@ def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> t
             made.append(_MAKERS[name](name, model, encoder))
         else:
             missing[name] = reason
-    if any(side.name in (OURS, UNCAPTURED) for side in made):
+    if any(side.name in (PREPARED, UNCAPTURED) for side in made):
         from hf_rocm.loading.prepare import prepare
 
         prepare(model, force=True)
@@ -179,7 +179,7 @@ def _compiled(name: str, model: Any, encoder: bool) -> Side:
     return Side(name, copied, {"cache_implementation": "static", "compile_config": settings})
 
 
-def _ours(name: str, model: Any, encoder: bool) -> Side:
+def _prepared_side(name: str, model: Any, encoder: bool) -> Side:
     # the option that disables transformers' compiled step also disables recorded steps
     return Side(name, model, {"disable_compile": True} if name == UNCAPTURED else {})
 
@@ -212,8 +212,8 @@ _MAKERS: dict[str, Callable[[str, Any, bool], Side]] = {
     COMPILE: _compiled,
     OVERHEAD: _compiled,
     LIGER: _liger,
-    OURS: _ours,
-    UNCAPTURED: _ours,
+    PREPARED: _prepared_side,
+    UNCAPTURED: _prepared_side,
 }
 
 

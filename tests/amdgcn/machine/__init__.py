@@ -1,4 +1,5 @@
-"""An interpreter of AMD's instruction sets, for the assembly that Triton emits: numpy over waves and lanes, no GPU."""
+"""An interpreter of AMD's instruction sets for the assembly that Triton emits. It uses numpy arrays over waves and
+lanes and needs no GPU."""
 
 from .errors import (
     Descriptor,

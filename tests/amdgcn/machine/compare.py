@@ -1,4 +1,4 @@
-"""Compares, which write masks of lanes, and v_cndmask, which reads one."""
+"""Compare instructions, which write lane masks, and v_cndmask, which reads one."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _LETTERS = {"f16": "h", "f32": "f", "f64": "D", "i16": "s", "i32": "i", "i64": "
 
 
 def mask_reader(c: Compiling, operand: Operand) -> Callable[[State], np.ndarray]:
-    """A scalar operand as a mask of lanes."""
+    """Return a function that reads a scalar operand as a lane mask."""
     if operand.kind == "s":
         return lambda state: state.mask(operand.register)
-    if operand.kind == "constant":  # 0 or -1, the only masks that make sense as one
+    if operand.kind == "constant":  # 0 or -1, the only constants that make sense as a mask
         bits = operand.value & (1 << c.target.lanes) - 1
         fixed = np.array([[bits >> lane & 1 for lane in range(c.target.lanes)]], bool)
         return lambda state: fixed
     if operand.kind == "none":
         nothing = np.zeros((1, c.target.lanes), bool)
         return lambda state: nothing
-    raise c.refuse(f"{operand.text!r} is no mask")
+    raise c.refuse(f"{operand.text!r} is not a mask")
 
 
 def mask_writer(c: Compiling, operand: Operand) -> Callable[[State, np.ndarray], None]:
-    """Write a mask, of which inactive lanes become zero."""
+    """Return a function that writes a lane mask; the bits of inactive lanes become zero."""
     if operand.kind == "none":
         return lambda state, lanes: None
     if operand.kind != "s":
@@ -66,7 +66,7 @@ def compile_compare(c: Compiling) -> Step | None:
 
 
 def _target(c: Compiling, executes: bool) -> tuple[Callable[[State, np.ndarray], None], list[str]]:
-    """Where the mask goes, and the texts of the sources. v_cmpx writes EXEC, and on CDNA a register too."""
+    """A function that writes the mask, and the texts of the sources. v_cmpx writes EXEC, and on CDNA a register too."""
     texts = list(c.instruction.operands)
     if not executes:
         return mask_writer(c, c.operands[0]), texts[1:]
@@ -95,7 +95,7 @@ def _choose(c: Compiling) -> Step:
 
 
 def _class(c: Compiling, executes: bool, bits: str) -> Step:
-    """Whether a float is of one of the kinds in a mask: NaNs, infinities, normal and subnormal numbers and zeros."""
+    """v_cmp_class: whether a float belongs to one of the classes in a mask (NaN, infinity, normal, subnormal, zero)."""
     write, texts = _target(c, executes)
     sources = Sources(c, texts, ("f" if bits == "32" else "h") + "u")
 

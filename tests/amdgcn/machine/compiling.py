@@ -1,8 +1,8 @@
-"""What compiling one instruction needs: its operands, its modifiers and the architecture.
+"""What is needed to compile one instruction: its operands, its modifiers and the architecture.
 
-Every family of instructions is a function that takes a `Compiling` and returns a step, a function of the state that
-executes the instruction, or None if the mnemonic is not one of that family. Modifiers that a family does not take are
-an error, so that none is ignored in silence.
+For every family of instructions a function takes a `Compiling` and returns a step (a function of the state that
+executes the instruction), or None if the mnemonic does not belong to the family. A modifier that the family does not
+read is an error, so that no modifier is silently ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ENCODING = re.compile(r"_(e32|e64|dpp|sdwa|e64_dpp)$")
 
 @dataclass
 class Compiling:
-    """One instruction on its way to a step."""
+    """One instruction that is being compiled to a step."""
 
     instruction: Instruction
     target: Target
@@ -54,11 +54,11 @@ class Compiling:
 
     @cached_property
     def operands(self) -> list[Operand]:
-        """The operands; SDWA's sext() is left to the sources."""
+        """The parsed operands, without SDWA's sext(), which `Sources` handles."""
         return [operands.parse(text.removeprefix("sext(").rstrip(")")) for text in self.instruction.operands]
 
     def take(self, name: str, default: Any = None) -> Any:
-        """A modifier's value; from now on it counts as implemented."""
+        """Return a modifier's value and mark the modifier as implemented."""
         self.taken.add(name)
         return self.instruction.modifiers.get(name, default)
 
@@ -69,7 +69,7 @@ class Compiling:
         return UnknownInstruction(f"{self.instruction.text!r} on {self.target.name}: {why}")
 
     def finish(self) -> None:
-        """Raise if a modifier was not taken."""
+        """Raise `UnknownInstruction` if a modifier was not read."""
         left = sorted(set(self.instruction.modifiers) - self.taken)
         if left:
             raise self.refuse(f"modifier {', '.join(left)} is not implemented")

@@ -1,4 +1,4 @@
-"""Conversions between float32 and 8-bit floats, in the format of the architecture: fnuz on gfx942, OCP's elsewhere."""
+"""Conversions between float32 and 8-bit floats in the architecture's format: fnuz on gfx942, OCP elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ u32, u64, f32, f64 = np.uint32, np.uint64, np.float32, np.float64
 
 
 def small(target: Target, kind: str) -> floats.Small:
-    """ "fp8" or "bf8" as the architecture has them."""
+    """The architecture's format for "fp8" or "bf8"."""
     return floats.small(f"{kind}_fnuz" if target.fnuz else kind)
 
 
@@ -36,7 +36,8 @@ def compile_eight_bit(c: Compiling) -> Step | None:
 
 
 def _pack(c: Compiling, kind: str) -> Step:
-    """Two float32 to two codes in one half of a register; op_sel's last names the half, the other stays."""
+    """Convert two float32 values to two codes in one half of a register. The last bit of op_sel selects the half; the
+    other half is unchanged."""
     half = c.take("op_sel", (0, 0, 0))[-1]
     first, second = (vector_reader(operand, "f") for operand in c.operands[1:3])
     register, format = c.operands[0].register, small(c.target, kind)
@@ -50,8 +51,8 @@ def _pack(c: Compiling, kind: str) -> Step:
 
 
 def _stochastic(c: Compiling, kind: str) -> Step:
-    """One float32 to a code in the byte that op_sel names: random bits are added below the mantissa's end, the rest is
-    cut off."""
+    """Convert one float32 value to a code in the byte that op_sel selects. Random bits are added below the last bit of
+    the mantissa, then the value is truncated."""
     select = c.take("op_sel", (0, 0, 0, 0))
     place = select[2] + 2 * select[3] if len(select) > 3 else c.take("byte_sel", 0)
     value, random = vector_reader(c.operands[1], "f"), vector_reader(c.operands[2], "u")
@@ -75,7 +76,7 @@ def _stochastic(c: Compiling, kind: str) -> Step:
 
 
 def _unpack(c: Compiling, kind: str, *, packed: bool) -> Step:
-    """One code, or the two of a half, to float32. Which: SDWA's selection, op_sel or byte_sel."""
+    """Convert one code, or the two codes of a half, to float32. SDWA's selection, op_sel or byte_sel selects them."""
     format, register = small(c.target, kind), c.operands[0].register
     if packed:
         half = c.take("op_sel", (0, 0))[0]
@@ -102,8 +103,8 @@ def _unpack(c: Compiling, kind: str, *, packed: bool) -> Step:
 
 
 def _scaled(c: Compiling, kind: str) -> Step:
-    """The two codes of a half, times the power of two that is the exponent of the last operand; its mantissa and sign
-    don't count."""
+    """Convert the two codes of a half and multiply them by a power of two: the exponent of the last operand, whose
+    mantissa and sign are ignored."""
     format, register = small(c.target, kind), c.operands[0].register
     read = vector_reader(c.operands[1], "w", half=c.take("op_sel", (0, 0, 0))[0])
     scale = vector_reader(c.operands[2], "f")

@@ -1,10 +1,10 @@
-"""What the machine raises: every error names the instruction, and where one is known, the lane and the address."""
+"""The errors that the machine raises. Every error names the instruction and, where known, the lane and the address."""
 
 from __future__ import annotations
 
 
 class MachineError(Exception):
-    """Base of everything that a program under execution does wrong."""
+    """Base class of all errors of an executed program."""
 
 
 class UnknownInstruction(MachineError):
@@ -16,28 +16,29 @@ class EarlyAccess(MachineError):
 
 
 class OutOfBounds(MachineError):
-    """An address outside every buffer, outside LDS, or a write to a buffer that is read-only."""
+    """An address outside every buffer or outside LDS, or a write to a read-only buffer."""
 
 
 class Descriptor(MachineError):
-    """A buffer's descriptor is not the compiler's, or a lane beyond its end was not sent there on purpose."""
+    """A buffer descriptor that differs from the compiler's, or an unmasked lane beyond the end of the buffer."""
 
 
 class Garbage(MachineError):
-    """A NaN was stored whose bits no operation produces: of a register that nothing wrote, or of a wrong constant."""
+    """A NaN was stored whose bits no operation produces. It comes from an uninitialised register or a wrong
+    constant."""
 
 
 class Race(MachineError):
-    """Two waves touched one byte in one interval between barriers, and one of them wrote it."""
+    """Two waves accessed the same byte between two barriers, and one of them wrote it."""
 
 
 class Hazard(MachineError):
-    """Two instructions are closer to one another than the hardware's wait states allow."""
+    """Fewer wait states between two instructions than the hardware requires."""
 
 
 class Rounding(MachineError):
-    """A division or a conversion is not the sequence of instructions that rounds every number correctly."""
+    """A division or conversion that is not the instruction sequence that rounds every number correctly."""
 
 
 class Runaway(MachineError):
-    """More instructions than the limit: a loop that does not end, or waves that wait for one another for ever."""
+    """More instructions than the limit: an endless loop or a deadlock between waves."""

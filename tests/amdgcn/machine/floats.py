@@ -1,4 +1,4 @@
-"""Floating-point arithmetic as the hardware rounds it: fused multiply-add, conversions, 8-bit floats."""
+"""Floating-point arithmetic with the hardware's rounding: fused multiply-add, conversions, 8-bit floats."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _HALF32 = u64(1 << 28)
 
 
 def round_to_odd(total: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """A float64 sum and its rounding error as a float64 whose last bit says that it is inexact.
+    """Combine a float64 sum and its rounding error into a float64 whose last bit marks it as inexact.
 
-    Rounding that to a narrower type gives what rounding the exact sum would have given (Boldo and Melquiond, 2008).
+    Rounding the result to a narrower type is the same as rounding the exact sum (Boldo and Melquiond, 2008).
     """
     total, error = np.broadcast_arrays(total, error)
     bits = np.ascontiguousarray(total).view(np.int64).copy()
@@ -27,7 +27,7 @@ def round_to_odd(total: np.ndarray, error: np.ndarray) -> np.ndarray:
 
 
 def _sum_error(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """What was rounded away in a + b (Knuth's TwoSum)."""
+    """The rounding error of a + b (Knuth's TwoSum)."""
     virtual = total - a
     return (a - (total - virtual)) + (b - virtual)
 
@@ -43,21 +43,21 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def fma16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a × b + c of float16 (or float32, as v_fma_mix has them) with a single rounding to float16."""
+    """a × b + c of float16 (or float32, for v_fma_mix) with a single rounding to float16."""
     product = np.multiply(a, b, dtype=f64)
     total = product + c
     return round_to_odd(total, _sum_error(product, np.asarray(c, f64), total)).astype(np.float16)
 
 
 def to_bf16(value: np.ndarray) -> np.ndarray:
-    """Round float32 to bf16, ties to even: uint32 with the bits in the low half. NaN stays NaN and becomes quiet."""
+    """Round float32 to bf16, ties to even. Returns uint32 with the bits in the low half. NaN becomes a quiet NaN."""
     bits = np.ascontiguousarray(value).view(u32)
     rounded = (bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16)
     return np.where(np.isnan(value), (bits >> u32(16)) | u32(0x40), rounded)
 
 
 def from_bf16(bits: np.ndarray) -> np.ndarray:
-    """The low 16 bits of uint32 as float32."""
+    """Convert bf16, in the low 16 bits of uint32, to float32."""
     return (bits << u32(16)).view(f32)
 
 
@@ -68,16 +68,17 @@ def to_integer(value: np.ndarray, low: int, high: int) -> np.ndarray:
 
 
 def flush32(value: np.ndarray) -> np.ndarray:
-    """Subnormal float32 as zero of the same sign."""
+    """Flush subnormal float32 numbers to zero of the same sign."""
     bits = np.ascontiguousarray(value).view(u32)
     return np.where(bits & u32(0x7F800000) == 0, bits & u32(0x80000000), bits).view(f32)
 
 
 class Small:
-    """An 8-bit float, or one of fewer bits: its table of values and rounding to it.
+    """A floating-point format of at most 8 bits: its table of values, and rounding to it.
 
-    exponent, mantissa: their bits. bias: of the exponent. special: "ieee" (infinities and NaNs as in IEEE 754), "fn"
-    (no infinity; all ones is NaN), "fnuz" (no negative zero, no infinity; 0x80 is NaN) or "none" (every code a number).
+    exponent, mantissa: number of bits. bias: exponent bias. special: "ieee" (infinities and NaNs as in IEEE 754), "fn"
+    (no infinity; all ones is NaN), "fnuz" (no negative zero, no infinity; 0x80 is NaN) or "none" (every code is a
+    number).
     """
 
     def __init__(self, exponent: int, mantissa: int, bias: int, special: str) -> None:
@@ -106,15 +107,15 @@ class Small:
         return values.astype(f32)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        """Codes as float32."""
+        """Convert codes to float32."""
         return self.values[codes]
 
     def encode(self, value: np.ndarray, *, clamp: bool = False) -> np.ndarray:
-        """Round float32 to nearest, ties to even: uint32 codes. Beyond the largest number: it, if clamp, else
-        infinity, or NaN where there is none."""
+        """Round float32 to nearest, ties to even. Returns uint32 codes. A number beyond the largest one becomes the
+        largest (clamp), infinity, or NaN if the format has no infinity."""
         exact = np.asarray(value, f64)
         magnitude = np.abs(exact)
-        # the spacing of numbers around each value
+        # the spacing of representable numbers around the value
         _, power = np.frexp(np.where(np.isfinite(magnitude), magnitude, 0.0))
         power = np.maximum(power - 1, 1 - self.bias)
         step = np.exp2((power - self.mantissa).astype(f64))
@@ -148,7 +149,7 @@ class Small:
 
 @cache
 def small(name: str) -> Small:
-    """fp8 and bf8 as OCP defines them, their fnuz forms, fp6, bf6 and fp4."""
+    """A format by name: OCP's fp8 and bf8, their fnuz variants, fp6, bf6 and fp4."""
     return {
         "fp8": lambda: Small(4, 3, 7, "fn"),
         "bf8": lambda: Small(5, 2, 15, "ieee"),

@@ -1,8 +1,8 @@
-"""Wait states that CDNA's hardware does not insert: the compiler must keep instructions apart, with s_nop or others.
+"""Wait states that CDNA hardware does not insert. The compiler must separate the instructions, with s_nop or others.
 
-The table is that of the ISA documents' chapter on manually inserted wait states, as far as compute kernels meet it.
-Checked in the program's text along the way that falls through, because what the compiler inserts it inserts there; a
-wait state that a jump would have provided is not required by any rule here.
+The table is from the chapter on manually inserted wait states in the ISA documents, reduced to what occurs in compute
+kernels. Only the fall-through path in the text is checked, because the compiler inserts the wait states there; no rule
+here requires a wait state that a jump would provide.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _VCC = frozenset({SCALAR + VCC, SCALAR + VCC + 1})
 
 @dataclass(frozen=True)
 class Use:
-    """What one instruction reads and writes. kind: valu, mfma, memory (vector memory and LDS) or other."""
+    """The registers that one instruction reads and writes. kind: valu, mfma, memory (vector memory and LDS) or
+    other."""
 
     kind: str
     reads: tuple[frozenset[int], ...]
@@ -42,7 +43,7 @@ class Use:
 
 
 def find(instructions: Sequence[Instruction], target: Target) -> Iterator[tuple[int, int, int]]:
-    """(producer, consumer, missing wait states) of every pair that is too close. Nothing on RDNA."""
+    """Yield (producer, consumer, missing wait states) for every pair that is too close. RDNA has no such pairs."""
     if not target.cdna:
         return
     uses = [_use(instruction) for instruction in instructions]
@@ -62,7 +63,7 @@ def find(instructions: Sequence[Instruction], target: Target) -> Iterator[tuple[
 
 
 def _needed(first: Instruction, produced: Use, second: Instruction, used: Use, target: Target) -> int:
-    """The wait states between two instructions."""
+    """The number of wait states required between two instructions."""
     newer = target.name != "gfx90a"
     if produced.kind == "mfma":
         return _after_matrix(first, produced, used, target)
@@ -96,17 +97,17 @@ def _needed(first: Instruction, produced: Use, second: Instruction, used: Use, t
 
 
 def _after_matrix(first: Instruction, produced: Use, used: Use, target: Target) -> int:
-    """After an MFMA whose result is read, or overwritten by an instruction that is none."""
+    """The wait states after an MFMA whose result is read, or is overwritten by an instruction that is not an MFMA."""
     match = _MFMA.match(first.mnemonic)
     if not match:
         return 0
-    single = match[2].startswith(("f32", "xf32"))  # float32 products take the longer way
+    single = match[2].startswith(("f32", "xf32"))  # float32 products take more passes
     if target.name == "gfx90a":
         states = 11 if match[1] == "16x16" else 19
     else:
         passes = (4 if match[1] == "16x16" else 8) * (2 if single else 1)
         states = passes + (2 if single else 3)
-    if used.kind == "mfma":  # as A or B; what C needs depends on whether it is forwarded
+    if used.kind == "mfma":  # as A or B; for C it depends on forwarding
         operands_ab = used.reads[0] | used.reads[1]
         return states if produced.writes & operands_ab else 0
     touched = used.read | (used.writes if used.kind == "valu" else frozenset())

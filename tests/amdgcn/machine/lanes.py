@@ -13,7 +13,7 @@ u32, u64, i64 = np.uint32, np.uint64, np.int64
 
 
 def dpp_source(c: Compiling) -> tuple[np.ndarray, np.ndarray]:
-    """For a DPP control: the lane that every lane reads, and whether there is such a lane."""
+    """For a DPP control: the source lane of every lane, and whether it exists."""
     count = c.target.lanes
     lanes = np.arange(count)
     row, place = lanes & ~15, lanes & 15
@@ -34,9 +34,9 @@ def dpp_source(c: Compiling) -> tuple[np.ndarray, np.ndarray]:
         return row + (place - n & 15), always
     if c.target.cdna:
         if (n := c.take("row_bcast")) is not None:
-            if n == 15:  # the last lane of a row, to the row after it
+            if n == 15:  # from the last lane of a row to the next row
                 return np.maximum(row - 1, 0), row >= 16
-            if n == 31:  # the last lane of the first half, to the second half
+            if n == 31:  # from the last lane of the first half to the second half
                 return np.full(count, 31), lanes >= 32
         if (n := c.take("row_newbcast")) is not None:
             return row + n, always
@@ -53,20 +53,20 @@ def dpp_source(c: Compiling) -> tuple[np.ndarray, np.ndarray]:
             return row + n, always
         if (n := c.take("row_xmask")) is not None:
             return row + (place ^ n), always
-    raise c.refuse("no DPP control that is implemented")
+    raise c.refuse("its DPP control is not implemented")
 
 
 def dpp_enabled(c: Compiling) -> np.ndarray:
-    """The lanes that row_mask and bank_mask let through."""
+    """The lanes that row_mask and bank_mask enable."""
     lanes = np.arange(c.target.lanes)
     rows, banks = c.take("row_mask", 15), c.take("bank_mask", 15)
     return ((rows >> (lanes >> 4)) & (banks >> ((lanes >> 2) & 3)) & 1).astype(bool)
 
 
 class Dpp:
-    """The first source of a DPP instruction, and the lanes that are written.
+    """The first source of a DPP instruction, and the lanes that it writes.
 
-    A lane whose source does not exist, or is inactive, reads 0 with bound_ctrl and is not written without it.
+    If the source lane does not exist or is inactive, the lane reads 0 with bound_ctrl and is not written without it.
     """
 
     def __init__(self, c: Compiling) -> None:
@@ -102,7 +102,7 @@ def _read_lane(c: Compiling) -> Step | None:
         return None
     write, register = put(c, c.operands[0]), c.operands[1].register
     if c.operands[1].kind != "v":
-        raise c.refuse("the source is no vector register")
+        raise c.refuse("the source is not a vector register")
     if c.base == "v_readfirstlane_b32":
 
         def first(state: State) -> None:
@@ -127,8 +127,8 @@ def _write_lane(c: Compiling) -> Step | None:
 
 
 def _permlanex(c: Compiling) -> Step | None:
-    """v_permlane16 and v_permlanex16: every lane of a row reads the lane of its own or the other row that a scalar
-    pair names with 4 bits a lane. op_sel: read inactive lanes too; read 0 where the source is inactive."""
+    """v_permlane16 and v_permlanex16: every lane reads a lane of its own row or of the other row. A scalar pair holds
+    the 4-bit index for every lane. op_sel: read inactive lanes too; read 0 where the source is inactive."""
     if c.base not in ("v_permlane16_b32", "v_permlanex16_b32"):
         return None
     if c.target.cdna:
@@ -157,7 +157,8 @@ def _permlanex(c: Compiling) -> Step | None:
 
 
 def _swap(c: Compiling) -> Step | None:
-    """v_permlane16_swap and v_permlane32_swap: odd rows (upper half) of one register with even rows of the other."""
+    """v_permlane16_swap and v_permlane32_swap: swap odd rows (or the upper half) of one register with even rows (or the
+    lower half) of the other."""
     sizes = {"v_permlane16_swap_b32": 16, "v_permlane32_swap_b32": 32}
     if c.base not in sizes:
         return None
@@ -179,7 +180,7 @@ def _swap(c: Compiling) -> Step | None:
 
 
 def swizzle_source(c: Compiling) -> np.ndarray:
-    """The lane that every lane reads in ds_swizzle_b32, from its offset."""
+    """The source lane of every lane in ds_swizzle_b32, decoded from the offset."""
     lanes = np.arange(c.target.lanes)
     offset = c.take("offset", 0)
     if isinstance(offset, int):

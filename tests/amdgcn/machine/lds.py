@@ -1,4 +1,4 @@
-"""LDS: a workgroup's local memory, its loads and stores, and the data moves between lanes that go through it."""
+"""LDS, a workgroup's local memory: its loads and stores, and the lane permutations that use its hardware."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .waits import Ticket, issue
 
 u32, i64 = np.uint32, np.int64
 
-# name -> (bytes, signed, the half of a register that is written or read, if only one)
+# name -> (bytes, signed, the half of the register that is accessed, or None for the whole register)
 _KINDS: dict[str, tuple[int, bool, int | None]] = {
     "b8": (1, False, None),
     "u8": (1, False, None),
@@ -43,7 +43,7 @@ _ACCESS = re.compile(r"ds_(read|load|write|store)(2|_2addr)?(st64|_stride64)?_(\
 
 
 class Lds:
-    """The LDS of the workgroups that run at a time, one after the other, filled with garbage."""
+    """The LDS of all workgroups that run at the same time, in consecutive memory. It starts as garbage."""
 
     def __init__(self, groups: int, size: int, garbage: np.random.Generator) -> None:
         self.size = size
@@ -56,7 +56,7 @@ class Lds:
         self.epoch = 0
 
     def places(self, state: State, address: np.ndarray, offset: int, size: int) -> np.ndarray:
-        """[n] places of the active lanes among all workgroups' bytes. Raises `OutOfBounds`."""
+        """The byte indices [n] of the active lanes in the memory of all workgroups. Raises `OutOfBounds`."""
         address = np.broadcast_to(address, state.x.shape)
         lanes = address.astype(i64) + offset
         bad = lanes + size > self.size
@@ -100,12 +100,12 @@ class Lds:
         who = (state.waves, lanes, False, state.lanes)
         access = Access(index, writes, unit, size // unit, places, who, self.epoch)
         self.accesses.append(access)
-        if state.signalled:  # behind the signal of a split barrier: in the interval after it too
+        if state.signalled:  # after the signal of a split barrier: belongs to the next interval too
             self.carried.append(access)
         return access
 
     def end_interval(self, flying: Sequence[Access], texts: Sequence[str]) -> None:
-        """Raise `Race` for what touched one byte since the last barrier. flying: accesses that are still in flight."""
+        """Check the accesses since the last barrier; raises `Race`. flying: accesses that are still in flight."""
         if self.accesses:
             check_interval(self.accesses, len(self.units[1]), texts, "the LDS of all workgroups")
         self.accesses = [*self.carried, *(access for access in flying if access.index >= 0)]
@@ -178,7 +178,8 @@ def _store(c: Compiling, offsets: list[int], size: int, half: int | None) -> Ste
 
 
 def _move(c: Compiling, value: np.ndarray, state: State) -> None:
-    """Deliver data that only passed through LDS, without touching it, by the same counter."""
+    """Write the result of an instruction that uses the LDS hardware but not its memory. It is counted with LDS
+    accesses."""
     register = c.operands[0].register
     lanes: Any = True if state.full else state.x
     counter = c.target.counters["lds"]
@@ -195,7 +196,8 @@ def _swizzle(c: Compiling) -> Step:
 
 
 def _permute(c: Compiling, *, backward: bool) -> Step:
-    """ds_bpermute: every lane reads the lane that it names. ds_permute: every lane writes to the lane that it names."""
+    """ds_bpermute: every lane reads from the lane at its index. ds_permute: every lane writes to the lane at its
+    index."""
     offset, most = u32(c.take("offset", 0)), u32(c.target.lanes - 1)
     address, source = vector_reader(c.operands[1], "u"), c.operands[2].register
 
@@ -214,7 +216,7 @@ def _permute(c: Compiling, *, backward: bool) -> Step:
 
 
 def _transposed(c: Compiling, bits: int) -> Step:
-    """Transpose while loading: 16 lanes read rows of 16 elements, 8 bytes a lane, and lane i gets column i."""
+    """Transposing load: 16 lanes read rows of 16 elements, 8 bytes per lane, and lane i receives column i."""
     target, machine, index, counter = c.operands[0], c.machine, c.index, c.target.counters["lds"]
     address, offset = vector_reader(c.operands[1], "u"), c.take("offset", 0)
     registers = frozenset({target.register, target.register + 1})

@@ -1,8 +1,8 @@
 """Matrix instructions: MFMA (CDNA) and WMMA (RDNA), D = A × B + C.
 
-A lane holds consecutive elements of one row of A and of one column of B; which elements of K depends on its group, the
-quotient of lane and row. Sums are computed in float64 and rounded once, because the order in which the hardware adds
-is not documented. EXEC is ignored.
+A lane holds consecutive elements of one row of A and of one column of B. Which elements of K they are depends on the
+lane's group, lane // rows. Sums are computed in float64 and rounded once, because the hardware's order of summation is
+not documented. EXEC is ignored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WMMA = re.compile(r"v_wmma_(f32|i32)_16x16x(16|32)_(\w+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """size: rows of A and columns of B. depth: K. groups: of lanes, each with other elements of K; 1 where every
-    group holds the same (RDNA 3)."""
+    """size: rows of A and columns of B. depth: K. groups: number of lane groups with different elements of K; 1 if all
+    groups hold the same elements (RDNA 3)."""
 
     size: int
     depth: int
@@ -43,11 +43,11 @@ class Shape:
 
     @property
     def results(self) -> int:
-        """Registers of C and D."""
+        """The number of registers of C and D."""
         return self.size * self.size // self.lanes
 
     def rows(self, elements: np.ndarray, waves: int) -> np.ndarray:
-        """[waves, lanes, per lane] as the matrix [waves, size, depth]."""
+        """Reorder [waves, lanes, elements per lane] to the matrix [waves, size, depth]."""
         if self.groups == 1 and self.lanes != self.size:
             halves = elements.reshape(waves, -1, self.size, self.per_lane)
             if not np.array_equal(halves[:, 0], halves[:, 1], equal_nan=elements.dtype == f64):
@@ -57,7 +57,7 @@ class Shape:
         return grouped.transpose(0, 2, 1, 3).reshape(waves, self.size, self.depth)
 
     def results_of(self, product: np.ndarray) -> np.ndarray:
-        """[waves, size, size] as registers: [results, waves, lanes]."""
+        """Reorder [waves, size, size] to registers [results, waves, lanes]."""
         waves, n = len(product), self.size
         if self.layout == "mfma32":  # row = 8 q + 4 (lane / 32) + t of register 4 q + t
             parts = product.reshape(waves, 4, 2, 4, n).transpose(1, 3, 0, 2, 4)
@@ -129,7 +129,7 @@ def _addend(c: Compiling, operand: Operand, shape: Shape, whole: bool) -> Callab
 
 
 def _formats(c: Compiling, kind: str) -> list[tuple[int, Decoder]] | None:
-    """For A and B: bits of an element, and how its code becomes a number."""
+    """For A and B: the number of bits of an element, and a function that decodes it."""
     signs = c.take("neg_lo", (0, 0, 0))
     if any(c.take("neg_hi", ())) or (any(signs) and not kind.startswith("iu")):
         raise c.refuse("negation is not implemented")
@@ -167,7 +167,7 @@ def _float32(codes: np.ndarray) -> np.ndarray:
 
 
 def _xf32(codes: np.ndarray) -> np.ndarray:
-    """float32 of which the hardware keeps 10 bits of mantissa."""
+    """Decode float32 to xf32: the hardware uses 10 bits of the mantissa."""
     rounded = codes + u32(0xFFF) + (codes >> u32(13) & u32(1))
     return np.where(codes & u32(0x7F800000) == u32(0x7F800000), codes, rounded & ~u32(0x1FFF)).view(f32)
 
@@ -188,7 +188,7 @@ def _matrix_reader(shape: Shape, bits: int, decode: Decoder, whole: bool) -> Cal
         if operand.kind != "v":
             raise MachineError("a matrix must be in vector registers")
         if operand.count < registers:
-            raise MachineError(f"{operand.text} has less than {registers} registers")
+            raise MachineError(f"{operand.text} has fewer than {registers} registers")
         words = state.v[operand.register : operand.register + registers].transpose(1, 2, 0)
         codes = fields(np.ascontiguousarray(words), bits, shape.per_lane)
         return shape.rows(decode(codes).astype(dtype), state.count)
@@ -197,7 +197,8 @@ def _matrix_reader(shape: Shape, bits: int, decode: Decoder, whole: bool) -> Cal
 
 
 def fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """The first `count` fields of some bits of every lane's registers, lowest first: [waves, lanes, count]."""
+    """Split every lane's registers into fields of `bits` bits, lowest first. Returns the first ones, [waves, lanes,
+    count]."""
     if bits == 32:
         return words
     if bits in (8, 16):

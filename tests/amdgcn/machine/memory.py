@@ -1,7 +1,7 @@
-"""Global memory: the buffers that a kernel was passed, with guard zones between them.
+"""Global memory: the buffers that were passed to a kernel, with guard zones between them.
 
-Every address of every lane must lie in one buffer, and only buffers that may be written are written. What was touched
-is recorded: the bytes that a launch needed, the bytes that it wrote, and, for finding races, which wave touched what.
+Every address of every lane must lie in a buffer, and only writable buffers can be written. A launch records the bytes
+that it read and wrote and, to detect races, which wave accessed them.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from .errors import OutOfBounds, Race
 from .races import Access
 from .state import State
 
-GUARD = 4096  # the least distance between two buffers
-SPACING = 1 << 33  # between buffers that the memory places itself: 32-bit offsets do not reach the next
+GUARD = 4096  # the smallest allowed distance between two buffers
+SPACING = 1 << 33  # distance between buffers at new addresses: larger than any 32-bit offset
 _FIRST = 0x7000_0000_0000
 
-# Data moves in the widest unit to which all addresses are aligned; complex128 is numpy's only type of 16 bytes.
+# Data is copied in the widest unit to which all addresses are aligned; complex128 is numpy's only 16-byte type.
 UNITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 def unit_of(addresses: np.ndarray, size: int) -> int:
-    """The widest unit in which `size` bytes at all of these addresses can be moved."""
+    """The widest unit in which `size` bytes at all of these addresses can be copied."""
     bits = int(np.bitwise_or.reduce(addresses, axis=None)) | size | 16
     return bits & -bits
 
 
 def expand(index: np.ndarray, repeat: int) -> np.ndarray:
-    """[n] indices as [n, repeat]: this one and those that follow it."""
+    """Expand indices [n] to [n, repeat] consecutive ones."""
     return index[:, None] if repeat == 1 else index[:, None] + np.arange(repeat)
 
 
 class Buffer:
-    """One buffer: a copy of the caller's bytes at the same alignment, written back after the launch."""
+    """One buffer: a copy of the caller's bytes with the same alignment, written back after the launch."""
 
     def __init__(self, number: int, address: int, data: np.ndarray, writable: bool) -> None:
         self.number, self.address, self.writable = number, address, writable
@@ -50,12 +50,12 @@ class Buffer:
         self.hidden_units: dict[int, np.ndarray] = {}
 
     def hide(self, hidden: np.ndarray) -> None:
-        """Make an access to some of the bytes (bool [size]) an error, as behind the end."""
+        """Make accesses to some of the bytes (bool [size]) an error, like those beyond the end."""
         self.hidden_units = self._aligned(self.units[1].size)
         self.hidden_units[1][self.start : self.length] = hidden
 
     def check(self, unit: int, spots: np.ndarray, addresses: np.ndarray, size: int) -> None:
-        """Raise `OutOfBounds` for a byte that is hidden."""
+        """Raise `OutOfBounds` for a hidden byte."""
         if not self.hidden_units:
             return
         bad = np.flatnonzero((self.hidden_units[unit][spots] != 0).any(1))
@@ -66,7 +66,7 @@ class Buffer:
 
     @staticmethod
     def _aligned(size: int) -> dict[int, np.ndarray]:
-        """A zeroed array of bytes, viewed in every unit."""
+        """A zeroed byte array and its views in every unit."""
         whole = np.zeros(max(size, 16) // 16, np.complex128)
         return {unit: whole.view(dtype) for unit, dtype in UNITS.items()}
 
@@ -76,14 +76,14 @@ class Buffer:
 
     @property
     def written(self) -> np.ndarray:
-        """bool [size]: the bytes that a wave has written."""
+        """The bytes that any wave has written: bool [size]."""
         if not self.writable:
             return np.zeros(self.size, bool)
         return self.written_units[1][self.start : self.length] != 0
 
     @property
     def touched(self) -> int:
-        """How many bytes were read or written."""
+        """The number of bytes that were read or written."""
         return int(np.count_nonzero(self.touched_units[1][self.start : self.length]))
 
 
@@ -93,8 +93,8 @@ _MARK = {unit: np.full(16, 1, np.uint8).view(dtype)[0] for unit, dtype in UNITS.
 class Memory:
     """The buffers of one launch.
 
-    requested: bytes that lanes asked for; loads and stores of vector instructions. contract: what buffer instructions
-    must keep to, a `vector_memory.Contract`, or None.
+    requested: bytes that the lanes of vector loads and stores requested. contract: the rules for buffer instructions, a
+    `vector_memory.Contract`, or None.
     """
 
     def __init__(self, contract: Any = None) -> None:
@@ -105,7 +105,7 @@ class Memory:
         self.epoch = 0
 
     def add(self, address: int, data: np.ndarray, *, writable: bool = True) -> None:
-        """Put a caller's bytes (uint8, one dimension) at an address of the simulated GPU."""
+        """Map a caller's bytes (uint8, one dimension) to an address of the simulated GPU."""
         if data.dtype != np.uint8 or data.ndim != 1:
             raise ValueError(f"expected uint8 [n], got {data.dtype} {list(data.shape)}")
         for buffer in self.buffers:
@@ -116,13 +116,13 @@ class Memory:
         self.buffers.insert(place, Buffer(len(self.buffers), address, data, writable))
 
     def place(self, data: np.ndarray, *, writable: bool = True, like: int = 0) -> int:
-        """Put a caller's bytes at a new address, far from the others. like: an address of the same alignment."""
+        """Map a caller's bytes to a new address, far from the others. like: an address with the required alignment."""
         address = _FIRST + SPACING * len(self.buffers) + like % 256
         self.add(address, data, writable=writable)
         return address
 
     def write_back(self) -> None:
-        """Copy what the waves wrote to the caller's bytes."""
+        """Copy the results to the caller's bytes."""
         for buffer in self.buffers:
             if buffer.writable:
                 buffer.data[:] = buffer.bytes[buffer.start : buffer.length]
@@ -130,10 +130,10 @@ class Memory:
     def buffer_at(self, address: int) -> Buffer:
         return self.buffers[bisect_right(self._starts, address) - 1]
 
-    # One instruction's accesses
+    # Accesses of one instruction
 
     def _place(self, addresses: np.ndarray, size: int) -> Buffer | None:
-        """The buffer that holds all of these, or None if there are several."""
+        """The buffer that contains all of these addresses, or None if they are in several."""
         low, high = int(addresses.min()), int(addresses.max())
         place = bisect_right(self._starts, low) - 1
         if place >= 0:
@@ -143,7 +143,7 @@ class Memory:
         return None
 
     def _groups(self, addresses: np.ndarray, size: int) -> list[tuple[Buffer, np.ndarray]]:
-        """Which lanes go to which buffer. Raises `OutOfBounds` for a lane that goes to none."""
+        """Group the lanes by buffer. Raises `OutOfBounds` for a lane outside all buffers."""
         places = np.searchsorted(np.array(self._starts, np.uint64), addresses, side="right") - 1
         groups = []
         for place in np.unique(places):
@@ -169,9 +169,9 @@ class Memory:
     def load(
         self, addresses: np.ndarray, size: int, state: State, index: int, *, every: bool = False, lanes: Any = None
     ) -> tuple[np.ndarray, tuple[Access, ...]]:
-        """Read `size` bytes at [n] addresses: uint32 [n, max(1, size / 4)], narrower data zero-extended.
+        """Read `size` bytes at [n] addresses. Returns uint32 [n, max(1, size / 4)]; narrower data is zero-extended.
 
-        lanes: the mask [waves, lanes] to which the addresses belong, True for all. every: one address per wave.
+        lanes: the mask [waves, lanes] of the lanes with these addresses, True for all. every: one address per wave.
         """
         if not addresses.size:
             return np.zeros((0, max(1, size // 4)), np.uint32), ()
@@ -249,9 +249,9 @@ def _who(state: State, lanes: Any, every: bool) -> np.ndarray:
 
 
 def check_single_value(memory: np.ndarray, spots: np.ndarray, values: np.ndarray) -> None:
-    """Raise `Race` if two lanes of one store wrote different values to one place."""
+    """Raise `Race` if two lanes of one store wrote different values to the same address."""
     stored = np.ascontiguousarray(memory[spots])
     if stored.dtype == np.complex128:
         stored, values = stored.view(np.uint64), np.ascontiguousarray(values).view(np.uint64)
     if not np.array_equal(stored, values):
-        raise Race("two lanes of one instruction store different values to one place")
+        raise Race("two lanes of one instruction store different values to the same address")

@@ -1,7 +1,7 @@
-"""Operands: what an instruction's text names, and functions that read it from a batch of waves.
+"""Operands: parsing the text of an operand, and functions that read it from a batch of waves.
 
 A reader takes the state and returns an array that broadcasts to [waves, lanes] (scalar readers: to [waves]), viewed as
-the type that the instruction wants. Constants are arrays of one element, so that integer overflow wraps silently.
+the instruction's type. Constants are arrays of one element, so that integer overflow wraps silently.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .errors import UnknownInstruction
 Reader = Callable[[Any], np.ndarray]
 
 VCC, M0, EXEC, TTMP = 106, 124, 126, 108
-ACC = 256  # the first accumulation register among the vector registers
-SCALAR = 1000  # the first SGPR in sets that name registers of both kinds
+ACC = 256  # the index of the first accumulation register among the vector registers
+SCALAR = 1000  # the index of the first SGPR in sets of vector and scalar registers
 
 _NAMED = {
     "vcc": (VCC, 2),
@@ -36,7 +36,7 @@ _SINGLE = re.compile(r"([vsa])(\d+)")
 _RANGE = re.compile(r"([vsa])\[(\d+):(\d+)\]")
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
 
-# The type letters of sources: unsigned, signed and float of 32 bits; u/s/h of 16 bits; U, I, D of 64 bits.
+# Type letters of sources: u, i, f (unsigned, signed and float) for 32 bits; w, s, h for 16 bits; U, I, D for 64 bits.
 DTYPES = {
     "u": np.uint32,
     "i": np.int32,
@@ -52,14 +52,15 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Operand:
-    """kind: "v" (vector and accumulation registers), "s" (scalar), "constant", "none" (null and off) or "scc"."""
+    """One operand. kind: "v" (vector and accumulation registers), "s" (scalar), "constant", "none" (null, off) or
+    "scc"."""
 
     text: str
     kind: str
     register: int = 0
     count: int = 1
-    value: int = 0  # the bits of a 32-bit constant, sign-extended if it is an integer
-    number: float | None = None  # a floating-point constant's value
+    value: int = 0  # the bits of a 32-bit constant; integers are sign-extended
+    number: float | None = None  # the value of a floating-point constant
     negate: bool = False
     absolute: bool = False
 
@@ -73,7 +74,7 @@ class Operand:
 
 @cache
 def parse(text: str) -> Operand:
-    """One operand. Raises `UnknownInstruction` for what is no register and no number."""
+    """Parse one operand. Raises `UnknownInstruction` if it is neither a register nor a number."""
     bare, negate, absolute = text, False, False
     if bare.startswith("-") and not bare[1:2].isdigit():
         bare, negate = bare[1:], True
@@ -112,8 +113,8 @@ def _register(text: str, kind: str, first: int, count: int, modified: dict[str, 
 
 
 def constant(operand: Operand, letter: str) -> np.ndarray:
-    """A constant operand as one element of a type. A float constant in a 64-bit float operand is that number; in a
-    16-bit one too."""
+    """A constant operand as an array of one element. A float constant is converted to the operand's float type, 16 or
+    64 bits too."""
     if letter == "h" and operand.number is not None:
         return np.array([operand.number], np.float16)
     if letter == "D":
@@ -128,18 +129,19 @@ def constant(operand: Operand, letter: str) -> np.ndarray:
 
 
 def bare(operand: Operand) -> Operand:
-    """The operand without its signs."""
+    """The operand without its sign modifiers."""
     return replace(operand, negate=False, absolute=False)
 
 
 def vector_reader(operand: Operand, letter: str, *, word: int = 0, half: int = 0) -> Reader:
-    """Read an operand per lane, with its sign modifiers. word: which register of several. half: which 16 bits."""
+    """Read an operand per lane, with its sign modifiers. word: index of the register. half: index of the 16-bit
+    half."""
     reader = _plain_vector_reader(operand, letter, word, half)
     return with_signs(reader, operand, letter)
 
 
 def with_signs(reader: Reader, operand: Operand, letter: str) -> Reader:
-    """Apply `|x|` and `-x` to what a reader returns. On an integer type they change the sign bit, as in v_cndmask."""
+    """Apply `|x|` and `-x` to the result of a reader. For integer types they change the sign bit, as in v_cndmask."""
     if not (operand.negate or operand.absolute):
         return reader
     negate, absolute = operand.negate, operand.absolute
@@ -188,11 +190,11 @@ def _plain_vector_reader(operand: Operand, letter: str, word: int, half: int) ->
 
 
 def scalar_reader(operand: Operand, letter: str, *, word: int = 0) -> Reader:
-    """Read an operand per wave: u, i and f of 32 bits, U and I of 64."""
+    """Read an operand per wave. letter: u, i and f for 32 bits, U and I for 64."""
     index, dtype = operand.register + word, DTYPES[letter]
     if operand.kind == "s":
         if letter in "UI":
-            if operand.count == 1:  # a 32-bit register where 64 bits are read: exec_lo of a wave of 32 lanes
+            if operand.count == 1:  # a 32-bit register as a 64-bit operand: exec_lo with 32 lanes
                 return lambda state: state.s[index].astype(np.uint64).view(dtype)
             return lambda state: state.scalar_pair(index).view(dtype)
         return with_signs(lambda state: state.s[index].view(dtype), operand, letter)

@@ -1,4 +1,4 @@
-"""Packed instructions: two or four elements in a register, mixed precision, dot products, bitop3."""
+"""Packed instructions: two or four elements per register, mixed precision, dot products, bitop3."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _packed16(c: Compiling) -> Step | None:
 
 
 def _mixed(c: Compiling) -> Step | None:
-    """v_fma_mix: every source is a float32 register or, with op_sel_hi, the half of one that op_sel names."""
+    """v_fma_mix: every source is a float32 register or, with op_sel_hi, the half of a register that op_sel selects."""
     match = re.fullmatch(r"v_fma_mix(lo|hi)?_(f32|f16)", c.base)
     if not match:
         return None
@@ -143,10 +143,10 @@ def _mixed_source(operand: Operand, half: int, is_half: int) -> Reader:
 
 
 def _bitop3(c: Compiling) -> Step | None:
-    """Any function of three bits: bit 4a + 2b + c of the table is its value.
+    """Any function of three bits: bit 4a + 2b + c of the table is its result.
 
-    Of 16 bits, op_sel names the half of each source and, last, the half that is written. The other half is left as it
-    is, so that code that expects zeros there is found.
+    With 16 bits, op_sel selects the half of each source and, last, of the destination. The other half is unchanged, so
+    that code that expects zeros there fails.
     """
     if c.base not in ("v_bitop3_b32", "v_bitop3_b16"):
         return None
@@ -173,7 +173,7 @@ def _bitop3(c: Compiling) -> Step | None:
 
 
 def _elements(value: np.ndarray, width: int, *, signed: bool) -> list[np.ndarray]:
-    """The fields of a register as int64, lowest first."""
+    """Split a register into fields, as int64, lowest first."""
     fields = [(value >> u32(width * i) & u32((1 << width) - 1)).astype(i64) for i in range(32 // width)]
     if not signed:
         return fields
@@ -181,7 +181,7 @@ def _elements(value: np.ndarray, width: int, *, signed: bool) -> list[np.ndarray
 
 
 def _dot(c: Compiling) -> Step | None:
-    """v_dot4, v_dot8 and v_dot2: products of the fields of two registers, summed with a third."""
+    """v_dot4, v_dot8 and v_dot2: the sum of the products of two registers' fields and a third operand."""
     match = re.fullmatch(r"v_dot([48])(c?)_(i32|u32)_(iu8|i8|u8|iu4|i4|u4)", c.base)
     if match:
         return _integer_dot(c, accumulates=bool(match[2]), signed=match[3] == "i32", kind=match[4])

@@ -1,4 +1,4 @@
-"""A program: assembly text compiled once to one Python function an instruction."""
+"""A program: assembly text that is compiled once, to one Python function per instruction."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ FAMILIES: dict[str, tuple[Callable[[Compiling], Step | None], ...]] = {
     "scratch": (compile_scratch,),
 }
 
-# Instructions that the run loop executes itself, and what they do there.
+# Instructions that the run loop executes, and their effect.
 CONTROL = re.compile(r"s_(endpgm|barrier|barrier_signal|barrier_wait|branch|cbranch_\w+)")
 _VCC_READERS = ("v_div_fmas_f32", "v_dual_cndmask_b32", "v_cndmask_b32_e32")
 
 
 class Environment:
-    """What the compiled instructions work on, set for every launch."""
+    """The data that compiled instructions use. It is set for every launch."""
 
     memory: Memory
     lds: Lds
@@ -68,7 +68,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel's machine code. registers: per instruction, every register that it names."""
+    """A kernel's machine code. registers: the registers that every instruction names."""
 
     source: Source
     target: Target
@@ -80,7 +80,7 @@ class Program:
 
     @classmethod
     def parse(cls, assembly: str, arch: str) -> Program:
-        """Compile an assembly text. Raises `UnknownInstruction` for what the machine does not implement."""
+        """Compile an assembly text. Raises `UnknownInstruction` if an instruction is not implemented."""
         if arch not in TARGETS:
             raise UnknownInstruction(f"architecture {arch!r}: expected one of {', '.join(TARGETS)}")
         return cls.of(text.read(assembly), TARGETS[arch])
@@ -96,7 +96,7 @@ class Program:
         return cls(source, target, environment, steps, registers, *_banks(registers))
 
     def with_instruction(self, index: int, line: str) -> Program:
-        """This program with one instruction replaced, as a planted fault does."""
+        """A copy of the program with one instruction replaced, for planted faults."""
         changed = text.instruction(line)
         instructions = (*self.instructions[:index], changed, *self.instructions[index + 1 :])
         source = replace(self.source, instructions=instructions)
@@ -112,7 +112,7 @@ class Program:
 
     @cached_property
     def hazards(self) -> tuple[tuple[int, int, int], ...]:
-        """(producer, consumer, missing wait states) of instructions that are too close to one another."""
+        """(producer, consumer, missing wait states) for instructions that are too close together."""
         return tuple(hazards.find(self.instructions, self.target))
 
     @property
@@ -121,7 +121,7 @@ class Program:
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """The kernel's arguments, hidden ones too: offset, size and kind of each."""
+        """The offset, size and kind of the kernel's arguments, hidden ones included."""
         return self.source.arguments
 
     @property
@@ -140,7 +140,7 @@ def _compile(instruction: Instruction, target: Target, environment: Environment,
 def _single(instruction: Instruction, target: Target, environment: Environment, index: int) -> Step:
     family = instruction.mnemonic.split("_", 1)[0]
     if family == "v" or (family == "s" and "load" not in instruction.mnemonic):
-        # refers to nothing but the state: one step serves every program
+        # depends on the state alone: all programs share one step
         key = instruction.mnemonic, instruction.operands, tuple(sorted(instruction.modifiers.items()))
         return _shared(Key(*key, instruction), target.name)
     return _compiled(instruction, target, environment, index, family)
@@ -162,7 +162,7 @@ def _compiled(instruction: Instruction, target: Target, environment: Any, index:
 
 @dataclass(frozen=True)
 class Key:
-    """What tells one instruction from another, wherever it is."""
+    """The identity of an instruction, independent of its position."""
 
     mnemonic: str
     operands: tuple[str, ...]
@@ -176,7 +176,7 @@ def _shared(key: Key, target: str) -> Step:
 
 
 def _dual(instruction: Instruction, target: Target, environment: Environment, index: int) -> Step:
-    """Both halves read before either writes."""
+    """A dual instruction: both halves read before either writes."""
     assert instruction.second
     halves = [replace(instruction, second=None), instruction.second]
     plain = [replace(half, mnemonic=half.mnemonic.replace("v_dual_", "v_", 1)) for half in halves]
@@ -202,7 +202,7 @@ def _dual(instruction: Instruction, target: Target, environment: Environment, in
 
 
 def _control(instruction: Instruction, target: Target, labels: Any) -> Step:
-    """A step that returns where to go: an index, the mask of waves that branch with the index, or a word."""
+    """A step for control flow. It returns an index, a mask of the waves that branch and an index, or a word."""
     name = instruction.mnemonic
     if name == "s_endpgm":
         return lambda state: "end"
@@ -246,7 +246,7 @@ def _condition(name: str, target: Target) -> Callable[[State], np.ndarray] | Non
 
 
 def _registers(instruction: Instruction) -> frozenset[int]:
-    """Every register that an instruction names, and VCC where it is implied."""
+    """Every register that an instruction names, and VCC if it is implicit."""
     named: set[int] = set()
     for word in instruction.operands:
         named |= _named(word)
@@ -266,7 +266,7 @@ def _named(word: str) -> frozenset[int]:
 
 
 def _banks(registers: tuple[frozenset[int], ...]) -> tuple[int, int]:
-    """How many vector and accumulation registers are named."""
+    """The number of vector and accumulation registers that are used."""
     named = frozenset().union(*registers)
     vectors = max((r for r in named if r < operands.ACC), default=0) + 1
     accumulators = max((r - operands.ACC + 1 for r in named if operands.ACC <= r < SCALAR), default=0)

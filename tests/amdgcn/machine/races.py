@@ -1,8 +1,8 @@
-"""Find races: two waves that touch one byte in one interval between barriers, one of them writing.
+"""Detect races: two waves access the same byte between two barriers, and at least one of them writes it.
 
-Accesses are recorded as they happen and compared at the end of the interval (LDS) or of the launch (global memory), so
-that the result does not depend on the order in which the waves ran. An access that is still in flight at a barrier
-belongs to the interval after it too.
+Accesses are recorded during execution and compared at the end of the interval (LDS) or of the launch (global memory).
+The result does not depend on the order in which the waves ran. An access that is still in flight at a barrier also
+belongs to the next interval.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .errors import Race
 
 @dataclass(eq=False)
 class Access:
-    """One instruction's accesses. places: int64 [n], in units. who: wave numbers [n], or (waves, lanes, every, lanes of
-    a wave) from which to make them. first, last: the intervals in which they may happen. values: that were stored."""
+    """One instruction's accesses. places: int64 [n], in units. who: wave numbers [n], or (waves, lanes, every, lanes
+    per wave) to compute them from. first, last: the range of intervals. values: the stored values."""
 
     index: int
     writes: bool
@@ -36,12 +36,12 @@ class Access:
             self.last = self.first
 
     def spots(self, unit: int) -> np.ndarray:
-        """Every place in a narrower unit: [n, repeat]."""
+        """The places in a narrower unit: [n, repeat]."""
         ratio = self.unit // unit * self.repeat
         return (self.places * (self.unit // unit))[:, None] + np.arange(ratio)
 
     def waves(self) -> np.ndarray:
-        """The wave of each place: [n]."""
+        """The wave number for every place: [n]."""
         if isinstance(self.who, tuple):
             waves, lanes, every, count = self.who
             if not every:
@@ -51,20 +51,20 @@ class Access:
         return self.who
 
     def owners(self) -> np.ndarray:
-        """The wave of each place, from 1: uint32 [n, 1]."""
+        """The wave number for every place, starting at 1: uint32 [n, 1]."""
         return self.waves().astype(np.uint32)[:, None] + np.uint32(1)
 
     def in_units(self, unit: int) -> np.ndarray:
-        """What was stored, as integers: [n, parts, words of a part]."""
+        """The stored values as integers: [n, parts, words per part]."""
         assert self.values is not None
         return self.values.view(np.dtype(f"u{min(unit, 8)}")).reshape(len(self.places), -1, max(1, unit // 8))
 
 
 def check_interval(accesses: Sequence[Access], size: int, texts: Sequence[str], where: str) -> None:
-    """Raise `Race` if two waves touched one byte, one of them writing, all within one interval.
+    """Raise `Race` if two waves accessed the same byte in one interval and at least one of them wrote it.
 
-    Waves that write the same value to a place do no harm: replicated layouts do. size: of the memory in bytes. texts:
-    the instructions, for the message.
+    Waves may write the same value to one place: replicated layouts do this. size: memory size in bytes. texts: the
+    instructions, for the message.
     """
     writes = [access for access in accesses if access.writes]
     if not writes:
@@ -86,7 +86,7 @@ def check_interval(accesses: Sequence[Access], size: int, texts: Sequence[str], 
 
 
 def _harmless(access: Access, writes: Sequence[Access], unit: int, size: int) -> np.ndarray:
-    """Where a write stores what all others store there, or a read's own wave stored it too: bool [n, parts]."""
+    """Where all writes store the same value, or the reading wave stored that value too: bool [n, parts]."""
     dtype = np.dtype(f"u{min(unit, 8)}")
     content = np.zeros((size // unit + 1, max(1, unit // 8)), dtype)
     for write in writes:
@@ -94,7 +94,7 @@ def _harmless(access: Access, writes: Sequence[Access], unit: int, size: int) ->
     spots = access.spots(unit)
     if access.writes:
         return (content[spots] == access.in_units(unit)).all(2)
-    # the waves that wrote each place with the value that is there
+    # for every place: the waves that wrote its current value
     limit = 1 + max(int(write.waves().max()) for write in (*writes, access))
     keys = []
     for write in writes:
@@ -113,16 +113,16 @@ def _describe(
         if others.size:
             return (
                 f"wave {wave} at {access.index} ({texts[access.index]!r}) and wave {others[0]} at {write.index} "
-                f"({texts[write.index]!r}) touch byte {spot * unit} of {where} with no barrier between them"
+                f"({texts[write.index]!r}) access byte {spot * unit} of {where} with no barrier between them"
             )
     return f"wave {wave} at {access.index} ({texts[access.index]!r}) stores two values to byte {spot * unit} of {where}"
 
 
 def check_launch(accesses: Sequence[Access], size: int, per_group: int, texts: Sequence[str], where: str) -> None:
-    """Raise `Race` for one global buffer. Barriers order waves of one workgroup only.
+    """Check one global buffer; raises `Race`. Barriers order the waves of one workgroup only.
 
-    Without a place that two waves touch, nothing is to be ordered. Otherwise the workgroups must differ in no place
-    that one of them writes, and within a workgroup every interval is compared by itself.
+    If no place is accessed by two waves, there is nothing to check. Otherwise no workgroup may write a place that
+    another one accesses, and within a workgroup every interval is checked separately.
     """
     try:
         check_interval(accesses, size, texts, where)

@@ -1,4 +1,4 @@
-"""Launch a program: set up the waves of a grid, run them, and find races between them."""
+"""Launch a program: set up the waves of a grid, run them and detect races."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .races import check_launch
 from .scratch import Scratch
 from .state import State
 
-_BATCH = 256  # waves that run at a time, if a workgroup has not more
+_BATCH = 256  # waves that run at the same time, unless a workgroup has more
 
 
 @dataclass
 class Report:
-    """What a launch did.
+    """The result of a launch.
 
-    reached: the static instructions that were executed. instructions: executed, a wave at a time. bytes_requested: by
-    the lanes' loads and stores. bytes_needed: different bytes among them. written: per buffer's address, which bytes
-    a wave wrote.
+    reached: the indices of the instructions that were executed. instructions: number of executed wave instructions.
+    bytes_requested: by the lanes' loads and stores. bytes_needed: number of distinct bytes. written: for every buffer's
+    address, which bytes were written.
     """
 
     reached: set[int] = field(default_factory=set)
@@ -47,10 +47,11 @@ def launch(
     seed: int = 0,
     limit: int = 50_000_000,
 ) -> Report:
-    """Execute a grid of workgroups of so many waves and write the results back to the caller's buffers.
+    """Execute a grid of workgroups and write the results back to the caller's buffers.
 
-    kernarg: the argument block, hidden arguments too. lds: bytes of a workgroup. seed: of the garbage in registers and
-    LDS, of the order in which waves run, and of whether arguments are preloaded. limit: of executed instructions.
+    kernarg: the argument block, with hidden arguments. waves: per workgroup. lds: bytes per workgroup. seed: determines
+    the garbage in registers and LDS, the order in which waves run, and whether arguments are preloaded. limit: maximum
+    number of executed instructions.
     """
     block = np.frombuffer(bytes(kernarg).ljust(max(program.kernarg_size, 64), b"\0"), np.uint8).copy()
     address = memory.place(block, writable=False)
@@ -78,14 +79,14 @@ class Launch:
         self.random = np.random.default_rng(seed)
         self.preloads = bool(program.source.entry) and bool(self.random.integers(2))
         self.texts = [instruction.text for instruction in program.instructions]
-        self.reached = np.zeros(len(program.steps) + 1, np.int64)  # +1 where a stretch starts, -1 behind its end
+        self.reached = np.zeros(len(program.steps) + 1, np.int64)  # +1 at the start of a stretch, -1 after its end
         self.report = Report()
 
     def run(self) -> Report:
         for producer, consumer, missing in self.program.hazards:
             raise Hazard(
                 f"{self.texts[consumer]!r} at {consumer} of {self.program.name} comes {missing} wait states too early "
-                f"behind {self.texts[producer]!r} at {producer}"
+                f"after {self.texts[producer]!r} at {producer}"
             )
         environment = self.program.environment
         environment.memory = self.memory
@@ -114,7 +115,7 @@ class Launch:
     # Waves
 
     def _start(self, groups: np.ndarray) -> State:
-        """The waves of some workgroups, with garbage in every register that the hardware does not set."""
+        """Create the waves of some workgroups. Registers that the hardware does not initialise contain garbage."""
         target, lanes = self.program.target, self.program.target.lanes
         count = len(groups) * self.waves
         vectors = self._garbage(ACC + self.program.accumulators if self.program.accumulators else self.program.vectors)
@@ -139,7 +140,7 @@ class Launch:
         return Scratch(size, self._garbage(size // 4), waves)
 
     def _garbage(self, count: int) -> np.ndarray:
-        """Bits that are NaN as float32, bf16, float16 and both 8-bit floats, and a huge integer."""
+        """Bits that are a NaN in float32, bf16, float16 and both 8-bit formats, and a huge integer."""
         bits = self.random.integers(0, 2**32, (count, self.program.target.lanes), np.uint32)
         return bits & np.uint32(0x80208020) | np.uint32(0x7FDF7FDF)
 
@@ -173,7 +174,8 @@ class Launch:
     # Scheduling
 
     def _run_batch(self, state: State) -> None:
-        """Run waves to their end: from barrier to barrier, those that are behind first, so that paths join again."""
+        """Run waves to their end, from barrier to barrier. Those at the lowest address run first, so that paths join
+        again."""
         ready, parked = list(self._ordered([state])), []
         while ready or parked:
             if not ready:
@@ -194,10 +196,10 @@ class Launch:
         self.program.environment.lds.end_interval((), self.texts)
 
     def ended(self, batch: State) -> None:
-        """Called with every batch that reaches its end; for tests that look at registers."""
+        """Called with every batch that has ended, for tests that inspect registers."""
 
     def _ordered(self, batches: list[State]) -> Iterator[State]:
-        """Now and then, let some waves run to the next barrier before the others."""
+        """Occasionally run some waves to the next barrier before the others."""
         for batch in batches:
             batch.rank = 0
             first = self.random.random(batch.count) < 0.5 if self.random.random() < 0.25 else np.ones(1, bool)
@@ -237,7 +239,7 @@ class Launch:
         return result
 
     def _advance(self, state: State, stop: int) -> Any:
-        """Run one batch: to a barrier, its end, a branch that splits it, or the place where others wait."""
+        """Run one batch to a barrier, its end, a branch that splits it, or an instruction where other batches wait."""
         steps, registers = self.program.steps, self.program.registers
         pc = start = state.pc
         count = state.count
@@ -279,7 +281,7 @@ class Launch:
             raise Runaway(f"more than {self.limit} instructions")
 
     def _check_busy(self, state: State, pc: int) -> None:
-        """Raise `EarlyAccess`, unless this is a load behind another of the same kind, which arrives in order."""
+        """Raise `EarlyAccess`, unless this is a load after another one of the same kind: these complete in order."""
         touched = self.program.registers[pc] & state.busy.keys()
         for register in touched:
             ticket = state.busy[register]
@@ -295,7 +297,7 @@ class Launch:
         destination = self.program.instructions[pc].operands[:1]
         if ticket.kind == "scalar" or register not in operands.parse(destination[0]).registers:
             return False
-        if "d16" in mnemonic:  # it keeps the other half: the compiler treats that as reading it
+        if "d16" in mnemonic:  # it preserves the other half, which the compiler treats as a read
             return False
         kinds = {"ds": "lds", "global": "vmem", "buffer": "vmem"}
         loads = "_load" in mnemonic or "_read" in mnemonic

@@ -1,4 +1,4 @@
-"""Scalar instructions: one value per wave, as arrays over the waves of a batch."""
+"""Scalar instructions: one value per wave, in arrays over the waves of a batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _shift(kind: str, value: np.ndarray, amount: np.ndarray) -> np.ndarray:
     return (value.view(signed) >> by.view(signed)).view(value.dtype)
 
 
-# Bitwise: name -> function of one or two sources; SCC becomes whether the result is not zero.
+# Bitwise: name -> function of one or two sources; SCC is set if the result is not zero.
 BITWISE: dict[str, Callable[..., np.ndarray]] = {
     "and": lambda a, b: a & b,
     "or": lambda a, b: a | b,
@@ -60,7 +60,7 @@ BITWISE: dict[str, Callable[..., np.ndarray]] = {
     "ashr": lambda a, b: _shift("ashr", a, b),
 }
 
-# Wide integer arithmetic on int64: (function, what SCC becomes).
+# Wide integer arithmetic on int64: (function, new value of SCC).
 _CARRY = "carry"
 _OVERFLOW = "overflow"
 INTEGER: dict[str, tuple[Callable[..., np.ndarray], str | None]] = {
@@ -103,7 +103,7 @@ COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def put(c: Compiling, operand: Operand, *, wide: bool = False) -> Callable[[State, np.ndarray], None]:
-    """Write a scalar destination, of 64 bits if wide."""
+    """Return a function that writes a scalar destination. wide: 64 bits."""
     register = operand.register
     if operand.kind == "none":
         return lambda state, value: None

@@ -67,7 +67,7 @@ def _conversions(c: Compiling) -> Step | None:
 
 
 def _mode(c: Compiling) -> Step | None:
-    """s_setreg_imm32_b32 of MODE.FP16_OVFL, which decides what conversions to 8-bit floats do beyond their range."""
+    """s_setreg_imm32_b32 of MODE.FP16_OVFL, which selects how conversions to 8-bit floats treat overflow."""
     if c.base != "s_setreg_imm32_b32":
         return None
     if re.sub(r"\s", "", c.instruction.operands[0]) != "hwreg(HW_REG_MODE,23,1)":

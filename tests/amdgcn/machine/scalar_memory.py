@@ -1,4 +1,4 @@
-"""Scalar loads: one address per wave, results in SGPRs, in any order."""
+"""Scalar loads: one address per wave. The results arrive in SGPRs in any order."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def compile_scalar_load(c: Compiling) -> Step | None:
     def step(state: State) -> None:
         where = address(state) + extra(state).astype(u64) + u64(immediate & 2**64 - 1)
         where = np.broadcast_to(where, state.count)
-        if abs(size) >= 4 and (where & u64(3)).any():  # the hardware ignores these bits
-            raise OutOfBounds(f"{abs(size)} bytes at {int(where[0]):#x}: a scalar load's address is a multiple of 4")
+        if abs(size) >= 4 and (where & u64(3)).any():  # bits that the hardware ignores
+            raise OutOfBounds(f"{abs(size)} bytes at {int(where[0]):#x}: a scalar load needs a multiple of 4")
         words, access = machine.memory.load(where, abs(size), state, index, every=True)
         if size < 0:
             words = words.astype(np.int8 if size == -1 else np.int16).astype(np.int32).view(u32)

@@ -1,4 +1,4 @@
-"""Scratch memory, which is each lane's own: scratch_load and scratch_store of whole words, as spills use them."""
+"""Scratch memory, which is private to a lane: scratch_load and scratch_store of whole words, for register spills."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compile_scratch(c: Compiling) -> Step | None:
     registers = frozenset(range(first, first + count))
 
     def words(state: State) -> np.ndarray:
-        """[words, waves]: which words of a lane's scratch."""
+        """The indices of the words in a lane's scratch: [words, waves]."""
         at = np.full(state.count, offset, np.int64) if start is None else offset + start(state).astype(np.int64)
         return machine.scratch.words(at, count, index)
 
@@ -52,15 +52,15 @@ def compile_scratch(c: Compiling) -> Step | None:
 
 
 class Scratch:
-    """The scratch memory of a launch's waves: [words, waves, lanes], which starts as garbage."""
+    """The scratch memory of a launch's waves: [words, waves, lanes]. It starts as garbage."""
 
     def __init__(self, size: int, garbage: np.ndarray, waves: int) -> None:
-        """size: bytes of a lane. garbage: [words, lanes]."""
+        """size: bytes per lane. garbage: [words, lanes]."""
         self.size = size
         self.data = np.repeat(garbage[:, None, :], waves, axis=1)
 
     def words(self, at: np.ndarray, count: int, index: int) -> np.ndarray:
-        """The numbers [count, waves] of the words at these addresses, each a byte offset."""
+        """The indices [count, waves] of the words at these byte offsets."""
         if (at % 4).any() or (at < 0).any() or (at + 4 * count > self.size).any():
-            raise OutOfBounds(f"instruction {index} accesses scratch at {at.tolist()}, of {self.size} bytes a lane")
+            raise OutOfBounds(f"instruction {index} accesses scratch at {at.tolist()}, of {self.size} bytes per lane")
         return at // 4 + np.arange(count)[:, None]

@@ -1,4 +1,4 @@
-"""The sources of a vector instruction with what its encoding does to them: DPP, SDWA, op_sel and signs."""
+"""The sources and the destination of a vector instruction with their modifiers: DPP, SDWA, op_sel and signs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SEXT = re.compile(r"sext\((.+)\)")
 class Sources:
     """Readers of a vector instruction's sources.
 
-    letters: the type of each. written: with DPP, the lanes that are written; None where the active lanes are.
+    letters: their types. written: with DPP, the lanes that are written; None if these are the active lanes.
     """
 
     def __init__(self, c: Compiling, texts: list[str], letters: str) -> None:
@@ -82,7 +82,7 @@ def _selected(operand: Operand, letter: str, shift: int, width: int, *, signed: 
     return with_signs(read, operand, letter)
 
 
-# Of unsigned integers with clamp: a result that would not fit is the largest or 0.
+# For unsigned integers with clamp: on overflow the result is the largest number or 0.
 SATURATING: dict[str, Any] = {
     **dict.fromkeys(("v_add_u32", "v_add_nc_u32"), lambda a, b: a + np.minimum(b, ~a)),
     **dict.fromkeys(("v_sub_u32", "v_sub_nc_u32"), lambda a, b: a - np.minimum(a, b)),
@@ -90,15 +90,15 @@ SATURATING: dict[str, Any] = {
 
 
 class Destination:
-    """The vector register that an instruction writes, with what its encoding does to the result.
+    """The vector register that an instruction writes, with the modifiers of the result.
 
-    letter: the result's type. Results of 16 bits keep the other half on RDNA and clear it on CDNA, but for the few
+    letter: the result's type. 16-bit results keep the other half on RDNA and clear it on CDNA, except for the
     instructions in `preserves`.
     """
 
     def __init__(self, c: Compiling, operand: Operand, letter: str, sources: Sources, *, preserves: bool) -> None:
         if operand.kind != "v":
-            raise c.refuse(f"{operand.text!r} is no vector register")
+            raise c.refuse(f"{operand.text!r} is not a vector register")
         self.register, self.letter, self.sources = operand.register, letter, sources
         self.half = sources.target_half
         self.preserves = preserves or bool(self.half) or not c.target.cdna

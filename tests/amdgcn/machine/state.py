@@ -1,8 +1,8 @@
 """The registers of a batch of waves that are at the same instruction.
 
-Every wave of a batch executes the same instruction at the same time, so one numpy call serves all of them: vector
-registers are [register, wave, lane], scalar registers [register, wave]. Where a branch goes two ways, the batch is
-split into two; batches that arrive at the same instruction are joined again.
+All waves of a batch execute the same instruction at the same time with one numpy call: vector registers are [register,
+wave, lane], scalar registers [register, wave]. A divergent branch splits the batch into two; batches that arrive at the
+same instruction are joined again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _WORD = np.uint64(32)
 class State:
     """One batch.
 
-    waves: the number of each wave in the grid; groups: of its workgroup in the grid; local: of the wave in its
-    workgroup. lds_base: where its workgroup's LDS starts. flight: the memory operations that no wait has covered.
-    busy: the registers that those will write. rank: batches of a lower
-    one run first. where: the `where=` of a numpy ufunc, True while every lane is active.
+    waves: the number of every wave in the grid; groups: of its workgroup in the grid; local: of the wave in its
+    workgroup. lds_base: the start of its workgroup's LDS. flight: the memory operations that no wait has completed.
+    busy: the registers that they will write. rank: batches with a lower rank run first. where: the `where=` of a numpy
+    ufunc, True while every lane is active.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class State:
         return np.unpackbits(packed, axis=1, bitorder="little").view(bool)
 
     def mask(self, register: int) -> np.ndarray:
-        """A scalar register, or a pair of them, as a mask: bool [waves, lanes]."""
+        """Read a scalar register, or a pair, as a lane mask: bool [waves, lanes]."""
         if register == EXEC:
             return self.x
         known = self._masks.get(register)
@@ -80,7 +80,7 @@ class State:
         return known
 
     def put_mask(self, register: int, lanes: np.ndarray) -> None:
-        """Write a mask, whose inactive lanes are zero, to a scalar register or a pair."""
+        """Write a lane mask, in which inactive lanes are zero, to a scalar register or a pair."""
         packed = np.packbits(lanes, axis=1, bitorder="little").view(np.uint32)
         words = self.lanes // 32
         self.s[register : register + words] = packed.T
@@ -90,7 +90,7 @@ class State:
             self._load_exec()
 
     def changed(self, register: int, count: int) -> None:
-        """Forget what was derived from scalar registers that were written."""
+        """Drop cached values that depend on scalar registers that were written."""
         if self._masks:
             for index in range(register - 1, register + count):
                 self._masks.pop(index, None)
@@ -114,7 +114,7 @@ class State:
     # Vector registers
 
     def halves(self, register: int, half: int) -> np.ndarray:
-        """The low or high 16 bits of every lane: uint16 [waves, lanes], a view."""
+        """A view of the low or high 16 bits of every lane: uint16 [waves, lanes]."""
         return self.v[register].view(np.uint16)[:, half::2]
 
     def pair(self, register: int) -> np.ndarray:
@@ -125,19 +125,19 @@ class State:
         np.copyto(self.v[register], value.view(np.uint32), where=self.where)
 
     def put_pair(self, register: int, value: np.ndarray) -> None:
-        """Write 64 bits a lane into a register and the next."""
+        """Write 64 bits per lane to two consecutive registers."""
         bits = value.view(np.uint64)
         np.copyto(self.v[register], (bits & _LOW).astype(np.uint32), where=self.where)
         np.copyto(self.v[register + 1], (bits >> _WORD).astype(np.uint32), where=self.where)
 
     def put_half(self, register: int, half: int, value: np.ndarray) -> None:
-        """Write 16 bits a lane and leave the other half as it is."""
+        """Write 16 bits per lane; the other half is unchanged."""
         np.copyto(self.halves(register, half), value.view(np.uint16), where=self.where)
 
     # Splitting and joining
 
     def select(self, chosen: np.ndarray) -> State:
-        """A batch of some of these waves. chosen: bool [waves]."""
+        """Return a batch of some of these waves. chosen: bool [waves]."""
         part = State.__new__(State)
         part.target, part.rank = self.target, self.rank
         part.count, part.lanes = int(chosen.sum()), self.lanes
@@ -151,7 +151,7 @@ class State:
         return part
 
     def joins(self, other: State) -> bool:
-        """Whether the two batches can go on as one: at one instruction, with the same operations in flight."""
+        """Whether the two batches can be joined: same instruction, same operations in flight."""
         return (
             self.pc == other.pc
             and self.signalled == other.signalled
@@ -161,7 +161,7 @@ class State:
 
     @staticmethod
     def join(parts: Sequence[State]) -> State:
-        """One batch of the waves of several."""
+        """Join several batches into one."""
         first = parts[0]
         whole = State.__new__(State)
         whole.target, whole.rank = first.target, first.rank

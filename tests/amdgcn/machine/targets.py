@@ -1,4 +1,4 @@
-"""What distinguishes the architectures, as far as an instruction's meaning goes."""
+"""The differences between the architectures that affect the meaning of instructions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Target:
-    """One architecture. Two that compare equal execute the same instructions in the same way.
+    """One architecture. Equal targets execute the same instructions in the same way.
 
-    lanes: of a wave. generation: 9 (CDNA), 11 (RDNA 3 and 3.5) or 12 (RDNA 4). counters: which counter an event of
-    memory increments: "load", "store", "lds" and "scalar". most: how far a counter counts; at its end, the wave waits.
+    lanes: per wave. generation: 9 (CDNA), 11 (RDNA 3 and 3.5) or 12 (RDNA 4). counters: the counter that a memory
+    operation increments: "load", "store", "lds" and "scalar". most: the maximum of a counter, at which the wave waits.
     fnuz: 8-bit floats have no negative zero and no infinity, as on gfx942. flushes_matrix: MFMA of 16-bit floats
-    flushes subnormal numbers, as on gfx90a. eight_bit: there are conversions and products of 8-bit floats.
-    scalar_float: there are scalar floating-point instructions.
+    flushes subnormal numbers, as on gfx90a. eight_bit: has conversions and products of 8-bit floats. scalar_float: has
+    scalar floating-point instructions.
     """
 
     name: str = field(compare=False)
@@ -33,7 +33,7 @@ class Target:
 
     @property
     def mask_words(self) -> int:
-        """The SGPRs that a mask of lanes takes."""
+        """The number of SGPRs of a lane mask."""
         return self.lanes // 32
 
 

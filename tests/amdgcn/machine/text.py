@@ -1,4 +1,4 @@
-"""Read the assembly text that Triton emits: instructions, labels and what the kernel descriptor sets up."""
+"""Parse the assembly text that Triton emits: instructions, labels and the kernel descriptor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIRECTIVE = re.compile(r"\.amdhsa_(\w+)\s+(\w+)")
 _ARGUMENT = re.compile(r"\.offset:\s*(\d+)\s+\.size:\s*(\d+)\s+\.value_kind:\s*(\w+)")
 _MODIFIER = re.compile(r"([a-z_][a-z_0-9]*):(.+)")
 
-# Modifiers that are one word. Anything else after the operands is an error.
+# Modifiers of one word. Anything else after the operands is an error.
 FLAGS = {
     "offen",
     "idxen",
@@ -33,7 +33,7 @@ FLAGS = {
     "row_half_mirror",
 }
 
-# Instructions whose operand is a phrase, not a list.
+# Instructions whose operand is an expression, not a list.
 _PHRASES = ("s_waitcnt", "s_delay_alu", "s_sendmsg", "s_wait_event", "s_waitcnt_depctr", "s_wait_alu")
 
 
@@ -50,7 +50,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Argument:
-    """One kernel argument as the metadata lists it, hidden ones too."""
+    """One kernel argument from the metadata, hidden arguments included."""
 
     offset: int
     size: int
@@ -59,8 +59,8 @@ class Argument:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel's text, read. addresses: of labels, as indices of instructions. entry: where a wave starts if the
-    hardware preloads arguments into SGPRs, behind the loads that stand in for that elsewhere."""
+    """A kernel's parsed text. labels: their instruction indices. entry: the first instruction if the hardware preloads
+    arguments into SGPRs; it follows the loads that other hardware executes instead."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -71,7 +71,7 @@ class Source:
 
 
 def read(text: str) -> Source:
-    """The first kernel of an assembly text."""
+    """Parse the first kernel of an assembly text."""
     end = text.index(".amdhsa_kernel")
     labels: dict[str, int] = {}
     instructions: list[Instruction] = []
@@ -149,7 +149,7 @@ def _modifier(word: str, line: str) -> tuple[str, Any]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split at a separator outside brackets."""
+    """Split a text at separators outside brackets."""
     parts, depth, start = [], 0, 0
     for index, character in enumerate(text):
         if character in "[(":

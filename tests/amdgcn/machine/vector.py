@@ -1,4 +1,5 @@
-"""Vector instructions that compute every lane from the same lane of their sources: one table, one line each."""
+"""Vector instructions that compute every lane from the same lane of their sources: a table with one line per
+instruction."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def reverse_bits(value: np.ndarray) -> np.ndarray:
 
 
 def permute_bytes(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
-    """v_perm_b32: every byte of the result is one of the eight bytes of {a, b}, the sign of one, 0 or 255."""
+    """v_perm_b32: every byte of the result is a byte of {a, b}, a byte filled with a sign bit, 0 or 255."""
     a, b, select = np.broadcast_arrays(a, b, select)
     both = b.astype(u64) | a.astype(u64) << u64(32)
     if (select == select.flat[0]).all():
@@ -68,7 +69,7 @@ def permute_bytes(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarra
 
 
 def _permute_alike(both: np.ndarray, select: int) -> np.ndarray:
-    """The same selection in every lane, a byte at a time."""
+    """v_perm_b32 with the same selector in every lane."""
     result = np.zeros(both.shape, u32)
     for place in range(4):
         code = select >> 8 * place & 255
@@ -111,7 +112,7 @@ def _align(a: np.ndarray, b: np.ndarray, shift: np.ndarray) -> np.ndarray:
 
 
 def _toward_zero16(value: np.ndarray) -> np.ndarray:
-    """float32 to float16, rounded toward zero."""
+    """Convert float32 to float16, rounding toward zero."""
     rounded = value.astype(f16)
     over = np.abs(rounded.astype(f32)) > np.abs(value)
     return np.where(over, np.nextafter(rounded, f16(0)), rounded)
@@ -122,7 +123,7 @@ def _count_ones(value: np.ndarray) -> np.ndarray:
 
 
 def _leading(value: np.ndarray) -> np.ndarray:
-    """Leading zeros, or 0xffffffff if there is no one."""
+    """Count leading zeros; 0xffffffff if no bit is set."""
     exponent = np.frexp(value.astype(f64))[1].astype(u32)
     return np.where(value == 0, u32(0xFFFFFFFF), u32(32) - exponent)
 
@@ -132,7 +133,7 @@ def _trailing(value: np.ndarray) -> np.ndarray:
 
 
 def _transcendental(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
-    """Rounded once from float64; subnormal arguments and results are flushed."""
+    """Compute a function in float64 and round it once. Subnormal arguments and results are flushed."""
     return lambda a: floats.flush32(function(_wide(floats.flush32(a))).astype(f32))
 
 
@@ -266,9 +267,9 @@ define("v_and_b16", "ww", "w", np.bitwise_and)
 define("v_or_b16", "ww", "w", np.bitwise_or)
 define("v_xor_b16", "ww", "w", np.bitwise_xor)
 
-# The last source of these is the register that they write.
+# Instructions whose last source is their destination.
 _ACCUMULATE = {"v_fmac_f32", "v_fmac_f16", "v_mac_f32"}
-# CDNA's instructions of 16 bits that leave the other half of the register alone
+# CDNA's 16-bit instructions that preserve the other half of the register
 _PRESERVE = {"v_fma_f16", "v_mad_u16", "v_max3_f16", "v_min3_f16", "v_med3_f16"}
 _SHIFTS = {"v_lshlrev_b32": np.left_shift, "v_lshrrev_b32": np.right_shift, "v_ashrrev_i32": np.right_shift}
 
@@ -297,7 +298,7 @@ def compile_vector(c: Compiling) -> Step | None:
 
 
 def _direct(function: np.ufunc, readers: list[Any], register: int, result: str) -> Step:
-    """A ufunc that writes the register itself."""
+    """A step that writes a ufunc's result directly to the register."""
     bank = {"u": "v", "f": "vf", "i": "vi"}[result]
     if function is np.positive:
         read = readers[0]
@@ -323,7 +324,7 @@ def _shift_by_constant(c: Compiling, sources: Sources, function: np.ufunc, lette
 
 
 def compile_scalar_transcendental(c: Compiling) -> Step | None:
-    """v_s_exp_f32 and the others of gfx12 that compute one value for the wave."""
+    """v_s_exp_f32 and gfx12's other instructions that compute one value per wave."""
     name = c.base.removeprefix("v_s_").removesuffix("_f32")
     if not c.base.startswith("v_s_") or name not in TRANSCENDENTAL or c.target.generation < 12:
         return None

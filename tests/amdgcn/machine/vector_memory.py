@@ -47,10 +47,10 @@ _NOTHING = re.compile(r"buffer_(gl[01]_inv|wbl2|inv|wbinvl1|wbinvl1_vol)|global_
 
 @dataclass(frozen=True)
 class Contract:
-    """How a compiler uses buffers, checked at every access. The hardware drops what lies beyond a buffer's end, so a
-    wrong limit, or an address that is far off, would go unnoticed.
+    """The compiler's rules for buffers, checked at every access. The hardware drops accesses beyond a buffer's end, so
+    a wrong limit or a wrong address could go unnoticed.
 
-    records: the limit of every buffer. flags: the fourth word. masked: the offset of a lane that is to have no effect.
+    records: the limit of every buffer. flags: the fourth word of the descriptor. masked: the offset of a masked lane.
     """
 
     records: int
@@ -58,29 +58,29 @@ class Contract:
     masked: int
 
     def check(self, words: np.ndarray, offsets: np.ndarray | None, dropped: np.ndarray) -> None:
-        """words: [4, waves]; offsets: of the lanes, before the instruction's own; dropped: lanes beyond the end."""
+        """words: [4, waves]; offsets: of the lanes, without the instruction's offset; dropped: lanes beyond the end."""
         if (words[2] != self.records).any():
-            raise Descriptor(f"a limit of {int(words[2].max()):#x} where the compiler sets {self.records:#x}")
+            raise Descriptor(f"expected a limit of {self.records:#x}, got {int(words[2].max()):#x}")
         if (words[3] != self.flags).any():
-            raise Descriptor(f"flags {int(words[3].max()):#x} where the compiler sets {self.flags:#x}")
+            raise Descriptor(f"expected flags {self.flags:#x}, got {int(words[3].max()):#x}")
         if dropped.any():
             if offsets is None:
                 raise Descriptor("a uniform offset beyond the buffer's end")
             stray = np.broadcast_to(offsets, dropped.shape)[dropped]
             stray = stray[stray != self.masked]
             if stray.size:
-                raise Descriptor(f"offset {int(stray[0]):#x} of a lane that is not masked is beyond the buffer's end")
+                raise Descriptor(f"offset {int(stray[0]):#x} of an unmasked lane is beyond the buffer's end")
 
 
 def extended(words: np.ndarray, size: int, signed: bool) -> np.ndarray:
-    """Zero-extended data of a narrow load, sign-extended if it is signed."""
+    """Sign-extend the zero-extended data of a narrow load if it is signed."""
     if not signed:
         return words
     return words.astype(np.int8 if size == 1 else np.int16).astype(np.int32).view(u32)
 
 
 def spread(words: np.ndarray, state: State) -> list[np.ndarray]:
-    """[n, words] of the active lanes as one [waves, lanes] array a register; other lanes are not delivered."""
+    """Expand [n, words] of the active lanes to one [waves, lanes] array per register. Other lanes are not written."""
     shape = (state.count, state.lanes)
     if state.full:
         return [np.ascontiguousarray(words[:, i]).reshape(shape) for i in range(words.shape[1])]
@@ -93,7 +93,7 @@ def spread(words: np.ndarray, state: State) -> list[np.ndarray]:
 
 
 def gathered(state: State, operand: Operand, size: int, lanes: Any, *, high: bool) -> np.ndarray:
-    """A store's data of some lanes, copied: uint8 [n, size]. high: from the upper half of the register."""
+    """Copy the data of a store in some lanes: uint8 [n, size]. high: from the upper half of the register."""
     registers = max(1, size // 4)
     rows = state.v[operand.register : operand.register + registers]
     words = rows.reshape(registers, -1).T if lanes is True else rows[:, lanes].T
@@ -125,7 +125,7 @@ def compile_vector_memory(c: Compiling) -> Step | None:
 
 
 def _global_addresses(c: Compiling, load: bool):
-    """[n] addresses of the active lanes, and the mask of lanes they belong to."""
+    """The addresses [n] of the active lanes, and the mask of these lanes."""
     vector = c.operands[1] if load else c.operands[0]
     base = c.operands[2]
     offset = u64(c.take("offset", 0) & 2**64 - 1)
@@ -147,7 +147,7 @@ def _global_addresses(c: Compiling, load: bool):
 
 
 def _buffer_addresses(c: Compiling):
-    """Of a raw buffer (no stride): lanes whose offset is beyond the number of records read zero and write nothing."""
+    """Addresses in a raw buffer (no stride). Lanes whose offset is beyond the limit read zero and do not write."""
     _, vector, resource, scalar = c.operands
     offset = c.take("offset", 0)
     if c.take("idxen") or resource.count != 4:

@@ -1,8 +1,8 @@
-"""Memory operations in flight, and the counters by which a wave waits for them.
+"""Memory operations in flight, and the counters on which a wave waits for them.
 
-What a load read is kept aside until the wave executes a wait that guarantees its arrival. Until then the registers
-that it will write are busy, and touching one is an error. Operations of one kind complete in order, so that waiting
-for a counter of n leaves the last n; scalar loads complete in any order, so that only a wait for zero covers them.
+The result of a load is not written until the wave executes a wait that guarantees its completion. Until then the
+destination registers are busy, and accessing one is an error. Operations of one kind complete in order, so a wait for a
+count of n leaves the last n in flight. Scalar loads complete in any order, so only a wait for zero completes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from .compiling import Compiling, Step
 from .state import State
 
-# gfx12 has a counter for each kind; textures and ray tracing have theirs, which nothing here increments
+# gfx12 has one counter per kind; nothing here increments those of textures and ray tracing
 _GFX12 = {"loadcnt": "load", "storecnt": "store", "dscnt": "ds", "kmcnt": "km"}
 _IDLE = {"samplecnt", "bvhcnt", "expcnt"}
 _FIELD = re.compile(r"(\w+?)cnt\((0x[0-9a-f]+|\d+)\)")
@@ -25,8 +25,9 @@ _FIELD = re.compile(r"(\w+?)cnt\((0x[0-9a-f]+|\d+)\)")
 
 @dataclass(eq=False)
 class Ticket:
-    """One operation in flight. kind: "vmem", "lds" or "scalar". origin: the instruction's index and which time since
-    the wave last had nothing in flight. deliver: writes the result. access: what it touched, for finding races."""
+    """One operation in flight. kind: "vmem", "lds" or "scalar". origin: the instruction's index and a count of its
+    executions since the wave last had nothing in flight. deliver: writes the result. access: the memory access, to
+    detect races."""
 
     counter: str
     kind: str
@@ -74,7 +75,7 @@ class Ticket:
 
 
 def issue(state: State, ticket: Ticket) -> None:
-    """Put an operation in flight. A counter that is at its end makes the wave wait for the oldest."""
+    """Start an operation. If a counter is at its maximum, the wave waits for the oldest operation."""
     if len(state.flight) >= state.target.most[ticket.counter]:
         wait(state, ticket.counter, state.target.most[ticket.counter] - 1)
     state.flight.append(ticket)
@@ -83,7 +84,7 @@ def issue(state: State, ticket: Ticket) -> None:
 
 
 def wait(state: State, counter: str, count: int) -> None:
-    """Deliver what a wait for at most `count` outstanding operations of a counter guarantees."""
+    """Complete the operations that a wait for at most `count` outstanding ones guarantees."""
     if not state.flight:
         return
     remaining: dict[str, int] = {}
@@ -106,13 +107,14 @@ def wait(state: State, counter: str, count: int) -> None:
 
 
 def compile_wait(c: Compiling) -> Step | None:
-    """s_waitcnt and its successors. What only hints at scheduling does nothing."""
-    found = limits(c)
-    return None if found is None else _waits(found)
+    """s_waitcnt and its successors. Scheduling hints have no effect."""
+    counters = limits(c)
+    return None if counters is None else _waits(counters)
 
 
 def limits(c: Compiling) -> list[tuple[str, int]] | None:
-    """The counters that an instruction waits for and how many operations it leaves, or None if it is no wait."""
+    """The counters that an instruction waits for and the number of operations it leaves, or None if it is not a
+    wait."""
     name, generation = c.base, c.target.generation
     if name == "s_waitcnt":
         return _old_counters(c)

@@ -1,4 +1,4 @@
-"""Vector instructions of 64 bits and those with a carry, and the steps of a float32 division."""
+"""64-bit vector instructions, instructions with a carry, and the steps of a float32 division."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _carry(c: Compiling) -> Step | None:
 
 
 def _multiply_add(c: Compiling) -> Step | None:
-    """{carry, d} = a × b + c, of which the sum has 64 bits."""
+    """{carry, d} = a × b + c with a 64-bit sum."""
     match = re.fullmatch(r"v_mad_(?:co_)?(u64_u32|i64_i32)", c.base)
     if not match:
         return None
@@ -72,7 +72,7 @@ def _multiply_add(c: Compiling) -> Step | None:
         product = first(state).astype(dtype) * second(state).astype(dtype)
         extra = addend(state)
         total = product + extra
-        # the sign of a signed sum of 65 bits, the carry of an unsigned one
+        # the sign of a 65-bit signed sum, or the carry of an unsigned one
         over = (product & extra | (product | extra) & ~total) < 0 if signed else total < product
         write(state, np.broadcast_to(over, state.x.shape))
         state.put_pair(register, np.ascontiguousarray(np.broadcast_to(total, state.x.shape)))
@@ -124,15 +124,15 @@ def _subnormal(value: np.ndarray) -> np.ndarray:
 
 
 def _scale(c: Compiling) -> Step:
-    """Scale the numerator or the denominator by 2**64 where the quotient could not be computed otherwise; the mask
-    says in which lanes v_div_fmas must scale the result back.
+    """Scale the numerator or the denominator by 2**64 if the quotient could not be computed otherwise. The mask marks
+    the lanes in which v_div_fmas must scale the result back.
 
-    The ISA documents are not to be read literally about denominators whose inverse is subnormal. They test the inverse
-    in float64, where it never is, so that none would be scaled; and where the quotient is subnormal too, they
-    multiply the denominator by 2**64, which makes it infinite. With either reading, subnormal quotients come out as
-    zero or infinity. Here the inverse is tested in float32, and the denominator is divided by 2**64: with the
-    numerator, or alone where the quotient is subnormal too, which v_div_fmas makes up for. Then the compiler's
-    sequence rounds every quotient correctly, as it must, and v_rcp meets no denominator whose inverse it would flush
+    The ISA documents cannot be taken literally for denominators whose inverse is subnormal. They test the inverse in
+    float64, where it is never subnormal, so no denominator would be scaled. If the quotient is subnormal too, they
+    multiply the denominator by 2**64, which makes it infinite. In both cases subnormal quotients would become zero or
+    infinity. Here the inverse is tested in float32, and the denominator is divided by 2**64: together with the
+    numerator, or alone if the quotient is subnormal too (v_div_fmas then corrects the result). With this, the
+    compiler's sequence rounds every quotient correctly, and the inverse of a denominator is never flushed by v_rcp
     (test_division.py). Kernels don't use the float64 form.
     """
     value, denominator, numerator = (vector_reader(operand, "f") for operand in c.operands[2:5])
@@ -180,10 +180,11 @@ def _fmas(c: Compiling) -> Step:
 
 
 def _fixup(c: Compiling) -> Step:
-    """The quotient's special cases: NaN, division by zero, infinities; else the quotient with the right sign.
+    """Handle the special cases of a quotient (NaN, division by zero, infinities); otherwise set its sign.
 
-    The last case is the documents' overflow. They test the denominator's exponent for it, which is never 255 here any
-    more. What overflows is the quotient; without this, 1e30 / 1e-30 would be NaN, the last step's inf - inf.
+    The last case is an overflow. The documents test whether the denominator's exponent is 255, which never occurs at
+    this point. The quotient is what overflows; without this case 1e30 / 1e-30 would be NaN, from inf - inf in the last
+    step.
     """
     readers = [vector_reader(operand, "f") for operand in c.operands[1:]]
     register = c.operands[0].register

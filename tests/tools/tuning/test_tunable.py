@@ -14,7 +14,7 @@ class Settings:
     """The state of TunableOp, which its functions read and set."""
 
     def __init__(self) -> None:
-        self.state = {"enable": False, "tuning_enable": True, "filename": "theirs.csv"}
+        self.state = {"enable": False, "tuning_enable": True, "filename": "user.csv"}
         self.read: list[str] = []
 
     def install(self, monkeypatch) -> None:
@@ -40,7 +40,7 @@ def test_the_settings_are_restored_even_after_an_error(monkeypatch, tmp_path):
     results = tmp_path / "tunableop.csv"
     with pytest.raises(ZeroDivisionError), tunable.scope(results, tuning=False):
         assert settings.state["enable"] is True and settings.state["tuning_enable"] is False
-        assert settings.state["filename"] not in ("theirs.csv", str(results)), "a file of PyTorch was written"
+        assert settings.state["filename"] not in ("user.csv", str(results)), "a file of PyTorch was written"
         raise ZeroDivisionError
     assert settings.state == before and settings.read == []
     results.write_text("Validator,PT_VERSION,2.13.0\n")

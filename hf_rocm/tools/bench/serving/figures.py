@@ -11,7 +11,7 @@ from hf_rocm.tools.bench.clock import percentiles
 from hf_rocm.tools.bench.report import Row, milliseconds
 from hf_rocm.tools.bench.serving.client import Answer
 from hf_rocm.tools.bench.serving.traffic import Load, Traffic
-from hf_rocm.tools.bench.variants import OURS, STOCK
+from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
 # The times of a case: the key in its figures, and the label in tables and charts.
 TIMES = {
@@ -70,7 +70,7 @@ def by_case(cases: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
         groups.setdefault(case["title"], []).append(case)
-    return [sorted(group, key=lambda case: (STOCK, OURS).index(case["side"])) for group in groups.values()]
+    return [sorted(group, key=lambda case: (STOCK, PREPARED).index(case["side"])) for group in groups.values()]
 
 
 def table(group: Sequence[dict[str, Any]]) -> tuple[Row, list[Row]]:

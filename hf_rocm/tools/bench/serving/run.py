@@ -25,7 +25,7 @@ from hf_rocm.tools.bench.serving.client import LOST, Question, ask
 from hf_rocm.tools.bench.serving.figures import figures
 from hf_rocm.tools.bench.serving.server import ServeError, Server, serving
 from hf_rocm.tools.bench.serving.traffic import Load, Traffic, drive, plan
-from hf_rocm.tools.bench.variants import OURS, STOCK
+from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
 PARITY_REQUESTS, PARITY_NEW = 8, 16
 _WATCH = 0.2  # seconds between two checks of the server's process
@@ -68,7 +68,7 @@ def bench_serving(
         with run.server(STOCK, Path(name) / "parity") as server:
             expected = run.texts(server, parity, same)
             batched = run.texts(server, replace(parity, clients=len(same)), same)
-        with run.server(OURS, Path(name) / OURS) as server:
+        with run.server(PREPARED, Path(name) / PREPARED) as server:
             actual = run.texts(server, parity, same)
             agreed = agreement(expected, actual, batched=batched, dtype=run.dtype)
             if agreed.wrong:

@@ -24,7 +24,7 @@ from hf_rocm.errors import HfRocmError, OptionError
 from hf_rocm.tools.bench import children
 from hf_rocm.tools.bench.measure import Progress
 from hf_rocm.tools.bench.serving.client import HOST
-from hf_rocm.tools.bench.variants import OURS, STOCK
+from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # of the extra transformers[serving]
 _INSTALL = "pip install 'transformers[serving]'"
@@ -40,7 +40,7 @@ main()
 # What runs in the child of each side.
 CODE = {
     STOCK: "sys.modules['hf_rocm'] = None\n" + _SERVE,
-    OURS: "from hf_rocm.tools.bench.serving.explained import begin\nbegin(sys.argv[1])\n" + _SERVE,
+    PREPARED: "from hf_rocm.tools.bench.serving.explained import begin\nbegin(sys.argv[1])\n" + _SERVE,
 }
 
 
@@ -71,7 +71,7 @@ class Server:
     def explained(self, *, timeout: float = 30.0) -> list[str]:
         """The lines of `explain` about batches and recorded steps in this server's model; empty for stock."""
         file = self.folder / "explained.json"
-        if self.side != OURS or not hasattr(signal, "SIGUSR1"):
+        if self.side != PREPARED or not hasattr(signal, "SIGUSR1"):
             return []
         self.process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + timeout

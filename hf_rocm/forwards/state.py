@@ -46,7 +46,7 @@ class Branch:
     """A value that the forward reads on the host: the program that computes it, and the next step for every value.
 
     latest: of the first value: the recording of the last call, if it had one. repeated: whether it is that of the call
-    before, too.
+    before, too, and all values are booleans.
     """
 
     def __init__(self, program: Program) -> None:
@@ -159,7 +159,8 @@ class State:
             path += (value,)
             node = node.ways.get(value)
         if isinstance(root, Branch):
-            root.latest, root.repeated = node, node is root.latest
+            boolean = all(kind is bool for kind, _ in path)
+            root.latest, root.repeated = node, boolean and node is root.latest
         if node is not None:
             self._recordings.move_to_end((key, path))
         return node, path
@@ -167,7 +168,8 @@ class State:
     def likely(self, key: Hashable) -> RecordedForward | None:
         """The recording of the last two calls with this key, if values have to be read to find that of the next one.
 
-        None where the next replay is compared.
+        None where the next replay is compared, and if a value is a number: an index of the inputs may be out of the range
+        of a recording for another number.
         """
         root = self._roots.get(key)
         if not isinstance(root, Branch) or not root.repeated:

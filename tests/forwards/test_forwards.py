@@ -14,7 +14,7 @@ import transformers
 
 import hf_rocm
 from hf_rocm import options
-from hf_rocm.forwards import state
+from hf_rocm.forwards import host_reads, state
 from hf_rocm.forwards.host_reads import Program
 from hf_rocm.forwards.recorded import RecordedForward
 from hf_rocm.forwards.state import SETTINGS, known
@@ -49,16 +49,33 @@ def test_the_path_depends_on_the_values_of_the_mask(mode, pair):
             assert equal(prepared(**given), stock(**given))
 
 
-def test_a_likely_replay_is_queued_before_the_mask_is_read(pair, monkeypatch):
-    prepared, stock = pair()
-    events = []
+@pytest.fixture
+def events(monkeypatch):
+    """The replays and the reads on the host, in order."""
+    happened = []
 
     def noted(owner, name):
         function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: events.append(name) or function(*args))
+        monkeypatch.setattr(owner, name, lambda *args: happened.append(name) or function(*args))
 
     noted(RecordedForward, "copies")
     noted(Program, "__call__")
+    return happened
+
+
+def test_a_number_suggests_no_replay(pair, events, monkeypatch):
+    """An index may be out of the range of a recording for another number."""
+    prepared, stock = pair()
+    monkeypatch.setattr(host_reads, "typed", lambda value: (int, value))
+    for number in range(12):
+        events.clear()
+        given = inputs("bert", seed=number, padded=0)
+        assert equal(call(prepared, given), call(stock, given)), number
+        assert events == ([] if number < 2 else ["__call__", "copies"])
+
+
+def test_a_likely_replay_is_queued_before_the_mask_is_read(pair, events):
+    prepared, stock = pair()
     read = "__call__"
     expected = [
         (0, []),  # seen

@@ -168,8 +168,8 @@ class State:
     def likely(self, key: Hashable) -> RecordedForward | None:
         """The recording of the last two calls with this key, if values have to be read to find that of the next one.
 
-        None where the next replay is compared, and if a value is a number: an index of the inputs may be out of the range
-        of a recording for another number.
+        None where the next replay is compared, and if a value is a number: an index of the inputs may be out of the
+        range of a recording for another number.
         """
         root = self._roots.get(key)
         if not isinstance(root, Branch) or not root.repeated:

@@ -46,8 +46,8 @@ class Code:
         """Raise for what is wrong in the text, whether a launch reaches it or not.
 
         `Rounding` for a division that is not the compiler's sequence, and for a planted fault in a conversion: one that
-        continues after a label is not recognised, so those of the compiled program are only counted. `Race` for a barrier
-        without the wait before it.
+        continues after a label is not recognised, so those of the compiled program are only counted. `Race` for a
+        barrier without the wait before it.
         """
         if self.checked is self.program:
             return

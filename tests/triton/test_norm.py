@@ -108,6 +108,17 @@ def test_heads_of_a_fused_projection_are_read_in_place(part, monkeypatch):
     assert torch.equal(routed("rms_norm", view, weight, eps=1e-6), expected)
 
 
+def test_rows_are_counted_with_64_bits_if_there_are_so_many():
+    """Only the first programs of 2³¹ rows are launched."""
+    from hf_rocm.ops.triton.kernels.norm import rms_norm_kernel
+
+    fused = random(4, 3, 16, dtype=torch.bfloat16)
+    x, weight, out = fused[:, :2], random(16, dtype=torch.bfloat16, seed=1), torch.empty(8, 16, dtype=torch.bfloat16)
+    sizes = {"DIM": 16, "ONE_PLUS": False, "ROWS": 4, "BLOCK": 16}
+    rms_norm_kernel[(2,)](x, None, weight, out, None, 2**31 + 3, 48, 2, 16, 1e-6, None, 0.0, **sizes, num_warps=1)
+    assert torch.equal(out.view(4, 2, 16), routed("rms_norm", x, weight, eps=1e-6))
+
+
 def _only_whole(contiguous):
     def checked(self, **keywords):
         assert self.is_contiguous(), "a copy"

@@ -27,7 +27,8 @@ def rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]  # fewer than 2³¹
+    # int32 unless there are 2³¹ rows: a division of 64-bit integers is a long sequence of instructions
+    row = tl.program_id(0).to((tl.program_id(0) + rows).dtype) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     there = (row < rows) & (column < DIM)
     start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride

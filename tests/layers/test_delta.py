@@ -159,11 +159,11 @@ def test_stock_serves_the_rest(change, reason, monkeypatch):
     elif change == "hook":
         layer.norm.register_forward_hook(lambda *_: None)
     elif change == "bias":
-        for each in (layer, theirs):
-            each.conv1d.bias = torch.nn.Parameter(torch.ones(128))
+        for module in (layer, theirs):
+            module.conv1d.bias = torch.nn.Parameter(torch.ones(128))
     elif change == "activation":
-        for each in (layer, theirs):
-            each.activation = "gelu"
+        for module in (layer, theirs):
+            module.activation = "gelu"
     elif change == "aiter":
         aiter = {**aiter, "attention": options.Switch.REQUIRED}
     elif change == "padding":

@@ -15,6 +15,7 @@ from hf_rocm.tools.doctor.report import Finding, Level, Report
 from hf_rocm.tools.wrapping import width, wrapped
 
 _STYLES = {Level.OK: "good", Level.WARNING: "attention", Level.PROBLEM: "error"}
+_NARROW = 40  # with fewer columns beside the check's name, the text starts below it
 
 
 def doctor(
@@ -68,9 +69,13 @@ def _fix(fix: str, room: int) -> list[str]:
 def _print_finding(finding: Finding, column: int) -> None:
     level = styled(f"{finding.level.value:<7}", _STYLES[finding.level], sys.stdout)
     indent = " " * (7 + 2 + column + 2)
-    room = max(width() - len(indent), 40)
+    head = f"{level}  {finding.check:<{column}}  "
+    if width() - len(indent) < _NARROW:
+        print(head.rstrip())
+        head = indent = " " * 4
+    room = width() - len(indent)
     first, *rest = wrapped(finding.what, room, hanging="")
-    print(f"{level}  {finding.check:<{column}}  {first}".rstrip())
+    print(f"{head}{first}".rstrip())
     for line in [*rest, *(wrapped(finding.means, room, hanging="") if finding.means else ())]:
         print(f"{indent}{line}")
     for line in _fix(finding.fix, room):

@@ -56,7 +56,7 @@ def details(explanation: Explanation) -> str:
         lines += ["", "without an overlay"]
         lines += [f"  {name}: {reason}" for name, reason in explanation.without_overlay.items()]
     if explanation.kernels:
-        lines += ["", "kernels", *(line for kernel in explanation.kernels for line in _kernel(kernel))]
+        lines += ["", "kernels", *_all_kernels(explanation.kernels)]
     if explanation.tuning is not None:
         lines += ["", f"tuned products: {explanation.tuning.sentence}"]
     return "\n".join(lines)
@@ -186,12 +186,28 @@ def _part(part: Part) -> Iterator[str]:
         yield f"    another forward × {part.theirs}: it was set on the instance (by a hub kernel or by you) and runs"
 
 
-def _kernel(kernel: Kernel) -> Iterator[str]:
-    yield f"  {kernel.operation} ({kernel.situation}): {kernel.tier}, {kernel.kernel}"
-    names: dict[str, list[str]] = {}
-    for name, reason in kernel.refused:
-        names.setdefault(reason, []).append(name)
-    yield from (f"    not {', '.join(those)}: {reason}" for reason, those in names.items())
+def _all_kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
+    """Every operation with its refusals; a reason of several operations is stated once, before them."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for kernel in kernels:
+        for name, reason in kernel.refused:
+            reasons.setdefault(reason, {}).setdefault(_label(kernel), []).append(name)
+    shared = {reason: labels for reason, labels in reasons.items() if len(labels) > 1}
+    for reason, labels in shared.items():
+        yield f"  refused in several operations: {reason}"
+        where: dict[str, list[str]] = {}
+        for label, names in labels.items():
+            where.setdefault(", ".join(names), []).append(label)
+        yield from (f"    {', '.join(those)}: not {names}" for names, those in where.items())
+    for kernel in kernels:
+        yield f"  {_label(kernel)}: {kernel.tier}, {kernel.kernel}"
+        for reason, labels in reasons.items():
+            if reason not in shared and _label(kernel) in labels:
+                yield f"    not {', '.join(labels[_label(kernel)])}: {reason}"
+
+
+def _label(kernel: Kernel) -> str:
+    return f"{kernel.operation} ({kernel.situation})"
 
 
 def _wrapped(lines: Iterable[str], width: int) -> Iterator[str]:

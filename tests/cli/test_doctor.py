@@ -75,6 +75,18 @@ def test_the_text_has_the_meaning_of_every_finding_and_a_fix_on_one_line(
     assert lines[-1].startswith("not ready: 2 problems (torch, aiter-import), 1 warning (packages), ")
 
 
+def test_a_narrow_terminal_shows_the_text_below_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(examine, "ThisMachine", lambda: Recorded("container-without-group"))
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "problem  driver" in lines
+    prose = [line for line in lines if "fix: " not in line and "see: " not in line]
+    assert max(map(len, prose)) <= 60
+
+
 def test_a_check_that_fails_is_a_warning_and_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(facts: object) -> None:
         raise ZeroDivisionError("planted")

@@ -24,13 +24,13 @@ INSTRUCTIONS = {"ARG", "FROM", "RUN", "ENV", "COPY", "VOLUME", "CMD", "WORKDIR",
 
 def names() -> set[str]:
     """The names of all warnings and problems, read from the checks' sources."""
-    found = set()
+    named = set()
     for check in checks.CHECKS:
         for node in ast.walk(ast.parse(Path(inspect.getsourcefile(check) or "").read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("problem", "warning"):
                 assert isinstance(node.args[0], ast.Constant), ast.unparse(node)
-                found.add(node.args[0].value)
-    return found
+                named.add(node.args[0].value)
+    return named
 
 
 def test_every_warning_and_problem_is_explained() -> None:
@@ -101,5 +101,5 @@ def test_pip_keeps_the_torch_of_the_image(dockerfile: list[tuple[str, str]]) -> 
     """Match the Dockerfile's pattern against pip's list in such an image."""
     (pattern,) = re.findall(r"grep -iE '([^']+)'", " ".join(text for _, text in dockerfile))
     listed = ["torch==2.9.1+rocm7.1", "torchvision==0.24", "torchmetrics==1.8", "triton==3.5", "numpy==2", "mytorch==1"]
-    held = [line for line in listed if re.match(pattern, line, re.IGNORECASE)]
-    assert held == ["torch==2.9.1+rocm7.1", "torchvision==0.24", "triton==3.5"]
+    pinned = [line for line in listed if re.match(pattern, line, re.IGNORECASE)]
+    assert pinned == ["torch==2.9.1+rocm7.1", "torchvision==0.24", "triton==3.5"]

@@ -15,6 +15,7 @@ from hf_rocm import options
 from hf_rocm.errors import OptionError
 from hf_rocm.loading.prepare import REPORT
 from hf_rocm.overlay import bind
+from hf_rocm.tools.explain import Explanation, Kernel
 from tests.parity import models
 from tests.parity.models import tokens
 
@@ -74,6 +75,33 @@ def test_the_short_form_names_every_class_and_every_reason_once(llama, monkeypat
     reasons = {reason for kernel in explanation.kernels for _, reason in kernel.refused}
     assert reasons and all(words.count(reason) == 1 for reason in reasons)
     assert explanation._repr_html_().startswith("<pre>LlamaForCausalLM: served")
+
+
+def test_the_details_state_a_shared_reason_once(llama):
+    explanation = hf_rocm.explain(llama)
+    everywhere = [{reason for _, reason in kernel.refused} for kernel in explanation.kernels]
+    shared = set.intersection(*everywhere)
+    assert shared, "no reason is shared on a machine without an AMD GPU"
+    text = explanation.details()
+    assert all(text.count(reason) == 1 for reason in set.union(*everywhere))
+    for kernel in explanation.kernels:  # every refusal is listed with the operation
+        assert all(name in text for name, _ in kernel.refused)
+
+
+def test_a_reason_of_one_operation_is_below_it():
+    def kernel(operation, *refused):
+        return Kernel(operation, "decode", "torch", "eager", refused)
+
+    kernels = (kernel("linear", ("aiter/a", "no GPU"), ("triton/b", "odd K")), kernel("norm", ("aiter/c", "no GPU")))
+    explanation = Explanation("M", "served", machine={}, parts=(), without_overlay={}, kernels=kernels)
+    assert explanation.details().splitlines()[-6:] == [
+        "  refused in several operations: no GPU",
+        "    linear (decode): not aiter/a",
+        "    norm (decode): not aiter/c",
+        "  linear (decode): torch, eager",
+        "    not triton/b: odd K",
+        "  norm (decode): torch, eager",
+    ]
 
 
 def stock_reasons(model):

@@ -16,7 +16,7 @@ class Generated(NamedTuple):
     """Seconds: until the first token, per later token on average, and in total."""
 
     first: float | None
-    each: float
+    later: float
     whole: float
 
 

@@ -186,7 +186,7 @@ def _turn(side: Side, case: Case, samples: _Samples, *, warm: bool) -> str | Non
     if outcome is None:
         return reason
     if not warm:
-        samples.unit.append(outcome.each)
+        samples.unit.append(outcome.later)
         samples.whole.append(outcome.whole)
         if outcome.first is not None:
             samples.first.append(outcome.first)

@@ -205,7 +205,7 @@ class _Rank:
                 seconds = timed(lambda: side(**arguments), self.device)
                 run = Generated(None, seconds, seconds)
         first = None if run.first is None else self.peers.slowest(run.first)
-        return Generated(first, self.peers.slowest(run.each), self.peers.slowest(run.whole))
+        return Generated(first, self.peers.slowest(run.later), self.peers.slowest(run.whole))
 
     def _same_everywhere(self, side: Side, case: Case, tokens: Tensor) -> None:
         """Raise `Mismatch` on every rank unless all chose the same tokens."""
@@ -263,11 +263,11 @@ class _Taken:
         notes = [note for note in (side.note(), compared) if note is not None]
         return Timing(
             side.name,
-            spread([run.each for run in self.runs]),
+            spread([run.later for run in self.runs]),
             spread(firsts) if firsts else None,
             max(0.0, self.cold - spread([run.whole for run in self.runs]).median / 1000),
             self.peak,
-            tuple(round(1000 * run.each, 5) for run in self.runs),
+            tuple(round(1000 * run.later, 5) for run in self.runs),
             self.parity,
             "; ".join(notes) or None,
         )

@@ -145,9 +145,9 @@ class AnyOrder(RuleBasedStateMachine):
                 os._exit(0)
         os.waitpid(child, 0)
         for model in set(models or MODELS) - self.edited:
-            found = self.site.model(model).read_bytes()
-            assert found in (self.expected[model], self.stock[model] if undo else self._installed(model)), model
-            self.expected[model] = found
+            content = self.site.model(model).read_bytes()
+            assert content in (self.expected[model], self.stock[model] if undo else self._installed(model)), model
+            self.expected[model] = content
         self.unsure = {str(path) for path in self.site.path.rglob(f"*{LEFTOVER}")}
 
     def _command(self, command: Any, models: list[str], wanted: dict[str, bytes]) -> None:
@@ -202,8 +202,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def status_tells_the_truth(self) -> None:
-        found = status(transformers_path=self.site.path, catalog=CATALOG).states
-        for state in found:
+        states = status(transformers_path=self.site.path, catalog=CATALOG).states
+        for state in states:
             if state.model in self.edited:
                 assert state.installed.value == "edited" or state.match.value == "changed", state.model
             else:

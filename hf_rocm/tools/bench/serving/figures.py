@@ -51,7 +51,7 @@ def figures(load: Load, side: str, traffic: Traffic) -> dict[str, Any]:
         "pieces": sum(len(answer.pieces) for answer in streamed),
         "rate": tokens / traffic.seconds if traffic.seconds > 0 else 0.0,
         "times": {
-            name: None if (found := percentiles(values)) is None else found._asdict() for name, values in times.items()
+            name: None if (stats := percentiles(values)) is None else stats._asdict() for name, values in times.items()
         },
     }
 
@@ -82,7 +82,7 @@ def table(group: Sequence[dict[str, Any]]) -> tuple[Row, list[Row]]:
         times = [case["times"][name] for case in group]
         if any(times):
             cells = [
-                "" if found is None else " / ".join(milliseconds(value) for value in found.values()) for found in times
+                "" if stats is None else " / ".join(milliseconds(value) for value in stats.values()) for stats in times
             ]
             better = _ratio(times[0]["median"], times[-1]["median"]) if both and all(times) else ""
             rows.append(_row(f"{label}, ms", cells, better))

@@ -154,12 +154,13 @@ class State:
         """Return the recording for these inputs, or None, and the values that the forward reads on the host."""
         root = node = self._roots.get(key)
         path: Path = ()
+        boolean = True
         while isinstance(node, Branch):
             value = node.program(inputs)
+            boolean = boolean and value[0] is bool
             path += (value,)
             node = node.ways.get(value)
         if isinstance(root, Branch):
-            boolean = all(kind is bool for kind, _ in path)
             root.latest, root.repeated = node, boolean and node is root.latest
         if node is not None:
             self._recordings.move_to_end((key, path))

@@ -102,7 +102,15 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "speculation": (
         f"{_GENERATION}_assisted_decoding",
         f"{_GENERATION}_get_candidate_generator",
-        "transformers.generation.candidate_generator:_crop_past_key_values",
+        *(
+            f"transformers.generation.candidate_generator:{name}"
+            for name in (
+                "_crop_past_key_values",
+                "_prepare_attention_mask",
+                "_prepare_position_ids",
+                "_prepare_token_type_ids",
+            )
+        ),
     ),
     "prompt_lookup": ("transformers.generation.candidate_generator:PromptLookupCandidateGenerator",),
     "encoder_decoder": (f"{_CACHES}EncoderDecoderCache", f"{_MASKS}create_bidirectional_mask"),

@@ -3,7 +3,8 @@
 transformers prepares every step from the beginning: it reads signatures and configs, slices, copies and builds the
 masks, mostly while the GPU waits. Here transformers prepares the first step of a call. If its masks and positions are
 those of a sequence with left padding, the following steps get the same arguments over resident tensors, which are
-advanced after the previous step while the GPU still computes it. transformers prepares all other steps.
+advanced after the previous step while the GPU still computes it, or, if they verify drafts, when these are known.
+transformers prepares all other steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hf_rocm import features
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.masks import Unlike
 from hf_rocm.generation.methods import own, put_before, take_away
-from hf_rocm.generation.resident_inputs import Residents, Step
+from hf_rocm.generation.resident_inputs import Residents, Step, verifies
 from hf_rocm.generation.watch import masks_replaced
 from hf_rocm.overlay.bind import GPU, ON
 
@@ -80,20 +81,29 @@ def _prepare(
     """Replaces `prepare_inputs_for_generation`: return the arguments of the next step."""
     cache = arguments.get("past_key_values")
     step = _step_of(cache)
-    if step is not None and step.follows(arguments) and masks_replaced(model) is None:
-        return step.inputs(cache, input_ids)
+    if step is not None and step.follows(arguments) and step.tokens(input_ids) <= _most(cache):
+        replaced = masks_replaced(model)
+        if replaced is None:
+            return step.inputs(cache, input_ids)
+        model.__dict__[NOTE] = replaced
+    if step is not None and step.lacks(arguments):
+        return inherited(input_ids, *positional, **step.restored(arguments, input_ids.shape[1]))
     inputs = inherited(input_ids, *positional, **arguments)
-    if positional or not _is_step(inputs, cache) or (model.__dict__.get(MARK) == GPU and not input_ids.is_cuda):
+    if positional or (model.__dict__.get(MARK) == GPU and not input_ids.is_cuda):
+        return inputs
+    if not _is_step(inputs, cache):
+        if cache in _refused:
+            del _refused[cache]
         return inputs
     tokens = input_ids.shape[1]
-    if _refused.get(cache) == tokens - 1:
-        _refused[cache] = tokens  # the next token of a call that was refused
+    if cache in _refused and (verifies(cache) or _refused[cache] == tokens - 1):
+        _refused[cache] = tokens  # the next step of a call that was refused
         return inputs
     try:
         replaced = features.replaced("decode_inputs") or masks_replaced(model)
         if replaced is not None:
             raise Unlike(replaced)
-        step = Step(model.config, cache, arguments, inputs, None if step is None else step.residents)
+        step = Step(model.config, cache, arguments, inputs, {} if step is None else step.known)
     except Unlike as reason:
         model.__dict__[NOTE] = str(reason)
         _refused[cache] = tokens
@@ -117,19 +127,25 @@ def _update(
     step = _step_of(cache)
     if step is None or not step.matches(model_kwargs):
         return inherited(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
-    if num_new_tokens != 1 or outputs.get("past_key_values", cache) is not cache:
+    if not step.verifies and (num_new_tokens != 1 or outputs.get("past_key_values", cache) is not cache):
         del _steps[cache]
         return inherited(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
-    model_kwargs.update(step.advance())
-    if isinstance(cache, DecodeCache) and cache.has_room:
+    step.advance(cache, model_kwargs)
+    if isinstance(cache, DecodeCache) and cache.has_room and not step.verifies:
         cache.aim()  # while the device is busy
     return model_kwargs
 
 
 def residents_of(cache: Any) -> Residents | None:
-    """The tensors that the steps over this cache read, or None."""
+    """The tensors that the last step over this cache read, or None."""
     step = _step_of(cache)
     return None if step is None else step.residents
+
+
+def all_residents_of(cache: Any) -> list[Residents]:
+    """The tensors that steps over this cache read."""
+    step = _step_of(cache)
+    return [] if step is None else list(step.known.values())
 
 
 def _step_of(cache: Any) -> Step | None:
@@ -137,11 +153,14 @@ def _step_of(cache: Any) -> Step | None:
 
 
 def _is_step(inputs: Mapping[str, Any], cache: Any) -> bool:
-    """Whether these are the inputs of a one-token step over static buffers, and those of the next step follow."""
+    """Whether these are the inputs of a step over static buffers, and those of the next step follow."""
     ids = inputs.get("input_ids")
-    if getattr(cache, "drafts", None) is not None:
-        return False  # the next step may have any number of tokens
-    return ids is not None and ids.shape[1] == 1 and getattr(cache, "is_compileable", False)
+    return ids is not None and ids.shape[1] <= _most(cache) and getattr(cache, "is_compileable", False)
+
+
+def _most(cache: Any) -> int:
+    """The largest number of tokens of a step."""
+    return cache.longest_step if isinstance(cache, DecodeCache) else 1
 
 
 _steps: WeakKeyDictionary[Any, Step] = WeakKeyDictionary()

@@ -1,7 +1,8 @@
 """The masks of decode steps: resident tensors that are updated in place instead of being built for every step.
 
-In a step of one token a mask holds only the first and the last key of every row. So there is one resident tensor per
-kind of layers, which every layer can read as an ordinary mask, and which is updated on the device as the length grows.
+In a step of a few tokens a mask holds only the first and the last key that each of them sees. So there is one resident
+tensor per kind of layers, which every layer can read as an ordinary mask, and which is updated on the device as the
+length grows.
 The same bounds as numbers (`CacheRows`) are attached to the mask, for kernels that need no mask.
 """
 
@@ -64,18 +65,20 @@ def _first(cache: Any, sliding: bool) -> int:
 
 
 class StepMask:
-    """The mask of one kind of layers. tensor: the resident mask, [B, 1, 1, L].
+    """The mask of one kind of layers. tensor: the resident mask, [B, 1, S_q, L].
 
-    like: the mask as transformers built it, bool or additive. lengths: [1], the number of keys per row, that of the
-    step's token included. starts: [B], the first key of every row that is not padding, or None. The owner advances
-    both. rolls: whether a full buffer drops its first key for every new one, so that lengths exceed its size.
+    like: a tensor of its shape and dtype, bool or additive. lengths: [S_q], the number of keys per row up to each of
+    the step's tokens, its own included. starts: [B], the first key of every row that is not padding, or None. The
+    owner advances both. rolls: whether a full buffer drops its first key for every new one, so that lengths exceed its
+    size; then S_q is 1.
     """
 
     def __init__(
         self, like: Tensor, window: int | None, lengths: Tensor, starts: Tensor | None, *, rolls: bool
     ) -> None:
         size = like.shape[3]
-        self.rows = CacheRows(lengths, starts, window if window is not None and window < size else None)
+        self.rows = CacheRows(lengths[-1:], starts, window if window is not None and window < size else None)
+        self._ends = lengths[:, None]
         self._places = torch.arange(size, device=like.device).expand(like.shape)
         self._seen = torch.empty(like.shape, dtype=torch.bool, device=like.device)
         self._real = None if starts is None or rolls else torch.empty_like(self._seen)
@@ -97,10 +100,10 @@ class StepMask:
         if starts is not None and self._real is None:
             self._seen.copy_(seen_keys(1, self._seen.shape[3], lengths, starts, window))
         else:
-            torch.lt(self._places, lengths, out=self._seen)
+            torch.lt(self._places, self._ends, out=self._seen)
             if self._real is not None:
                 self._seen.logical_and_(self._real)
             if window is not None:
-                self._seen.logical_and_(self._places >= lengths - window)
+                self._seen.logical_and_(self._places >= self._ends - window)
         if self._values is not None:
             torch.where(self._seen, *self._values, out=self.tensor)

@@ -16,7 +16,7 @@ from hf_rocm.budget import in_bytes
 from hf_rocm.device import total_memory
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.cache_layer import bucket
-from hf_rocm.generation.inputs import residents_of
+from hf_rocm.generation.inputs import all_residents_of
 from hf_rocm.generation.streams import record_current_stream, tensors_in
 
 # The largest number of idle caches, however small they are.
@@ -79,7 +79,7 @@ class Pool:
         cache = chosen.cache
         if chosen.elsewhere:
             chosen.used.wait(torch.cuda.current_stream(chosen.stream.device))
-            record_current_stream(tensors_in(cache, residents_of(cache)))
+            record_current_stream(tensors_in(cache, all_residents_of(cache)))
         cache.reset()
         cache.limit = limit
         return cache

@@ -7,7 +7,7 @@ transformers prepared for the first step of a call, and advances them for the fo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,12 @@ _GROWTH = 256  # columns that are allocated ahead for the padding mask
 class Step:
     """The steps of one call of `generate`, the first of which transformers prepared.
 
-    arguments: those of `prepare_inputs_for_generation`; inputs: what it returned. residents: the tensors of an earlier
-    call over the same cache, used again if their shapes fit. Raises `Unlike` if the inputs are not those of a sequence
+    arguments: those of `prepare_inputs_for_generation`; inputs: what it returned. known: the tensors of earlier calls
+    over the same cache, used again if their form fits. Raises `Unlike` if the inputs are not those of a sequence
     with left padding, because the inputs of the following steps can't be derived then.
+
+    In a call that verifies drafts, a step has any number of tokens, and the cache has the accepted ones. transformers
+    would grow the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes them.
     """
 
     def __init__(
@@ -34,75 +37,105 @@ class Step:
         cache: Any,
         arguments: Mapping[str, Any],
         inputs: Mapping[str, Any],
-        residents: Residents | None,
+        known: dict[Form, Residents],
     ) -> None:
         padding_mask, masks = arguments.get("attention_mask"), inputs.get("attention_mask")
         growing = (*_CLOCKS, "attention_mask")
         self._given = {name: arguments[name] for name in growing if arguments.get(name) is not None}
+        self.verifies = verifies(cache)
         self._position = _position(cache, inputs)
         _check(arguments, inputs, cache, self._position)
-        self._others = {
-            name: value for name, value in arguments.items() if name not in self._given and value is not cache
-        }
+        unlike = {*self._given, "next_sequence_length"}
+        self._others = {name: value for name, value in arguments.items() if name not in unlike and value is not cache}
         self._count = len(arguments)
-        self._kinds = kinds_of(config, masks, cache)
+        self._removed = self._prepared = False
+        kinds = tuple(kinds_of(config, masks, cache))
         first_masks = [mask for mask in masks.values() if mask is not None] if isinstance(masks, dict) else [masks]
-        padding = _padding(padding_mask)
-        if residents is None or residents.form != _form(inputs, self._kinds, first_masks, padding is not None):
-            # not inference tensors, which can't be advanced outside inference mode
-            with torch.inference_mode(False), torch.no_grad():
-                rolling = not isinstance(cache, DecodeCache)
-                residents = Residents(inputs, self._kinds, first_masks, padded=padding is not None, rolling=rolling)
-        self.residents = residents
-        self._bases = [-1] * len(self._kinds)
-        with torch.inference_mode(False), torch.no_grad():
-            residents.set(self._position, inputs.get("position_ids"), padding)
-        if isinstance(cache, DecodeCache):
-            cache.aim()
-            widths = [cache.layers[kind.layer].capacity for kind in self._kinds]
-            if any(mask.shape[3] != width for mask, width in zip(first_masks, widths, strict=True)):
-                raise Unlike("the attention mask is not as wide as the cache")
-        self._settle(cache)
-        for mask, resident_mask in zip(first_masks, residents.masks, strict=True):
+        self._padding = _padding(padding_mask)
+        self._form = _form(inputs, kinds, first_masks, cache, padded=self._padding is not None)
+        ids, positions = inputs["input_ids"], inputs.get("position_ids")
+        self._origin = None if positions is None else positions[:, :1] - self._position
+        self._inputs = {name: value for name, value in inputs.items() if value is not cache}
+        self._masked = [name for name, mask in masks.items() if mask is not None] if isinstance(masks, dict) else None
+        self.known = known
+        self._placed: dict[int, tuple[Residents, dict[str, Any]]] = {}  # number of tokens → the inputs of such a step
+        self.residents: Residents
+        if self._rows(cache, ids.shape[1])[0] != self._form.widths:
+            raise Unlike("the attention mask is not as wide as the cache")
+        self._settle(cache, ids.shape[1])
+        for mask, resident_mask in zip(first_masks, self.residents.masks, strict=True):
             if not torch.equal(mask, resident_mask.tensor):
                 raise Unlike("the attention mask is not that of a sequence with left padding")
-        self._inputs = {name: value for name, value in inputs.items() if value is not cache}
-        self._inputs.update({name: clock for name, clock in residents.clocks.items() if name in self._inputs})
-        self._inputs["input_ids"] = residents.input_ids
-        self._masked = [name for name, mask in masks.items() if mask is not None] if isinstance(masks, dict) else None
+        if ids.shape[1] > 1 and positions is not None and not torch.equal(positions, self._clock("position_ids")):
+            raise Unlike("the step's position_ids are not consecutive")
         self._width = _width(padding_mask)
         self._columns: Tensor | None = None
-        self._place_masks()
 
     def matches(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the arguments that change with every token are the objects that `advance` returned."""
+        """Whether the arguments that change with every token are those that `advance` left."""
+        if self.verifies:
+            return self._prepared
         return all(arguments.get(name) is value for name, value in self._given.items())
 
+    def lacks(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether these are arguments of a call that verifies drafts without those that `advance` removed."""
+        return self._removed and not any(name in arguments for name in self._given)
+
     def follows(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether these are the arguments of the last step, advanced by one token."""
+        """Whether these are the arguments of the last step, advanced."""
         return (
-            self.matches(arguments)
-            and len(arguments) == self._count
+            (self.lacks(arguments) if self.verifies else self.matches(arguments))
+            and len(arguments) == self._count - len(self._given) * self._removed
             and all(arguments.get(name) is value for name, value in self._others.items())
         )
 
+    def tokens(self, input_ids: Tensor) -> int:
+        """The number of tokens of the step. input_ids: [B, S], all tokens so far, and drafts."""
+        return input_ids.shape[1] - self._position if self.verifies else 1
+
     def inputs(self, cache: Any, input_ids: Tensor) -> dict[str, Any]:
-        """The arguments of the step. input_ids: [B, S], all tokens so far."""
-        self._settle(cache)
-        self.residents.tokens = input_ids
-        self.residents.input_ids.copy_(input_ids[:, -1:])
-        inputs = {**self._inputs, "past_key_values": cache}
+        """The arguments of the step. input_ids: [B, S], all tokens so far, and drafts."""
+        tokens = self.tokens(input_ids)
+        placed = self._settle(cache, tokens)
+        self.residents.tokens = None if self.verifies else input_ids
+        self.residents.input_ids.copy_(input_ids[:, -tokens:])
+        inputs = {**placed, "past_key_values": cache}
         if self._masked is not None:
             inputs["attention_mask"] = dict(inputs["attention_mask"])
+        self._prepared = True
         return inputs
 
-    def advance(self) -> dict[str, Any]:
-        """Advance by one token, on the device too. Returns the arguments for transformers to prepare the next step."""
+    def advance(self, cache: Any, arguments: dict[str, Any]) -> None:
+        """Advance by the tokens of the last step, and with them the arguments from which the next one is prepared."""
+        if self.verifies:
+            if not self._removed:
+                self._given = {name: value[..., : self._position + 1] for name, value in self._given.items()}
+            for name in self._given:
+                arguments.pop(name, None)
+            self._removed, self._prepared = True, False
+            self._position = int(cache.get_seq_length())  # the masks follow when the number of drafts is known
+            return
         self._position += 1
-        self.residents.advance()
+        self.residents.advance()  # while the device is busy
         for name, value in self._given.items():
-            self._given[name] = self._grown(value) if name == "attention_mask" else self.residents.clocks[name]
-        return self._given
+            self._given[name] = self._grown(value) if name == "attention_mask" else self._clock(name)
+        arguments.update(self._given)
+
+    def restored(self, arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
+        """The arguments with those that `advance` removed, for `length` tokens: transformers prepares this step."""
+        self._prepared = True
+        result = dict(arguments)
+        for name, value in self._given.items():
+            if name == "cache_position":
+                result[name] = torch.arange(self._position, length, device=value.device)
+                continue
+            added = torch.arange(1, length - value.shape[1] + 1, device=value.device).expand(len(value), -1)
+            added = torch.ones_like(added) if name == "attention_mask" else value[:, -1:] + added
+            result[name] = torch.cat((value, added.to(value.dtype)), dim=1)
+        return result
+
+    def _clock(self, name: str) -> Tensor:
+        return self.residents.clocks[name]
 
     def _grown(self, padding_mask: Tensor) -> Tensor:
         """The padding mask with one more column: a view of memory allocated ahead."""
@@ -112,122 +145,168 @@ class Step:
         self._width += 1
         return self._columns[:, : self._width]
 
-    def _settle(self, cache: Any) -> None:
-        """Update lengths and masks after the cache moved a window or grew a buffer."""
-        if isinstance(cache, DecodeCache):
-            cache.aim()
-            layers: list[Any] = [cache.layers[kind.layer] for kind in self._kinds]
-            if [layer.capacity for layer in layers] != [mask.tensor.shape[3] for mask in self.residents.masks]:
-                self._move(layers)
-            bases = [layer.base for layer in layers]
-        else:
-            bases = [0] * len(self._kinds)  # a full sliding layer rolls, which follows from its length
-        if bases != self._bases:
+    def _rows(self, cache: Any, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """For each kind of layers: the number of keys that attention gets, and the position of the first one."""
+        if not isinstance(cache, DecodeCache):  # a full sliding layer rolls, which follows from its length
+            return self._form.widths, (0,) * len(self._form.kinds)
+        cache.aim(tokens)
+        layers = [cache.layers[kind.layer] for kind in self._form.kinds]
+        return tuple(layer.capacity for layer in layers), tuple(layer.base for layer in layers)
+
+    def _settle(self, cache: Any, tokens: int) -> dict[str, Any]:
+        """The inputs of a step of this many tokens at the current position.
+
+        The cache may have moved a window or grown a buffer since the last step.
+        """
+        widths, bases = self._rows(cache, tokens)
+        residents, placed = self._placed.get(tokens) or (None, {})
+        if residents is None or residents.form.widths != widths:
+            residents = self._take(tokens, widths)
+            placed = self._place(residents)
+            self._placed[tokens] = residents, placed
+        if residents.position != self._position:
+            residents.advance(self._position - residents.position)
+        if residents.bases != bases:
             with torch.inference_mode(False), torch.no_grad():
-                for index, base in enumerate(bases):
-                    self.residents.rebase(index, self._position, base)
-            self._bases = bases
+                residents.rebase(bases)
+        self.residents = residents
+        return placed
 
-    def _move(self, layers: list[Any]) -> None:
-        """Allocate new resident tensors for buffers that have grown."""
-        old = self.residents
-        inputs = {"input_ids": old.input_ids, **{name: old.clocks[name] for name in old.clocks}}
-        masks = [
-            mask.tensor.new_empty((*mask.tensor.shape[:3], layer.capacity))
-            for mask, layer in zip(old.masks, layers, strict=True)
-        ]
-        padding = old._padding
+    def _take(self, tokens: int, widths: tuple[int, ...]) -> Residents:
+        """The tensors of steps of this many tokens: those of an earlier call, or new ones."""
+        for form in [form for form in self.known if form.widths != widths]:
+            del self.known[form]  # of buffers that have grown since
+        form = self._form._replace(tokens=tokens, widths=widths)
+        # not inference tensors, which can't be advanced outside inference mode
         with torch.inference_mode(False), torch.no_grad():
-            self.residents = Residents(inputs, self._kinds, masks, padded=padding is not None, rolling=False)
-            self.residents.set(self._position, inputs.get("position_ids"), padding)
-        self._bases = []
-        self._inputs.update({name: clock for name, clock in self.residents.clocks.items() if name in self._inputs})
-        self._inputs["input_ids"] = self.residents.input_ids
-        self._place_masks()
+            if form not in self.known:
+                self.known[form] = Residents(form)
+            self.known[form].set(self._position, self._origin, self._padding)
+        return self.known[form]
 
-    def _place_masks(self) -> None:
-        tensors = [mask.tensor for mask in self.residents.masks]
+    def _place(self, residents: Residents) -> dict[str, Any]:
+        placed = dict(self._inputs)
+        placed.update({name: clock for name, clock in residents.clocks.items() if name in placed})
+        placed["input_ids"] = residents.input_ids
+        tensors = [mask.tensor for mask in residents.masks]
         if self._masked is None:
-            self._inputs["attention_mask"] = tensors[0]
+            placed["attention_mask"] = tensors[0]
         else:
-            masks = self._inputs["attention_mask"]
-            self._inputs["attention_mask"] = {**masks, **dict(zip(self._masked, tensors, strict=True))}
+            placed["attention_mask"] = {**placed["attention_mask"], **dict(zip(self._masked, tensors, strict=True))}
+        return placed
 
 
-class Residents:
-    """The tensors that the steps over one cache read, for one batch size, with or without padding.
+class Form(NamedTuple):
+    """What determines the tensors of a step.
 
-    like: the arguments of a step as transformers prepared them. masks: the masks among them, one per kind of layers.
+    rows: those of its position_ids, 0 without them. widths: how many keys attention gets in each kind of layers.
     rolling: whether full sliding layers drop their first key for every new one.
     """
 
-    def __init__(
-        self, like: Mapping[str, Any], kinds: list[Kind], masks: list[Tensor], *, padded: bool, rolling: bool
-    ) -> None:
-        ids, positions = like["input_ids"], like.get("position_ids")
-        rows = 0 if positions is None else len(positions)
-        self.form = _form(like, kinds, masks, padded)
-        self.input_ids = settle(torch.empty_like(ids, memory_format=torch.contiguous_format))
+    batch: int
+    tokens: int
+    rows: int
+    kinds: tuple[Kind, ...]
+    widths: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]  # of the token ids, and of the mask of each kind
+    device: torch.device
+    padded: bool
+    rolling: bool
+
+
+class Residents:
+    """The tensors that the steps over one cache read, for one batch size and number of tokens, with or without padding.
+
+    position: of the step's first token, counted from the first token of the rows. bases: the position of the first row
+    in the buffers of each kind of layers. The owner calls `set` and `rebase` before the first step of a call.
+    """
+
+    def __init__(self, form: Form) -> None:
+        b, n, kinds = form.batch, form.tokens, len(form.kinds)
+        self.form = form
+        self.position = 0
+        self.bases: tuple[int, ...] = ()
+        self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
         self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
-        # One tensor, so that one addition advances everything: the position, the length per kind, the position per row.
-        self._clock = torch.zeros(1 + len(kinds) + rows, dtype=torch.int64, device=ids.device)
-        self.clocks = {"cache_position": settle(self._clock[:1])}
-        if rows:
-            self.clocks["position_ids"] = settle(self._clock[1 + len(kinds) :].view(rows, 1))
-        self._padding = torch.zeros(len(ids), dtype=torch.int64, device=ids.device) if padded else None
-        self._starts = [None if self._padding is None else self._padding.clone() for _ in kinds]
-        self._lengths = [self._clock[1 + index : 2 + index] for index in range(len(kinds))]
+        # One tensor, so that one addition advances everything: for each of the step's tokens its position, the length
+        # per kind, the position per row.
+        self._clock = torch.zeros((1 + kinds + form.rows, n), dtype=torch.int64, device=form.device)
+        self._offsets = torch.arange(n, device=form.device)
+        self.clocks = {"cache_position": settle(self._clock[0])}
+        if form.rows:
+            self.clocks["position_ids"] = settle(self._clock[1 + kinds :])
+        self._padding = torch.zeros(b, dtype=torch.int64, device=form.device) if form.padded else None
+        self._starts = [None if self._padding is None else self._padding.clone() for _ in form.kinds]
+        self._lengths = [self._clock[1 + index] for index in range(kinds)]
         self.masks = [
-            StepMask(mask, kind.window, length, start, rolls=rolling and kind.window is not None)
-            for mask, kind, length, start in zip(masks, kinds, self._lengths, self._starts, strict=True)
+            StepMask(
+                torch.empty((b, 1, n, width), dtype=dtype, device=form.device),
+                kind.window,
+                lengths,
+                start,
+                rolls=form.rolling and kind.window is not None,
+            )
+            for kind, width, dtype, lengths, start in zip(
+                form.kinds, form.widths, form.dtypes[1:], self._lengths, self._starts, strict=True
+            )
         ]
 
-    def set(self, position: int, positions: Tensor | None, padding: Tensor | None) -> None:
-        """Start with the token at `position`.
+    def set(self, position: int, origin: Tensor | None, padding: Tensor | None) -> None:
+        """Start with a first token at `position`.
 
-        positions: its position_ids, [B, 1]. padding: the number of padding tokens per row, [B].
+        origin: the position_ids of position 0, [B, 1]. padding: the number of padding tokens per row, [B].
         """
-        self._clock[:1].fill_(position)
-        if positions is not None:
-            self.clocks["position_ids"].copy_(positions)
+        self.position, self.bases = position, ()
+        torch.add(self._offsets, position, out=self._clock[0])
+        if origin is not None:
+            self.clocks["position_ids"].copy_(self._clock[0] + origin)
         if self._padding is not None and padding is not None:
             self._padding.copy_(padding)
 
-    def rebase(self, index: int, position: int, base: int) -> None:
-        """Set `base` as the position of the first row in the buffers of one kind of layers."""
-        self._lengths[index].fill_(position + 1 - base)
-        start = self._starts[index]
-        if start is not None:
-            assert self._padding is not None
-            start.copy_((self._padding - base).clamp(min=0))
-        self.masks[index].rebase()
+    def rebase(self, bases: tuple[int, ...]) -> None:
+        """Set the position of the first row in the buffers of every kind of layers."""
+        for index, base in enumerate(bases):
+            torch.add(self._offsets, self.position + 1 - base, out=self._lengths[index])
+            start = self._starts[index]
+            if start is not None:
+                assert self._padding is not None
+                start.copy_((self._padding - base).clamp(min=0))
+            self.masks[index].rebase()
+        self.bases = bases
 
     def advance(self, steps: int = 1) -> None:
         """Advance by `steps` tokens; a negative number goes back."""
+        self.position += steps
         self._clock.add_(steps)
         for mask in self.masks:
             mask.refresh()
+
+
+def verifies(cache: Any) -> bool:
+    """Whether the cache is that of a call that verifies drafts."""
+    return isinstance(cache, DecodeCache) and cache.drafts is not None
 
 
 def _check(arguments: Mapping[str, Any], inputs: Mapping[str, Any], cache: Any, position: int) -> None:
     """Raise `Unlike` if a step has arguments whose later values can't be derived."""
     if not isinstance(cache, DecodeCache) and type(cache).__module__ != "transformers.cache_utils":
         raise Unlike(f"the cache is a {type(cache).__name__}")
-    b, masks, padding_mask = len(inputs["input_ids"]), inputs.get("attention_mask"), arguments.get("attention_mask")
+    b, n = inputs["input_ids"].shape
+    masks, padding_mask = inputs.get("attention_mask"), arguments.get("attention_mask")
     present = [mask for mask in (masks.values() if isinstance(masks, dict) else [masks]) if mask is not None]
-    if not present or not all(isinstance(mask, Tensor) and mask.shape[:3] == (b, 1, 1) for mask in present):
-        raise Unlike("the step's masks are not one [B, 1, 1, S] mask for each kind of layers")
+    if not present or not all(isinstance(mask, Tensor) and mask.shape[:3] == (b, 1, n) for mask in present):
+        raise Unlike("the step's masks are not one [B, 1, S_q, S] mask for each kind of layers")
     if padding_mask is not None and (padding_mask.ndim != 2 or len(padding_mask) != b):
         raise Unlike("the attention mask is not a [B, S] padding mask")
     positions = arguments.get("position_ids")
     if positions is None and arguments.get("cache_position") is None:
         raise Unlike("the step has neither position_ids nor cache_position")
-    if positions is not None and (positions.ndim != 2 or positions.shape[1] != position + 1):
+    if positions is not None and (positions.ndim != 2 or positions.shape[1] != position + n):
         raise Unlike("the call passes its own position_ids")  # not every release of transformers expects that
     for name in _CLOCKS:
         clock = inputs.get(name)
-        if clock is not None and (clock.shape[-1] != 1 or clock.dtype != torch.int64):
-            raise Unlike(f"the step's {name} is not for one token")
+        if clock is not None and (clock.shape[-1] != n or clock.dtype != torch.int64):
+            raise Unlike(f"the step's {name} is not for its tokens")
     known = {*_CLOCKS, "attention_mask", "input_ids"}
     if inputs.get("inputs_embeds") is None:
         known.add("inputs_embeds")  # only the prompt's
@@ -237,7 +316,7 @@ def _check(arguments: Mapping[str, Any], inputs: Mapping[str, Any], cache: Any, 
 
 
 def _position(cache: Any, inputs: Mapping[str, Any]) -> int:
-    """The position of the step's token, counted from the first token of the rows, padding included."""
+    """The position of the step's first token, counted from the first token of the rows, padding included."""
     position = inputs.get("cache_position")
     return int(cache.get_seq_length()) if position is None else int(position[0])
 
@@ -250,10 +329,19 @@ def _padding(padding_mask: Tensor | None) -> Tensor | None:
     return padding if bool(padding.any()) else None
 
 
-def _form(like: Mapping[str, Any], kinds: list[Kind], masks: list[Tensor], padded: bool) -> tuple[Any, ...]:
-    positions = like.get("position_ids")
-    shapes = tuple((tuple(mask.shape), mask.dtype, mask.device) for mask in masks)
-    return len(like["input_ids"]), None if positions is None else len(positions), tuple(kinds), shapes, padded
+def _form(inputs: Mapping[str, Any], kinds: tuple[Kind, ...], masks: list[Tensor], cache: Any, *, padded: bool) -> Form:
+    ids, positions = inputs["input_ids"], inputs.get("position_ids")
+    return Form(
+        batch=len(ids),
+        tokens=ids.shape[1],
+        rows=0 if positions is None else len(positions),
+        kinds=kinds,
+        widths=tuple(mask.shape[3] for mask in masks),
+        dtypes=(ids.dtype, *(mask.dtype for mask in masks)),
+        device=ids.device,
+        padded=padded,
+        rolling=not isinstance(cache, DecodeCache),
+    )
 
 
 def _width(padding_mask: Any) -> int:

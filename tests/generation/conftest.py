@@ -74,6 +74,21 @@ def make(kind, **changes):
     return model.eval()
 
 
+def assistant_of(stock, schedule="heuristic", noise=0.02):
+    """A model that drafts most of another one's tokens."""
+    assistant = copy.deepcopy(stock)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.add_(
+                noise * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).to(parameter)
+            )
+    if schedule is not None:
+        config = assistant.generation_config
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = 4, schedule
+        config.assistant_confidence_threshold = 0.0
+    return assistant
+
+
 @pytest.fixture
 def recorded_on_cpu(monkeypatch):
     """Record steps on CPUs too. Windows move and buffers grow after a few tokens."""

@@ -39,11 +39,17 @@ def recorder_with(fault, *, first, last=10**9, reorderings=False):
 
 def stale_input(kept, memory):
     """The step reads the token of the previous replay."""
-    index = _first(kept, "embedding")
-    operator, (weight, ids, *rest), kwargs, outputs = kept[index]
-    before, memory["ids"] = memory.get("ids", ids.clone()), ids.clone()
-    kept[index] = (operator, (weight, before, *rest), kwargs, outputs)
-    return kept
+    return _stale(kept, memory, "embedding", argument=1)
+
+
+def stale_mask(kept, memory):
+    """Attention reads the mask of the previous replay."""
+    return _stale(kept, memory, "aten.where")
+
+
+def stale_positions(kept, memory):
+    """The rotary embedding reads the positions of the previous replay."""
+    return _stale(kept, memory, "aten._to_copy")
 
 
 def stale_pointer(kept, memory):
@@ -121,6 +127,17 @@ def stale_order(kept, memory):
     operator, (keys, dim, rows), kwargs, outputs = kept[index]
     before, memory["rows"] = memory.get("rows", rows.clone()), rows.clone()
     kept[index] = (operator, (keys, dim, before), kwargs, outputs)
+    return kept
+
+
+def _stale(kept, memory, name, argument=0):
+    """The first operator of this name reads an argument as it was in the previous replay."""
+    index = _first(kept, name)
+    operator, args, kwargs, outputs = kept[index]
+    args = list(args)
+    now = args[argument].clone()
+    args[argument], memory[name] = memory.get(name, now), now
+    kept[index] = (operator, tuple(args), kwargs, outputs)
     return kept
 
 

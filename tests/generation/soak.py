@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from hf_rocm.generation import decide
 from hf_rocm.generation.state import known
-from tests.generation.conftest import prompt
+from tests.generation.conftest import assistant_of, prompt
 
 _STATIC = Version(transformers.__version__) >= Version("4.54")
 # stock's caches with sliding windows can't forget drafts
@@ -50,7 +50,7 @@ def call(number, *, device="cpu", longest=24):
 
 
 def same_tokens(prepared, stock, numbers, **form):
-    """Run the calls on both models. Returns the seeds of the calls that differ."""
+    """Run the calls on both models. Returns the seeds of the calls that differ. An assistant drafts in some of them."""
     differ = []
     windows = decide.windows(prepared)
     slides = isinstance(windows, str) or any(windows)
@@ -59,7 +59,11 @@ def same_tokens(prepared, stock, numbers, **form):
         if slides and (_WINDOWS_FORGET_NOTHING or "return_dict_in_generate" in arguments):
             arguments.pop("prompt_lookup_num_tokens", None)
         tokens = []
+        assists = not slides and number % 2 and arguments.pop("prompt_lookup_num_tokens", None) is not None
         for model in (stock, prepared):
+            if assists:
+                arguments.pop("cache_implementation", None)  # stock can't pass it to the assistant
+                arguments["assistant_model"] = assistant_of(stock)
             torch.manual_seed(number)
             cache = {"past_key_values": DynamicCache()} if brings else {}
             result = model.generate(**arguments, **cache)

@@ -39,7 +39,9 @@ def steps(monkeypatch):
     def remembering(model, inherited, input_ids, *positional, **arguments):
         step = inputs._step_of(arguments.get("past_key_values"))
         if step is not None:
-            step.stock = lambda ids: inherited(ids, **arguments)
+            step.stock = lambda ids: inherited(ids, **given)
+            # in a call that verifies drafts, with the arguments that are kept from transformers
+            given = step.restored(arguments, input_ids.shape[1]) if step.lacks(arguments) else arguments
         return prepare(model, inherited, input_ids, *positional, **arguments)
 
     monkeypatch.setattr(inputs.Step, "inputs", checked)
@@ -92,6 +94,30 @@ def test_while_windows_move(kind, pair, steps, monkeypatch):
     call = prompt(padded=5)
     assert torch.equal(generate(in_place, call, new=40), generate(stock, call, new=40))
     assert len(steps) == 39
+    assert all(steps), steps
+
+
+@pytest.mark.parametrize("padded", [0, 5])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gemma3"])
+def test_steps_that_verify_drafts(kind, padded, pair, steps, monkeypatch):
+    """Steps of any number of tokens, after rejected drafts, while windows move and buffers grow."""
+    monkeypatch.setattr(caches, "bucket", lambda tokens: -(-tokens // 8) * 8)
+    in_place, stock = pair(kind)
+    lengths = set()
+    take = inputs.Step.inputs
+
+    def remembering(step, cache, input_ids):
+        lengths.add(step.tokens(input_ids))
+        return take(step, cache, input_ids)
+
+    monkeypatch.setattr(inputs.Step, "inputs", remembering)
+    for seed in range(2):
+        call = prompt(rows=1, length=11, seed=seed, padded=padded)
+        call = {name: torch.cat([value] * 2, dim=1) for name, value in call.items()}
+        call["attention_mask"][0, 11:] = 1
+        tokens = generate(in_place, call, new=40, prompt_lookup_num_tokens=4, eos_token_id=61)
+        assert torch.equal(tokens[:, :62], generate(stock, call, new=40))
+    assert len(lengths) > 1 and len(steps) >= 15
     assert all(steps), steps
 
 

@@ -11,5 +11,5 @@ from tests.generation.soak import same_tokens
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
 def test_random_calls(kind, pair):
     prepared, stock = pair(kind)
-    assert same_tokens(prepared, stock, range(10)) == []
+    assert same_tokens(prepared, stock, range(18)) == []
     assert counted(prepared)[1] > 30

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 
 import pytest
 import torch
@@ -14,11 +14,12 @@ import hf_rocm
 from hf_rocm import patches
 from hf_rocm.errors import GraphError
 from hf_rocm.generation import cache_layer, recorder
+from hf_rocm.generation import inputs as preparation
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.state import known
 from hf_rocm.ops.captured import in_captured_block
 from tests.generation import faults
-from tests.generation.conftest import alike_from_threads, counted, generate, prompt
+from tests.generation.conftest import alike_from_threads, assistant_of, counted, generate, prompt
 from tests.generation.test_user_caches import alike, close
 
 NEW = 40
@@ -48,19 +49,6 @@ def alike_greedy(tokens, stock, inputs):
     expected = generate(stock, inputs, new=NEW)
     excess = tokens.shape[1] - expected.shape[1]
     return torch.equal(tokens[:, : expected.shape[1]], expected) and (excess == 0 or before("5.14"))
-
-
-def assistant_of(stock, schedule="heuristic", noise=0.02):
-    """A model that drafts most of another one's tokens."""
-    assistant = copy.deepcopy(stock)
-    with torch.no_grad():
-        for parameter in assistant.parameters():
-            parameter.add_(noise * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    if schedule is not None:
-        config = assistant.generation_config
-        config.num_assistant_tokens, config.num_assistant_tokens_schedule = 4, schedule
-        config.assistant_confidence_threshold = 0.0
-    return assistant
 
 
 @pytest.fixture
@@ -95,6 +83,59 @@ def test_tokens_are_those_of_greedy_decoding(kind, tokens, pair):
             result = looked_up(prepared, inputs, tokens=tokens)
         assert alike_greedy(result, stock, inputs)
     assert counted(prepared)[1] > 1
+
+
+@pytest.fixture
+def in_place(monkeypatch):
+    """The number of tokens of every step whose inputs were advanced in place."""
+    counts, take = [], preparation.Step.inputs
+
+    def counting(step, cache, input_ids):
+        counts.append(step.tokens(input_ids))
+        return take(step, cache, input_ids)
+
+    monkeypatch.setattr(preparation.Step, "inputs", counting)
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_every_step_reads_its_inputs_in_place(kind, pair, drafted, in_place):
+    prepared, stock = pair(kind)
+    recorded = []
+    for _ in range(3):  # buffers may grow in the first round
+        for seed, padded in itertools.product(range(2), (0, 3)):
+            drafted.clear()
+            in_place.clear()
+            call = repeating(seed, padded=padded)
+            assert alike_greedy(looked_up(prepared, call), stock, call)
+            assert in_place == [drafts + 1 for drafts in drafted[1:]]  # all but the prompt
+        recorded.append(counted(prepared)[0])
+    assert recorded[1] == recorded[2] > 1  # calls with other padding between them don't record again
+
+
+def test_single_steps_that_transformers_prepares(pair, monkeypatch, drafted, in_place):
+    """While a function that makes masks is replaced, transformers gets the arguments that it would have grown."""
+    prepared, stock = pair(graphs=None)
+    for seed in range(3):
+        answers = itertools.cycle((None, None, "replaced"))
+        monkeypatch.setattr(preparation, "masks_replaced", lambda model, answers=answers: next(answers))
+        call = repeating(seed, padded=seed)
+        in_place.clear()
+        drafted.clear()
+        assert alike_greedy(looked_up(prepared, call), stock, call)
+        assert 3 < len(in_place) < len(drafted) - 2
+    assert counted(prepared)[1] > 0
+
+
+def test_a_call_whose_masks_are_transformers(pair, in_place):
+    """A mask with a hole: transformers prepares every step of that call, and none of the next one but the first."""
+    prepared, stock = pair()
+    call = repeating()
+    call["attention_mask"][0, 4] = 0
+    assert alike_greedy(looked_up(prepared, call), stock, call)
+    assert not in_place and preparation.noted(prepared) is not None
+    assert alike_greedy(looked_up(prepared, repeating()), stock, repeating())
+    assert in_place and preparation.noted(prepared) is None
 
 
 def test_a_recording_for_each_number_of_drafts(pair, drafted):
@@ -198,7 +239,10 @@ def test_other_calls_take_turns_with_it(kind, pair):
     assert counted(prepared)[0] == recorded
 
 
-@pytest.mark.parametrize("fault", [faults.garbage, faults.node_dropped, faults.stale_input])
+FAULTS = [faults.garbage, faults.node_dropped, faults.stale_input, faults.stale_mask, faults.stale_positions]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_replay_is_noticed_and_the_call_begins_again(fault, pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=4))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_rocm.generation import pool
-from hf_rocm.generation.inputs import residents_of
+from hf_rocm.generation.inputs import all_residents_of
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.state import known
 from hf_rocm.generation.streams import tensors_in
@@ -50,24 +50,27 @@ def like(cache):
     return {"windows": windows, "batch": cache.max_batch_size, "prompt": 1, "limit": cache.capacity - 2}
 
 
+@pytest.mark.parametrize("drafts", [{}, {"prompt_lookup_num_tokens": 3, "eos_token_id": 61}])
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
-def test_all_tensors_of_a_cache_are_found(kind, padded, pair):
+def test_all_tensors_of_a_cache_are_found(kind, padded, drafts, pair):
     prepared, _ = pair(kind)
-    generate(prepared, prompt(padded=padded), new=20)
+    generate(prepared, prompt(rows=1, padded=padded), new=40, **drafts)
     cache = known(prepared).pool._idle[0].cache
-    residents = residents_of(cache)
+    everything = all_residents_of(cache)
+    assert len(everything) == 1 or (drafts and len({residents.form.tokens for residents in everything}) > 1)
     kept = [recording for recording in cache.recordings.values() if isinstance(recording, RecordedStep)]
-    assert kept and residents is not None and counted(prepared)[1] > 0
+    assert kept and everything and counted(prepared)[1] > 0
     expected = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values, layer.place)]
     expected += [tensor for one in kept for tensor in (*one._inputs, *one.tensors)]
-    expected += [residents.input_ids, residents._clock, *residents.clocks.values()]
-    for mask in residents.masks:
-        expected += [mask.tensor, mask._seen, mask._places, mask.rows.key_lengths, *(mask._values or ())]
-        expected += [key_start for key_start in (mask._real, mask.rows.key_starts) if key_start is not None]
-    assert (residents._padding is not None) == bool(padded)
-    expected += [start for start in (residents._padding, *residents._starts) if start is not None]
-    result = memory(tensors_in(cache, residents))
+    for residents in everything:
+        expected += [residents.input_ids, residents._clock, *residents.clocks.values()]
+        for mask in residents.masks:
+            expected += [mask.tensor, mask._seen, mask._places, mask.rows.key_lengths, *(mask._values or ())]
+            expected += [key_start for key_start in (mask._real, mask.rows.key_starts) if key_start is not None]
+        assert (residents._padding is not None) == bool(padded)
+        expected += [start for start in (residents._padding, *residents._starts) if start is not None]
+    result = memory(tensors_in(cache, everything))
     assert memory(expected) <= result
     assert not result & memory(prepared.parameters())  # the traversal doesn't leave the cache
 
@@ -86,7 +89,7 @@ def test_a_cache_of_another_stream_is_synchronised_and_recorded(pair, handed_ove
     assert known(prepared).pool.take(**sizes) is cache
     assert event.waited == [Stream.current]
     (info,) = handed_over
-    assert memory(info) >= memory([cache.layers[0].keys, residents_of(cache).input_ids])
+    assert memory(info) >= memory([cache.layers[0].keys, all_residents_of(cache)[0].input_ids])
 
 
 def test_a_cache_of_the_same_stream_is_preferred(pair, handed_over):

@@ -39,12 +39,17 @@ class Entry(NamedTuple):
     stop: int
     info: TensorInfo
 
-    def values(self) -> tuple[int, ...]:
-        """The values of a small tensor of integers."""
+    def values(self) -> tuple[Any, ...]:
+        """The values of a small tensor."""
+        return tuple(self.tensor().flatten().tolist())
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, on the CPU."""
         with Path(self.file).open("rb") as file:
             file.seek(self.start)
             data = bytearray(file.read(self.stop - self.start))
-        return tuple(torch.frombuffer(data, dtype=self.info.dtype).tolist())
+        dtype, shape = self.info
+        return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def read(files: Sequence[str | PathLike[str]]) -> dict[str, Entry]:

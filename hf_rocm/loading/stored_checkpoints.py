@@ -92,8 +92,8 @@ class _Config:
         if self._change.live and getattr(_loading, "active", None):
             from hf_rocm.loading.stored_quantizer import StoredConfig
 
-            format = parsers()[str(self._change.name)](given)
-            return StoredConfig(dict(given), format)
+            method = str(self._change.name)
+            return StoredConfig(dict(given), parsers()[method](given), method)
         return self._change.original.from_dict(given, **arguments)
 
     def __getattr__(self, name: str) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,23 +16,37 @@ from hf_rocm.errors import LoadError
 from hf_rocm.loading.safetensors_headers import Entry
 from hf_rocm.weights.stored import Expected, LinearFormat, StoredFormat, TensorInfo, Unsupported
 from hf_rocm.weights.stored_experts import StoredExperts
-from hf_rocm.weights.stored_linear import StoredLinear
+from hf_rocm.weights.stored_linear import StoredLayer, StoredLinear
 
 _BIAS = "bias"
 _INTEGERS = (torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def replace_layers(model: nn.Module, format: StoredFormat, entries: Mapping[str, Entry]) -> int:
-    """Replace the quantised layers of a model on the meta device. Returns how many.
+class Later(NamedTuple):
+    """A tensor that transformers can't load, because its name continues that of another one."""
+
+    layer: StoredLayer
+    name: str
+    full: str  # its name in the checkpoint
+    entry: Entry
+
+    def load(self) -> None:
+        """Read the tensor, onto the device of the layer's other ones."""
+        self.layer.attach(self.name, self.entry.tensor())
+
+
+def replace_layers(model: nn.Module, format: StoredFormat, entries: Mapping[str, Entry]) -> list[Later]:
+    """Replace the quantised layers of a model on the meta device. Returns the tensors to load after transformers.
 
     Raises `Unsupported`, without changing the model, if it can't be loaded this way, and `LoadError` if tensors are
     missing or have other shapes or dtypes than the format and the model require.
     """
     stored = _layers(format, entries)
+    format = format.completed(next(iter(stored.values())))
     kind: type[Any] = StoredLinear if isinstance(format, LinearFormat) else StoredExperts
     modules = {path: module for path, module in model.named_modules() if kind.fits(module)}
     matched = _match(stored, modules, model)
-    new = {}
+    new, later = {}, list[Later]()
     for path, prefix in matched.items():
         module, tensors = modules[path], stored[prefix]
         reason = kind.refusal(module)
@@ -41,17 +55,22 @@ def replace_layers(model: nn.Module, format: StoredFormat, entries: Mapping[str,
         _check(prefix, format.expected(*kind.sizes(module)), tensors)
         infos = {name: entry.info for name, entry in tensors.items() if name not in format.plain}
         new[path] = kind(module, format, infos, biased=_BIAS in tensors)
+        later += [
+            Later(new[path], name, f"{prefix}.{name}", tensors[name])
+            for name in infos
+            if not StoredLayer.is_plain(name)
+        ]
     for path, layer in new.items():
         parent, _, name = path.rpartition(".")
         model.get_submodule(parent)._modules[name] = layer
-    return len(new)
+    return later
 
 
 def _layers(format: StoredFormat, entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
     """The tensors of every quantised layer by the layer's name in the checkpoint."""
     modules: dict[str, dict[str, Entry]] = defaultdict(dict)
     for full, entry in entries.items():
-        prefix, _, name = full.rpartition(".")
+        prefix, name = format.split(full)
         modules[prefix][name] = entry
     names_of_layer = set(format.bulk) | {format.marker}
     layers = {}
@@ -108,7 +127,7 @@ def _check(prefix: str, expected: Mapping[str, Expected], tensors: Mapping[str, 
                 raise _damaged(prefix, name, _text(wanted), "no such tensor")
             continue
         dtype, shape = entry.info
-        if dtype not in wanted.dtypes or shape not in wanted.shapes:
+        if dtype not in wanted.dtypes or (wanted.shapes and shape not in wanted.shapes):
             raise _damaged(prefix, name, _text(wanted), _described(entry.info))
         wrong = None if wanted.check is None else wanted.check(entry.values())
         if wrong is not None:

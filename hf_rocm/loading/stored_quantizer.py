@@ -7,6 +7,7 @@ only replaces the layers: transformers then copies the checkpoint's tensors like
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,13 +24,15 @@ from hf_rocm.weights.quantize import dequantize
 from hf_rocm.weights.stored import StoredFormat, Unsupported
 from hf_rocm.weights.stored_linear import StoredLayer
 
+# of a model: patterns of tensors that are not reported
+_IGNORED = "_keys_to_ignore_on_load_unexpected"
+
 
 class StoredConfig(QuantizationConfigMixin):
     """A `quantization_config` that is saved as it was read."""
 
-    def __init__(self, given: dict[str, Any], format: StoredFormat) -> None:
-        self.given, self.format = copy.deepcopy(given), format
-        self.quant_method = given["quant_method"]
+    def __init__(self, given: dict[str, Any], format: StoredFormat, method: str) -> None:
+        self.given, self.format, self.quant_method = copy.deepcopy(given), format, method
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self.given)
@@ -49,6 +52,8 @@ class StoredQuantizer(HfQuantizer):
     def __init__(self, quantization_config: StoredConfig, **arguments: Any) -> None:
         super().__init__(quantization_config, **arguments)
         self._entries: dict[str, Entry] | None = None
+        self._later: list[stored_layers.Later] = []
+        self._ignored: Any = None
 
     def read_headers(self, files: Sequence[str] | None) -> None:
         """Read the headers of the checkpoint's files, before the model is created."""
@@ -64,12 +69,42 @@ class StoredQuantizer(HfQuantizer):
             raise Unsupported(
                 "parts of it are offloaded to disk, which transformers before 5 does with parameters only"
             )
-        stored_layers.replace_layers(model, self.quantization_config.format, self._entries)
+        self._later = stored_layers.replace_layers(model, self.quantization_config.format, self._entries)
         self._entries = None
+        if self._later:
+            if (
+                isinstance(devices, dict)
+                and {"cpu", "disk"} & {str(device) for device in devices.values()}
+                and (len(set(devices.values())) > 1)
+            ):
+                raise Unsupported("parts of it are offloaded, and its tensors have names that hooks can't move")
+            self._ignore_unexpected(model)
         return model
 
+    def _ignore_unexpected(self, model: Any) -> None:
+        """Make transformers 4.57 and newer not report the tensors that are loaded after its own."""
+        self._ignored = model.__dict__.get(_IGNORED)
+        known, names = getattr(model, _IGNORED, None), {rf"\.{re.escape(later.name)}$" for later in self._later}
+        both = {*known, *names} if isinstance(known, set) else [*(known or ()), *sorted(names)]
+        model.__dict__[_IGNORED] = both
+
+    def update_unexpected_keys(self, model: Any, unexpected_keys: list[str], *prefix: str) -> list[str]:
+        """The same before 4.57, which would load those that are removed here."""
+        if hasattr(model, "_adjust_missing_and_unexpected_keys"):
+            return unexpected_keys
+        names = {later.full for later in self._later}
+        return [key for key in unexpected_keys if key not in names]
+
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
-        """Raise `LoadError` if a tensor was converted on the way. Tested releases never do this."""
+        """Load the remaining tensors. Raise `LoadError` if one was converted before: tested releases never do this."""
+        if self._later:
+            if self._ignored is None:
+                del model.__dict__[_IGNORED]
+            else:
+                model.__dict__[_IGNORED] = self._ignored
+        for later in self._later:
+            later.load()
+        self._later = []
         for path, layer in model.named_modules():
             for name, tensor in layer.tensors().items() if isinstance(layer, StoredLayer) else ():
                 if (tensor.dtype, tuple(tensor.shape)) != tuple(layer.infos[name]):

@@ -1,24 +1,98 @@
-"""4-bit integers in groups with one scale: the rounding of a row, and the order in which eight numbers share a word.
+"""4-bit numbers in groups with one scale: the rounding of a row, and the order in which eight numbers share a word.
 
 The numbers -8 … 7 are stored as 0 … 15. A group whose largest magnitude is `a` has the scale a / 7.5, rounded to bf16,
 so that the scales take 16 bits for 128 numbers.
 
 A row is stored in blocks of eight runs. Word w of a block has number w of every run, the first run in its lowest bits:
 a kernel reads the numbers of a run, and the values of x that they multiply, as one contiguous piece each.
+
+With a code, 0 … 15 are indices of a table: nf4 (QLoRA, https://arxiv.org/abs/2305.14314) and fp4, as bitsandbytes
+defines them. The scales of such a weight may be quantised too (double quantisation).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
+
+from hf_rocm.ops.custom_op import compiling
 
 INT4 = torch.int32  # the dtype of the words
 SCALE = torch.bfloat16
 PER_WORD = 8
 GROUPS = (32, 64, 128)
 
+# fp32 numbers; nf4: quantiles of the normal distribution, fp4: a sign, two bits of an exponent and one of a mantissa
+CODES: Mapping[str, tuple[float, ...]] = {
+    "nf4": (
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+    "fp4": tuple(
+        sign * number
+        for sign in (1.0, -1.0)
+        for number in (
+            *(0.0, 0.0052083334885537624, 0.6666666865348816, 1.0),
+            *(0.3333333432674408, 0.5, 0.1666666716337204, 0.25),
+        )
+    ),
+}
+PER_FACTOR = 256  # scales that are quantised together
+
 _LONGEST = 64  # numbers in a run
 _SMALLEST_SCALE = torch.finfo(SCALE).tiny
+
+
+class Nested(NamedTuple):
+    """How scales [N, G] uint8 are decoded: a · code[q] + b. Each 256 of them, counted along the rows, have one (a, b).
+
+    code: [256]; factors: [⌈N · G / 256⌉, 2], a and b; both fp32.
+    """
+
+    code: Tensor
+    factors: Tensor
+
+    def decoded(self, scale: Tensor) -> Tensor:
+        """The scales [N, G] in fp32."""
+        factors = self.factors.repeat_interleave(PER_FACTOR, 0)[: scale.numel()]
+        numbers = self.code.index_select(0, scale.flatten().int())
+        return (numbers * factors[:, 0] + factors[:, 1]).view(scale.shape)
+
+    def of_rows(self, rows: slice, groups: int) -> Nested:
+        """The same for some rows of scales [N, groups]; the first of them begins 256 scales."""
+        stop = None if rows.stop is None else -(-rows.stop * groups // PER_FACTOR)
+        return self._replace(factors=self.factors[(rows.start or 0) * groups // PER_FACTOR : stop])
+
+
+def table(code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers of a code, [16]: in eager mode one tensor for all weights, which must not be changed."""
+    if compiling() or compiler._is_compiling_flag:
+        return torch.tensor(CODES[code], dtype=dtype, device=device)
+    return _table(code, dtype, device)
+
+
+@cache
+def _table(code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(CODES[code], dtype=dtype, device=device)
 
 
 def run_length(k: int, group: int) -> int:
@@ -53,16 +127,29 @@ def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return packed(levels.to(torch.int32).view(n, k), run_length(k, group)), scale
 
 
-def dequantize_groups(words: Tensor, scale: Tensor, dtype: torch.dtype, zeros: Tensor | None = None) -> Tensor:
+def dequantize_groups(
+    words: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    zeros: Tensor | None = None,
+    code: str | None = None,
+    nested: Nested | None = None,
+) -> Tensor:
     """Dequantise words [N, K / 8] with scales [N, K / group], rounding once to dtype. Returns [N, K].
 
-    zeros: [N, K / group] uint8, the stored number that stands for 0; None: 8.
+    zeros: [N, K / group] uint8, the stored number that stands for 0; None: 8. code: the name of a table whose indices
+    are stored; None: integers. nested: of scales in uint8.
     """
     n, k = words.shape[0], words.shape[1] * PER_WORD
     group = k // scale.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
-    levels = unpacked(words, run_length(k, group)).to(wide).view(n, -1, group)
-    levels -= 8 if zeros is None else zeros.to(wide).unsqueeze(-1)
+    scale = scale if nested is None else nested.decoded(scale)
+    stored = unpacked(words, run_length(k, group)).view(n, -1, group)
+    if code is not None:
+        levels = table(code, wide, words.device).index_select(0, stored.flatten()).view(stored.shape)
+    else:
+        levels = stored.to(wide)
+        levels -= 8 if zeros is None else zeros.to(wide).unsqueeze(-1)
     return (levels * scale.to(wide).unsqueeze(-1)).view(n, k).to(dtype)
 
 

@@ -18,7 +18,7 @@ from hf_rocm.ops.aiter import quantized as aiter
 from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.eight_bit import BLOCK, INT8, quantize_blocks, quantize_rows, shuffle_rows
-from hf_rocm.ops.four_bit import INT4, PER_WORD, SCALE, quantize_groups
+from hf_rocm.ops.four_bit import INT4, PER_FACTOR, PER_WORD, SCALE, Nested, quantize_groups
 from hf_rocm.ops.linear import ACTIVATIONS, Norm
 from hf_rocm.ops.pointwise import eager_act_and_mul, eager_rms_norm
 from hf_rocm.ops.probe_cases import Draw, fewer_rows, smaller
@@ -47,6 +47,8 @@ def quantized_linear(
     activation: str | None = None,
     residual: Tensor | None = None,
     zeros: Tensor | None = None,
+    code: str | None = None,
+    nested: Nested | None = None,
 ) -> Tensor:
     """rms_norm(x) (s · W)ᵀ + b, then the gate, then + residual; the norm, gate and residual only if given.
 
@@ -54,7 +56,8 @@ def quantized_linear(
     for blocks, or [N, K / 8] int32 with scale [N, K / group], see `four_bit.quantize_groups`; bias: [N] or None.
     shuffled: the weight is in the order of `eight_bit.shuffle_rows`. round_input: round the rows of x to the format of
     W too; ignored unless it has a scale for each row. norm, activation, residual: as in `fused_linear`. zeros: the zero
-    points of the groups, see `four_bit.dequantize_groups`.
+    points of the groups, code: the table of the 4-bit numbers, nested: of scales in uint8, see
+    `four_bit.dequantize_groups`.
     Returns [..., N], or [..., N / 2] with an activation, in x's dtype.
     Raises `OptionError` if gradients are on and x requires them, and on another activation.
     """
@@ -98,9 +101,24 @@ def quantized_linear(
         rows,
         scale_dtype,
         zeros is not None,
+        code,
     )
     call = QuantizedCall(
-        x, weight, scale, bias, format, shuffled, round_input, norm_weight, residual, eps, one_plus, activation, zeros
+        x,
+        weight,
+        scale,
+        bias,
+        format,
+        shuffled,
+        round_input,
+        norm_weight,
+        residual,
+        eps,
+        one_plus,
+        activation,
+        zeros,
+        code,
+        nested,
     )
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
     result: Tensor = serve(call)
@@ -175,7 +193,10 @@ def _cases(spec: QuantizedSpec) -> Iterator[Case]:
     bias = None if spec.bias_dtype is None else draw(n).to(spec.bias_dtype)
     if spec.shuffled:
         weight = shuffle_rows(weight)
-    if spec.scale_dtype is not None:
+    nested = None
+    if spec.scale_dtype == torch.uint8:
+        scale, nested = _nested(scale)
+    elif spec.scale_dtype is not None:
         scale = scale.to(spec.scale_dtype)
     zeros = (weight[:, :1] & 15).expand(scale.shape).to(torch.uint8).contiguous() if spec.zeros else None
     norm_weight = None if spec.norm_dtype is None else draw(spec.k).to(spec.norm_dtype)
@@ -198,8 +219,19 @@ def _cases(spec: QuantizedSpec) -> Iterator[Case]:
                 spec.one_plus,
                 spec.activation,
                 zeros,
+                spec.code,
+                nested,
             ),
         )
+
+
+def _nested(scale: Tensor) -> tuple[Tensor, Nested]:
+    """Scales of about the same size in uint8."""
+    code = torch.linspace(-0.5, 0.5, 256, device=scale.device)
+    low, high = scale.float().aminmax()
+    factors = torch.stack([high - low, (high + low) / 2]).expand(-(-scale.numel() // PER_FACTOR), 2)
+    levels = ((scale.float() - low) / (high - low).clamp(min=1e-30) * 255).round()
+    return levels.to(torch.uint8), Nested(code, factors.contiguous())
 
 
 def _encoded(numbers: Tensor, spec: QuantizedSpec) -> tuple[Tensor, Tensor]:

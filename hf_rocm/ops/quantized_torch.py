@@ -15,10 +15,11 @@ from torch import Tensor
 
 from hf_rocm.device import Device
 from hf_rocm.ops.eight_bit import BLOCK, INT8, dequantize_blocks, dequantize_rows, quantize_rows, unshuffle_rows
-from hf_rocm.ops.four_bit import INT4, dequantize_groups
+from hf_rocm.ops.four_bit import INT4, Nested, dequantize_groups
 from hf_rocm.ops.pointwise import act_and_mul, rms_norm
 
 MANY = 0  # in a specification: more than `quantized.FEW` rows
+_STEP = 256  # a multiple of the rows that may have one scale, or one factor of scales
 _AT_ONCE = 2**24  # numbers that are dequantised at once: 64 MiB in fp32
 
 
@@ -41,6 +42,7 @@ class QuantizedSpec(NamedTuple):
     rows: int = MANY  # M rounded up to a power of two, or MANY; MANY if x is rounded
     scale_dtype: torch.dtype | None = None  # the dtype of the groups' scales; None: bf16
     zeros: bool = False  # whether groups have zero points
+    code: str | None = None  # the table of 4-bit numbers, see `ops.four_bit`; None: integers
 
     @property
     def grad(self) -> bool:
@@ -64,6 +66,8 @@ class QuantizedCall(NamedTuple):
     one_plus: bool = False
     activation: str | None = None
     zeros: Tensor | None = None
+    code: str | None = None
+    nested: Nested | None = None
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """The rows of x [M, K], rounded to the format, and their scales [M, 1]."""
@@ -77,7 +81,7 @@ class QuantizedCall(NamedTuple):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] in this dtype."""
         weight = self.weight if self.format == INT4 else self.plain_weight()
-        step = max(1, _AT_ONCE // max(1, self.x.shape[-1]) // BLOCK) * BLOCK
+        step = max(1, _AT_ONCE // max(1, self.x.shape[-1]) // _STEP) * _STEP
         parts = [
             self._decoded(weight[start : start + step], slice(start, start + step), dtype)
             for start in range(0, max(1, len(weight)), step)
@@ -89,7 +93,10 @@ class QuantizedCall(NamedTuple):
             return dequantize_blocks(rows, self.scale[place.start // BLOCK : place.stop // BLOCK], dtype)
         if self.format != INT4:
             return dequantize_rows(rows, self.scale[place], dtype)
-        return dequantize_groups(rows, self.scale[place], dtype, None if self.zeros is None else self.zeros[place])
+        zeros, nested = None if self.zeros is None else self.zeros[place], self.nested
+        if nested is not None:
+            nested = nested.of_rows(place, self.scale.shape[1])
+        return dequantize_groups(rows, self.scale[place], dtype, zeros, self.code, nested)
 
 
 def one_by_one(

@@ -45,7 +45,7 @@ class _Transposed(FourBitFormat):
             "scales": Expected(SCALES, ((self.groups(k), n),)),
         }
 
-    def to_rows(self, scales: Tensor) -> Tensor:
+    def to_rows(self, scales: Tensor, k: int) -> Tensor:
         return scales.t()
 
     def from_rows(self, scales: Tensor) -> Tensor:

@@ -83,10 +83,11 @@ class QuantizedWeight(nn.Module):
         norm: ops.Norm | None = None,
         activation: str | None = None,
         residual: Tensor | None = None,
+        **more: Any,
     ) -> Tensor:
         """The outputs of the rows from start to stop: [..., stop - start] for x: [..., K].
 
-        norm, activation, residual: as in `ops.quantized_linear`.
+        norm, activation, residual, more: as in `ops.quantized_linear`.
         """
         buffers: Any = self._buffers  # faster than attributes of a module
         data, scale, bias, zeros = buffers["data"], buffers["scale"], buffers["bias"], buffers["zeros"]
@@ -107,6 +108,7 @@ class QuantizedWeight(nn.Module):
             activation=activation,
             residual=residual,
             zeros=zeros,
+            **more,
         )
 
     def scales_of(self, start: int, stop: int | None) -> slice:

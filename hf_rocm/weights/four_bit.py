@@ -1,4 +1,7 @@
-"""4-bit weights in groups with one scale: `int4`, in groups of 128, and `int4-g64` and `int4-g32` in smaller ones."""
+"""4-bit weights in groups with one scale: `int4`, in groups of 128, and `int4-g64` and `int4-g32` in smaller ones.
+
+Checkpoints also have weights with a code, and with scales that are quantised.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm import ops
-from hf_rocm.ops.four_bit import GROUPS, INT4, PER_WORD, SCALE, dequantize_groups, quantize_groups
+from hf_rocm.ops.four_bit import GROUPS, INT4, PER_WORD, SCALE, Nested, dequantize_groups, quantize_groups
 from hf_rocm.weights.encoding import QuantizedWeight, encoding
 
 _GROUP_OF = {"int4" if group == max(GROUPS) else f"int4-g{group}": group for group in sorted(GROUPS, reverse=True)}
@@ -19,10 +22,12 @@ class FourBitWeight(QuantizedWeight):
     """data: [N, K / 8] int32, see `ops.four_bit`; scale: [N, K / group], bf16 if we rounded the weight.
 
     zeros: [N, K / group] uint8, the zero points, or None. order: [K], the inputs in the order of the columns of data,
-    or None.
+    or None. code: the name of the table of the numbers, or None. nested: of scales in uint8, see `ops.four_bit.Nested`.
     """
 
     order: Tensor | None
+    nested_code: Tensor | None
+    nested_factors: Tensor | None
 
     def __init__(
         self,
@@ -32,10 +37,21 @@ class FourBitWeight(QuantizedWeight):
         *,
         zeros: Tensor | None = None,
         order: Tensor | None = None,
+        code: str | None = None,
+        nested: Nested | None = None,
     ) -> None:
         super().__init__(data, scale, bias)
-        self.zeros = zeros
+        self.zeros, self.code = zeros, code
         self.register_buffer("order", order, persistent=False)
+        for name, tensor in zip(Nested._fields, nested or (None, None), strict=True):
+            self.register_buffer(f"nested_{name}", tensor, persistent=False)
+
+    def nested_of(self, rows: slice) -> Nested | None:
+        """How the scales of these rows are decoded, or None."""
+        code, factors = self.nested_code, self.nested_factors
+        if code is None or factors is None:
+            return None
+        return Nested(code, factors).of_rows(rows, self.scale.shape[1])
 
     @classmethod
     def format_for(cls, model: nn.Module, kind: str) -> int:
@@ -57,8 +73,11 @@ class FourBitWeight(QuantizedWeight):
         return cls(words, torch.empty((n, k // format), dtype=SCALE, device=device), bias)
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        zeros = None if self.zeros is None else self.zeros[start:stop]
-        weight = dequantize_groups(self.data[start:stop], self.scale[start:stop], dtype, zeros)
+        rows = slice(start, stop)
+        zeros = None if self.zeros is None else self.zeros[rows]
+        weight = dequantize_groups(
+            self.data[rows], self.scale[rows], dtype, zeros, code=self.code, nested=self.nested_of(rows)
+        )
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def forward(self, x: Tensor, *rows: Any, norm: ops.Norm | None = None, **parts: Any) -> Tensor:
@@ -67,6 +86,8 @@ class FourBitWeight(QuantizedWeight):
             if norm is not None:
                 x, norm = ops.rms_norm(x, norm.weight, eps=norm.eps, one_plus=norm.one_plus), None
             x = x.index_select(-1, order)
+        if self.code is not None:
+            parts["code"], parts["nested"] = self.code, self.nested_of(slice(*rows or (None,)))
         return super().forward(x, *rows, norm=norm, **parts)
 
     def _encode(self, place: slice, part: Tensor) -> None:

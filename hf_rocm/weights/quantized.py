@@ -312,6 +312,7 @@ def _specification(name: str, layer: QuantizedLinear, weight: QuantizedWeight, n
         group=group,
         scale_dtype=weight.scale.dtype if packed and weight.scale.dtype != SCALE else None,
         zeros=weight.zeros is not None,
+        code=getattr(weight, "code", None),
     )
     rounds = weight.rounds and not keeps_rows(spec, ROUNDED_FROM)
     return f"{name}, {n} × {k}", spec._replace(round_input=rounds)

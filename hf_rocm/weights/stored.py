@@ -41,12 +41,12 @@ class TensorInfo(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a layer's tensor must look like. check: what is wrong with the values of a tensor of integers, or None."""
+    """What a layer's tensor must look like. shapes: () for any. check: what is wrong with the values, or None."""
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
     required: bool = True
-    check: Callable[[tuple[int, ...]], str | None] | None = None
+    check: Callable[[tuple[Any, ...]], str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,19 @@ class StoredFormat:
     marker: ClassVar[str]  # every quantised layer has a tensor of this name
     bulk: ClassVar[tuple[str, ...]]  # the large tensors of a layer
     plain: ClassVar[tuple[str, ...]] = ("bias",)  # the tensors that stay parameters in the dtype of the model
+
+    @classmethod
+    def split(cls, name: str) -> tuple[str, str]:
+        """A tensor's name in a checkpoint as those of its layer and of the tensor in the layer."""
+        layer, _, tensor = name.rpartition(".")
+        return layer, tensor
+
+    def completed(self, tensors: Mapping[str, Any]) -> StoredFormat:
+        """The format with what only a quantised layer shows. tensors: those of one, as entries of the files' headers.
+
+        Raises `Unsupported`.
+        """
+        return self
 
     def described(self) -> str:
         """The format in a report."""
@@ -202,8 +215,8 @@ class FourBitFormat(LinearFormat):
         """The inverse: write the numbers of rows from start on into the layer's tensor."""
         raise NotImplementedError
 
-    def to_rows(self, scales: Tensor) -> Tensor:
-        """The scales as [N, groups]."""
+    def to_rows(self, scales: Tensor, k: int) -> Tensor:
+        """The scales of a weight [N, K] as [N, groups]."""
         return scales
 
     def from_rows(self, scales: Tensor) -> Tensor:
@@ -228,8 +241,9 @@ class FourBitFormat(LinearFormat):
         return FourBitWeight(words, scales, bias, order=self.order(layers[0], k))
 
     def put(self, weight: Any, start: int, tensors: Tensors) -> None:
-        scale = self.to_rows(tensors[self.scales])
-        n, k, device = len(scale), weight.data.shape[1] * PER_WORD, weight.data.device
+        k, device = weight.data.shape[1] * PER_WORD, weight.data.device
+        scale = self.to_rows(tensors[self.scales], k)
+        n = len(scale)
         order, zeros = self.order(tensors, k), self.zeros(tensors, n)
         if not _same(order, weight.order):
             raise OptionError("the inputs of a quantised layer have another order than those that it is joined with")
@@ -262,7 +276,7 @@ class FourBitFormat(LinearFormat):
 
     def read(self, tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        scale = self.to_rows(tensors[self.scales])
+        scale = self.to_rows(tensors[self.scales], k)
         zeros, index = self.zeros(tensors, n), self.group_of(tensors, k, scale.device)
         out = torch.empty((n, k), dtype=dtype, device=scale.device)
         for first, last in _pieces(n, k):

@@ -25,7 +25,18 @@ class StoredLayer(nn.Module):
         super().__init__()
         self.format, self.infos, self.dtype = format, dict(infos), dtype
         for name, (stored_dtype, shape) in infos.items():
-            self.register_buffer(name, torch.empty(shape, dtype=stored_dtype, device="meta"))
+            if self.is_plain(name):
+                self.register_buffer(name, torch.empty(shape, dtype=stored_dtype, device="meta"))
+
+    @staticmethod
+    def is_plain(name: str) -> bool:
+        """Whether transformers can load a tensor of this name: one with a dot seems to be in a module of the layer."""
+        return "." not in name
+
+    def attach(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor that transformers could not load."""
+        device = next(tensor for tensor in self._buffers.values() if tensor is not None).device
+        self.register_buffer(_attribute(name), tensor.to(device))
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
@@ -45,7 +56,17 @@ class StoredLayer(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """The checkpoint's tensors by name."""
         buffers: Any = self._buffers
-        return {name: buffers[name] for name in self.infos}
+        return {name: buffers[_attribute(name)] for name in self.infos if _attribute(name) in buffers}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.infos:
+            if not self.is_plain(name) and prefix + _attribute(name) in destination:
+                destination[prefix + name] = destination.pop(prefix + _attribute(name))
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
+        names = {prefix + name: prefix + _attribute(name) for name in self.infos}
+        super()._load_from_state_dict({names.get(name, name): state_dict[name] for name in state_dict}, prefix, *rest)
 
     def ordinary(self) -> nn.Module:
         """Return the ordinary layer with the dequantised weight in the layer's dtype."""
@@ -188,6 +209,10 @@ def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
     return linear
+
+
+def _attribute(name: str) -> str:
+    return name.replace(".", "_")
 
 
 def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

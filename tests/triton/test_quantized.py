@@ -103,6 +103,8 @@ def assert_apart(
         lost = rows % 3 == first
         nan = routed("quantized_linear", x.masked_fill(lost[..., None], torch.nan), weight, scale, bias, **more)
         assert nan[lost].isnan().all() and torch.equal(nan[~lost], output[~lost])
+        if scale.dtype == torch.uint8:  # of double quantisation
+            continue
         lost = columns % 3 == first
         filled = (lost.repeat(2) if more.get("activation") else lost).view(-1, *[1] * (scale.dim() - 1))
         nan = routed("quantized_linear", x, weight, scale.masked_fill(filled, torch.nan), bias, **more)
@@ -120,6 +122,7 @@ def as_good_as_eager(
     norm = more.get("norm") or ops.Norm(None, 0.0)  # type: ignore[arg-type]
     call = QuantizedCall(x, weight, scale, bias, weight.dtype, False, False, norm.weight, more.get("residual"))
     call = call._replace(eps=norm.eps, one_plus=norm.one_plus, zeros=more.get("zeros"))
+    call = call._replace(code=more.get("code"), nested=more.get("nested"))
     eager, wide = exact(call._replace(activation=more.get("activation")))
     assert_as_good_as_eager(output, eager, wide)
 

@@ -9,12 +9,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from safetensors.torch import load_file, save_file
 
+from hf_rocm.weights.stored import parsers
 from tests.weights.models import build
 
 Layer = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -156,6 +158,74 @@ def finegrained(strategy: str = "block", dtype: torch.dtype = torch.float32, *, 
     return Case(f"fp8 {strategy} {dtype} {'None' if strategy == 'block' else static}", write, {**given, **more})
 
 
+def bitsandbytes(code: str, size: int = 64, *, double: bool = False) -> Case:
+    """nf4 or fp4 in blocks of the flattened weight; double: the scales in 8 bits. The last block may be smaller."""
+
+    def write(weight: torch.Tensor) -> Layer:
+        flat = weight.double().flatten()
+        count = -(-len(flat) // size)
+        blocks = torch.cat([flat, flat.new_zeros(count * size - len(flat))]).view(count, size)
+        absmax = blocks.abs().amax(1).float()
+        state: dict[str, Any] = {"quant_type": code, "blocksize": size, "dtype": "bfloat16"}
+        state["shape"] = list(weight.shape)
+        more, stored = {}, absmax
+        if double:
+            offset, table = absmax.mean(), torch.linspace(-0.99, 1, 256)
+            outer = torch.stack([part.abs().max() for part in (absmax - offset).split(256)]).clamp(min=2.0**-100)
+            factors = outer.repeat_interleave(256)[:count]
+            stored = ((absmax - offset) / factors)[:, None].sub(table).abs().argmin(1).to(torch.uint8)
+            absmax = table[stored.long()] * factors + offset
+            more = {"weight.nested_absmax": outer, "weight.nested_quant_map": table}
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset.item()}
+        numbers = torch.tensor(CODES[code]).double()
+        wide = absmax.double()[:, None]
+        levels = (blocks / torch.where(wide == 0, 1, wide))[..., None].sub(numbers).abs().argmin(-1)
+        exact = (numbers[levels] * wide).flatten()[: len(flat)].view(weight.shape)
+        pairs = levels.flatten()[: -(-len(flat) // 2) * 2].view(-1, 2).to(torch.uint8)
+        return {
+            "weight": (pairs[:, :1] << 4) | pairs[:, 1:],
+            "weight.absmax": stored,
+            "weight.quant_map": torch.tensor(CODES[code]),
+            f"weight.quant_state.bitsandbytes__{code}": torch.tensor(
+                list(json.dumps(state).encode()), dtype=torch.uint8
+            ),
+            **more,
+        }, exact
+
+    given = {
+        "quant_method": "bitsandbytes",
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": code,
+        "bnb_4bit_use_double_quant": double,
+        "llm_int8_threshold": 6.0,
+    }
+    return Case(f"{code} {size} {double}", write, given)
+
+
+def format_of(case: Case, tensors: dict[str, torch.Tensor]) -> Any:
+    """The format of a layer with these tensors."""
+    method = case.config["quant_method"]
+    format = parsers()["bitsandbytes_4bit" if method == "bitsandbytes" else method](case.config)
+    return format.completed({name: SimpleNamespace(values=tensor.tolist) for name, tensor in tensors.items()})
+
+
+# As published with QLoRA (nf4), and in bitsandbytes' functional.get_4bit_type
+CODES = {
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+        *(0.7229568362236023, 1.0),
+    ),
+    "fp4": tuple(sign * step / 192 for sign in (1, -1) for step in (0, 1, 128, 192, 64, 96, 32, 48)),
+}
+
+
 def fp8(levels: torch.Tensor) -> torch.Tensor:
     return levels.clamp(-448, 448).float().to(torch.float8_e4m3fn)
 
@@ -197,9 +267,17 @@ EIGHT_BITS = [
     eight_bits("naive-quantized", "float", "tensor"),
 ]
 FINEGRAINED = [finegrained(), finegrained(dtype=torch.bfloat16), finegrained("tensor", static=True)]
-FOUR_BITS = [*COMPRESSED, *AWQ, *GPTQ]
+BITSANDBYTES = [
+    bitsandbytes("nf4"),
+    bitsandbytes("nf4", double=True),
+    bitsandbytes("fp4"),
+    bitsandbytes("fp4", 128, double=True),
+    bitsandbytes("nf4", 128),
+]
+FOUR_BITS = [*COMPRESSED, *AWQ, *GPTQ, *BITSANDBYTES]
 CASES = [*FOUR_BITS, *EIGHT_BITS, *FINEGRAINED]
 FEW = [COMPRESSED[4], COMPRESSED[3], AWQ[0], GPTQ[4], GPTQ[7], EIGHT_BITS[1], EIGHT_BITS[3], FINEGRAINED[0]]
+FEW += BITSANDBYTES[1:3]
 
 
 def write(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:

@@ -140,7 +140,7 @@ def test_loading_a_state_dict(tmp_path, case):
     model = hf_rocm.from_pretrained(tmp_path / "one", force=True)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, tensor in state.items():
-        if "_proj." in name and not name.endswith(("weight_shape", "g_idx")):
+        if "_proj." in name and not name.endswith(("weight_shape", "g_idx")) and ".quant_" not in name:
             bits = tensor.flatten().view(torch.uint8)
             bits.copy_(bits.flip(0))
     model.load_state_dict(state)
@@ -186,15 +186,18 @@ def test_a_graph_and_a_device_map(tmp_path, case):
 
 @few_cases
 def test_offloading_to_disk(tmp_path, case, caplog):
-    """Transformers before 5 offloads parameters only, and these are buffers: it loads the checkpoint its own way."""
+    """Transformers before 5 offloads parameters only, and these are buffers: it loads the checkpoint its own way.
+
+    It always does with bitsandbytes.
+    """
     reference = checkpoints.write(tmp_path, case, attention_bias=True)
     offloaded = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     offloaded |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     arguments = {"force": True, "device_map": offloaded, "offload_folder": tmp_path / "offloaded"}
-    if Version(transformers.__version__) < Version("5"):
+    if Version(transformers.__version__) < Version("5") or case in checkpoints.BITSANDBYTES:
         with pytest.raises((ImportError, RuntimeError)):  # the package of the format is missing, or a GPU
             hf_rocm.from_pretrained(tmp_path, **arguments)
-        assert "offloaded to disk" in caplog.text
+        assert "it are offloaded" in caplog.text
         return
     model = hf_rocm.from_pretrained(tmp_path, **arguments)
     if case not in checkpoints.EIGHT_BITS:

@@ -27,9 +27,13 @@ def layer_of(case, tensors, n, k, dtype=torch.float32):
     import_all()
     infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     linear = nn.Linear(k, n, bias=False, device="meta", dtype=dtype)
-    layer = StoredLinear(linear, parsers()[case.config["quant_method"]](case.config), infos, biased=False)
+    layer = StoredLinear(linear, checkpoints.format_of(case, tensors), infos, biased=False)
     for name, tensor in tensors.items():
-        layer._buffers[name] = tensor.contiguous()
+        if layer.is_plain(name):
+            layer._buffers[name] = tensor.contiguous()
+    for name, tensor in tensors.items():
+        if not layer.is_plain(name):
+            layer.attach(name, tensor.contiguous())
     return layer
 
 
@@ -82,7 +86,7 @@ def test_any_bits_come_back(case):
     layer, _ = made(case, 64, 256)
     generator = torch.Generator().manual_seed(0)
     for name, tensor in layer.tensors().items():
-        if name not in ("weight_shape", "g_idx"):
+        if name not in ("weight_shape", "g_idx", "weight.quant_map") and "quant_state" not in name:
             bits = tensor.flatten().view(torch.uint8)
             bits.copy_(torch.randint(0, 256, bits.shape, generator=generator))
     expected, values = raw_of(layer), layer.dequantized(torch.float32)
@@ -94,6 +98,7 @@ def test_any_bits_come_back(case):
 
 
 ROW_SCALES = [case for case in checkpoints.CASES if " tensor " not in case.name and " block " not in case.name]
+ROW_SCALES = [case for case in ROW_SCALES if case not in checkpoints.BITSANDBYTES]  # whose numbers are at most 1
 
 
 @pytest.mark.parametrize("case", ROW_SCALES, ids=str)

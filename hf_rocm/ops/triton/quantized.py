@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.eight_bit import BLOCK, FP8, FP8_FNUZ
-from hf_rocm.ops.four_bit import INT4, PER_WORD, kernel_groups, run_length
+from hf_rocm.ops.four_bit import INT4, PER_WORD, kernel_groups, run_length, table
 from hf_rocm.ops.triton import detect, linear, norm
 from hf_rocm.ops.triton.launch import launch, warps
 from hf_rocm.ops.triton.tiles import dequantize_tile, eight_bit_tile, four_bit_tile
@@ -95,6 +95,8 @@ def quantized_linear(call: QuantizedCall) -> Tensor:
         call.eps,
         call.one_plus,
         call.zeros,
+        call.code,
+        *(call.nested or (None, None)),
         call.activation,
     )
     return result
@@ -110,6 +112,9 @@ def _forward(
     eps: float,
     one_plus: bool,
     zeros: Tensor | None,
+    code: str | None,
+    nested_code: Tensor | None,
+    nested_factors: Tensor | None,
     activation: str | None,
 ) -> Tensor:
     out = linear.empty_output(x, weight, scale, bias, norm_weight, residual, activation)
@@ -125,13 +130,15 @@ def _forward(
     rest: tuple[Any, ...] = (bias, residual, out, m, n)
     tile: Any
     if weight.dtype == INT4:
-        from hf_rocm.ops.triton.kernels import four_bit
+        from hf_rocm.ops.triton.kernels import four_bit, four_bit_matrix
 
         group = k // scale.shape[1]
         run = run_length(k, group)
         tile = four_bit_tile(m, n, gated, run, rocm=device.rocm)
-        kernel = four_bit.four_bit_rows if tile.matrix else four_bit.four_bit_vector
-        rest = (zeros, *rest, k // PER_WORD, _ONE)
+        kernel = four_bit_matrix.four_bit_rows if tile.matrix else four_bit.four_bit_vector
+        # without matrix instructions, the numbers are multiplied in fp32
+        numbers = None if code is None else table(code, x.dtype if tile.matrix else torch.float32, x.device)
+        rest = (zeros, numbers, nested_code, nested_factors, *rest, k // PER_WORD, _ONE)
         group, step = kernel_groups(k, group)
         even = k % (PER_WORD * run * tile.blocks) == 0
         constants: dict[str, Any] = {"EVEN": even, "GROUP": group, "STEP": step, "RUN": run}
@@ -155,7 +162,8 @@ def _forward(
 
 _traced = opaque(
     "triton_quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm_weight, "
-    "Tensor? residual, float eps, bool one_plus, Tensor? zeros, str? activation) -> Tensor",
+    "Tensor? residual, float eps, bool one_plus, Tensor? zeros, str? code, Tensor? nested_code, "
+    "Tensor? nested_factors, str? activation) -> Tensor",
     _forward,
     linear.empty_output,
 )
@@ -164,11 +172,19 @@ _traced = opaque(
 def dequantized_linear(call: QuantizedCall) -> Tensor:
     """The product and the bias of `hf_rocm.ops.quantized_linear`."""
     x, bias = call.x, call.bias
-    weight = _dequantized(call.weight, call.scale, x.dtype, call.zeros)
+    weight = _dequantized(call.weight, call.scale, x.dtype, call.zeros, call.code, *(call.nested or (None, None)))
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
-def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, zeros: Tensor | None = None) -> Tensor:
+def _dequantize(
+    weight: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    zeros: Tensor | None = None,
+    code: str | None = None,
+    nested_code: Tensor | None = None,
+    nested_factors: Tensor | None = None,
+) -> Tensor:
     from hf_rocm.ops.triton.kernels import dequantize as kernels
 
     out = _plain(weight, scale, dtype)
@@ -179,7 +195,10 @@ def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, zeros: Tensor
     group = k // scale.shape[1] if four else _block(scale)
     run = run_length(k, group) if four else 0
     size, threads = dequantize_tile(k, run)
+    tables: tuple[Tensor | None, ...] = ()
     if four:
+        numbers = None if code is None else table(code, torch.float32, weight.device)
+        tables = (zeros, numbers, nested_code, nested_factors)
         group, step = kernel_groups(k, group)
         constants = {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": size}
     else:
@@ -188,7 +207,7 @@ def _dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, zeros: Tensor
     launch(
         kernels.dequantize_four if four else kernels.dequantize_eight,
         (n, -(-k // (8 * run * size if four else size))),
-        (weight.contiguous(), scale.contiguous(), *((zeros,) if four else ()), out, weight.shape[1]),
+        (weight.contiguous(), scale.contiguous(), *tables, out, weight.shape[1]),
         constants,
         num_warps=warps(threads, weight.device),
     )
@@ -200,13 +219,14 @@ def _block(scale: Tensor) -> int:
     return BLOCK if scale.dim() == 2 else 0
 
 
-def _plain(weight: Tensor, scale: Tensor, dtype: torch.dtype, zeros: Tensor | None = None) -> Tensor:
+def _plain(weight: Tensor, scale: Tensor, dtype: torch.dtype, *more: Any) -> Tensor:
     n, k = weight.shape
     return weight.new_empty((n, k * PER_WORD if weight.dtype == INT4 else k), dtype=dtype)
 
 
 _dequantized = opaque(
-    "triton_dequantize(Tensor weight, Tensor scale, ScalarType dtype, Tensor? zeros=None) -> Tensor",
+    "triton_dequantize(Tensor weight, Tensor scale, ScalarType dtype, Tensor? zeros=None, str? code=None, "
+    "Tensor? nested_code=None, Tensor? nested_factors=None) -> Tensor",
     _dequantize,
     _plain,
 )

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from hf_rocm.ops.four_bit import kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
+from hf_rocm.ops.triton.kernels.four_bit import coded, scale_at
 from hf_rocm.ops.triton.kernels.linear import wide
 from hf_rocm.ops.triton.tiles import dequantize_tile
 
@@ -39,6 +40,9 @@ def dequantize_four(
     weight,  # [N, K / 8] int32, see `ops.four_bit`
     scale,  # [N, K / GROUP]
     zeros,  # [N, K / GROUP] uint8, or None
+    code,  # see `kernels.four_bit`
+    nested_code,
+    nested_factors,
     out,  # [N, K]
     k_words,  # K / 8
     GROUP: tl.constexpr,  # numbers with one scale
@@ -55,19 +59,30 @@ def dequantize_four(
     out += row * k_words * 8
     for run in tl.static_range(8):
         start = (block * 8 + run) * RUN
-        # 2²³ + q, whose last bits are q: additions are faster than conversions of integers
-        numbers = (((words >> (4 * run)) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True)
         group = offset + start // GROUP * STEP
-        if zeros is None:
-            numbers -= 8388616.0
+        if code is not None:
+            numbers = coded(words, code, run)
         else:
-            numbers = (numbers - 8388608.0) - tl.load(zeros + group, mask=inside).to(tl.float32)
-        numbers *= tl.load(scale + group, mask=inside).to(tl.float32)
+            # 2²³ + q, whose last bits are q: additions are faster than conversions of integers
+            numbers = (((words >> (4 * run)) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True)
+            if zeros is None:
+                numbers -= 8388616.0
+            else:
+                numbers = (numbers - 8388608.0) - tl.load(zeros + group, mask=inside).to(tl.float32)
+        numbers *= scale_at(scale, nested_code, nested_factors, group, inside, False)
         tl.store(out + start + within, numbers.to(out.dtype.element_ty), mask=inside)
 
 
 def _build(
-    k: int, weight: str, *, out: str = "bf16", group: int = 0, zeros: bool = False, arch: str | None = None
+    k: int,
+    weight: str,
+    *,
+    out: str = "bf16",
+    group: int = 0,
+    zeros: bool = False,
+    code: bool = False,
+    nested: bool = False,
+    arch: str | None = None,
 ) -> Build:
     four = weight == "i32"
     run = run_length(k, group) if four else 0
@@ -75,19 +90,19 @@ def _build(
     step = 1
     if four:
         group, step = kernel_groups(k, group)
-    size, scale = ("k_words", "bf16") if four else ("k_size", "fp32")
+    size = "k_words" if four else "k_size"
+    scale = "u8" if nested else "bf16" if four and not code else "fp32"
+    tensors = {"weight": weight, "scale": scale, "out": out}
+    if four:
+        tensors |= {"zeros": "u8" * zeros, "code": "fp32" * code}
+        tensors |= dict.fromkeys(("nested_code", "nested_factors"), "fp32" * nested)
+    constants = (
+        {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": block} if four else {"GROUP": group, "BLOCK": block}
+    )
     return Build(
         dequantize_four if four else dequantize_eight,
-        {
-            "weight": f"*{weight}",
-            "scale": f"*{scale}",
-            "out": f"*{out}",
-            size: "i32",
-            **({"zeros": "*u8"} if zeros else {}),
-        },
-        {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": block, **({} if zeros else {"zeros": None})}
-        if four
-        else {"GROUP": group, "BLOCK": block},
+        {**{name: f"*{dtype}" for name, dtype in tensors.items() if dtype}, size: "i32"},
+        {**{name: None for name, dtype in tensors.items() if not dtype}, **constants},
         threads=threads,
         divisible=(size,),
         architectures=tuple(ARCHITECTURES) if arch is None else (arch,),
@@ -102,4 +117,6 @@ BUILDS = (
     _build(4096, "i32", group=128),
     _build(4096, "i32", group=32, out="fp16"),
     _build(4096, "i32", group=128, zeros=True),
+    _build(4096, "i32", group=64, code=True),
+    _build(4096, "i32", group=64, code=True, nested=True),
 )

@@ -1,11 +1,14 @@
-"""Products of few rows with 4-bit weights in groups: the kernels of `linear`, for another encoding of W.
+"""Products of one row with 4-bit weights in groups: the kernel of `linear`, for another encoding of W.
 
 A word has one number of each of eight runs of K, see `ops.four_bit`. The numbers of a run are converted with a shift
 and a logical operation, as the mantissa of a float, and multiplied by a contiguous piece of x. The sum of a group is
-multiplied by its scale, once.
+multiplied by its scale, once. With a code, the numbers are looked up in a table of 16, which stays in the nearest
+cache.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -22,6 +25,9 @@ def four_bit_vector(
     weight,  # [N, K / 8] int32, with a gate [2N, K / 8]
     scale,  # [N, K / GROUP], with a gate [2N, K / GROUP]
     zeros,  # of the same shape, uint8: the stored numbers that stand for 0; None: 8
+    code,  # [16] fp32, the table; None: integers
+    nested_code,  # [256] fp32, the table of scales in uint8, or None
+    nested_factors,  # [⌈scales / 256⌉, 2] fp32, see `ops.four_bit.Nested`, or None
     bias,  # one for each row of weight, or None
     residual,  # [1, N] or None
     out,  # [1, N]
@@ -56,11 +62,43 @@ def four_bit_vector(
         inside = start < 8 * k_words
         first = piece(words + k // 8, inside, EVEN)
         groups = scales + start // GROUP * STEP
-        sums = _vector(sums, first, x + k, scale, zeros, groups, one, inside, EVEN, GROUP, STEP, RUN)
+        sums = _vector(
+            sums,
+            first,
+            x + k,
+            scale,
+            zeros,
+            code,
+            nested_code,
+            nested_factors,
+            groups,
+            one,
+            inside,
+            EVEN,
+            GROUP,
+            STEP,
+            RUN,
+        )
         if ACTIVATION is not None:
             second = piece(words + gap + k // 8, inside, EVEN)
             groups += n_size.to(tl.int64) * count
-            ups = _vector(ups, second, x + k, scale, zeros, groups, one, inside, EVEN, GROUP, STEP, RUN)
+            ups = _vector(
+                ups,
+                second,
+                x + k,
+                scale,
+                zeros,
+                code,
+                nested_code,
+                nested_factors,
+                groups,
+                one,
+                inside,
+                EVEN,
+                GROUP,
+                STEP,
+                RUN,
+            )
     product = finished(tl.sum(tl.sum(sums, 2), 0)[None, :], None, bias, n, n_size, out.dtype.element_ty)
     if ACTIVATION is not None:
         up = finished(tl.sum(tl.sum(ups, 2), 0)[None, :], None, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
@@ -75,6 +113,9 @@ def _vector(
     x,
     scale,
     zeros,
+    code,
+    nested_code,
+    nested_factors,
     groups,
     one,
     inside,
@@ -86,18 +127,44 @@ def _vector(
     """Add the products of words [BLOCKS, N, RUN] to sums of the same shape."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8  # with one scale
     for group in tl.static_range(8 // RUNS):
-        # 1 + q / 16 stands for (q - zero) / 16: the difference is subtracted once for a group
-        one_and_zero = 1.5
-        if zeros is not None:
-            one_and_zero = 1.0 + piece(zeros + groups + group * STEP, inside, EVEN).to(tl.float32) * 0.0625
         part = 0.0
-        for run in tl.static_range(RUNS):
-            part -= one_and_zero * piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
+        if code is None:
+            # 1 + q / 16 stands for (q - zero) / 16: the difference is subtracted once for a group
+            one_and_zero = 1.5
+            if zeros is not None:
+                one_and_zero = 1.0 + piece(zeros + groups + group * STEP, inside, EVEN).to(tl.float32) * 0.0625
+            for run in tl.static_range(RUNS):
+                part -= one_and_zero * piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
         for run in tl.static_range(RUNS):
             values = piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
-            part += values * _mantissa(words, one, group * RUNS + run)
-        sums += part * (16.0 * piece(scale + groups + group * STEP, inside, EVEN).to(tl.float32))
+            if code is None:
+                part += values * _mantissa(words, one, group * RUNS + run)
+            else:
+                part += values * coded(words, code, group * RUNS + run)
+        factor = scale_at(scale, nested_code, nested_factors, groups + group * STEP, inside, EVEN)
+        if code is None:
+            factor *= 16.0
+        sums += part * factor
     return sums
+
+
+@triton.jit
+def scale_at(scale, nested_code, nested_factors, place, inside, EVEN: tl.constexpr):
+    """Scales in fp32."""
+    stored = piece(scale + place, inside, EVEN)
+    if nested_code is None:
+        return stored.to(tl.float32)
+    else:
+        factors = nested_factors + place // 256 * 2
+        return tl.load(nested_code + stored.to(tl.int32)) * piece(factors, inside, EVEN) + piece(
+            factors + 1, inside, EVEN
+        )
+
+
+@triton.jit
+def coded(words, code, run):
+    """The numbers of a run, from a table of any dtype."""
+    return tl.load(code + ((words >> (4 * run)) & 0xF))
 
 
 @triton.jit
@@ -110,141 +177,8 @@ def _mantissa(words, one, RUN_INDEX: tl.constexpr):
     return ((bits & 0x00780000) | one).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def four_bit_rows(
-    x,  # [M, K]
-    weight,  # the rest as above
-    scale,
-    zeros,
-    bias,
-    residual,
-    out,
-    m_size,
-    n_size,
-    k_words,
-    one,
-    ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr,  # K is a multiple of SPLITS · 8 · RUN
-    GROUP: tl.constexpr,
-    STEP: tl.constexpr,
-    RUN: tl.constexpr,
-    UNROLLED: tl.constexpr,  # whether the groups of a block are unrolled
-    SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The same with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
-
-    Warps without separate columns process SPLITS blocks of 8 runs at a time.
-    """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = tl.minimum(n, n_size - 1)[:, None].to(tl.int64)
-    columns = m[None, :].to(tl.int64) * (8 * k_words)
-    there = (m < m_size)[None, :]
-    across, down = tl.arange(0, RUN)[None, :], tl.arange(0, RUN)[:, None]
-    block = tl.zeros([1, 1], tl.int32)
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if SPLITS > 1:
-        rows, columns, there, across, down = rows[None], columns[None], there[None], across[None], down[None]
-        block = tl.arange(0, SPLITS)[:, None, None]
-        sums = tl.zeros([SPLITS, BLOCK_N, BLOCK_M], tl.float32)
-    x += columns + block * (8 * RUN) + down
-    words = weight + rows * k_words + block * RUN + across
-    count = k_words // (GROUP // 8) if STEP else 1  # of a row's scales
-    scales = rows * count
-    gap = n_size.to(tl.int64) * k_words
-    ups = sums
-    for k in tl.range(0, 8 * k_words, SPLITS * 8 * RUN):
-        start = k + block * (8 * RUN)
-        inside = start < 8 * k_words
-        filled = there if EVEN else there & inside
-        first = piece(words + k // 8, inside, EVEN)
-        groups = scales + start // GROUP * STEP
-        sums = _matrix(sums, first, x + k, filled, scale, zeros, groups, inside, EVEN, GROUP, STEP, RUN, UNROLLED)
-        if ACTIVATION is not None:
-            second = piece(words + gap + k // 8, inside, EVEN)
-            groups += n_size.to(tl.int64) * count
-            ups = _matrix(ups, second, x + k, filled, scale, zeros, groups, inside, EVEN, GROUP, STEP, RUN, UNROLLED)
-    if SPLITS > 1:
-        sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
-    product = finished(tl.trans(sums), None, bias, n, n_size, out.dtype.element_ty)
-    if ACTIVATION is not None:
-        up = finished(tl.trans(ups), None, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
-        product = gate(product, up, ACTIVATION)
-    store(product, residual, out, m, n, m_size, n_size)
-
-
-@triton.jit
-def _matrix(
-    sums,
-    words,
-    x,
-    filled,
-    scale,
-    zeros,
-    groups,
-    inside,
-    EVEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    STEP: tl.constexpr,
-    RUN: tl.constexpr,
-    UNROLLED: tl.constexpr,
-):
-    """Add the products of words [SPLITS, N, RUN] and x [SPLITS, RUN, M] to sums; without SPLITS if it is 1."""
-    RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
-    if UNROLLED:
-        for group in tl.static_range(8 // RUNS):
-            sums = _group(sums, words, x, filled, scale, zeros, groups + group * STEP, inside, group, EVEN, RUN, RUNS)
-    else:
-        for group in tl.range(8 // RUNS, num_stages=1):
-            sums = _group(sums, words, x, filled, scale, zeros, groups + group * STEP, inside, group, EVEN, RUN, RUNS)
-    return sums
-
-
-@triton.jit
-def _group(
-    sums,
-    words,
-    x,
-    filled,
-    scale,
-    zeros,
-    place,
-    inside,
-    group,
-    EVEN: tl.constexpr,
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,
-):
-    """The same for the runs with one scale."""
-    DOWN: tl.constexpr = len(sums.shape) - 2
-    dtype: tl.constexpr = x.dtype.element_ty
-    base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
-    zero = base + 8.0
-    if zeros is not None:
-        zero = base + piece(zeros + place, inside, EVEN).to(tl.float32)
-    part = tl.zeros_like(sums)
-    total = 0.0
-    for run in tl.static_range(RUNS):
-        values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
-        part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
-        total += tl.sum(values.to(tl.float32), DOWN, keep_dims=True)
-    return sums + (part - zero * total) * piece(scale + place, inside, EVEN).to(tl.float32)
-
-
-@triton.jit
-def _integers(words, run, DTYPE: tl.constexpr):
-    """128 + q in bf16 or 1024 + q in fp16, for the 4-bit numbers q of a run."""
-    bits = (words >> (4 * run)) & 0xF
-    if tl.bfloat16 == DTYPE:
-        return (bits | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        tl.static_assert(tl.float16 == DTYPE)
-        return (bits | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-def _build(
+def build(
+    kernel: Any,
     rows: int,
     n: int,
     k: int = 4096,
@@ -253,14 +187,19 @@ def _build(
     residual: bool = False,
     group: int = 128,
     zeros: bool = False,
+    code: bool = False,
+    nested: bool = False,
 ) -> Build:
-    tensors = {"x": "bf16", "weight": "i32", "scale": "bf16", "zeros": "u8" * zeros, "out": "bf16"}
-    tensors |= {"bias": "", "residual": "bf16" * residual}
+    """One of the two kernels, for this number of rows and these sizes."""
     run = run_length(k, group)
     cut = four_bit_tile(rows, n, activation is not None, run, rocm=True)
     group, step = kernel_groups(k, group)
+    tensors = {"x": "bf16", "weight": "i32", "zeros": "u8" * zeros, "out": "bf16", "residual": "bf16" * residual}
+    tensors |= {"scale": "u8" if nested else "fp32" if code else "bf16", "bias": ""}
+    tensors |= {"code": ("bf16" if cut.matrix else "fp32") * code}
+    tensors |= dict.fromkeys(("nested_code", "nested_factors"), "fp32" * nested)
     return Build(
-        four_bit_rows if cut.matrix else four_bit_vector,
+        kernel,
         {
             **{name: f"*{dtype}" for name, dtype in tensors.items() if dtype},
             **dict.fromkeys(("m_size", "n_size", "k_words", "one"), "i32"),
@@ -283,15 +222,10 @@ def _build(
 
 
 BUILDS = (
-    _build(1, 6144),
-    _build(1, 4096, residual=True),
-    _build(1, 14336, activation="silu"),
-    _build(8, 6144),
-    _build(8, 4096, residual=True),
-    _build(8, 14336, activation="silu"),
-    _build(8, 4096, group=32),
-    _build(1, 6144, zeros=True),
-    _build(8, 6144, zeros=True),
-    _build(8, 6144, group=4096),
-    _build(64, 6144),
+    build(four_bit_vector, 1, 6144),
+    build(four_bit_vector, 1, 4096, residual=True),
+    build(four_bit_vector, 1, 14336, activation="silu"),
+    build(four_bit_vector, 1, 6144, zeros=True),
+    build(four_bit_vector, 1, 6144, group=64, code=True),
+    build(four_bit_vector, 1, 14336, activation="silu", group=64, code=True, nested=True),
 )

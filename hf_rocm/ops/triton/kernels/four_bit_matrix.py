@@ -1,0 +1,238 @@
+"""Products of several rows with 4-bit weights in groups, with matrix instructions; see `four_bit` for the encoding."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.triton.kernels.four_bit import build, coded, scale_at
+from hf_rocm.ops.triton.kernels.linear import finished, gate, piece, store
+
+
+@triton.jit
+def four_bit_rows(
+    x,  # [M, K]
+    weight,  # the rest as in `four_bit_vector`
+    scale,
+    zeros,
+    code,  # of the dtype of x
+    nested_code,
+    nested_factors,
+    bias,
+    residual,
+    out,
+    m_size,
+    n_size,
+    k_words,
+    one,
+    ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr,  # K is a multiple of SPLITS · 8 · RUN
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+    RUN: tl.constexpr,
+    UNROLLED: tl.constexpr,  # whether the groups of a block are unrolled
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The same product with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
+
+    Warps without separate columns process SPLITS blocks of 8 runs at a time.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.minimum(n, n_size - 1)[:, None].to(tl.int64)
+    columns = m[None, :].to(tl.int64) * (8 * k_words)
+    there = (m < m_size)[None, :]
+    across, down = tl.arange(0, RUN)[None, :], tl.arange(0, RUN)[:, None]
+    block = tl.zeros([1, 1], tl.int32)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if SPLITS > 1:
+        rows, columns, there, across, down = rows[None], columns[None], there[None], across[None], down[None]
+        block = tl.arange(0, SPLITS)[:, None, None]
+        sums = tl.zeros([SPLITS, BLOCK_N, BLOCK_M], tl.float32)
+    x += columns + block * (8 * RUN) + down
+    words = weight + rows * k_words + block * RUN + across
+    count = k_words // (GROUP // 8) if STEP else 1  # of a row's scales
+    scales = rows * count
+    gap = n_size.to(tl.int64) * k_words
+    ups = sums
+    for k in tl.range(0, 8 * k_words, SPLITS * 8 * RUN):
+        start = k + block * (8 * RUN)
+        inside = start < 8 * k_words
+        filled = there if EVEN else there & inside
+        first = piece(words + k // 8, inside, EVEN)
+        groups = scales + start // GROUP * STEP
+        sums = _matrix(
+            sums,
+            first,
+            x + k,
+            filled,
+            scale,
+            zeros,
+            code,
+            nested_code,
+            nested_factors,
+            groups,
+            inside,
+            EVEN,
+            GROUP,
+            STEP,
+            RUN,
+            UNROLLED,
+        )
+        if ACTIVATION is not None:
+            second = piece(words + gap + k // 8, inside, EVEN)
+            groups += n_size.to(tl.int64) * count
+            ups = _matrix(
+                ups,
+                second,
+                x + k,
+                filled,
+                scale,
+                zeros,
+                code,
+                nested_code,
+                nested_factors,
+                groups,
+                inside,
+                EVEN,
+                GROUP,
+                STEP,
+                RUN,
+                UNROLLED,
+            )
+    if SPLITS > 1:
+        sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
+    product = finished(tl.trans(sums), None, bias, n, n_size, out.dtype.element_ty)
+    if ACTIVATION is not None:
+        up = finished(tl.trans(ups), None, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
+        product = gate(product, up, ACTIVATION)
+    store(product, residual, out, m, n, m_size, n_size)
+
+
+@triton.jit
+def _matrix(
+    sums,
+    words,
+    x,
+    filled,
+    scale,
+    zeros,
+    code,
+    nested_code,
+    nested_factors,
+    groups,
+    inside,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+    RUN: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
+    """Add the products of words [SPLITS, N, RUN] and x [SPLITS, RUN, M] to sums; without SPLITS if it is 1."""
+    RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
+    if UNROLLED:
+        for group in tl.static_range(8 // RUNS):
+            sums = _group(
+                sums,
+                words,
+                x,
+                filled,
+                scale,
+                zeros,
+                code,
+                nested_code,
+                nested_factors,
+                groups + group * STEP,
+                inside,
+                group,
+                EVEN,
+                RUN,
+                RUNS,
+            )
+    else:
+        for group in tl.range(8 // RUNS, num_stages=1):
+            sums = _group(
+                sums,
+                words,
+                x,
+                filled,
+                scale,
+                zeros,
+                code,
+                nested_code,
+                nested_factors,
+                groups + group * STEP,
+                inside,
+                group,
+                EVEN,
+                RUN,
+                RUNS,
+            )
+    return sums
+
+
+@triton.jit
+def _group(
+    sums,
+    words,
+    x,
+    filled,
+    scale,
+    zeros,
+    code,
+    nested_code,
+    nested_factors,
+    place,
+    inside,
+    group,
+    EVEN: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """The same for the runs with one scale."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    part = tl.zeros_like(sums)
+    if code is not None:
+        for run in tl.static_range(RUNS):
+            values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
+            part = tl.dot(coded(words, code, group * RUNS + run), values, part)
+        return sums + part * scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
+    else:
+        DOWN: tl.constexpr = len(sums.shape) - 2
+        base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+        zero = base + 8.0
+        if zeros is not None:
+            zero = base + piece(zeros + place, inside, EVEN).to(tl.float32)
+        total = 0.0
+        for run in tl.static_range(RUNS):
+            values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
+            part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
+            total += tl.sum(values.to(tl.float32), DOWN, keep_dims=True)
+        return sums + (part - zero * total) * scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
+
+
+@triton.jit
+def _integers(words, run, DTYPE: tl.constexpr):
+    """128 + q in bf16 or 1024 + q in fp16, for the 4-bit numbers q of a run."""
+    bits = (words >> (4 * run)) & 0xF
+    if tl.bfloat16 == DTYPE:
+        return (bits | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        tl.static_assert(tl.float16 == DTYPE)
+        return (bits | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+BUILDS = (
+    build(four_bit_rows, 8, 6144),
+    build(four_bit_rows, 8, 4096, residual=True),
+    build(four_bit_rows, 8, 14336, activation="silu"),
+    build(four_bit_rows, 8, 4096, group=32),
+    build(four_bit_rows, 8, 6144, zeros=True),
+    build(four_bit_rows, 8, 6144, group=4096),
+    build(four_bit_rows, 64, 6144),
+    build(four_bit_rows, 8, 6144, group=64, code=True, nested=True),
+    build(four_bit_rows, 8, 14336, activation="silu", group=64, code=True),
+    build(four_bit_rows, 64, 6144, group=64, code=True),
+)

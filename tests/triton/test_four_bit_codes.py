@@ -1,0 +1,149 @@
+"""4-bit weights with a code, nf4 and fp4, by the Triton kernels, interpreted: products against float64, and bitwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_rocm import ops
+from hf_rocm.ops import four_bit, probe_cases
+from hf_rocm.ops import quantized as operation
+from hf_rocm.ops.four_bit import CODES, Nested, dequantize_groups
+from hf_rocm.ops.triton import quantized
+from tests.amdgcn import suite
+from tests.triton.routed import compiled_once, random, routed
+from tests.triton.test_dequantize import same
+from tests.triton.test_quantized import BF16, FORMS, FP16, SPEC, check
+
+each_code = pytest.mark.parametrize("code", CODES)
+each_scale = pytest.mark.parametrize("double", [False, True], ids=["plain", "double"])
+INT4 = SPEC._replace(format=four_bit.INT4)
+
+
+def drawn(n: int, k: int, group: int, *, double: bool = False, seed: int = 0) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Random words, and the rest of the arguments. The factors of double quantisation differ from one to the next."""
+    generator = torch.Generator().manual_seed(n + k + seed)
+    words = torch.randint(-(2**31), 2**31, (n, k // 8), generator=generator).int()
+    shape = n, k // group
+    if not double:
+        return words, {"scale": torch.rand(shape, generator=generator) + 0.1}
+    count = -(-shape[0] * shape[1] // four_bit.PER_FACTOR)
+    factors = torch.rand(count, 2, generator=generator) * torch.tensor([0.5, 0.1]) + torch.tensor([0.1, 0.7])
+    levels = torch.randint(256, shape, generator=generator).to(torch.uint8)
+    return words, {"scale": levels, "nested": Nested(torch.linspace(-1, 1, 256), factors)}
+
+
+def product(x: torch.Tensor, n: int, k: int, group: int, code: str, *, double: bool = False, **more: Any) -> None:
+    words, rest = drawn(n, k, group, double=double)
+    check(x, words, rest["scale"], more.pop("bias", None), code=code, nested=rest.get("nested"), **more)
+
+
+@each_code
+@each_scale
+@pytest.mark.parametrize("m", [1, 2, 16, 17, 64])
+def test_every_class_of_rows(m, double, code):
+    for k in (512,) if suite.gpu() is None else (512, 2560):  # several iterations of the loop
+        product(random(m, k, dtype=BF16), 67, k, 64, code, double=double)
+
+
+# K: whole blocks of runs of 64, 32 and 16; partial blocks; groups longer than a block of runs, and a row
+@each_scale
+@pytest.mark.parametrize(
+    ("k", "group"),
+    [(128, 32), (640, 64), (640, 128), (1536, 256), (4608, 64), (2048, 1024), (4096, 4096), (3072, 1024)],
+)
+@pytest.mark.parametrize("m", [1, 3])
+def test_every_group_and_run(m, k, group, double):
+    dtype = FP16 if k == 640 else BF16
+    for copies in (1,) if suite.gpu() is None or k > 640 else (1, 5):
+        x = random(m, copies * k, dtype=dtype)
+        product(x, 18, copies * k, group, "nf4", double=double, bias=random(18, dtype=dtype, seed=2))
+
+
+@each_scale
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("m", [1, 5])
+def test_norm_gate_and_residual(m, form, double):
+    n, k = 38, 640
+    more: dict[str, Any] = {"activation": form.get("activation")}
+    if "norm" in form:
+        more["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
+    if "residual" in form:
+        more["residual"] = random(1, m, n // 2 if "activation" in form else n, dtype=BF16, seed=4)
+    if "bias" in form:
+        more["bias"] = random(n, dtype=BF16, seed=2)
+    product(random(1, m, k, dtype=BF16), n, k, 64, "fp4", double=double, **more)
+
+
+@each_code
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_every_number_at_every_position(m, dtype, code):
+    """One column of x is not zero: the result is the number, in fp32 for one row, and rounded to x's dtype for more."""
+    levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
+    levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()
+    words, scale = four_bit.packed(levels, four_bit.run_length(128, 128)), torch.ones(16, 1)
+    weight = torch.tensor(CODES[code])[levels].to(dtype)
+    columns = torch.randperm(128, generator=torch.Generator().manual_seed(1)).view(-1, m)
+    for places in columns[:16] if suite.gpu() is None else columns:
+        x = torch.zeros(m, 128, dtype=dtype).scatter_(1, places[:, None], 1)
+        output = routed("quantized_linear", x, words, scale, code=code)
+        assert torch.equal(output, weight[:, places].T)
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_zeros_extremes_and_nan(m):
+    words, rest = drawn(24, 256, 64)
+    scale = rest["scale"]
+    scale[3], scale[4], scale[5], scale[7, 2] = 0, 2.0**-100, 2.0**100, torch.nan
+    x = random(m, 256, dtype=BF16)
+    output = routed("quantized_linear", x, words, scale, code="nf4")
+    assert output[:, 7].isnan().all() and torch.isfinite(output[:, :7]).all() and (output[:, 3] == 0).all()
+    kept = [*range(7), *range(8, 24)]
+    check(x, words[kept], scale[kept], code="nf4")
+
+
+@each_code
+@each_scale
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)
+@pytest.mark.parametrize(("k", "group"), [(128, 32), (640, 128), (640, 640), (4608, 64)])
+def test_dequantised(k, group, dtype, double, code):
+    words, rest = drawn(17, k, group, double=double)
+    scale, nested = rest["scale"], rest.get("nested")
+    output = quantized._dequantized(words, scale, dtype, None, code, *(nested or (None, None)))
+    expected = dequantize_groups(words, scale, dtype, None, code, nested)
+    if double:  # a fused multiplication and addition rounds once
+        torch.testing.assert_close(output, expected, rtol=1.01 * torch.finfo(dtype).eps, atol=0)
+    else:
+        same(output, expected)
+
+
+def test_it_compiles_into_one_graph():
+    words, rest = drawn(32, 128, 64, double=True)
+
+    def function(x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, *nested: torch.Tensor) -> torch.Tensor:
+        return ops.quantized_linear(x, words, scale, code="nf4", nested=Nested(*nested))
+
+    for m, name in ((2, "quantized_linear"), (70, "dequantize")):
+        x = random(m, 128, dtype=BF16)
+        assert f"hf_rocm.triton_{name}.default" in compiled_once(function, x, words, rest["scale"], *rest["nested"])
+
+
+@each_code
+@pytest.mark.parametrize("scales", [torch.float32, torch.uint8], ids=str)
+@pytest.mark.parametrize(("name", "rows"), [(quantized.NAME, 1), (quantized.DEQUANTIZE, 0)])
+def test_the_first_use_check(name, rows, scales, code):
+    spec = INT4._replace(group=64, k=256, n=32, rows=rows, scale_dtype=scales, code=code)
+    assert probe_cases.check("quantized_linear", "triton", name, spec) is None
+
+
+def test_rows_of_nested_scales():
+    """Pieces that begin 256 scales are decoded as in the whole."""
+    _, rest = drawn(200, 512, 64, double=True)
+    whole = rest["nested"].decoded(rest["scale"])
+    for start, stop in ((0, 32), (32, 200), (96, None)):
+        rows = slice(start, stop)
+        assert torch.equal(rest["nested"].of_rows(rows, 8).decoded(rest["scale"][rows]), whole[rows])
+    assert operation.PER_FACTOR == 256 and not torch.equal(rest["nested"].decoded(rest["scale"][1:]), whole[1:])

@@ -57,7 +57,7 @@ def _as_checkpoint(model: Any, found: list[tuple[str, QuantizedLinear]]) -> Iter
     given = _scheme(found[0][1], others)
     format = parse(given)
     assert isinstance(format, LinearFormat)
-    config = StoredConfig(given, format)
+    config = StoredConfig(given, format, given["quant_method"])
     marks = ((model, "hf_quantizer", StoredQuantizer(config)), (model.config, "quantization_config", config))
     before = [(owner, name, owner.__dict__.get(name, _ABSENT)) for owner, name, _ in marks]
     places = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], layer) for path, layer in found]

@@ -13,7 +13,7 @@ from hf_rocm.ops import quantized as operation
 from hf_rocm.ops.four_bit import CODES, Nested, dequantize_groups
 from hf_rocm.ops.triton import quantized
 from tests.amdgcn import suite
-from tests.triton.routed import compiled_once, random, routed
+from tests.triton.routed import compiled_once, here, random, routed
 from tests.triton.test_dequantize import same
 from tests.triton.test_quantized import BF16, FORMS, FP16, SPEC, check
 
@@ -57,6 +57,10 @@ def test_every_class_of_rows(m, double, code):
 @pytest.mark.parametrize("m", [1, 3])
 def test_every_group_and_run(m, k, group, double):
     dtype = FP16 if k == 640 else BF16
+    if m > 1 and group > 256:
+        spec = INT4._replace(k=k, group=group, code="nf4", rows=4, scale_dtype=torch.float32)
+        assert "256 numbers at most" in str(quantized.refuses(spec, here()))
+        return
     for copies in (1,) if suite.gpu() is None or k > 640 else (1, 5):
         x = random(m, copies * k, dtype=dtype)
         product(x, 18, copies * k, group, "nf4", double=double, bias=random(18, dtype=dtype, seed=2))
@@ -114,8 +118,8 @@ def test_dequantised(k, group, dtype, double, code):
     scale, nested = rest["scale"], rest.get("nested")
     output = quantized._dequantized(words, scale, dtype, None, code, *(nested or (None, None)))
     expected = dequantize_groups(words, scale, dtype, None, code, nested)
-    if double:  # a fused multiplication and addition rounds once
-        torch.testing.assert_close(output, expected, rtol=1.01 * torch.finfo(dtype).eps, atol=0)
+    if double:  # a fused multiplication and addition of a scale rounds once
+        torch.testing.assert_close(output, expected, rtol=2.01 * torch.finfo(dtype).eps, atol=0)
     else:
         same(output, expected)
 

@@ -28,6 +28,7 @@ NAME = "few_rows"
 DEQUANTIZE = "dequantize, F.linear"
 
 _SHORTEST_RUN = 16  # the smallest K of a matrix instruction
+_LONGEST_CODED = 256  # with longer groups, the loop for several rows may not fit into local memory
 _ONE = 0x3F800000  # the bits of 1.0
 
 
@@ -50,6 +51,8 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
         return f"N and K must be at least {linear.FEWEST}, got {spec.n} and {spec.k}"
     if spec.format == INT4 and run_length(spec.k, spec.group) < _SHORTEST_RUN:
         return f"with 4 bits K must be a multiple of {PER_WORD * _SHORTEST_RUN}, got {spec.k}"
+    if spec.code is not None and spec.rows != 1 and spec.group > _LONGEST_CODED:
+        return f"for several rows, groups of {spec.code} may have {_LONGEST_CODED} numbers at most, got {spec.group}"
     more = spec.activation is not None or spec.group  # a gate, or scales within the loop over K
     if more and spec.format != INT4 and (device.arch or "").startswith("gfx11"):
         return "on RDNA 3, a wait is missing from the code of our kernels for 8 bits with a gate or scales for blocks"

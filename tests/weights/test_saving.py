@@ -63,9 +63,9 @@ def test_save_model_of_safetensors(model, stock, tmp_path):
 
 
 def test_a_saved_state_dict_is_as_large_as_stocks(model, stock, tmp_path):
-    torch.save(model.state_dict(), tmp_path / "prepared.pt")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
     torch.save(stock.state_dict(), tmp_path / "stock.pt")
-    assert abs((tmp_path / "prepared.pt").stat().st_size - (tmp_path / "stock.pt").stat().st_size) < 1024
-    loaded = torch.load(tmp_path / "prepared.pt", weights_only=True)
+    assert abs((tmp_path / "model.pt").stat().st_size - (tmp_path / "stock.pt").stat().st_size) < 1024
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)
     stock.load_state_dict(loaded)
     assert_same_results(stock, models.build())

@@ -57,7 +57,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.caches = {VERSION: make_site(self.folder / VERSION), NEXT: self._newer()}
         self.untouched = {version: hashes(cache.path) for version, cache in self.caches.items()}
         self.site = Site(self.folder / "site")
-        self.version = __version__
+        self.own_version = __version__
 
     def _newer(self) -> Site:
         site = make_site(self.folder / NEXT)
@@ -104,10 +104,10 @@ class AnyOrder(RuleBasedStateMachine):
     def upgrade_transformers(self, version: str) -> None:
         self._package_manager(version)
 
-    @rule(version=st.sampled_from(sorted(RELEASES)))
-    def upgrade_hf_rocm(self, version: str) -> None:
-        self.version = version
-        self.patch.setattr(states, "__version__", version)
+    @rule(own_version=st.sampled_from(sorted(RELEASES)))
+    def upgrade_hf_rocm(self, own_version: str) -> None:
+        self.own_version = own_version
+        self.patch.setattr(states, "__version__", own_version)
 
     @rule(model=st.sampled_from(MODELS), where=st.integers(0, 10**6))
     def edit(self, model: str, where: int) -> None:
@@ -170,7 +170,7 @@ class AnyOrder(RuleBasedStateMachine):
     def _installed(self, model: str) -> bytes:
         overlay = CATALOG.find(model, self.version)
         assert overlay is not None
-        return block.render(self.stock[model], overlay=overlay.id, version=self.version, text=overlay.text)
+        return block.render(self.stock[model], overlay=overlay.id, version=self.own_version, text=overlay.text)
 
     def _valid(self, model: str) -> Iterable[bytes]:
         overlay = CATALOG.find(model, self.version)

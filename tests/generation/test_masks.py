@@ -12,6 +12,7 @@ from packaging.version import Version
 from hf_rocm import patches
 from hf_rocm.generation import cache as caches
 from hf_rocm.generation import cache_layer, inputs
+from hf_rocm.generation.methods import take_away
 from hf_rocm.layers import attention as layers
 from hf_rocm.ops.attention_eager import attention
 from hf_rocm.ops.decode import eager_decode
@@ -47,8 +48,13 @@ def steps(monkeypatch):
     monkeypatch.setattr(inputs.Step, "inputs", checked)
     # those of the first step are
     monkeypatch.setattr(inputs.Step, "stock", lambda step, ids: step._inputs, raising=False)
-    gc.collect()  # models of earlier tests, whose classes have the unpatched function
+    gc.collect()
     patches.sweep()
+    for (
+        model
+    ) in gc.get_objects():  # of earlier tests, if they are still referenced: their classes have the unpatched one
+        if issubclass(type(model), transformers.PreTrainedModel) and inputs.MARK in model.__dict__:
+            take_away(model, inputs.MARK)
     monkeypatch.setattr(inputs, "_prepare", remembering)
     yield compared
     inputs._steps.clear()  # `stock` has a model of every kind

@@ -239,7 +239,7 @@ def test_a_path_without_readable_files_is_an_error(tmp_path):
     with pytest.raises(HfRocmError, match="this path does not exist"):
         check(tmp_path / "nowhere")
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(HfRocmError, match="nothing that port-check reads"):
+    with pytest.raises(HfRocmError, match="port-check reads no file here"):
         check(tmp_path)
 
 

@@ -16,7 +16,7 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
 def in_bytes(budget: Any, weights: int, *, source: str = "budget=") -> int:
     """Return the budget in bytes.
 
-    budget: an integer is a number of bytes, a float from 0 to 1 a share of the weights; a string may be either
+    budget: an integer is a number of bytes, a float from 0 to 1 is a share of the weights; a string may be either
     (`"4 GiB"`, `"512MB"`, `"25%"`). weights: the size of the model's weights in bytes. source: the name of
     the setting in the error message. Raises `OptionError` for anything else.
     """

@@ -1,8 +1,8 @@
 """The internals of transformers that each feature depends on, and whether they are known to work.
 
 These internals change far more often than the models do. `overlays/features.toml` records the digests of every part in
-each release (scripts/refresh-digests updates it). Where a digest differs, or a part was replaced in this process, the
-features that depend on it are disabled with the reason. No overlay depends on them.
+each release (scripts/refresh-digests updates it). If a digest differs, or a part was replaced in this process, the
+features that depend on it are disabled with a reason. No overlay depends on them.
 """
 
 from __future__ import annotations

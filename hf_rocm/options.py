@@ -167,7 +167,7 @@ def launcher() -> dict[str, str]:
 
 
 def set_variable(name: str, value: str | None) -> None:
-    """Set a variable of this process and of its children; None: remove it."""
+    """Set a variable of this process and of its children; None removes it."""
     if value is None:
         os.environ.pop(name, None)
     else:

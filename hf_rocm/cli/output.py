@@ -166,7 +166,7 @@ def _what_is_wrong(state: FileState) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns. If they don't fit, the widest wrap between words; paths and short cells do not."""
+    """Print aligned columns. If they don't fit, the widest are wrapped between words, except paths and short cells."""
     from rich.table import Table
     from rich.text import Text
 

@@ -16,7 +16,7 @@ NOTHING_LATER: AbstractContextManager[None] = nullcontext()
 
 
 def before_replay(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context for work on a device that waits for the work queued so far in the current stream, not for more.
+    """Return a context for work on a device that waits only for the work queued so far in the current stream.
 
     It can be entered several times. Its results are only for the host, because no stream waits for them.
     """

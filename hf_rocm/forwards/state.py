@@ -192,7 +192,7 @@ class State:
         return self._seen.get((key, path))
 
     def keep(self, key: Hashable, reads: Sequence[Read], recording: RecordedForward, grown: int) -> str | None:
-        """Store a recording, and drop the least recently used ones above the limits. grown: growth of the pool, bytes.
+        """Store a recording, and drop the least recently used ones above the limits. grown: bytes added to the pool.
 
         Returns why it isn't stored, or None.
         """

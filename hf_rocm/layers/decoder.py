@@ -137,7 +137,7 @@ def _branch(module: Any, x: Tensor, fused: PrenormResidual, arguments: dict[str,
 
 
 def direct(module: Any, x: Tensor) -> Binding | None:
-    """`unhooked_binding` for a call without `nn.Module.__call__`: None if a tool has replaced that method."""
+    """Like `unhooked_binding`, for a call without `nn.Module.__call__`: None if a tool has replaced that method."""
     return unhooked_binding(module, x) if nn.Module.__call__ is _call else None
 
 

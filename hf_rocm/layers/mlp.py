@@ -62,7 +62,7 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class JoinedMLP:
-    """An MLP with gate and up in one matrix of the checkpoint, `gate_up_proj`. activation: the activation's name."""
+    """An MLP with gate and up in one matrix of the checkpoint, `gate_up_proj`. activation: its child's name."""
 
     activation: str = "activation_fn"
 

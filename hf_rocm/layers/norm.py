@@ -98,9 +98,9 @@ SEPARATE = PrenormResidual(None, None, one_kernel=False)
 
 
 def can_fuse(x: Tensor) -> bool:
-    """Return whether GEMMs of x can include the norm before and the sum after: few rows, with a kernel, no gradients.
+    """Return whether GEMMs of x can include the norm before and the sum after.
 
-    Returns False while torch.compile traces.
+    This requires few rows, a kernel for them, and no gradients. Returns False while torch.compile traces.
     """
     return ops.rides_along(x) and not is_pytorchs(x)
 

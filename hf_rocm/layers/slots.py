@@ -1,4 +1,4 @@
-"""The rows of a static cache for a call's keys and values, so that the kernel that rotates them also writes them.
+"""The rows of a static cache for a call's keys and values, so that the kernel that rotates the keys also writes both.
 
 This replaces `update` for caches whose `update` is known to do nothing else: transformers' static layers, checked by
 the digests of their definitions, and the cache of recorded decode steps.
@@ -28,7 +28,7 @@ class Slot(NamedTuple):
 
 
 def slot(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
-    """Return the rows for key [B, Hkv, S, D] and value [B, Hkv, S, D_v] of layer `index`, or None for `update`.
+    """Return the rows for key [B, Hkv, S, D] and value [B, Hkv, S, D_v] of layer `index`, or None if `update` must run.
 
     arguments: the call's keyword arguments. Changes nothing.
     """

@@ -21,9 +21,9 @@ from hf_rocm import ops
 SLOT = "_hf_rocm_group"
 
 PENDING = "pending"  # formed in the module's next call
-MOVED = "moved"  # its weights were replaced or moved: unused until the model is prepared again
+MOVED = "moved"  # its weights were replaced or moved: not used until the model is prepared again
 
-# Checks need no lock. Changes do: two threads may make the first call of a copy at the same time.
+# Checks need no lock, but changes do: two threads may make the first call of a copy at the same time.
 lock = threading.RLock()
 
 _KINDS_IN = "hf_rocm.weights."
@@ -85,7 +85,7 @@ class WeightGroup:
 
     @classmethod
     def form(cls, module: Module, names: tuple[str, ...]) -> str | None:
-        """Form the group in place. Returns None if it exists now, else why not, with nothing changed."""
+        """Form the group in place. Returns None on success, else why not; the module is then unchanged."""
         raise NotImplementedError
 
     @classmethod

@@ -38,7 +38,7 @@ class _Switch:
         self.force = force
 
     def from_pretrained(self, change: Change) -> Any:
-        """Return a class method that calls transformers' own one and prepares its result."""
+        """Return a class method that calls transformers' own method and prepares its result."""
 
         @functools.wraps(change.owner.from_pretrained.__func__)
         def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ def prepare(
     settings.
     linear_backend: also route all other linear layers, see `hf_rocm.route_linear`; None leaves them to PyTorch.
     quantize: `fp8`, `int8` or `int4`, see `hf_rocm.quantize`; None leaves the weights as they are.
-    graphs: whether `generate` uses recorded decode steps, and other models recorded forwards: False never, True always
+    graphs: whether to record the decode steps of `generate`, and the forwards of other models: False never, True always
     (raises if one can't be recorded); None uses the model's earlier setting, else `HF_ROCM_GRAPHS`.
 
     Returns the same model. `hf_rocm.explain(model)` lists what was fused, shuffled, recorded or left stock, and why.

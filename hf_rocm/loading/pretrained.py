@@ -152,7 +152,7 @@ def _load(
 
 
 def _needs_our_flash(arguments: dict[str, Any]) -> bool:
-    """Return whether flash attention is set after `prepare`, because transformers requires the package to load it."""
+    """Return whether to set flash attention after `prepare`, because transformers would require the package."""
     return arguments.get(_ATTENTION) == flash_provider.NAME and flash_provider.unavailable() is None
 
 

@@ -1,4 +1,4 @@
-"""`python -m hf_rocm` is the `hf-rocm` command."""
+"""Run the `hf-rocm` command with `python -m hf_rocm`."""
 
 import sys
 

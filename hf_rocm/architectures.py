@@ -1,4 +1,4 @@
-"""AMD's GPU architectures, and what aiter and Triton support on them. Needs no torch."""
+"""AMD's GPU architectures, and what aiter and Triton support on them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 # CDNA 2, 3 and 4: the targets of aiter's CK and assembly kernels
 INSTINCT = ("gfx90a", "gfx942", "gfx950")
-# RDNA 3, 3.5 and 4: AMD lists only the plain HIP and Triton kernels, as experimental
+# RDNA 3, 3.5 and 4: for these, AMD lists only plain HIP and Triton kernels, as experimental
 RADEON = ("gfx1100", "gfx1151", "gfx1201")
-# the last release of aiter that hf_rocm's calls were checked with: its sources of 2026-08-22, 46 commits after 0.1.20
+# the newest aiter that hf_rocm's calls were checked against: the sources of 2026-08-22, 46 commits after 0.1.20
 NEWEST_AITER = "0.1.21.dev46"
-# the driver's description of the machine: one folder per CPU and GPU
+# the driver's description of the machine, with one folder per CPU or GPU
 KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
-# the version of the driver in AMD's packages; the driver in Linux has no separate version
+# the version of the driver from AMD's packages; the driver that is part of Linux has no separate version
 DRIVER = "/sys/module/amdgpu/version"
-# the memory of a graphics card in bytes; of a GPU that shares the host's memory, the part that the firmware reserved
+# the memory of a graphics card in bytes; for a GPU that shares the host's memory, the part that the firmware reserved
 CARVED_OUT = "sys/class/drm/card*/device/mem_info_vram_total"
-# the tests compile hf_rocm's Triton kernels for these, without a GPU
+# the tests compile hf_rocm's Triton kernels for these architectures without a GPU
 BUILT_AHEAD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1150", "gfx1151", "gfx1200", "gfx1201")
 
 
@@ -69,7 +69,7 @@ def tiers(gfx: str) -> dict[str, str]:
 
 
 def system_file(path: str) -> str | None:
-    """The text of a system file; None if it is not readable."""
+    """Return the text of a system file, or None if it is not readable."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -77,12 +77,12 @@ def system_file(path: str) -> str | None:
 
 
 def driver_version(read: Callable[[str], str | None] = system_file) -> str | None:
-    """The version of the amdgpu driver, if it is not the driver in Linux. read: returns the text of a file."""
+    """Return the version of the amdgpu driver, or None for the driver of Linux itself. read: returns a file's text."""
     return (read(DRIVER) or "").strip() or None
 
 
 def least_of_cards(texts: Iterable[str | None]) -> int:
-    """The smallest of the cards' memory sizes in bytes, that of the integrated GPU. 0 if none is readable."""
+    """Return the smallest memory size of the cards in bytes, which is the integrated GPU's; 0 if none is readable."""
     return min((int(text) for text in texts if text and text.strip().isdecimal()), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Amounts of memory: bytes or a share of a total, and whether host and GPU share one pool."""
+"""Memory budgets, in bytes or as a share of a total, and the size of memory that the host and the GPU share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
 def in_bytes(budget: Any, weights: int, *, source: str = "budget=") -> int:
     """Return the budget in bytes.
 
-    budget: an integer is a number of bytes, a float from 0 to 1 a share of the weights; a string may be either
-    (`"4 GiB"`, `"512MB"`, `"25%"`). weights: the size of the model's weights in bytes. source: what the error message
-    names. Raises `OptionError` on anything else.
+    budget: an integer is a number of bytes, a float from 0 to 1 is a share of the weights; a string may be either
+    (`"4 GiB"`, `"512MB"`, `"25%"`). weights: the size of the model's weights in bytes. source: the name of
+    the setting in the error message. Raises `OptionError` for anything else.
     """
     if isinstance(budget, str):
         return _of_text(budget.strip(), weights, source)
@@ -32,8 +32,8 @@ def in_bytes(budget: Any, weights: int, *, source: str = "budget=") -> int:
 def of_one_pool(gpu: int, host: int, carved_out: int) -> int:
     """Return the size in bytes of the memory that a GPU shares with the host.
 
-    gpu: the size that the driver reports, which may be the part that the firmware reserved for it, the host's pages
-    that it may map, or both. host: the memory that Linux manages. carved_out: the part that the firmware reserved.
+    gpu: the size that the driver reports: the part that the firmware reserved for the GPU, the host pages that the GPU
+    may map, or both. host: the memory that Linux manages. carved_out: the part that the firmware reserved.
     """
     return min(gpu, host + carved_out)
 

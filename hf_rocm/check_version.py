@@ -1,7 +1,7 @@
-"""`python -m hf_rocm.check_version`: compare the installed overlays and transformers with what was verified.
+"""`python -m hf_rocm.check_version`: check that the installed overlays match the installed transformers.
 
-It takes less than a second and imports neither torch nor transformers nor the command line's libraries, so that every
-rank of a job and every health check can run it.
+It takes less than a second and imports neither torch nor transformers nor the command line's libraries, so every rank
+of a job and every health check can run it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_rocm.overlay.newer_release import Outlook, outlook
 from hf_rocm.overlay.scan import left_out, survey
 from hf_rocm.overlay.state import GOOD, FileState, Installed, LeftOut, Match
 
-_NAMED = 12  # models that a hint names
+_NAMED = 12  # the largest number of models that a hint lists
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             installation = locate(options.transformers_path)
             newer = outlook(installation, catalog, options.models)
             outside = newer is not None and not catalog.for_release(installation.version)
-            # a release newer than every range has no overlay whose state could be listed, only an outlook
+            # no overlay supports a release newer than every range, so there are no states to list, only an outlook
             states = survey(installation, catalog, () if outside else options.models)
             skipped = LeftOut() if options.models or outside else left_out(installation, catalog)
     except HfRocmError as error:

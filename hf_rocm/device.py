@@ -25,7 +25,7 @@ class Device:
 
     kind: `cpu`, `cuda` (NVIDIA or ROCm) or another torch device type. rocm: True for a GPU of a ROCm build of torch.
     arch: the gfx name without feature flags (`gfx942`) on ROCm, else None. units: number of compute units on ROCm.
-    integrated: whether it shares the host's memory.
+    integrated: whether the GPU shares the host's memory.
     """
 
     kind: str
@@ -57,8 +57,8 @@ def gpu_arch(device: torch.device | str | int | None = None) -> str | None:
     """Return the architecture of an AMD GPU without feature flags, such as `gfx942` (MI300X), or None.
 
     device: a torch device, its name or its index; default: the current GPU. Use it to select a kernel, a build flag or
-    a table by architecture. It opens the device, so do not call it at import time. Returns None, and raises nothing,
-    on NVIDIA, on the CPU and where no GPU is usable; for NVIDIA see `torch.cuda.get_device_capability`.
+    a table by architecture. It opens the device, so do not call it at import time. Returns None instead of raising on
+    NVIDIA, on the CPU and without a usable GPU; for NVIDIA see `torch.cuda.get_device_capability`.
     """
     if not is_rocm() or not gpu_available():
         return None
@@ -95,9 +95,10 @@ def total_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free memory of a GPU in bytes; if it shares the host's memory, no more than what is free there.
+    """Return the free memory of a GPU in bytes, at most the host's free memory if the two share it.
 
-    For such a GPU, HIP does not subtract the memory of the host's processes, so its free bytes may exceed its total.
+    For such a GPU, HIP does not subtract the memory of the host's processes, so the free memory that it
+    reports may exceed the total.
     """
     free, _ = torch.cuda.mem_get_info(device)
     if not describe(device).integrated:

@@ -1,4 +1,4 @@
-"""Settings that ported code makes before it builds its model: allocator settings, and flags that some builds lack."""
+"""Settings that ported code applies before it builds its model: allocator settings, and flags that some builds lack."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PORTABLE = "PYTORCH_CUDA_ALLOC_CONF"
 def setup_environment(
     *, allocator: str | None = None, tf32: bool | None = None, cudnn_benchmark: bool | None = None
 ) -> list[str]:
-    """Make the settings that programs written for NVIDIA make at startup, in a form that is also correct on AMD.
+    """Apply the settings that programs written for NVIDIA apply at startup, in a form that is also correct on AMD.
 
     Call it at the start of a program, instead of setting `PYTORCH_CUDA_ALLOC_CONF` and `torch.backends.…` manually. The
     same call works on every machine and applies what that machine supports.
 
     allocator: settings of PyTorch's allocator, such as `expandable_segments:True`; None keeps the current settings.
     Settings in the user's environment take precedence. On ROCm, `max_split_size_mb` is removed where expandable
-    segments are enabled: the combination lets memory grow without bound, and on some cards gave wrong data.
+    segments are enabled: the combination lets memory grow without bound, and gave wrong data on some cards.
     tf32: allow TF32 in matrix multiplications and convolutions. cudnn_benchmark: let cuDNN or MIOpen benchmark
     algorithms. Flags that this build lacks are skipped.
 

@@ -1,4 +1,4 @@
-"""The exception hierarchy: what failed, where, what was expected, what was found, and the next step.
+"""The exception hierarchy. An error states what failed, where, what was expected and found, and the next step.
 
 Everything that hf_rocm raises on purpose is an `HfRocmError`; any other exception is a bug in hf_rocm.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 class HfRocmError(Exception):
     """An error that the user can act on.
 
-    message: one sentence without a full stop. facts: lines of label and value, such as file, expected, found.
+    message: one sentence without a full stop. facts: labelled values, such as file, expected and found.
     hint: the next step. `str(error)` is the whole text, as the command line prints it.
     """
 
@@ -54,7 +54,7 @@ class DigestMismatch(OverlayError):
 
 
 class LoadError(HfRocmError, OSError):
-    """A model can't be loaded. Also an `OSError`, because transformers raises and callers catch that."""
+    """A model can't be loaded. Also an `OSError`, because that is what transformers raises and callers catch."""
 
 
 class RankError(HfRocmError):
@@ -69,7 +69,7 @@ class TuningError(HfRocmError):
 
 
 class TableError(TuningError):
-    """A table of tuned GEMMs is invalid; the facts name the lines."""
+    """A table of tuned GEMMs is invalid; the facts list the lines."""
 
 
 class GraphError(HfRocmError):

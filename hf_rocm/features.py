@@ -1,8 +1,8 @@
-"""The parts of transformers' machinery that each feature depends on, and whether they are known to work.
+"""The internals of transformers that each feature depends on, and whether they are known to work.
 
-That machinery changes far more often than the models do. `overlays/features.toml` records the digests of every part in
-each release (scripts/refresh-digests updates it). Where a digest differs, or a part was replaced in this process, the
-features that depend on it are disabled with the reason. No overlay depends on them.
+These internals change far more often than the models do. `overlays/features.toml` records the digests of every part in
+each release (scripts/refresh-digests updates it). If a digest differs, or a part was replaced in this process, the
+features that depend on it are disabled with a reason. No overlay depends on them.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _CAUSAL_MASKS = (
     f"{_MASKS}prepare_padding_mask",
 )
 
-# Encoders whose results do not depend on masked tokens at the end of a row: the prefix of their classes, and the parts
-# that depend on the length of a call, besides the classes of `_PADDED_TASKS`
+# Encoders whose results do not depend on masked tokens at the end of a row: the prefix of their class names, and the
+# classes besides those in `_PADDED_TASKS` that depend on the length of a call
 _PADDED_PARTS = {
     "bert": ("Bert", ("BertEmbeddings", "BertEncoder", "BertPooler")),
     "camembert": ("Camembert", ("CamembertEmbeddings", "CamembertEncoder", "CamembertClassificationHead")),
@@ -70,7 +70,7 @@ _PADDED_PARTS = {
 }
 _PADDED_TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
-# feature → the names, `module:name`, whose digests are recorded
+# feature → the names (`module:name`) whose digests are recorded
 FEATURES: dict[str, tuple[str, ...]] = {
     "graph_decode": (
         f"{_GENERATION}get_compiled_call",
@@ -84,7 +84,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_GENERATION}_prefill_chunking",
         *_STATIC_CACHES,
     ),
-    # written back with their own `update`
+    # caches of the user, which are written back with their own `update`
     "user_caches": (
         *(f"{_CACHES}{name}" for name in ("DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer")),
         *_STATIC_CACHES,
@@ -168,7 +168,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_MODELS}set_attn_implementation",
     ),
     "static_cache": (f"{_CACHES}StaticCache", f"{_CACHES}StaticLayer", f"{_CACHES}Cache.update"),
-    # calls that are padded to buckets of lengths
+    # encoders whose calls are padded to a few lengths
     **{
         f"padding_{model}": tuple(
             f"transformers.models.{model}.modeling_{model}:{name}"
@@ -180,7 +180,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
 
 
 def padding_of(cls: type) -> str | None:
-    """Return the feature of a class whose calls are padded to buckets of lengths, or None."""
+    """Return the feature of a class whose calls are padded to a few lengths, or None."""
     feature = f"padding_{cls.__module__.rpartition('.modeling_')[2]}"
     names = FEATURES.get(feature, ())[: len(_PADDED_TASKS)]
     stock = getattr(sys.modules.get(cls.__module__), cls.__name__, None)
@@ -191,7 +191,7 @@ def refuses(feature: str) -> str | None:
     """Return why a feature (a key of `FEATURES`) is disabled now: a sentence about transformers, or None.
 
     The files that transformers was imported from are compared with the recorded digests once per process. The objects
-    in memory are compared by identity in every call, to detect replacements.
+    in memory are compared by identity on every call, to detect replacements.
     """
     reason = _unlike(feature)
     return replaced(feature) if reason is None else reason
@@ -210,7 +210,7 @@ def replaced(feature: str) -> str | None:
 
 @cache
 def _unlike(feature: str) -> str | None:
-    """Return which part has a source text in this release that was not recorded, or None."""
+    """Return which part's source in this release was not recorded, or None."""
     record = _manifest().records.get(feature, Record())
     files = {module: _file(module) for module in modules(feature)}
     if combined(content for _, content in sorted(files.items())) not in record.files:
@@ -281,7 +281,7 @@ def _places(feature: str) -> Iterator[Reference]:
 
 
 def _functions(cls: type) -> list[str]:
-    """The functions that a class defines, without those that hf_rocm added."""
+    """Return the names of the functions that a class defines, except those that hf_rocm added."""
     names = [name for name, value in vars(cls).items() if inspect.isfunction(value)]
     return [name for name in names if patches.original(cls, name) is not patches.ABSENT]
 
@@ -293,5 +293,5 @@ def _is_code(value: Any) -> bool:
 
 _NOTHING: tuple[tuple[str, ...], Watch | None] = ((), None)
 
-# By feature: its modules that were not imported yet, and the watched attributes of the others.
+# Feature → its modules that were not imported yet, and the watched attributes of its other modules.
 _watches: dict[str, tuple[tuple[str, ...], Watch | None]] = {}

@@ -22,14 +22,14 @@ _PAUSE = 0.05  # seconds between two attempts
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # follow no symbolic link, and do not wait for the other end of a FIFO
 _SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-# names of the standard streams: they may lead to a regular file that the shell has opened already
+# paths of the standard streams, which may be regular files that the shell has already opened
 _STREAMS = ("/dev/fd/", "/dev/stdout", "/dev/stderr", "/proc/")
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Replace a file atomically: after a crash, and for every reader, it has the old content or the new one.
+    """Replace a file atomically: readers see either the old content or the new content, even after a crash.
 
-    The file gets the permissions of the umask. Raises `OSError`.
+    The umask determines its permissions. Raises `OSError`.
     """
     with replacement(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -62,9 +62,9 @@ def write_output(path: Path, content: str | bytes) -> None:
 def output(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file; its content is written to `path` if the block ends without an error.
 
-    A regular file is replaced atomically and keeps its permissions, owner and group; a new file gets the permissions of
-    the umask. For a symbolic link, the target is replaced and the link stays. For a character device or a FIFO, the
-    content is written into it. Raises `OSError` for anything else.
+    A regular file is replaced atomically and keeps its permissions, owner and group; the umask
+    determines the permissions of a new file. For a symbolic link, the target is replaced and the link stays. For a
+    character device or a FIFO, the content is written into it. Raises `OSError` for anything else.
     """
     check_output(path)
     if _is_stream(path):
@@ -86,7 +86,7 @@ def output(path: Path) -> Iterator[Path]:
 def check_output(path: Path, *, parents: bool = False) -> None:
     """Raise `OSError` if `path` is not writable, before the result is computed. Changes nothing.
 
-    parents: missing parent folders will be created, so they are no error.
+    parents: missing parent folders are not an error, because they will be created.
     """
     status = _status(path)
     if status is not None and stat.S_ISDIR(status.st_mode):
@@ -108,7 +108,7 @@ def check_output(path: Path, *, parents: bool = False) -> None:
 
 
 def write_own(path: Path, content: str) -> None:
-    """Replace a file that only this user may write to, for `read_own`. Raises `OSError`."""
+    """Replace a file so that only this user may write to it, as `read_own` requires. Raises `OSError`."""
     with replacement(path) as temporary:
         temporary.write_bytes(content.encode())
         temporary.chmod(stat.S_IMODE(temporary.stat().st_mode) & ~_BY_OTHERS)
@@ -148,7 +148,7 @@ def open_own(path: Path) -> int | None:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Return whether it is a regular file that belongs to this user or to root."""
+    """Return whether the file is a regular one and belongs to this user or to root."""
     return stat.S_ISREG(status.st_mode) and status.st_uid in (os.geteuid(), 0)
 
 
@@ -203,7 +203,7 @@ def _is_stream(path: Path) -> bool:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return the status of what `path` leads to, or None if it does not exist. Raises `OSError` if it is hidden."""
+    """Return the status of the file at `path`, or None if there is none. Raises `OSError` if it is not accessible."""
     try:
         return path.stat()
     except FileNotFoundError:

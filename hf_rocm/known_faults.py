@@ -1,4 +1,4 @@
-"""Known faults by GPU, ROCm release and Linux kernel, with their sources. Needs no torch.
+"""Known faults by GPU, ROCm release and Linux kernel, with their sources. Does not import torch.
 
 Recorded steps and loading work around them, and `hf-rocm doctor` warns about them.
 """
@@ -17,8 +17,8 @@ class GraphFault(NamedTuple):
     """One reported fault of graph replay.
 
     gfx: the affected architectures. first, last: the first and the last ROCm release known to be affected; None: no
-    unaffected release is known on that side. nodes: the fewest kernel nodes of an affected graph, 0 for any graph.
-    what: the consequence, one sentence without a full stop. link: the report.
+    unaffected release is known on that side. nodes: the smallest number of kernel nodes in an affected graph; 0
+    for any graph. what: the consequence, one sentence without a full stop. link: the report.
     """
 
     name: str
@@ -31,7 +31,7 @@ class GraphFault(NamedTuple):
 
     @property
     def releases(self) -> str:
-        """`ROCm 7.2.0 to 7.2.3`, for a sentence."""
+        """The affected releases for use in a sentence, such as `ROCm 7.2.0 to 7.2.3`."""
         if self.first is None or self.last is None:
             return "every ROCm release so far"
         first, last = (".".join(map(str, release)) for release in (self.first, self.last))
@@ -70,14 +70,14 @@ GRAPH_FAULTS = (
 
 
 class MappedCopyFault(NamedTuple):
-    """A fault of copies from a mapped file to the GPU. what: the consequence, one sentence without a full stop."""
+    """A fault in copies from a mapped file to the GPU. what: the consequence, one sentence without a full stop."""
 
     name: str
     what: str
     link: str
 
 
-# Linux kernels on which such copies stall, by the beginning of `uname -r`, with the report.
+# Linux kernels on which such copies stall: the beginning of `uname -r` → the report.
 STALLING_KERNELS = {
     "7.0.0-28": "https://github.com/ROCm/legacy-rocm-build/issues/6523",
     "7.0.12": "https://github.com/ROCm/legacy-rocm-build/issues/6358",
@@ -110,7 +110,7 @@ def graph_faults(gfx: str | None, rocm: str | None) -> tuple[GraphFault, ...]:
     """Return the faults that may be present on this architecture with this release of ROCm.
 
     gfx: the name without feature flags, such as `gfx942`. rocm: as `rocm_release` returns it. For an incomplete
-    (`7.2`) or unknown release, the faults of every release that it may be are returned.
+    (`7.2`) or unknown release, returns the faults of every release that it might be.
     """
     return tuple(fault for fault in GRAPH_FAULTS if gfx in fault.gfx and _may_be_between(fault, _numbers(rocm)))
 
@@ -120,7 +120,7 @@ def rocm_release(*, rocm: str | None = None, torch: str | None = None, hip: str 
 
     rocm: `torch.version.rocm`, present since PyTorch 2.10, None before. torch: `torch.__version__`, in which wheels
     state it as `2.10.0+rocm7.2.4`. hip: `torch.version.hip`, such as `7.2.26015-4179531dcd`: its third number is a
-    build, and from ROCm 10 on its first two numbers are HIP's own version.
+    build number, and from ROCm 10 on its first two numbers are HIP's own version.
     """
     local = (torch or "").partition("+rocm")[2]
     known = [numbers for numbers in map(_numbers, (rocm, local, hip)) if numbers]

@@ -1,4 +1,4 @@
-"""The values of options: one function for each form, which reads a variable from a mapping or raises `OptionError`."""
+"""Parsers of option values. Every function reads a variable from a mapping, or raises `OptionError`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def seconds(environment: Mapping[str, str], name: str, *, default: float, larges
 
 
 def memory(environment: Mapping[str, str], name: str, *, default: str) -> str:
-    """A number of bytes, with a unit or as a share, as text."""
+    """Return an amount of memory as text: a number of bytes, with or without a unit, or a share."""
     text = environment.get(name, "").strip() or default
     in_bytes(text, 0, source=f"{name}=")
     return text
 
 
 def number(environment: Mapping[str, str], name: str, *, default: int, allowed: str, smallest: int = 0) -> int:
-    """An integer. allowed: the values that are allowed, for the error."""
+    """Return an integer. allowed: the allowed values, for the error message."""
     text = environment.get(name, "").strip()
     try:
         value = int(text) if text else default

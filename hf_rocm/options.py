@@ -1,4 +1,4 @@
-"""Every option. The environment is read nowhere else.
+"""All options. No other module reads the environment.
 
 An option is an environment variable and, where that makes sense, also an argument; arguments take precedence. Where no
 overlay is active, options are ignored. The table in the README is generated from `VARIABLES`.
@@ -25,7 +25,7 @@ OPERATIONS = ("attention", "linear", "act_and_mul", "rms_norm", "rope", "experts
 
 
 class Switch(Enum):
-    """A tri-state: auto (unset), required (1: an error with the reason if it is not possible), off (0)."""
+    """A switch with three states: auto (unset), required (1: an error with the reason if not possible), off (0)."""
 
     AUTO = "auto"
     REQUIRED = "1"
@@ -116,7 +116,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "
 
 @dataclass(frozen=True)
 class Options:
-    """The options of running models, validated when built."""
+    """The options for running models, validated on construction."""
 
     tiers: Mapping[str, str]
     aiter: Mapping[str, Switch]
@@ -147,7 +147,7 @@ def auto_requested() -> bool:
 
 
 def aiter_may_log() -> bool:
-    """Return whether one of aiter's own variables enables its log; otherwise hf_rocm passes only its warnings."""
+    """Return whether one of aiter's own variables enables its log; otherwise only its warnings are logged."""
     return bool(os.environ.get("AITER_LOG_LEVEL")) or os.environ.get("AITER_LOG_MORE", "0") not in ("", "0")
 
 
@@ -167,7 +167,7 @@ def launcher() -> dict[str, str]:
 
 
 def set_variable(name: str, value: str | None) -> None:
-    """Set a variable of this process and of its children; None: remove it."""
+    """Set a variable of this process and of its children; None removes it."""
     if value is None:
         os.environ.pop(name, None)
     else:
@@ -180,7 +180,7 @@ def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     try:
         return Path(named).expanduser() if named else Path(base or "~/.cache").expanduser() / "hf_rocm"
-    except RuntimeError as error:  # no HOME, and no entry for this user in the system's list
+    except RuntimeError as error:  # no HOME, and no entry for this user in the system's user database
         raise FileNotFoundError(errno.ENOENT, "this user has no home folder") from error
 
 
@@ -193,7 +193,7 @@ def tuned_tables() -> list[tuple[str, int]]:
 def _written(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except (OSError, ValueError):  # reading the table reports the error
+    except (OSError, ValueError):  # the error is reported when the table is read
         return 0
 
 
@@ -204,7 +204,7 @@ def tuned_files() -> list[Path]:
 
 
 def use_tuned_table(path: Path | None) -> None:
-    """Make aiter use one table of hf_rocm, in this process and its children; None restores the user's tables."""
+    """Make aiter use one of hf_rocm's tables in this process and its children; None restores the user's tables."""
     global _users_tables
     if path is not None:
         if _users_tables is None:
@@ -218,24 +218,24 @@ def use_tuned_table(path: Path | None) -> None:
 
 
 def aiter_machine() -> tuple[str | None, int | None]:
-    """Return the architecture and the number of compute units that aiter's own variables override."""
+    """Return the architecture and the number of compute units that aiter's own variables set, if any."""
     gfx = os.environ.get("GPU_ARCHS", "").strip().split(";")[-1].strip()
     units = os.environ.get("CU_NUM", "").strip()
     return gfx if gfx.startswith("gfx") else None, int(units) if units.isdecimal() and int(units) else None
 
 
 def without_tables() -> dict[str, str]:
-    """Return the environment for aiter's tuner, without the current tables: it would read and rewrite them."""
+    """Return the environment for aiter's tuner, without the current tables, which the tuner would rewrite."""
     return {name: value for name, value in os.environ.items() if name != "AITER_CONFIG_GEMM_BF16"}
 
 
 def current() -> Options:
-    """Return the current options: those of an `override`, else the environment as of the first call or `refresh`."""
+    """Return the current options: the innermost `override`, else the environment as of the first call or `refresh`."""
     return _overrides[-1] if _overrides else _from_environment()
 
 
 def refresh() -> None:
-    """Read the environment again if a variable changed, and select kernels again. Warns of unknown option names."""
+    """Read the environment again if a variable changed, and select kernels again. Warns about unknown option names."""
     global _read
     check_names()
     if _read is not None and _read[0] != _values():
@@ -244,8 +244,8 @@ def refresh() -> None:
 
 
 def check_names() -> None:
-    """Log one warning for every variable of the environment that looks like an option but is not one."""
-    from hf_rocm.variables import warn_of_unknown  # an inert overlay block does without it
+    """Log one warning for every environment variable that looks like an option but is not one."""
+    from hf_rocm.variables import warn_of_unknown  # an inert overlay block does not need it
 
     warn_of_unknown(os.environ, (variable.name for variable in VARIABLES))
 
@@ -318,9 +318,9 @@ _overrides: list[Options] = []
 _users_tables: str | None = None  # AITER_CONFIG_GEMM_BF16 before it was set to hf_rocm's table
 
 
-# Read at every use, and no part of `Options`.
+# Read at every use and not part of `Options`.
 _READ_AT_USE = ("HF_ROCM_FORCE", "HF_ROCM_AUTO", "HF_ROCM_CACHE", "AITER_CONFIG_GEMM_BF16")
-_read: tuple[list[str | None], Options] | None = None  # the values that were read, and what they mean
+_read: tuple[list[str | None], Options] | None = None  # the values that were read, and the options parsed from them
 
 
 def _from_environment() -> Options:
@@ -334,7 +334,7 @@ def _values() -> list[str | None]:
 
 
 def _forget_choices() -> None:
-    """Drop the cached choices per specification, which depend on the options."""
+    """Drop the kernel choices that are cached per specification, because they depend on the options."""
     import sys
 
     registry = sys.modules.get("hf_rocm.ops.registry")

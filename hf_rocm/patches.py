@@ -1,12 +1,12 @@
-"""The executor of changes in memory: the only code that sets attributes of other packages, and restores them.
+"""The executor of changes in memory: the only code that sets and restores attributes of other packages.
 
 A `Change` is a record: an owner (a class, a module, a registry), a name, the original (or `ABSENT`) and the
 replacement. Everything else in hf_rocm declares changes and names their user. A change is applied for its first user
-and undone with its last. Users are referenced weakly, so that the changes of a model end with the model.
+and undone when its last user is released. Users are referenced weakly, so the changes for a model end with the model.
 
-If other code wrapped or replaced our replacement in the meantime, its change stays: the change is no longer `live`, and
-a replacement that is not live only calls the original. If it becomes the current value again, the next operation undoes
-it.
+If other code has wrapped or replaced our replacement in the meantime, that code's value stays. Our change is then no
+longer `live`, and a replacement that is not live only calls the original. If our replacement becomes the current value
+again, the next operation undoes it.
 
 Garbage collection can run while PyTorch compiles or iterates over a table of hooks. It therefore only records that a
 user was collected; the next operation undoes its changes.
@@ -41,7 +41,7 @@ class Change:
     make: called once with the change, returns the replacement. The replacement reads `change.live` in every call and
     calls `change.original` (see `call_of`) if it is false. The executor keeps `original` up to date: it is the value
     below the replacement, which may be another change's replacement.
-    key: changes of one attribute with the same key are one change: the second is not applied, its user joins the first.
+    key: changes of one attribute with the same key are one change. The second is not applied; its user joins the first.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Change:
         self.replacement = make(self)
 
     def current(self) -> Any:
-        """The owner's own attribute with this name, or ABSENT."""
+        """Return the owner's own attribute with this name, or ABSENT."""
         return vars(self.owner).get(self.name, ABSENT)
 
     def write(self, value: Any) -> None:
@@ -66,7 +66,7 @@ class Change:
             setattr(self.owner, str(self.name), value)
 
     def call_of(self, instance: Any) -> Callable[..., Any]:
-        """The original of a method, bound to an instance, or to a class for class methods and static methods."""
+        """Return the original method, bound to an instance, or to a class for class methods and static methods."""
         cls: Any = self.owner
         is_class = isinstance(instance, type)
         bound: Callable[..., Any] = (
@@ -81,7 +81,7 @@ class Change:
 
 
 class Entry(Change):
-    """A change of one entry of a dictionary: a registry, a function table, PyTorch's tables of global hooks."""
+    """A change of one entry of a dictionary: a registry, a function table or PyTorch's tables of global hooks."""
 
     def current(self) -> Any:
         return self.owner.get(self.name, ABSENT)
@@ -112,14 +112,14 @@ class _User:
 _lock = threading.RLock()
 _users: dict[int, _User] = {}
 _live: dict[tuple[int, Hashable], list[Change]] = {}  # by place, in the order in which they were applied
-_undone: WeakSet[Change] = WeakSet()  # alive while anything references their replacements, which reference the changes
+_undone: WeakSet[Change] = WeakSet()  # changes that their replacements keep alive
 
 
 def apply(*changes: Change, user: Any) -> None:
     """Apply these changes for a user, all or none. Changes that this user already has are skipped.
 
     A change that was undone is written again only if the current value is its original or one of our replacements.
-    Otherwise other code's wrapper may still call it, so it is only made live again.
+    Otherwise other code's wrapper may still call the replacement, so the change is only made live again.
     """
     with _operation():
         record = _users.get(id(user))
@@ -146,9 +146,9 @@ def apply(*changes: Change, user: Any) -> None:
 
 
 def release(user: Any, *, key: Hashable | None = None) -> list[Change]:
-    """Undo the changes that only this user needs. key: only those with this key.
+    """Undo the changes that only this user needs. key: undo only the changes with this key.
 
-    Returns the changes that other code has replaced: its replacement stays, and the `hf_rocm` logger warns.
+    Returns the changes that other code has replaced. That code's value stays, and the `hf_rocm` logger warns.
     """
     with _operation():
         record = _users.get(id(user))
@@ -201,7 +201,7 @@ def replaced() -> list[Change]:
 
 
 def original(owner: Any, name: str) -> Any:
-    """Return the owner's value without hf_rocm's changes, or ABSENT. A wrapper of other code is returned as it is."""
+    """Return the owner's value without hf_rocm's changes, or ABSENT. A wrapper from other code is returned as is."""
     entries = owner if isinstance(owner, dict) else vars(owner)
     return _beneath(entries.get(name, ABSENT), (id(owner), name))
 

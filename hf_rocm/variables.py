@@ -12,20 +12,20 @@ _log = logging.getLogger("hf_rocm")
 
 
 def unknown(names: Iterable[str], known: Iterable[str]) -> dict[str, str | None]:
-    """The unknown names that begin with HF_ROCM_, with the most similar known one, if any."""
+    """Return the unknown names that begin with HF_ROCM_, with the most similar known name, if any."""
     own = [name.removeprefix(_PREFIX) for name in known if name.startswith(_PREFIX)]
     given = {name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)}
     strange = sorted(given - set(own))
     if not strange:
         return {}
-    from difflib import get_close_matches  # here: check_version stays cheap
+    from difflib import get_close_matches  # imported here to keep check_version cheap
 
     near = {name: get_close_matches(name, own, 1) for name in strange}
     return {_PREFIX + name: _PREFIX + names[0] if names else None for name, names in near.items()}
 
 
 def warn_of_unknown(names: Iterable[str], known: Iterable[str]) -> None:
-    """Log one warning for every unknown name in this process."""
+    """Log a warning for every unknown name, once per process."""
     for name, near in unknown(names, known).items():
         if name not in _warned:
             _warned.add(name)

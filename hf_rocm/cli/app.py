@@ -70,11 +70,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def build() -> typer.Typer:
-    """Build the application: every function of `COMMANDS` is a command of that name."""
+    """Build the application: every function in `COMMANDS` becomes a command with its name."""
     app = typer.Typer(
         cls=StartPage,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # plain help: nothing is cut, and rich is not imported for it
+        rich_markup_mode=None,  # plain help: nothing is truncated, and rich is not imported for it
         subcommand_metavar="COMMAND [ARGUMENTS]",
         help="Makes Hugging Face transformers fast on AMD GPUs (ROCm). On other machines transformers stays as it is, "
         "and every change can be undone.",
@@ -99,5 +99,5 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand != "doctor":  # whose report lists them
+    if context.invoked_subcommand != "doctor":  # doctor lists them in its report
         options.check_names()

@@ -1,4 +1,4 @@
-"""`hf-rocm bench`: compare stock with hf_rocm on this machine: whole models, single kernels, and servers."""
+"""`hf-rocm bench`: compare whole models, single kernels and servers, stock and with hf_rocm, on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hf-rocm bench serve`: HTTP traffic to `transformers serve`, stock and with hf_rocm."""
+"""`hf-rocm bench serve`: measure `transformers serve` under HTTP traffic, stock and with hf_rocm."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def subject_of(
 
 
 def check_files(save: Path | None, chart: Path | None = None, profile: Path | None = None) -> None:
-    """Refuse output files that can't be written, before minutes of measuring."""
+    """Raise `OptionError` if an output file can't be written, before minutes are spent on measuring."""
     from hf_rocm.tools.bench import chart as charts
     from hf_rocm.tools.bench import record
 
@@ -53,7 +53,7 @@ def check_files(save: Path | None, chart: Path | None = None, profile: Path | No
 
 
 def draw(segment: Segment, file: Path) -> None:
-    """Write the chart of a segment, and print where it is."""
+    """Write the chart of a segment, and print its path."""
     from hf_rocm.tools.bench import chart as charts
 
     for written in charts.save([segment], file):

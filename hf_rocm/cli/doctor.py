@@ -1,4 +1,4 @@
-"""`hf-rocm doctor`: is this machine ready, and what is in the way?"""
+"""`hf-rocm doctor`: report whether this machine is ready, and what to fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_rocm.tools.doctor.report import Finding, Level, Report
 from hf_rocm.tools.wrapping import width, wrapped
 
 _STYLES = {Level.OK: "good", Level.WARNING: "attention", Level.PROBLEM: "error"}
-_NARROW = 40  # with fewer columns beside the check's name, the text starts below it
+_NARROW = 40  # if fewer columns are left beside the check's name, the text starts below it
 
 
 def doctor(
@@ -57,7 +57,7 @@ def _print(report: Report, *, everything: bool) -> None:
 
 
 def _fix(fix: str, room: int) -> list[str]:
-    """A command alone stays on one line, so that it can be copied; sentences and what follows a command are wrapped."""
+    """Format a fix. A bare command stays on one line, so that it can be copied; sentences and comments are wrapped."""
     if not fix:
         return []
     command, mark, comment = fix.partition("   # ")

@@ -1,4 +1,4 @@
-"""`hf-rocm env`: a block about this machine, to paste into an issue."""
+"""`hf-rocm env`: print a description of this machine to paste into an issue."""
 
 from __future__ import annotations
 

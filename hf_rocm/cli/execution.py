@@ -1,4 +1,4 @@
-"""The output and the exit codes of installing and uninstalling."""
+"""The output and the exit codes of `install-overlays` and `uninstall-overlays`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_rocm.overlay.plan import Plan, Verb
 
 _DONE = {Verb.INSTALL: "installed", Verb.UPDATE: "updated", Verb.REMOVE: "removed"}
 _PLANNED = {Verb.INSTALL: "would install", Verb.UPDATE: "would update", Verb.REMOVE: "would remove"}
-_NAMED = 12  # the number of models that are named without --all
+_NAMED = 12  # the largest number of models that are listed without --all
 
 
 def report(plan: Plan, notices: list[str], *, dry_run: bool, as_json: bool, everything: bool = False) -> None:

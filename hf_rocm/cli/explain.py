@@ -1,4 +1,4 @@
-"""`hf-rocm explain`: the changes of hf_rocm to a model, the kernel of each operation, and why no faster one is used."""
+"""`hf-rocm explain`: show hf_rocm's changes to a model, the kernel of each operation, and why no faster one is used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def explain(
     from hf_rocm.tools.explain import explain as account
     from hf_rocm.tools.load import load
 
-    with torch.no_grad():  # as generate calls it
+    with torch.no_grad():  # `generate` also disables gradients
         explanation = account(load(model, device=device, force=force))
     if json:
         print_json(explanation.to_dict())

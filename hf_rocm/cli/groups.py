@@ -10,7 +10,7 @@ import typer
 from hf_rocm.cli.help_text import Group
 from hf_rocm.errors import OptionError
 
-# The commands by purpose, in the order of the start page.
+# The commands grouped by purpose, in the order of the start page.
 SECTIONS = {
     "Set up": ("doctor", "install-overlays", "status", "uninstall-overlays"),
     "Models": ("explain", "verify", "bench", "tune", "warmup", "quantize"),
@@ -39,7 +39,7 @@ class StartPage(Group):
 
 
 class ModelOrCommand(Group):
-    """`hf-rocm bench MODEL` in addition to `hf-rocm bench ops`: a word that is not a command is a model or an option.
+    """A group that accepts `bench MODEL` as well as `bench ops`: a word that is not a command is a model or an option.
 
     Its help page has the options of the command `model`, and the other commands below them.
     """
@@ -70,13 +70,13 @@ class ModelOrCommand(Group):
 
 
 def _write_commands(formatter: Any, title: str, commands: Iterable[tuple[str, Any]]) -> None:
-    """Write each command with the whole first sentence of its help, wrapped and never cut."""
+    """Write every command with the full first sentence of its help, wrapped but never truncated."""
     with formatter.section(title):
         formatter.write_dl([(name, command.get_short_help_str(limit=1000)) for name, command in commands])
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """`1,8,32` as whole numbers, sorted. Raises `OptionError`."""
+    """Parse whole numbers such as `1,8,32` and return them sorted. Raises `OptionError`."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdecimal() and 0 < int(word) <= 10**7 for word in words):
         raise OptionError(f"{option} {text} is not valid", hint=f"write whole numbers: {option} 1,8,32")

@@ -1,4 +1,4 @@
-"""`hf-rocm help`: the start page, or the help of one command."""
+"""`hf-rocm help`: show the start page, or the help of one command."""
 
 from __future__ import annotations
 

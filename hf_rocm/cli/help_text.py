@@ -1,4 +1,4 @@
-"""The layout of help pages: words are never broken or cut, and lines fit the terminal."""
+"""The layout of help pages: words are never broken or truncated, and lines fit the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from hf_rocm.tools.wrapping import width, wrapped
 
 _WIDEST = 120  # columns of a help page
-_COLUMN = 30  # the text of a wider first column is on the next line
+_COLUMN = 30  # if the first column is wider, its text starts on the next line
 
 
 class HelpText:
@@ -45,7 +45,7 @@ class HelpText:
             self._lines.append("")
 
     def write_text(self, text: str) -> None:
-        """Write paragraphs, wrapped again: line breaks within them come from the source."""
+        """Write paragraphs. They are wrapped again, because their line breaks come from the source code."""
         for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text)):
             self.write_paragraph()
             words = " ".join(paragraph.split())
@@ -85,14 +85,14 @@ class HelpText:
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help is a `HelpText`."""
+    """A command whose help is formatted by `HelpText`."""
 
     def get_help(self, ctx: Any) -> str:
         return help_of(self, ctx)
 
 
 class Group(typer.core.TyperGroup):
-    """A group whose help is a `HelpText`."""
+    """A group whose help is formatted by `HelpText`."""
 
     def get_help(self, ctx: Any) -> str:
         return help_of(self, ctx)

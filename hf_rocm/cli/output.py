@@ -1,6 +1,6 @@
 """Text for people on stdout, JSON for programs, and everything else on stderr.
 
-rich is imported when a table is printed or a stream is a terminal: `check_version --json` does without it.
+rich is imported only when a table is printed or a stream is a terminal, so `check_version --json` does not need it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_rocm.tools.wrapping import width, wrapped
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SHORT = 20  # characters of a cell that is not wrapped
+_SHORT = 20  # cells of at most this many characters are not wrapped
 
 THEME = {
     "good": "green", "attention": "yellow", "wrong": "red", "error": "bold red",
@@ -40,7 +40,7 @@ _STATES = {
 
 
 def check_output(file: Path, *, parents: bool = False) -> None:
-    """Raise `OptionError` if this file can't be written, before any work. parents: missing folders are created."""
+    """Raise `OptionError` if this file can't be written, before any work. parents: missing folders will be created."""
     try:
         files.check_output(file, parents=parents)
     except OSError as error:
@@ -63,7 +63,7 @@ def print_error(error: HfRocmError) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape control characters and invalid ones, except line ends: file names may contain anything."""
+    """Escape control and invalid characters, except newlines, because file names may contain anything."""
     if text.isprintable():
         return text
     return "".join(
@@ -82,7 +82,7 @@ def print_next(text: str) -> None:
 
 
 def transformers_dict(installation: Installation) -> dict[str, object]:
-    """The path and version of transformers, as in the JSON of every command."""
+    """Return the path and version of transformers for the JSON output of every command."""
     return {"path": str(installation.root), "version": installation.version}
 
 
@@ -122,7 +122,7 @@ def print_left_out(left_out: LeftOut | None, release: str) -> None:
 
 
 def print_groups(header: Sequence[str], members: Iterable[tuple[tuple[str, ...], str]]) -> None:
-    """Print a table with one row per group. The last column has the wrapped names of its members."""
+    """Print a table with one row per group. The last column lists the names of its members."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for group, name in members:
         groups.setdefault(group, []).append(name)
@@ -132,7 +132,7 @@ def print_groups(header: Sequence[str], members: Iterable[tuple[tuple[str, ...],
 
 
 def _by_release(group: tuple[tuple[str, ...], list[str]]) -> list[list[tuple[int, str]]]:
-    """A sort key that compares numbers in names as numbers: transformers-5.2 comes before transformers-5.13."""
+    """Return a sort key that compares numbers in names as numbers: transformers-5.2 comes before transformers-5.13."""
     return [
         [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", word)] for word in group[0]
     ]
@@ -147,7 +147,7 @@ def _axes(state: FileState) -> tuple[str, str]:
 
 
 def _summary(states: Sequence[FileState]) -> str:
-    """`2 of 110 overlays are installed; all match this transformers`, and what needs attention."""
+    """Return, for example, `2 of 110 overlays are installed; all match this transformers`, and what needs attention."""
     total = len(states)
     count = sum(state.installed is Installed.YES for state in states)
     matching = sum(state.match in GOOD for state in states)
@@ -166,7 +166,7 @@ def _what_is_wrong(state: FileState) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns. Where they don't fit, the widest wrap between words; paths and short cells stay whole."""
+    """Print aligned columns. If they don't fit, the widest are wrapped between words, except paths and short cells."""
     from rich.table import Table
     from rich.text import Text
 
@@ -184,7 +184,10 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Each column has the width of its longest cell; if that is too much, the widest shrink, at most to their words."""
+    """Return the width of every column: that of its longest cell.
+
+    If the table is too wide, the widest columns shrink, down to their longest word.
+    """
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     least = [
@@ -201,7 +204,7 @@ def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def print_wrapped(text: str, *, indent: str = "", hanging: str = "  ") -> None:
-    """Print a sentence, wrapped between words. indent: of the first line; hanging: added to it in the lines after."""
+    """Print a sentence, wrapped between words. indent: that of the first line; hanging: added to it on the others."""
     print("\n".join(wrapped(text, width(), indent=indent, hanging=hanging)))
 
 
@@ -231,12 +234,12 @@ def print_facts(facts: Mapping[str, object]) -> None:
 
 
 def shorten(file: Path, root: Path) -> str:
-    """The path of a stock file, relative to the package."""
+    """Return the path of a stock file, relative to the package if the file is in it."""
     return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """The text in a style of `THEME` if the stream is a terminal that shows colours. NO_COLOR turns them off."""
+    """Return the text, in a style of `THEME` if the stream is a terminal with colours. NO_COLOR disables them."""
     if not style or not stream.isatty():
         return text
     from rich.text import Text
@@ -248,7 +251,7 @@ def styled(text: str, style: str, stream: TextIO) -> str:
 
 
 def console(stream: TextIO, *, columns: int | None = None) -> Console:
-    """A rich console on this stream, with the theme. It prints text unchanged: no markup and no highlighting."""
+    """Return a rich console on this stream, with the theme. It prints text unchanged: no markup and no highlighting."""
     from rich.console import Console
     from rich.theme import Theme
 

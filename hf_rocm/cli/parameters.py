@@ -9,7 +9,7 @@ import typer
 
 
 def _known_models() -> list[str]:
-    """For shells that complete a model's folder."""
+    """Return the names of model folders for shell completion."""
     from hf_rocm.overlay.catalog import load
 
     return load().models()

@@ -15,10 +15,10 @@ _REDRAW = 0.1  # seconds
 
 
 class Progress:
-    """A context in which `count` and `step` show the progress.
+    """A context manager whose `count` and `step` show the progress.
 
-    what: what is counted, such as `files read`. every: without a terminal, the seconds between two lines; None: print
-    nothing there.
+    what: what is counted, such as `files read`. every: the seconds between two lines if stderr is not a
+    terminal; None: print no lines.
     """
 
     def __init__(self, what: str = "", *, every: float | None = None) -> None:
@@ -43,7 +43,7 @@ class Progress:
 
     @property
     def time(self) -> str:
-        """The time since the start, in words."""
+        """The time since the start as text, such as `2 min 5 s`."""
         seconds = int(time.monotonic() - self._began)
         return f"{seconds // 60} min {seconds % 60} s" if seconds >= 60 else f"{seconds} s"
 
@@ -65,7 +65,7 @@ class Progress:
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
             counting = (BarColumn(bar_width=24), TimeElapsedColumn()) if total is not None else ()
-            # drawn only here: no thread, and the output of others is not redirected
+            # redrawn only here: no refresh thread is started, and other output is not redirected
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False), *counting, console=console(sys.stderr),
                 auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False,

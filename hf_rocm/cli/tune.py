@@ -228,7 +228,7 @@ def _print_job(job: Tuning) -> None:
 
 
 def _print_why_not(job: Tuning, *, shapes_only: bool) -> None:
-    """Print why nothing is tuned: all is tuned already, only the shapes are wanted, or this machine can't."""
+    """Print why nothing is tuned: everything is tuned, only the shapes were requested, or this machine can't tune."""
     if not job.todo:
         print("nothing to do: all of them are tuned (--again repeats it)")
         return

@@ -1,1 +1,1 @@
-"""The facts that ranks compare before they load a model together, and which of them logs."""
+"""Coordinate ranks that load a model together: they compare facts first, and log messages once."""

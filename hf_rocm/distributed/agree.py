@@ -1,6 +1,6 @@
 """The handshake before a load: every rank publishes its facts, and all continue or all raise the same error.
 
-It uses a store instead of a collective: waiting on a store has a timeout, and it shows which ranks are missing. The
+It uses a store instead of a collective, because waiting on a store has a timeout and shows which ranks are missing. The
 handshake takes milliseconds.
 """
 
@@ -18,7 +18,7 @@ from hf_rocm.errors import HfRocmError, RankError
 
 Facts = Mapping[str, str]
 
-_PAUSE = 0.002  # seconds between two polls of the store; doubles up to sixteen times that
+_PAUSE = 0.002  # seconds between two polls of the store; doubles up to 16 times this value
 _GRACE = 5.0  # seconds for the other ranks to read an error before this rank, and perhaps the store, ends
 _SHOWN = 6  # differing facts that are listed; the others are counted
 _calls: dict[tuple[int, str], Iterator[int]] = {}
@@ -42,7 +42,7 @@ def agree(
         failure = error
         mine["failed"] = _description(error)
     try:
-        if failure is not None:  # before the facts: a rank that has read all facts continues
+        if failure is not None:  # before the facts, because a rank that has read all facts continues
             call.end(_failed(here.rank, mine))
         call.publish(mine)
         collected = call.collect(timeout)
@@ -104,7 +104,7 @@ class _Call:
                 here = [rank for rank in here if not self.store.check([f"{self.prefix}/read/{rank}"])]
                 time.sleep(_PAUSE)
         except RuntimeError:
-            pass  # the store has ended: no rank waits on it any more
+            pass  # the store has ended, so no rank waits on it any more
 
     def _key(self, rank: int) -> str:
         return f"{self.prefix}/{rank}"

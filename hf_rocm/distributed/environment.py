@@ -1,7 +1,7 @@
 """This process's rank, the ranks that load a model with it, and the store through which they communicate.
 
-Read from the variables of torchrun or accelerate, or from torch.distributed. Nothing is initialised here: transformers
-creates the process group while it loads, on the same port as hf_rocm's store.
+They are read from the variables of torchrun or accelerate, or from torch.distributed. Nothing is initialised here:
+transformers creates the process group while it loads, on the same port as hf_rocm's store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from hf_rocm import options
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
-_stores: list[Any] = []  # hf_rocm's own; on rank 0 it owns the port on which the process group is created later
+_stores: list[Any] = []  # hf_rocm's own stores; rank 0's owns the port on which the process group is created later
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def process_group() -> Any | None:
 def partners(here: Place, arguments: Mapping[str, Any]) -> list[int]:
     """Return the ranks that load one model together with these arguments of `from_pretrained`, including this one.
 
-    Empty if every rank loads its own model: then no rank may wait for another.
+    Returns an empty list if every rank loads its own model, so that no rank may wait for another.
     """
     mesh = arguments.get("device_mesh")
     if mesh is not None:
@@ -97,7 +97,7 @@ def store(here: Place, *, timeout: float) -> Any | None:
     if "MASTER_ADDR" not in variables or "MASTER_PORT" not in variables:
         return None
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        _stores.clear()  # it did not answer during an earlier load with a shorter timeout
+        _stores.clear()  # the agent's store did not answer an earlier load with a shorter timeout
         return existing_store(here, timeout=timeout)
     # multi-tenant, so that the process group can use the same server later
     made = _tcp_store(here, variables, timeout, is_master=here.rank == 0, multi_tenant=True)
@@ -116,7 +116,7 @@ def groups_store() -> Any | None:
 
 
 def existing_store(here: Place, *, timeout: float) -> Any | None:
-    """Return a store that exists already: the process group's, or the one that torchrun's agent serves. Else None.
+    """Return a store that exists already: the process group's, or the one that torchrun's agent serves, or None.
 
     Raises `RuntimeError` if the agent's store does not answer within `timeout` seconds.
     """
@@ -138,7 +138,7 @@ def existing_store(here: Place, *, timeout: float) -> Any | None:
 
 
 def attempt() -> str:
-    """Return the number of restarts of this job: torchrun's store outlives the ranks that it restarts."""
+    """Return how often this job was restarted. torchrun's store outlives the ranks that torchrun restarts."""
     return options.launcher().get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -166,7 +166,7 @@ def _sharded(arguments: Mapping[str, Any]) -> bool:
     sizes = [setting(config, name) for name in _SIZES]
     if setting(config, "tp_size") is None and setting(config, "tp_plan") is not None:
         return True
-    if not any(sizes):  # 4.x: it has no size, and splits over all ranks
+    if not any(sizes):  # transformers 4.x: the config has no size, and layers are split over all ranks
         return setting(config, "enable_expert_parallel") is not None
     return any(size not in (None, 1) for size in sizes)
 

@@ -1,7 +1,7 @@
-"""The facts that must be equal on all ranks that run one model together, as text by name.
+"""The facts that must be equal on all ranks that run one model together, as a mapping of names to text.
 
-They describe contents, not paths: folders may differ between nodes. Collecting them takes some tens of milliseconds
-and reads only the architecture of the GPU.
+They describe contents, not paths: folders may differ between nodes. Collecting them takes tens of milliseconds and
+reads only the architecture of the GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOCAL = frozenset(
         "use_auth_token",
     )
 )
-_SECRET = frozenset(("token", "use_auth_token", "proxies"))  # keys of arguments that are dicts
+_SECRET = frozenset(("token", "use_auth_token", "proxies"))  # keys that are omitted from arguments that are dicts
 _LOCAL_OPTIONS = frozenset(("probe_timeout", "refresh", "ranks_timeout"))
 _SHOWN = 12  # digits of a digest
 
@@ -52,7 +52,7 @@ HINT = (
 
 
 def facts(here: Place, arguments: Mapping[str, Any], config: Any) -> dict[str, str]:
-    """Return this rank's facts. arguments: hf_rocm's and transformers'. config: the model's config, or None."""
+    """Return this rank's facts. arguments: those of hf_rocm and of transformers. config: the model's, or None."""
     import torch
     import transformers
 
@@ -70,7 +70,7 @@ def facts(here: Place, arguments: Mapping[str, Any], config: Any) -> dict[str, s
 
 
 def architecture(here: Place) -> str:
-    """Return the architecture of this rank's device: gfx942, sm_90, or the CPU."""
+    """Return the architecture of this rank's device: `gfx942`, `sm_90` or `none (CPU)`."""
     import torch
 
     if not torch.cuda.is_available() or not torch.cuda.device_count():
@@ -114,7 +114,7 @@ def _options() -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Return a text of the value that is equal in every process: no addresses, sets sorted."""
+    """Return the value as text that is equal in every process: without addresses, and with sorted sets."""
     text = _canonical(value)
     return text if len(text) <= 80 else f"{text[:40]}… ({_short(text.encode())})"
 

@@ -14,7 +14,7 @@ from hf_rocm.distributed.environment import setting
 from hf_rocm.errors import RankError
 
 _DIVIDES = "colwise"
-_QUERY, _KEY_VALUE = ("q_proj", "q_b_proj", "kv_b_proj"), ("k_proj", "v_proj")  # MLA's k and v are made per query head
+_QUERY, _KEY_VALUE = ("q_proj", "q_b_proj", "kv_b_proj"), ("k_proj", "v_proj")  # MLA has k and v per query head
 _COUNTS = {
     "num_attention_heads": _QUERY,
     "num_key_value_heads": _KEY_VALUE,
@@ -23,12 +23,12 @@ _COUNTS = {
 
 
 def check(config: Any, size: int, arguments: Mapping[str, Any]) -> None:
-    """Raise `RankError` if the plan for this config splits heads over `size` ranks and their number is no multiple."""
+    """Raise `RankError` if the plan for this config splits heads whose number is not divisible by `size`."""
     if config is None or size < 2:
         return
     users = arguments.get("tp_plan") or setting(arguments.get("distributed_config"), "tp_plan")
     if setting(arguments.get("distributed_config"), "enable_expert_parallel") and users is None:
-        return  # only the expert plan
+        return  # only the plan for experts applies
     for part in _parts(config):
         plan = dict(getattr(part, "base_model_tp_plan", None) or {})
         if isinstance(users, Mapping):
@@ -49,14 +49,14 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _divided(config: Any, plan: Mapping[str, str]) -> dict[str, list[int]]:
-    """Return the numbers of heads that the plan splits, by their name in the config; a list may have one per layer."""
+    """Return the numbers of heads that the plan splits, by name in the config. A list may have one number per layer."""
     layers = {key.removesuffix(".weight").removesuffix(".linear").rsplit(".", 1)[-1] for key in _dividing(plan)}
     counts = {}
     for name, projections in _COUNTS.items():
         value = getattr(config, name, None)
         heads = [value] if isinstance(value, int) else value
         if name == "num_global_key_value_heads" and not getattr(config, "attention_k_eq_v", True):
-            continue  # Gemma 4 states the number but does not use it
+            continue  # Gemma 4 sets the number but does not use it
         if isinstance(heads, (list, tuple)) and layers.intersection(projections):
             counts[name] = [count for count in heads if isinstance(count, int)]
     return counts

@@ -30,8 +30,8 @@ _log = logging.getLogger("hf_rocm")
 def together(arguments: Mapping[str, Any], config: Callable[[], Any], *, served: bool) -> Iterator[None]:
     """Load a model within the block, together with the other ranks that load it.
 
-    arguments: hf_rocm's and transformers' arguments as the user gave them. config: returns the model's config, or None
-    if it has none. served: False where the model stays stock; then the ranks are not compared. Raises the same
+    arguments: those of hf_rocm and transformers, as the user gave them. config: returns the model's config, or None
+    if it has none. served: False if the model stays stock; the ranks are then not compared. Raises the same
     `RankError` on every rank that joined.
     """
     here = place()
@@ -44,7 +44,7 @@ def together(arguments: Mapping[str, Any], config: Callable[[], Any], *, served:
     try:
         shared = existing_store(here, timeout=WAIT) if served else groups_store()
     except RuntimeError:
-        shared = None  # then every rank logs its own messages
+        shared = None  # every rank then logs its own messages
     if served and shared is None:
         yield
         return

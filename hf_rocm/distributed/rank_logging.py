@@ -26,11 +26,11 @@ _log = logging.getLogger("hf_rocm")
 
 @contextmanager
 def log_once(here: Place, store: Any | None, *, together: bool = True) -> Iterator[None]:
-    """Log each message of this thread once for all ranks within the block.
+    """Within the block, log every message of this thread once for all ranks.
 
     store: the store in which rank 0 publishes what it logged. Without one, only the first rank of each machine logs:
-    use that for messages that are the same for all ranks that share an environment. together: every rank is in such a
-    block now.
+    use this for messages that are the same for all ranks that share an environment. together: whether every rank is in
+    such a block now.
     """
     buffer = _Buffer(here, store, WAIT if together else WAIT_SEPARATE)
     _log.addFilter(buffer)

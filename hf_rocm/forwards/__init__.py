@@ -1,1 +1,1 @@
-"""Forwards of encoders, recorded by shape and replayed."""
+"""Record the forwards of encoders by shape, and replay them."""

@@ -1,7 +1,7 @@
-"""Reading a value on the host while the device runs a replay that was queued first.
+"""Read a value on the host while the device runs a replay that was queued first.
 
-The host waits for a stream when it reads a value from it. If the value is computed behind a replay in the same stream,
-the host waits for the replay, and if the replay is queued behind the value, the device waits for the host.
+Reading a value makes the host wait for the value's stream. If the value is computed after a replay in the same stream,
+the host waits for the replay. If the replay is queued after the read, the device waits for the host.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-# If no replay was queued.
+# The context if no replay was queued.
 NOTHING_LATER: AbstractContextManager[None] = nullcontext()
 
 
 def before_replay(device: torch.device) -> AbstractContextManager[None]:
-    """A context for work on a device that waits for what the current stream contains now, and not for what follows.
+    """Return a context for work on a device that waits only for the work queued so far in the current stream.
 
-    It can be entered several times. Its results are only for the host: no stream waits for them.
+    It can be entered several times. Its results are only for the host, because no stream waits for them.
     """
     return _Before(device) if device.type == "cuda" else NOTHING_LATER
 

@@ -22,15 +22,15 @@ from hf_rocm.ops.captured import in_captured_block
 from hf_rocm.options import Switch
 from hf_rocm.weights.tensor_parallel import mesh_of
 
-# Arguments of a forward that runs once for every token.
+# Arguments of a forward that runs once per token.
 _OF_STEPS = ("past_key_values", "past_key_value", "cache_params", "use_cache")
 
 
 def encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The outermost models in this one (or itself) whose forward is recorded: those that don't generate.
+    """Yield the outermost models in this one (or itself) whose forward is recorded: those that don't generate.
 
-    A model that generates runs recorded steps. Inside it, only models without a cache count: towers for images and
-    audio, but not the decoder.
+    For a model that generates, decode steps are recorded instead. Inside it, only models without a cache are yielded:
+    towers for images and audio, but not the decoder.
     """
     from transformers import PreTrainedModel
 
@@ -66,7 +66,7 @@ def _steps(model: Any) -> bool:
 
 
 def refuses_model(model: Any, wanted: Switch) -> str | None:
-    """Why forwards of this model are never recorded, or None."""
+    """Return why forwards of this model are never recorded, or None."""
     if wanted is Switch.OFF:
         return "graphs are switched off"
     if getattr(model, "_compiled_call_impl", None) is not None:
@@ -77,7 +77,7 @@ def refuses_model(model: Any, wanted: Switch) -> str | None:
 
 
 def refuses_state(model: Any) -> str | None:
-    """Why forwards are not recorded while the model is in this state, or None. Takes about a millisecond."""
+    """Return why forwards are not recorded while the model is in this state, or None. Takes about a millisecond."""
     reason = refuses_weights(model) or refuses_device(model) or refuses_modules(model)
     if reason is not None:
         return reason
@@ -91,7 +91,7 @@ def refuses_state(model: Any) -> str | None:
 
 
 def refuses_call(model: Any, device: torch.device) -> str | None:
-    """Why a call in the current state of PyTorch runs uncaptured, or None. Takes a few microseconds."""
+    """Return why a call in the current state of PyTorch runs uncaptured, or None. Takes a few microseconds."""
     if model.training:
         return "the model is in training mode"
     if torch.is_grad_enabled():
@@ -112,7 +112,7 @@ def refuses_call(model: Any, device: torch.device) -> str | None:
 
 
 def refuses_tensor(tensor: Tensor, device: torch.device) -> str | None:
-    """Why a call with this input runs uncaptured, or None."""
+    """Return why a call with this input runs uncaptured, or None."""
     if tensor.__class__ not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_complex():
         return f"an input is a {type(tensor).__name__} of {tensor.dtype}"
     if tensor.device != device:
@@ -121,7 +121,7 @@ def refuses_tensor(tensor: Tensor, device: torch.device) -> str | None:
 
 
 def surroundings() -> tuple[Any, ...]:
-    """The state of PyTorch, and the options, on which the kernels of a forward depend."""
+    """Return the state of PyTorch and the options on which the kernels of a forward depend."""
     cuda = torch.backends.cuda
     return (
         id(options.current()),

@@ -1,7 +1,7 @@
-"""The forward of a prepared model that doesn't generate, and its methods for features: recorded and replayed.
+"""Record and replay the forward of a prepared model that doesn't generate, and its methods for features.
 
-They are set on the class and not on the model, like the methods of recorded steps: models that are not prepared, and
-subclasses, run the original forward.
+The replacements are set on the class, not on the model, like the methods of recorded steps. Models that are not
+prepared, and subclasses, run the original forward.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hf_rocm.overlay.replacements import origin
 def switch_on(model: nn.Module, wanted: Switch) -> dict[str, str | None]:
     """Record the forwards of this prepared model, or of the models inside it that don't generate.
 
-    Returns the names of these models, `""` for the model itself, and why their forwards are not recorded, or None.
-    Raises `GraphError` if graphs are required of the model itself and it can't be recorded.
+    Returns, by the name of every such model (`""` for the model itself), why its forwards are not recorded, or None.
+    Raises `GraphError` if graphs are required for the model itself and it can't be recorded.
     """
     switch_off(model)
     reasons: dict[str, str | None] = {}
@@ -58,7 +58,7 @@ def _is_transformers(cls: type, name: str) -> bool:
 
 
 def _run(name: str, self: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if compiling() or "_is_replica" in self.__dict__:  # of nn.DataParallel, which makes new ones in every call
+    if compiling() or "_is_replica" in self.__dict__:  # nn.DataParallel creates new replicas in every call
         return stock(*args, **kwargs)
     state = state_of(self)
     if state.disabled is not None:

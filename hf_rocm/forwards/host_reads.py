@@ -1,9 +1,9 @@
 """The values that a forward reads on the host, and how to compute them from the inputs of a later call.
 
-A forward may read a tensor on the host and choose a path: transformers omits a mask without padding, for example. A
-recording contains one path. So the operators that compute every such value from the inputs are stored as a
-`Program`, which is evaluated before a replay; the recording is used only if the values are the same. While a forward is
-recorded, nothing can be read, and the stored values are returned in order.
+A forward may read a tensor on the host and choose a path by its value. For example, transformers omits a mask without
+padding. A recording contains one path, so the operators that compute such a value from the inputs are stored as a
+`Program`, which is evaluated before a replay. The recording is used only if the values are the same. Nothing can be
+read while a forward is recorded; the stored values are returned in order instead.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from hf_rocm.generation.step import Unrecordable
 _LONGEST = 64
 _LARGEST = 2**26  # bytes
 
-# The largest number of values of a tensor that may have been created from values of the host.
+# The largest number of elements of a tensor that may have been created from host values.
 _CONSTANT = 16
 
 # An operator with a kernel for this key is a composition of other operators.
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
-# `torch.tensor` applies it to its new tensor. It writes to no memory.
+# `torch.tensor` applies it to its new tensor. It does not write to memory.
 _DETACH = torch.ops.aten.detach_.default
 
 Value = bool | int | float
 
 
 class _Step(NamedTuple):
-    """One operator. given, named: return its arguments, from the tensors of all places. makes: how many it returns."""
+    """One operator. given, named: return its arguments from the tensors of all places. makes: its number of results."""
 
     operator: Callable[..., Any]
     given: Callable[[Sequence[Tensor]], Any]
@@ -48,9 +48,9 @@ class _Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The operators from the inputs to one value.
+    """The operators that compute one value from the inputs.
 
-    The places are numbered: the inputs, the constants, and the results of the operators in order.
+    Places are numbered in this order: the inputs, the constants, and the results of the operators.
     """
 
     constants: tuple[Tensor, ...]
@@ -68,7 +68,7 @@ class Program(NamedTuple):
 
 
 def typed(value: Value) -> tuple[type, Value]:
-    """A value that is not equal to a value of another type: 1 is not True."""
+    """Return the value with its type, so that values of different types are never equal: 1 is not True."""
     return type(value), value
 
 
@@ -78,9 +78,9 @@ class Read(NamedTuple):
 
 
 class _BasicOperators(TorchDispatchMode):
-    """Runs `run` instead of every operator, in inference mode too, where PyTorch dispatches composite operators.
+    """Calls `run` instead of every operator, also in inference mode, where PyTorch dispatches composite operators.
 
-    A composite operator may contain a read on the host (`is_nonzero`) or a copy (`to`), which its schema does not tell.
+    A composite operator may contain a read on the host (`is_nonzero`) or a copy (`to`), which its schema does not show.
     """
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,9 +105,9 @@ class Reads(_BasicOperators):
         self._kept: dict[int, tuple[Tensor, int]] = {}  # a result, and the operator that computed it
         self._dropped: dict[int, weakref.ref[Tensor]] = {}  # results whose operators were not stored
         self._log: list[tuple[Any, Any, Any, list[Tensor]]] = []
-        self._made: set[int] = set()  # storages
+        self._made: set[int] = set()  # storages that the forward created
         self._written: set[int] = set()
-        self._strangers: list[weakref.ref[Tensor]] = []  # on the device, from no operator
+        self._strangers: list[weakref.ref[Tensor]] = []  # on the device, but not returned by an operator
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         result = operator(*args, **kwargs)
@@ -126,7 +126,7 @@ class Reads(_BasicOperators):
             return
         given, results = _tensors((args, kwargs)), _tensors(result)
         moved = [tensor for tensor in given if tensor.dim() or _copies(operator)]
-        # the first result: attention also returns the state of its random numbers, which is on the host
+        # only the first result, because attention also returns its random state, which is on the host
         if any(tensor.device != result.device for tensor in moved for result in results[:1]):
             raise Unrecordable(f"it copies between devices ({operator})")
         self._strangers += [weakref.ref(tensor) for tensor in given if self._is_stranger(tensor)]
@@ -147,8 +147,8 @@ class Reads(_BasicOperators):
     def finish(self) -> None:
         """Release the stored results of the forward after it has ended.
 
-        A tensor on the device that no operator returned, and that no longer exists, was created from host values, as by
-        `torch.tensor(0.0, device="cuda")`. PyTorch copies these values where the copy can't be observed or recorded.
+        A tensor on the device that no operator returned, and that no longer exists, was created from host values, for
+        example by `torch.tensor(0.0, device="cuda")`. PyTorch's copy of such values can't be observed or recorded.
         """
         self._kept.clear()
         self._log.clear()
@@ -165,7 +165,7 @@ class Reads(_BasicOperators):
         return dropped is None or dropped() is not tensor
 
     def _program(self, operator: Any, args: Any, kwargs: Any) -> Program:
-        """The program of a value that this operator returns. Raises `Unrecordable` if there is none."""
+        """Return the program for the value that this operator returns. Raises `Unrecordable` if there is none."""
         places = dict(self._inputs)
         constants: list[Tensor] = []
         needed: set[int] = set()
@@ -223,14 +223,14 @@ class Answers(_BasicOperators):
 
 
 def reads_on_host(operator: Any) -> bool:
-    """Whether an operator returns a value instead of a tensor, for which the host waits."""
+    """Return whether an operator returns a value instead of a tensor, so that the host waits for the device."""
     return torch.Tag.data_dependent_output in operator.tags and all(
         str(returned.type) in ("bool", "int", "float", "Scalar", "number") for returned in operator._schema.returns
     )
 
 
 def _by_numbers(operator: Any, args: Any) -> bool:
-    """Whether it indexes with numbers, whose shape determines that of the result, and not with a mask."""
+    """Return whether an operator indexes with integers, whose shape determines the result's, and not with a mask."""
     masks = (torch.bool, torch.uint8)
     return str(operator._schema.name) == "aten::index" and all(index.dtype not in masks for index in _tensors(args[1]))
 
@@ -240,7 +240,7 @@ def _copies(operator: Any) -> bool:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Whether it is an activation rather than a mask, ids or positions: its operators are not stored."""
+    """Return whether a tensor is an activation rather than a mask, ids or positions. Its operators are not stored."""
     return tensor.is_floating_point() and tensor.nbytes > 2**20
 
 
@@ -250,7 +250,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _written(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments to which an operator writes."""
+    """Return the arguments to which an operator writes."""
     written = []
     for index, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -269,7 +269,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _filler(value: Any, places: Mapping[int, int]) -> Callable[[Sequence[Tensor]], Any]:
-    """Return a function of the tensors of all places that returns these arguments with them."""
+    """Return a function that takes the tensors of all places and returns these arguments filled with them."""
     if isinstance(value, Tensor):
         return itemgetter(places[id(value)])
     if not _tensors(value):

@@ -18,9 +18,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 class Outputs:
     """The output of one forward.
 
-    tensors: its tensors, without repetitions. build(tensors, inputs) returns the same output with these tensors; what
-    was an input of the call is the input itself. Raises `Unrecordable` if a part of the output is a view of an input or
-    of a weight, or no tensor, plain value or container of them.
+    tensors: its tensors, without duplicates. build(tensors, inputs) returns the same output with these tensors; parts
+    that were inputs of the call are taken from `inputs`. Raises `Unrecordable` if a part of the output is a view of an
+    input or a weight, or is not a tensor, a plain value or a container of these.
     """
 
     def __init__(self, output: Any, inputs: Sequence[Tensor], weights: Iterable[Tensor]) -> None:

@@ -1,9 +1,10 @@
-"""Calls that are padded on the right to a bucket of lengths, so that calls of many lengths share a few recordings.
+"""Pad calls on the right to a few bucket lengths, so that calls of many lengths share a few recordings.
 
-A masked token changes no other token's result in a bidirectional encoder whose positions are counted from the left. So
-a call with [B, S] tokens can be padded to [B, bucket] tokens, with the last ones masked and removed from the outputs.
-`features` names the classes for which this was verified. The results are those of the unpadded forward except for
-rounding, because other kernels may run: comparisons run the unpadded forward too, and the caller gets its result.
+In a bidirectional encoder whose positions are counted from the left, a masked token does not change the results of
+other tokens. So a call with [B, S] tokens can be padded to [B, bucket] tokens, with the last ones masked and removed
+from the outputs. `features` lists the classes for which this was verified. The results equal those of the unpadded
+forward except for rounding, because other kernels may run. Comparisons also run the unpadded forward, and the caller
+gets its result.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hf_rocm.forwards.outputs import Outputs
 from hf_rocm.generation.step import Unrecordable
 
 # Up to `_LONG` tokens, lengths are padded to multiples of the first number, and above to multiples of the second. GEMMs
-# and attention compute tiles of 32 to 128 rows, so a finer step saves little; a coarser one doubles the work of short
+# and attention compute tiles of 32 to 128 rows, so a finer step saves little; a coarser one doubles the work for short
 # rows. 12 buckets cover 512 tokens.
 _STEPS = (32, 64)
 _LONG = 256
@@ -33,22 +34,21 @@ _TOKENS = {"attention_mask": 0, "token_type_ids": 0, "position_ids": 0}
 _FLAGS = ("return_dict", "output_hidden_states", "output_attentions")
 
 # The largest difference between a padded and an unpadded forward, as a root mean square, in rounding steps of the
-# outputs' magnitude. The rounding errors of layers add up like independent ones.
+# outputs' magnitude. The rounding errors of the layers add up like independent errors.
 _ROUNDINGS = 4
 
 
 class Padded(NamedTuple):
-    """A padded call. arguments: of the padded forward, all by name."""
+    """A padded call. arguments: all arguments of the padded forward, by name."""
 
     length: int
     bucket: int
     arguments: dict[str, Any]
 
     def sees_tokens(self, window: int | None) -> bool:
-        """Whether every position sees a token, read on the host: the result of attention without a key depends on the
-        length.
+        """Return whether every position sees a token. The value is read on the host.
 
-        window: the distance that local attention sees, or None.
+        The result of attention without a visible key depends on the length. window: see `window_of`.
         """
         mask = self.arguments["attention_mask"][:, : self.length] > 0
         seen = mask.any(-1)
@@ -58,7 +58,7 @@ class Padded(NamedTuple):
         return bool(seen.all())
 
     def cuts(self, whole: Outputs, padded: Outputs) -> list[tuple[int, ...]]:
-        """For every tensor of the padded output, the dimensions that are cut to the call's length.
+        """Return, for every tensor of the padded output, the dimensions to cut to the call's length.
 
         whole: the output of the unpadded call. Raises `Unrecordable` if the two don't correspond.
         """
@@ -75,7 +75,7 @@ class Padded(NamedTuple):
         return cuts
 
     def cut(self, tensors: Sequence[Tensor], cuts: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """The tensors of a padded output without the padding, as views."""
+        """Return the tensors of a padded output without the padding, as views."""
         results = []
         for tensor, dimensions in zip(tensors, cuts, strict=True):
             for dimension in dimensions:
@@ -85,19 +85,19 @@ class Padded(NamedTuple):
 
 
 def bucket_of(length: int) -> int:
-    """The length to which a call of this length is padded."""
+    """Return the length to which a call of this length is padded."""
     step = _STEPS[0] if length <= _LONG else _STEPS[1]
     return math.ceil(length / step) * step
 
 
 def window_of(model: Any) -> int | None:
-    """The distance that the local attention of this model sees, or None."""
+    """Return how far the local attention of this model reaches to either side, in tokens, or None."""
     local = getattr(model.config, "local_attention", None)
     return None if local is None else local // 2
 
 
 def refuses_model(model: Any) -> str | None:
-    """Why the calls of this model are not padded in its current state, or None."""
+    """Return why the calls of this model are not padded in its current state, or None."""
     feature = features.padding_of(type(model))
     if feature is None:
         return f"{type(model).__name__} is not among the encoders whose calls are padded"
@@ -112,7 +112,7 @@ def refuses_model(model: Any) -> str | None:
 
 
 def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Padded | None:
-    """The padded form of a call, or None if it has arguments besides tokens, their mask and flags, or is too large."""
+    """Return the padded form of a call, or None if it is too large or has arguments besides tokens, mask, flags."""
     limit = options.current().pad_tokens
     arguments = {**dict(zip(_names(getattr(stock, "__func__", stock)), args, strict=False)), **kwargs}
     ids = arguments.get("input_ids")
@@ -138,7 +138,7 @@ def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 
 
 def differs(model: Any, padded: Sequence[Tensor], whole: Sequence[Tensor]) -> str | None:
-    """Why the results of a padded and of an unpadded forward are not the same except for rounding, or None."""
+    """Return why the results of a padded and an unpadded forward differ by more than rounding, or None."""
     layers = int(getattr(model.config, "num_hidden_layers", 1))
     for one, other in zip(padded, whole, strict=True):
         if not other.is_floating_point():
@@ -155,7 +155,7 @@ def differs(model: Any, padded: Sequence[Tensor], whole: Sequence[Tensor]) -> st
 
 @lru_cache(maxsize=64)
 def _names(forward: Callable[..., Any]) -> list[str]:
-    """The names of a forward's arguments, without `self`."""
+    """Return the names of a forward's arguments, without `self`."""
     return [name for name in inspect.signature(inspect.unwrap(forward)).parameters if name != "self"]
 
 

@@ -1,4 +1,4 @@
-"""One recorded forward: recorded along the path of an uncaptured one, replayed for other inputs, and compared."""
+"""A recorded forward: it follows the path of an uncaptured one, is replayed for other inputs, and is compared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 class RecordedForward(Recorded):
-    """A recorded forward; see `Recorded`. run: runs the forward on these inputs. observed: such a run."""
+    """A recorded forward; see `Recorded`. run: runs the forward on given inputs. observed: such a run."""
 
     def __init__(
         self, recorder: Recorder, inputs: Inputs, run: Run, observed: Observed, weights: Sequence[Tensor]
@@ -71,7 +71,7 @@ class RecordedForward(Recorded):
     def copies(self, inputs: Sequence[Tensor], padded: Padded | None = None) -> list[Tensor]:
         """Replay with these inputs. Returns copies of the output's tensors, which no later replay changes.
 
-        padded: the call, if it is padded: the padding is cut off.
+        padded: the padded form of the call, if any; the padding is then cut off.
         """
         if self.tensors[0].is_cuda:
             stream = torch.cuda.current_stream(self.tensors[0].device)
@@ -89,7 +89,7 @@ class RecordedForward(Recorded):
         return self._build(tensors, inputs)
 
     def compare(self, run: Run, inputs: Inputs) -> Compared:
-        """Replay, and run uncaptured along the same path, more than once if the runs differ from one another."""
+        """Replay the forward and run it uncaptured along the same path, repeatedly if the uncaptured runs differ."""
         replayed = self.copies(inputs.tensors)
         runs: list[list[Tensor]] = []
         output: Any = None
@@ -111,7 +111,7 @@ class RecordedForward(Recorded):
 
 
 class Compared(NamedTuple):
-    """The result of a comparison. output: of the uncaptured forward. operators: how many it runs, 0 if not counted."""
+    """The result of a comparison. output: the uncaptured forward's. operators: how many it ran, 0 if not counted."""
 
     output: Any
     agrees: bool
@@ -121,11 +121,11 @@ class Compared(NamedTuple):
 
 @contextmanager
 def recordable() -> Iterator[None]:
-    """Within the block, this thread's forwards take the same path, whether they are recorded or not.
+    """Within the block, this thread's forwards take the same path, whether or not they are recorded.
 
-    transformers takes another path while a stream is captured: it keeps masks that mask nothing, since it can't read
-    them. In this block their values are known, and the path is that of an uncaptured forward. Its warning about padding
-    without a mask is logged only by other calls.
+    While a stream is captured, transformers takes another path: it keeps masks that mask nothing, since it can't read
+    them. In this block their values are known, so the path is that of an uncaptured forward. transformers'
+    warning about padding without a mask is disabled in the block.
     """
     from transformers import PreTrainedModel
     from transformers.utils import import_utils

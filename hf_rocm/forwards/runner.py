@@ -1,10 +1,10 @@
 """One call of a model's forward: uncaptured at first, recorded when its shape occurs again, then replayed.
 
-The second call with the same shapes, flags and host reads is observed and recorded, and the third is the first that is
-replayed. Calls of encoders that differ only in length are padded and share a recording, see `padding`.
+The second call with the same shapes, flags and host reads is observed and recorded, and the third is the first to be
+replayed. Calls of encoders that differ only in length are padded and share a recording; see `padding`.
 `generation.schedule` decides when a replay is compared with an uncaptured forward again. The kernels of a replay are
-queued before the model's state is compared, so that the comparison costs no time; a replay writes only to memory of its
-recording, and its results are dropped if the state differs.
+queued before the model's state is compared, so that the comparison costs no time. A replay writes only to the memory of
+its recording, and its results are dropped if the state differs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(
 
 
 class _Given(NamedTuple):
-    """A call as it was given. method: its name."""
+    """A call as the user made it. method: the name of the called method."""
 
     method: str
     stock: Callable[..., Any]
@@ -69,7 +69,8 @@ class _Given(NamedTuple):
 class _Call(NamedTuple):
     """A call in a form that can be recorded.
 
-    forward: runs it with these tensors. padded: how it is padded, or None.
+    forward: runs the call with given tensors. reason: why it runs uncaptured, or None. padded: its padded form, or
+    None.
     """
 
     given: _Given
@@ -80,9 +81,9 @@ class _Call(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A call, the key and the path of its recording, and the recording, or the reason why it has none, or neither.
+    """A call, the key and the path of its recording, and the recording, the reason why there is none, or neither.
 
-    copies: the outputs of a replay that is already queued, or None. before: a context in which the device does not wait
+    copies: the outputs of a replay that is already queued, or None. before: a context for work that does not wait
     for that replay.
     """
 
@@ -96,7 +97,7 @@ class _Found(NamedTuple):
 
 
 def _recorded(model: Any, state: State, given: _Given) -> Any:
-    """The output, or `_NOT_REPLAYED` if the call has to run as stock."""
+    """Return the output, or `_NOT_REPLAYED` if the stock method must run."""
     if state.disabled is not None:  # by another thread, while this one waited
         return _NOT_REPLAYED
     snapshot = state.snapshots[-1] if state.snapshots else None
@@ -136,7 +137,7 @@ def _recorded(model: Any, state: State, given: _Given) -> Any:
 
 
 def _call(state: State, given: _Given, padded: Padded | None = None) -> _Call:
-    """padded: how to pad it, or None."""
+    """Return the call in a form that can be recorded. padded: its padded form, or None."""
     args = given.positional if padded is None else ()
     named = given.named if padded is None else padded.arguments
     arguments: dict[str, Any] = {**{f"argument {index}": value for index, value in enumerate(args)}, **named}
@@ -150,9 +151,9 @@ def _call(state: State, given: _Given, padded: Padded | None = None) -> _Call:
 
 
 def _find(state: State, snapshot: Snapshot, call: _Call) -> _Found:
-    """Find the recording of a call, for which the host may have to read values.
+    """Find the recording of a call. The host may have to read values to find it.
 
-    If earlier calls suggest a recording, its replay is queued first: the host then waits while the device computes.
+    If earlier calls suggest a recording, its replay is queued first, so that the device computes while the host waits.
     """
     reason = state.refused.get(snapshot.number, call.reason)
     form: Hashable = call.inputs.key if call.padded is None else ("padded", call.inputs.key)
@@ -168,7 +169,7 @@ def _find(state: State, snapshot: Snapshot, call: _Call) -> _Found:
 
 
 def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) -> _Found | None:
-    """The call in its padded form, if calls of several lengths have that form; else None."""
+    """Find the recording of a call's padded form. Returns None unless calls of several lengths share that form."""
     if given.method != "forward" or state.refuses_padding(model, snapshot) is not None:
         return None
     padded = padding.pad(model, given.stock, given.positional, given.named)
@@ -183,12 +184,12 @@ def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) ->
         return prior if padded.sees_tokens(padding.window_of(model)) else None
 
 
-# The largest number of states of the model that are examined in one call; another thread may change it meanwhile.
+# The largest number of model states that are examined in one call, since another thread may change the model.
 _STATES = 3
 
 
 def _inputs(arguments: Mapping[str, Any], device: torch.device) -> tuple[Inputs, str | None]:
-    """The split arguments, and the reason why a call with them runs uncaptured, or None."""
+    """Return the split arguments, and the reason why a call with them runs uncaptured, or None."""
     try:
         inputs = take_apart(arguments)
     except Unrecordable as error:
@@ -212,11 +213,11 @@ def _begin(model: Any, state: State) -> Snapshot:
 
 
 def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: Path, call: _Call) -> Any:
-    """Observe the call for its result, then record it. The next call of this shape is the first that is replayed."""
+    """Observe the call for its result, then record it. The next call of this shape is the first to be replayed."""
     observed = observe(call.forward, call.inputs, snapshot.tensors)
     output = observed.output if call.padded is None else call.given()
     if not snapshot.unchanged(model):
-        _begin(model, state)  # it has stored something in the model, which the next call may use
+        _begin(model, state)  # the call has stored something in the model that the next call may use
         return output
     reason = observed.reason
     if reason is None:
@@ -249,9 +250,9 @@ def _cuts(padded: Padded, weights: Sequence[Tensor], long: Any, whole: Any) -> l
 def _padding_agrees(
     model: Any, state: State, recording: RecordedForward, call: _Call, long: Any, whole: Any, *, earlier: int = 0
 ) -> bool:
-    """Check whether a padded forward has the output of the unpadded one; if not, calls are no longer padded.
+    """Return whether a padded forward agrees with the unpadded one. If not, stop padding calls.
 
-    True for calls that are not padded. earlier: the number of results since the last comparison.
+    Returns True for calls that are not padded. earlier: the number of results since the last comparison.
     """
     if call.padded is None or recording.cuts is None:
         return True
@@ -263,7 +264,7 @@ def _padding_agrees(
 
 
 def _compare(model: Any, state: State, recording: RecordedForward, call: _Call) -> Any:
-    """Replay the call and run it uncaptured, padded and as it was given. Returns the result of the latter."""
+    """Replay the call and run it uncaptured, both padded and as given. Returns the result of the call as given."""
     compared = recording.compare(call.forward, call.inputs)
     schedule = recording.schedule
     output = compared.output if call.padded is None else call.given()
@@ -292,5 +293,5 @@ def _compare(model: Any, state: State, recording: RecordedForward, call: _Call) 
 
 
 def _reserved(device: torch.device) -> int:
-    """The bytes that PyTorch has reserved on this device: a recording may make the memory pool grow."""
+    """Return the bytes that PyTorch has reserved on this device. A recording may make the memory pool grow."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -1,8 +1,9 @@
-"""The state of a model that its recorded forwards assume, as one comparison that is cheap enough for every call.
+"""The state of a model on which its recorded forwards depend. Comparing it is cheap enough for every call.
 
-A replay runs none of the model's Python code. So everything that this code reads from the model is compared before the
+A replay does not run the model's Python code. So everything that this code reads from the model is compared before the
 results of a replay are used: its modules and their attributes, hooks, configs, the addresses and shapes of its weights,
-and what its classes call. In-place writes to weights need no comparison, because a replay reads the weights themselves.
+and the functions that its classes call. In-place writes to weights need no comparison, because a replay reads the
+weights themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_rocm.generation.watch import watches_of
 
-# Of the attributes of `nn.Module` itself, those that a forward without gradients depends on.
+# The attributes of `nn.Module` itself on which a forward without gradients depends.
 _READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "training")
 _OWN = frozenset(nn.Module().__dict__) - set(_READ)
 
@@ -31,7 +32,7 @@ _FORM = attrgetter("shape", "dtype")
 class Snapshot:
     """The state of one model. tensors: its weights and every other tensor among its attributes.
 
-    number: its number among the snapshots of the model. It references the parts of the model, not the model itself.
+    number: its number among the snapshots of the model. A snapshot references the parts of a model, not the model.
     """
 
     def __init__(self, model: nn.Module, number: int) -> None:
@@ -46,7 +47,7 @@ class Snapshot:
         self._live: list[Any] = []
         self._copies: list[Any] = []
         self.tensors: list[Tensor] = []
-        self._single: list[tuple[Any, Any, Tensor]] = []  # tensors, which == must not compare
+        self._single: list[tuple[Any, Any, Tensor]] = []  # small tensors, which == would compare by value
         seen: set[int] = set()
         for module in modules:
             own = module.__dict__
@@ -79,11 +80,11 @@ class Snapshot:
                 self._add(inner, inner, seen)
 
     def in_place(self) -> bool:
-        """Whether all weights are at the same addresses, so that a replay reads the model's memory."""
+        """Return whether all weights are at the same addresses, so that a replay reads the model's memory."""
         return self._pointers() == self.pointers
 
     def unchanged(self, model: nn.Module) -> bool:
-        """Whether the whole state is unchanged."""
+        """Return whether the whole state is unchanged."""
         try:
             return (
                 self._live == self._copies
@@ -95,11 +96,11 @@ class Snapshot:
                 and self._current_forwards() == self._forwards
                 and self._watch.holds()
             ) or self._only_notes_changed(model)
-        except (RuntimeError, LookupError, TypeError, ValueError):  # an attribute became another tensor, or was removed
+        except (RuntimeError, LookupError, TypeError, ValueError):  # a tensor was replaced, or an attribute removed
             return False
 
     def _only_notes_changed(self, model: nn.Module) -> bool:
-        """Whether only notes differ. They are updated."""
+        """Return whether only notes differ. Updates the stored notes."""
         differing = [
             index for index, (now, before) in enumerate(zip(self._live, self._copies, strict=True)) if now != before
         ]
@@ -110,11 +111,11 @@ class Snapshot:
         return bool(differing) and self.unchanged(model)
 
     def same_weights(self, other: Snapshot) -> bool:
-        """Whether both have the same tensors at the same addresses, so that this snapshot may become valid again."""
+        """Return whether both have the same tensors at the same addresses, so this snapshot may become valid again."""
         return self.pointers == other.pointers and [*map(id, self.tensors)] == [*map(id, other.tensors)]
 
     def _current_forwards(self) -> list[Any]:
-        """The forwards of the classes, hf_rocm's changes included, which `Watch` ignores."""
+        """Return the forwards of the classes, including hf_rocm's changes, which `Watch` ignores."""
         return [cls.forward for cls in self._classes]
 
     def _pointers(self) -> list[int]:
@@ -125,7 +126,7 @@ class Snapshot:
 
 
 def refuses_weights(model: nn.Module) -> str | None:
-    """Why the addresses of this model's weights can't be compared, or None."""
+    """Return why the addresses of this model's weights can't be compared, or None."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.__class__ not in (nn.Parameter, Tensor):
             return f"{name} is a {type(tensor).__name__}"
@@ -135,7 +136,7 @@ def refuses_weights(model: nn.Module) -> str | None:
 
 
 def _settings(value: Any) -> dict[str, Any] | None:
-    """The attributes of a config."""
+    """Return the attributes of a config, or None for any other value."""
     from transformers import PretrainedConfig
 
     return value.__dict__ if isinstance(value, PretrainedConfig) else None

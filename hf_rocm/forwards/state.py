@@ -24,17 +24,17 @@ from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.recorder import Recorder
 from hf_rocm.generation.states import States
 
-# In the model's __dict__: the settings of a prepared model, as builtin types, which copies and pickles keep.
+# In the model's __dict__: the settings of a prepared model, as builtin types, so that copies and pickles keep them.
 SETTINGS = "_hf_rocm_forwards"
 
-# The largest numbers of recordings, of shapes that are remembered without one, of states of the model, and of
-# consecutive shapes that can't be recorded before hf_rocm stops recording the model.
+# The largest numbers of recordings, of shapes that are stored without a recording, and of states of the model. After
+# `_FAILURES` consecutive shapes that can't be recorded, hf_rocm stops recording the model.
 MOST = 64
 _SEEN = 512
 _SNAPSHOTS = 4
 _FAILURES = 4
 
-# The largest number of consecutive new states of the model without a replay before hf_rocm stops recording it.
+# After more than this number of consecutive new states of the model without a replay, hf_rocm stops recording it.
 _UNSETTLED = 32
 
 _log = logging.getLogger("hf_rocm")
@@ -43,10 +43,10 @@ Path = tuple[Hashable, ...]
 
 
 class Branch:
-    """A value that the forward reads on the host: the program that computes it, and the next step for every value.
+    """A value that the forward reads on the host: the program that computes it, and the next step for every result.
 
-    latest: of the first value: the recording of the last call, if it had one. repeated: whether it is that of the call
-    before, too, and all values are booleans.
+    latest, repeated: used for the first value only. latest: the recording of the last call, or None. repeated: whether
+    the call before used the same recording, and all values are booleans.
     """
 
     def __init__(self, program: Program) -> None:
@@ -103,20 +103,20 @@ class State:
         _log.warning("%s: calls are not padded from now on: %s", self.name, reason)
 
     def refuses_padding(self, model: Any, snapshot: Snapshot) -> str | None:
-        """Why the calls of this model are not padded in this state, or None."""
+        """Return why the calls of this model are not padded in this state, or None."""
         if snapshot.number not in self._paddable:
             self._paddable[snapshot.number] = padding.refuses_model(model)
         return self.unpadded or self._paddable[snapshot.number]
 
     def lengths_differ(self, key: Hashable, length: int) -> bool:
-        """Whether calls with this key of their padded form had another length before. Stores the first one."""
+        """Return whether a call with the same padded form had another length. Stores the first length."""
         first = self._lengths.setdefault(key, length)
         while len(self._lengths) > _SEEN:
             self._lengths.popitem(last=False)
         return first != length
 
     def failed(self, key: Hashable, path: Path, reason: str) -> None:
-        """Store why a shape can't be recorded. After several consecutive ones, stop recording the model."""
+        """Store why a shape can't be recorded. After several consecutive failures, stop recording the model."""
         self._seen[key, path] = reason
         self._failures += 1
         if self._failures >= _FAILURES:
@@ -129,7 +129,7 @@ class State:
         return self._recorder
 
     def new_snapshot(self, model: Any) -> Snapshot:
-        """Make a snapshot of the current state the current one. Drop recordings over other weights."""
+        """Take a snapshot of the model and make it the current one. Drop recordings for other weights."""
         snapshot = Snapshot(model, next(self._numbers))
         if model.device != self.device:
             self.device, self._recorder = model.device, None
@@ -167,10 +167,10 @@ class State:
         return node, path
 
     def likely(self, key: Hashable) -> RecordedForward | None:
-        """The recording of the last two calls with this key, if values have to be read to find that of the next one.
+        """Return the recording that the last two calls with this key used, if values must be read to find the next one.
 
-        None where the next replay is compared, and if a value is a number: an index of the inputs may be out of the
-        range of a recording for another number.
+        Returns None if the next replay is compared. Also returns None if a value is a number, because an index in the
+        inputs may be out of range in a recording for another number.
         """
         root = self._roots.get(key)
         if not isinstance(root, Branch) or not root.repeated:
@@ -178,7 +178,7 @@ class State:
         return None if root.latest is None or root.latest.schedule.due else root.latest
 
     def seen(self, key: Hashable, path: Path) -> bool:
-        """Whether this shape and path occurred before. Stores that it has occurred."""
+        """Return whether this shape and path occurred before, and store them."""
         known = (key, path) in self._seen
         if not known:
             self._seen[key, path] = None
@@ -188,11 +188,11 @@ class State:
         return known
 
     def why_not(self, key: Hashable, path: Path) -> str | None:
-        """Why this shape can't be recorded, if that was tried."""
+        """Return why recording this shape failed, or None."""
         return self._seen.get((key, path))
 
     def keep(self, key: Hashable, reads: Sequence[Read], recording: RecordedForward, grown: int) -> str | None:
-        """Store a recording. Beyond the limits, the least recently used ones are dropped. grown: bytes of the pool.
+        """Store a recording, and drop the least recently used ones above the limits. grown: bytes added to the pool.
 
         Returns why it isn't stored, or None.
         """
@@ -219,7 +219,7 @@ class State:
         return None
 
     def _drop(self, place: tuple[Hashable, Path]) -> None:
-        """Drop one recording. A branch keeps its program, without the recording."""
+        """Drop one recording. Its branch keeps the program."""
         recording, _ = self._recordings.pop(place)
         self._seen.pop(place, None)
         recording.wait()
@@ -251,12 +251,12 @@ class State:
             self._lengths.clear()
 
     def summary(self) -> tuple[int, int]:
-        """The number of recordings, and their size in bytes."""
+        """Return the number of recordings and their size in bytes."""
         with self.lock:
             return len(self._recordings), sum(size for _, size in self._recordings.values())
 
     def latest_recording(self) -> RecordedForward | None:
-        """The recording that was used last, if it was compared."""
+        """Return the most recently used recording that was compared, or None."""
         with self.lock:
             recordings = [recording for recording, _ in self._recordings.values() if recording.proved]
         return recordings[-1] if recordings else None
@@ -270,7 +270,7 @@ def release(model: nn.Module) -> None:
 
 
 def refusal(name: str, reason: str) -> GraphError:
-    """The error for a model whose forwards can't be recorded, where graphs are required."""
+    """Return the error for a model whose forwards can't be recorded although graphs are required."""
     return GraphError(
         f"forwards of {name} can't be recorded, and graphs are required",
         facts={"reason": reason},

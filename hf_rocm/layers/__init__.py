@@ -1,6 +1,6 @@
 """Shared code of overlays: declared layers, and the building blocks of attention forwards.
 
-An overlay contains what is specific to its model; what models have in common is here.
+An overlay contains only the code that is specific to its model. The code that models share is here.
 """
 
 from hf_rocm.layers.attention import (

@@ -3,7 +3,7 @@ transformers' attention arguments to those of `ops.attention`.
 
 `sdpa`, the default of transformers, is served. Any other implementation that a user selects (eager, flash_attention_2,
 flex_attention, a paged cache) runs the stock forward. For models whose attention has terms that SDPA lacks (softcap,
-sinks), transformers' default is `eager`, which is indistinguishable from a user's choice; for these `eager` is served
+sinks), transformers' default is `eager`. It can't be distinguished from a user's choice, so `eager` is served for them
 too.
 """
 
@@ -32,11 +32,11 @@ from hf_rocm.overlay.replacements import Watch, constant_in_traces
 
 SERVED = "sdpa"
 
-_IMPLEMENTATION = "_attn_implementation_internal"  # on a config, behind `_attn_implementation`
+_IMPLEMENTATION = "_attn_implementation_internal"  # a config's attribute behind `_attn_implementation`
 
-_ROWS = "_hf_rocm_rows"  # on a mask: the visible keys as numbers that stay on the device
+_ROWS = "_hf_rocm_rows"  # a mask's attribute: the visible keys as numbers that stay on the device
 
-# By class and implementation: the references by which the stock forward looks up its attention function, if it does.
+# (class, implementation) → the references through which the stock forward looks up its attention function, if any.
 _interfaces: dict[tuple[type, str], Watch | None] = {}
 
 # Arguments that change the result of attention and that ops.attention does not support.
@@ -72,7 +72,7 @@ def fallback_reason(
     """Return why this call of an attention layer runs the stock forward, or None.
 
     mask: the attention mask that the model passes. arguments: the call's other keyword arguments. dropout: the
-    probability that would be applied in training. extra_reason: a reason of the overlay. beyond_sdpa: the model's
+    probability that would be applied in training. extra_reason: a reason from the overlay. beyond_sdpa: the model's
     attention has terms that SDPA lacks, so that transformers' default for it is `eager`.
     The reason is stored on the module for `explain`.
     """
@@ -90,7 +90,7 @@ def _reason(
     implementation: object = SERVED
     if config is not None:
         try:
-            # skips a property and transformers' `__getattribute__`, which take 2 µs and which a compiler can't trace
+            # skips a property and transformers' `__getattribute__`, which take 2 µs and can't be traced by a compiler
             traced = compiling() or compiler._is_compiling_flag
             implementation = None if traced else object.__getattribute__(config, _IMPLEMENTATION)
         except AttributeError:
@@ -124,7 +124,7 @@ def implementation_replaced(module: nn.Module) -> str | None:
 
 @constant_in_traces
 def _is_stock(cls: type, implementation: str) -> bool:
-    """Whether a stock module of this class would call transformers' own function for this attention implementation."""
+    """Return whether stock modules of this class would call transformers' own function for this implementation."""
     try:
         watch = _interfaces[cls, implementation]
     except KeyError:
@@ -153,8 +153,8 @@ def heads(
     """Apply the named linear children and split their outputs into heads.
 
     x: [B, S, K]. norms: the children that normalise the first outputs over the head dim, in order; children that the
-    module lacks are skipped. head_dim: default `module.head_dim`. fused: the layer's own argument.
-    Returns one [B, heads, S, D] per name, a view.
+    module lacks are skipped. head_dim: default `module.head_dim`. fused: as passed by the decoder layer.
+    Returns one view [B, heads, S, D] per name.
     """
     size = module.head_dim if head_dim is None else head_dim
     norm = None if fused is None else fused.norm
@@ -179,8 +179,8 @@ def _normed(module: Any, parts: tuple[Tensor, ...], norms: tuple[str, ...]) -> t
 def project(module: nn.Module, x: Tensor, *names: str, fused: PrenormResidual | None = None) -> tuple[Tensor, ...]:
     """Apply the named linear children of a module, which have the same input.
 
-    x: [..., K]. fused: the layer's own argument. Returns one [..., N_i] per name, in order; views of one tensor if
-    the fused weights were used.
+    x: [..., K]. fused: as passed by the decoder layer. Returns one [..., N_i] per name, in order; views of one tensor
+    if the fused weights were used.
     """
     parts = grouped_linear.project(module, x, norm=None if fused is None else fused.norm)
     return _separately(module, x, names, fused) if parts is None else parts
@@ -201,7 +201,7 @@ def split_heads(parts: tuple[Tensor, ...], head_dim: int) -> tuple[Tensor, ...]:
 
 
 def project_out(module: Any, output: Tensor, name: str = "o_proj", *, fused: PrenormResidual | None = None) -> Tensor:
-    """Apply the output projection of an attention layer. output: [B, S, H · D]. fused: the layer's own argument."""
+    """Apply the output projection of an attention layer. output: [B, S, H · D]. fused: as in `heads`."""
     linear = module._modules[name]
     result: Tensor = linear(output) if fused is None else fused.last_product(linear, output)
     return result
@@ -246,7 +246,7 @@ def rotate_and_update_cache(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Apply the norms, `rotate` and `update_cache`, in one kernel where the cache's rows are known beforehand.
 
-    The arguments are those of the two functions. norms: as in `heads`, of queries and keys. once: cos and sin have
+    The arguments are those of the two functions. norms: as in `heads`, for queries and keys. once: cos and sin contain
     every angle once, [B | 1, S, R / 2], as the model's function takes them. Returns (query, all keys, all values).
     """
     cos = position_embeddings[0]
@@ -259,7 +259,7 @@ def rotate_and_update_cache(
             if norms and not serves:
                 query, key = _normed(module, (query, key), norms)
                 norms, terms = (), None
-                # a stock norm may promote
+                # a stock norm may promote the dtype
                 serves = key.dtype == value.dtype and one_kernel(query, key, value, cos, rows.position, once=once)
             if serves and terms is not False:
                 keys, values, position, written = rows
@@ -277,7 +277,7 @@ def rotate_and_update_cache(
 
 
 def _may_have_slot(cache: Any, index: int) -> bool:
-    """Whether `slot` may return rows of this cache: a quick check of types only."""
+    """Return whether `slot` may return rows of this cache. A quick check of types only."""
     if hasattr(type(cache), "_hf_rocm_slot"):
         return True
     layers = getattr(cache, "layers", ())
@@ -348,24 +348,24 @@ def visible_keys(
         # stock's eager attention is causal only through its mask
         causal = config is None or config._attn_implementation != "eager"
     if causal and 1 < s_q < s_k:
-        # No mask with more keys than queries: transformers relies on sdpa's top-left alignment to prefill an empty
-        # static cache. The keys beyond the queries are the unwritten ones.
+        # There is no mask, and there are more keys than queries: transformers relies on SDPA's top-left alignment to
+        # prefill an empty static cache. The keys beyond the queries are not written yet.
         key, value = key[:, :, :s_q], value[:, :, :s_q]
     return key, value, {"causal": causal and s_q > 1, "mask": None, "padded": None}
 
 
 def attach(mask: Tensor, rows: CacheRows) -> Tensor:
-    """Attach to a mask the same information as numbers, for kernels that need no mask. Returns the mask.
+    """Attach a mask's information to it as numbers, for kernels that need no mask. Returns the mask.
 
-    mask: [B, 1, S_q, S_k]. rows: the keys that its last S_q queries see. A change of one requires the same change of
-    the other.
+    mask: [B, 1, S_q, S_k]. rows: the keys that its last S_q queries see. If one of them changes, the
+    other must change in the same way.
     """
     setattr(mask, _ROWS, rows)
     return mask
 
 
 def _kernel_takes(rows: CacheRows, query: Tensor, key: Tensor, value: Tensor, *, softcap: bool, sinks: bool) -> bool:
-    """Whether a kernel serves these lengths; otherwise PyTorch uses the existing mask."""
+    """Return whether a kernel serves these lengths. Otherwise PyTorch uses the existing mask."""
     if compiling() or compiler._is_compiling_flag:
         return False  # attributes of a tensor are not part of the graph
     spec = decode.DecodeSpec(

@@ -44,7 +44,7 @@ class PreNormLayer:
     mlp: str = "mlp"
 
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, *args: Any, **arguments: Any) -> Any:
-        """x: [B, S, K]. Returns what the stock layer returns.
+        """Run the layer. x: [B, S, K]. Returns what the stock layer returns.
 
         The stock forward runs while torch.compile traces, and if more than the hidden states is requested.
         """
@@ -63,7 +63,7 @@ class PreNormLayer:
         return (x,) if _in_tuple(stock) else x
 
     def _separate(self, children: dict[str, Any], x: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """Many rows: norms and sums are separate operations."""
+        """Run a layer with many rows: norms and sums are separate operations."""
         first, second = children[self.norms[0]], children[self.norms[1]]
         attention, mlp = children["self_attn"], children[self.mlp]
         binding = direct(first, x)
@@ -92,9 +92,9 @@ class PreNormLayer:
         return x + (output if self.post_norms is None else children[self.post_norms[1]](output))
 
     def _fused(self, children: dict[str, Any], x: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """Few rows: norms and sums are part of the GEMMs, where only our functions would run."""
+        """Run a layer with few rows: norms and sums are part of the GEMMs if only hf_rocm's functions would run."""
         after = (None, None) if self.post_norms is None else self.post_norms
-        normed: Tensor | None = None  # x, if the operation before has normalised it
+        normed: Tensor | None = None  # the normalised x, if the previous operation has computed it
         for norm, name, post_norm in zip(self.norms, ("self_attn", self.mlp), after, strict=True):
             terms = norm_terms(children[norm], x) if normed is None else None
             branch = normed if normed is not None else children[norm](x) if terms is None else x
@@ -109,7 +109,7 @@ class PreNormLayer:
 
 
 def _norm_add(norm: Any, output: Tensor, x: Tensor, following: Any) -> tuple[Tensor | None, Tensor]:
-    """x + norm(output), and before it the `following` module's norm of this sum, or None if that is still to be done.
+    """Return (the `following` norm of the sum, or None if it is still to be computed; the sum x + norm(output)).
 
     following: the norm of the next branch, or None.
     """
@@ -137,7 +137,7 @@ def _branch(module: Any, x: Tensor, fused: PrenormResidual, arguments: dict[str,
 
 
 def direct(module: Any, x: Tensor) -> Binding | None:
-    """`unhooked_binding` for a call without `nn.Module.__call__`: None if a tool has replaced that method."""
+    """Like `unhooked_binding`, for a call without `nn.Module.__call__`: None if a tool has replaced that method."""
     return unhooked_binding(module, x) if nn.Module.__call__ is _call else None
 
 
@@ -171,7 +171,7 @@ def norm_terms(module: Any, x: Tensor) -> ops.Norm | None:
 
 
 def norm_pair(module: Any, norms: tuple[str, ...], query: Tensor) -> tuple[ops.Norm, ops.Norm] | Literal[False] | None:
-    """The norms of queries and keys as terms of one kernel, None if there are none, False if they must be called."""
+    """Return the norms of queries and keys for one kernel, None if there are none, or False if they must be called."""
     children = [child for child in map(module._modules.get, norms) if child is not None] if norms else []
     if not children:
         return None
@@ -185,12 +185,12 @@ def norm_pair(module: Any, norms: tuple[str, ...], query: Tensor) -> tuple[ops.N
 
 
 def _rename(arguments: dict[str, Any]) -> None:
-    """Rename the cache argument as the dispatcher does, which a direct call skips."""
+    """Rename the cache argument as the dispatcher would, because a direct call skips the dispatcher."""
     if "past_key_value" in arguments:
         arguments["past_key_values"] = arguments.pop("past_key_value")
 
 
 @cache
 def _in_tuple(stock: Callable[..., Any]) -> bool:
-    """Whether the stock layer returns a tuple, as in the releases in which it can return attention weights."""
+    """Return whether the stock layer returns a tuple, as in the releases in which it can return attention weights."""
     return "output_attentions" in inspect.signature(stock).parameters

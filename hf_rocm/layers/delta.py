@@ -1,6 +1,7 @@
-"""Linear attention with the gated delta rule: which steps the operation serves, and its call.
+"""Linear attention with the gated delta rule: select the steps that the operation serves, and call it.
 
-The prompt stays stock. A step of one token updates the two states of its layer's cache in place, as stock does.
+The prompt runs the stock forward. A step of one token updates the two states of its layer's cache in place, as stock
+does.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class DeltaStates(NamedTuple):
 def delta_states(
     module: Any, x: Tensor, cache: Any, mask: Tensor | None, arguments: Mapping[str, Any]
 ) -> DeltaStates | None:
-    """Return the states that this step updates, or None: then the stock forward runs, and `explain` has the reason.
+    """Return the states that this step updates, or None if the stock forward must run; `explain` shows the reason.
 
-    module: the linear-attention layer, with the attributes of Qwen3-Next's. x: [B, S, K]. mask: the padding of x, or
-    None. arguments: the call's other keyword arguments.
+    module: the linear-attention layer, with the attributes of Qwen3-Next's layer. x: [B, S, K]. mask: the padding of x,
+    or None. arguments: the call's other keyword arguments.
     """
     states = _states(module, x, cache)
     reason = states if isinstance(states, str) else _refuses(module, x, mask, arguments, states)

@@ -1,8 +1,8 @@
 """Routed experts: stacked parameters, as in transformers from 5.0 on, or lists of modules.
 
 From 5.0 on, `grouped_mm` is transformers' default, and its generate switches to `batched_mm` while it decodes. Neither
-is distinguishable from a user's choice, and both are served where this is at least as fast. Any other implementation
-(eager, deepgemm, …) runs the stock forward.
+can be distinguished from a user's choice, so both are served where hf_rocm is at least as fast. Any other
+implementation (eager, deepgemm, …) runs the stock forward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StackedExperts:
     """A module that transformers runs through its experts interface, with `gate_up_proj` and `down_proj` [E, …].
 
     activation, transposed, interleaved: as in `ops.experts`; without an activation, the module's `act_fn` is used, and
-    the module must apply it as transformers does. limit, alpha: the attributes with the activation's parameters.
+    the module must apply it as transformers does. limit, alpha: the names of the attributes with its parameters.
     """
 
     activation: str | None = None
@@ -67,8 +67,9 @@ class SoftmaxMixture:
     """A sparse MLP whose `experts` are a list of gated MLPs, routed by a softmax over the logits of its child `gate`.
 
     experts: the names of an expert's gate, up and down layers and its activation. normalise: whether the routing
-    weights are divided by their sum, or the attribute with that flag. jitter: the attribute with the noise that is
-    added to the input in training; the stock forward runs then. shared: the shared expert and its gate.
+    weights are divided by their sum, or the name of the attribute with this flag. jitter: the name of the attribute
+    with the noise that is added to the input in training; the stock forward then runs. shared: the shared expert and
+    its gate.
     """
 
     experts: tuple[str, str, str, str] = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -124,9 +125,9 @@ def given_experts(
 ) -> Experts | None:
     """Return a function for the experts of a module that stacks their weights in parameters, or None.
 
-    gate_up, down: the parameters' names, dotted for those of children; biases are named `…_bias`. activation: as in
-    `ops.experts`; default: that of the child act_fn. extra_reason: a reason of the overlay to stay stock. form: the
-    other keyword arguments of `ops.experts`. x: [T, H]. Returns what `listed_experts` returns.
+    gate_up, down: the parameters' names, dotted for parameters of children; biases are named `…_bias`. activation: as
+    in `ops.experts`; default: that of the child act_fn. extra_reason: a reason from the overlay to stay stock. form:
+    the other keyword arguments of `ops.experts`. x: [T, H]. Returns what `listed_experts` returns.
     """
     function = None if activation else _function(module, act_fn)
     known = activation or activation_of(function)
@@ -161,8 +162,8 @@ def given_experts(
 def listed_experts(module: Any, x: Tensor, *, extra_reason: str | None = None) -> Experts | None:
     """Return a function for the experts of a module whose `experts` are a list of gated MLPs that the loader stacked.
 
-    x: the module's input. extra_reason: a reason of the overlay to stay stock. Returns the function
-    (rows [T, H], ids [T, k], weights [T, k]) → [T, H], or None: then the stock forward must run.
+    x: the module's input. extra_reason: a reason from the overlay to stay stock. Returns the function
+    (rows [T, H], ids [T, k], weights [T, k]) → [T, H], or None if the stock forward must run.
     """
     stacked = extra_reason or _unserved(x) or _listed(module, x)
     note(module, stacked if isinstance(stacked, str) else None)
@@ -205,7 +206,7 @@ def _listed(module: Any, x: Tensor) -> tuple[Any, str] | str:
 
 
 def softmax_top(logits: Tensor, top: int, *, normalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Standard routing: the `top` largest values of a softmax in fp32, divided by their sum if `normalise`.
+    """Standard routing: return the `top` largest values of a softmax in fp32, divided by their sum if `normalise`.
 
     logits: [T, E]. Returns (weights [T, k] in dtype, ids [T, k]). Shazeer et al. 2017.
     """
@@ -218,7 +219,7 @@ def softmax_top(logits: Tensor, top: int, *, normalise: bool, dtype: torch.dtype
 
 
 def untouched(*modules: Any) -> bool:
-    """Whether a forward may skip calling these modules: no hooks, and no replaced forward on them or their class."""
+    """Return whether a forward need not call these modules: they have no hooks and no replaced forward."""
     touched = any(one._forward_hooks or one._forward_pre_hooks or "forward" in one.__dict__ for one in modules)
     return not touched and all(unchanged(type(one)) for one in modules)
 
@@ -263,13 +264,13 @@ def _unserved(x: Tensor) -> str | None:
 
 
 def _applies_its_activation(module: Any) -> bool:
-    """Whether the module applies its activation as transformers does by default: act(gate) · up."""
+    """Return whether the module applies its activation as transformers does by default: act(gate) · up."""
     gate = getattr(type(module), "_apply_gate", None)
     return gate is None or (gate.__module__ == _INTERFACE and "_apply_gate" not in module.__dict__)
 
 
 def _function(module: Any, path: str) -> Any:
-    """The activation of this name, dotted for those of children."""
+    """Return the activation with this name, which is dotted for activations of children."""
     *way, name = path.split(".")
     for step in way:
         module = child(module, step)
@@ -277,7 +278,7 @@ def _function(module: Any, path: str) -> Any:
 
 
 def _named(module: Any, path: str) -> Any:
-    """The parameter of this dotted name; None if there is none."""
+    """Return the parameter with this dotted name, or None."""
     *way, name = path.split(".")
     for step in way:
         module = module._modules[step]

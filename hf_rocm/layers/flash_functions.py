@@ -56,7 +56,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """The same for packed sequences: [T_q, H, D] over [T_k, Hkv, D]. Returns [T_q, H, D_v]."""
+    """`flash_attn_func` for packed sequences: [T_q, H, D] over [T_k, Hkv, D]. Returns [T_q, H, D_v]."""
     _no_dropout(dropout_p)
     terms = _terms(q, softmax_scale, causal, window_size, softcap, s_aux)
     if not causal and terms["window"] is not None:
@@ -118,7 +118,7 @@ def _terms(
 ) -> AttentionTerms:
     left = window[0]
     if not causal and (left is None or left < 0):
-        left = window[1]  # _around has both sides
+        left = window[1]  # `_around` uses both sides
     return AttentionTerms(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         causal=causal,
@@ -130,7 +130,7 @@ def _terms(
 
 
 def _around(s_q: int, s_k: int, window: Window, device: torch.device) -> Tensor:
-    """[1, 1, S_q, S_k] bool: the keys within the window on both sides of each query's position."""
+    """Return a bool mask [1, 1, S_q, S_k]: the keys within the window on both sides of the query's position."""
     distance = torch.arange(s_k, device=device) - torch.arange(s_k - s_q, s_k, device=device)[:, None]
     left, right = (s_k if side is None or side < 0 else side for side in window)
     return ((distance >= -left) & (distance <= right))[None, None]
@@ -139,7 +139,7 @@ def _around(s_q: int, s_k: int, window: Window, device: torch.device) -> Tensor:
 def _one_by_one(
     q: Tensor, k: Tensor, v: Tensor, query_ends: Tensor, key_ends: Tensor, terms: AttentionTerms, window: Window
 ) -> Tensor:
-    """Packed sequences with a window on both sides: no operation has one, so every sequence gets its mask."""
+    """Attend within every packed sequence with a mask, because no operation supports a window on both sides."""
     outputs = []
     for (a, b), (c, d) in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
         one = [part.transpose(0, 1)[None] for part in (q[a:b], k[c:d], v[c:d])]

@@ -1,7 +1,7 @@
-"""The outputs of linear layers with the same input, through the weight group of their module.
+"""Compute the outputs of linear layers with the same input through the weight group of their module.
 
-`live` is the only check of pointers: after any change of a model with grouped weights, the worst outcome is
-that the layers run one by one.
+`live` is the only check of pointers. After any change to a model with grouped weights, the worst outcome is that the
+layers run one by one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def product(module: Module, x: Tensor, *, norm: ops.Norm | None = None, activati
     """Return the concatenated outputs of the module's group, or None if its layers must be called.
 
     x: [..., K]. norm: applied to x first. activation: the outputs are [gate | up], and act(gate) · up is returned.
-    Returns [..., N_1 + N_2 + …], or half of that with an activation. If gradients are required, even only of x, the
-    layers must be called.
+    Returns [..., N_1 + N_2 + …], or half of that with an activation. If gradients are required, even if only of x,
+    the layers must be called.
     """
     if compiling() or compiler._is_compiling_flag:
         return _traced(module, x, norm, activation)
@@ -51,7 +51,7 @@ def product(module: Module, x: Tensor, *, norm: ops.Norm | None = None, activati
 def project(
     module: Module, x: Tensor, *, norm: ops.Norm | None = None, head_dim: int | None = None
 ) -> tuple[Tensor, ...] | None:
-    """Return `product` split into the layers' outputs, [..., N_i] each, views of one tensor; None as there.
+    """Split `product` into the layers' outputs [..., N_i], which are views of one tensor. Returns None like `product`.
 
     head_dim: x is [B, S, K], and the outputs are split into heads: [B, N_i / head_dim, S, head_dim].
     """
@@ -61,7 +61,7 @@ def project(
     sizes: tuple[int, ...] | None = getattr(module.__dict__.get(SLOT), "sizes", None)
     if not sizes:
         return None  # another thread has dropped the group
-    # A view takes more than 1 µs of host time; Tensor.split, which is Python, twice that.
+    # A view takes more than 1 µs of host time; Tensor.split, which is Python, takes twice that.
     if head_dim is None:
         return joined.split_with_sizes(sizes, -1)
     heads = joined.view((*joined.shape[:-1], joined.shape[-1] // head_dim, head_dim)).transpose(1, 2)
@@ -69,9 +69,10 @@ def project(
 
 
 def live(module: Module) -> WeightGroup | None:
-    """Return the module's group if it can replace its layers now, or None: then they must be called.
+    """Return the module's group if it can replace its layers now, or None if they must be called.
 
-    The only check of pointers, made in every forward. None while gradients are enabled and a weight requires them.
+    This is the only check of pointers, and every forward runs it. Returns None while gradients are enabled and a weight
+    requires them.
     """
     own = module.__dict__
     group = own.get(SLOT)
@@ -128,7 +129,7 @@ def live(module: Module) -> WeightGroup | None:
 
 
 def lies_in(group: WeightGroup, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
-    """Whether a group consists of exactly these tensors: the comparison of `live`, without the modules."""
+    """Return whether a group consists of exactly these tensors: the comparison of `live`, without the modules."""
     parts = group.parts
     biased = bool(parts) and parts[0].bias is not None
     return (
@@ -145,7 +146,7 @@ def lies_in(group: WeightGroup, weights: Sequence[Tensor], biases: Sequence[Tens
 
 
 def intact(module: Module, group: WeightGroup) -> bool:
-    """Whether the parameters are still part of the group, even if it can't run for another reason. Changes nothing."""
+    """Return whether the parameters are still in the group, even if the group can't run. Changes nothing."""
     tensors: dict[str, list[Any]] = {"weight": [], "bias": []}
     for part in group.parts:
         linear = part.layer(module)
@@ -176,12 +177,12 @@ def why_not(module: Module) -> str | None:
 
 @constant_in_traces
 def linears_are_pytorchs() -> bool:
-    """Whether `nn.Linear` is PyTorch's own, apart from hf_rocm's changes."""
+    """Return whether `nn.Linear` is PyTorch's own, apart from hf_rocm's changes."""
     return (Linear.forward is _linear and functional.linear is _product) or replacement_among(_LINEARS) is None
 
 
 def hooks_on_all() -> bool:
-    """Whether forward hooks are registered on all modules, so that every layer must be called."""
+    """Return whether forward hooks are registered on all modules, so that every layer must be called."""
     return bool(_hooks_on_all or _pre_hooks_on_all)
 
 
@@ -201,7 +202,7 @@ def _traced(module: Module, x: Tensor, norm: ops.Norm | None, activation: str | 
 
 
 def _modified(module: Module, group: WeightGroup) -> WeightGroup | None:
-    """A layer was modified, so the layers must be called. The group is kept unless a weight has left it (offload)."""
+    """Handle a modified layer: the layers must be called. The group is kept unless a weight has left it (offload)."""
     for part in group.parts:
         linear = part.layer(module)
         if type(linear) is Linear:

@@ -14,7 +14,7 @@ from hf_rocm.layers import grouped_linear
 from hf_rocm.layers.norm import SEPARATE, PrenormResidual, can_fuse
 from hf_rocm.overlay.replacements import constant_in_traces, unchanged, watches
 
-# The classes in transformers' ACT2FN: 4.x uses torch's own SiLU, 5.x wraps it, GELUTanh was renamed once.
+# The classes in transformers' ACT2FN: 4.x uses torch's own SiLU, 5.x wraps it, and GELUTanh was renamed once.
 _ACTIVATIONS = {
     ("torch.nn.modules.activation", "SiLU"): "silu",
     ("transformers.activations", "SiLUActivation"): "silu",
@@ -28,8 +28,8 @@ _ACTIVATIONS = {
 class GatedMLP:
     """A gate and an up projection, which the loader fuses in this order, and a down projection.
 
-    fuses: the names of gate and up. activation: the activation's child module or attribute; if the model calls a
-    function directly, its name in `ops.act_and_mul`. down: the name of the down projection.
+    fuses: the names of gate and up. activation: the name of the activation's child module or attribute, or, if the
+    model calls a function directly, its name in `ops.act_and_mul`. down: the name of the down projection.
     """
 
     fuses: tuple[str, str] = ("gate_proj", "up_proj")
@@ -39,7 +39,7 @@ class GatedMLP:
     def forward(
         self, module: Any, stock: Callable[..., Any], x: Tensor, fused: PrenormResidual | None = None
     ) -> Tensor:
-        """x: [..., hidden]. Returns [..., hidden]. Without fused weights the stock forward runs."""
+        """Run the MLP. x: [..., hidden]. Returns [..., hidden]. Without fused weights the stock forward runs."""
         function = child(module, self.activation)
         known = self.activation if function is None else activation_of(function)
         if fused is None:
@@ -62,12 +62,12 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class JoinedMLP:
-    """An MLP with gate and up in one matrix of the checkpoint, `gate_up_proj`. activation: the activation's child."""
+    """An MLP with gate and up in one matrix of the checkpoint, `gate_up_proj`. activation: its child's name."""
 
     activation: str = "activation_fn"
 
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Tensor:
-        """x: [..., hidden]. Returns [..., hidden]."""
+        """Run the MLP. x: [..., hidden]. Returns [..., hidden]."""
         joined = child(module, "gate_up_proj")(x)
         down: Tensor = child(module, "down_proj")(activated(joined, child(module, self.activation)))
         return down
@@ -110,6 +110,6 @@ def activation_of(function: object) -> str | None:
 
 @constant_in_traces
 def _is_stock(kind: type) -> bool:
-    """`replacements.unchanged` with one Python call less, because each layer of an uncaptured step needs it."""
+    """`replacements.unchanged` with one Python call fewer, because every layer of an uncaptured step calls it."""
     watch = watches.get(kind)
     return unchanged(kind) if watch is None else watch.unchanged() or watch.holds()

@@ -1,4 +1,4 @@
-"""RMSNorm modules, Llama's and Gemma's (1 + w), and the norm and the residual sum of a decoder layer's branch.
+"""RMSNorm modules (Llama's, and Gemma's with 1 + w), and the norm and residual sum of a decoder layer's branch.
 
 With few rows, a decoder layer calls our attention and MLP functions directly with an input that is not yet normalised
 and a `PrenormResidual`. Modules that a user hooked, wrapped or replaced never get one.
@@ -26,7 +26,7 @@ _PLAIN = (nn.Parameter, torch.Tensor)
 class RMSNorm:
     """A norm with a `weight` [D].
 
-    eps: the attribute with the epsilon. one_plus: the norm multiplies by (1 + weight), as in Gemma.
+    eps: the name of the attribute with the epsilon. one_plus: the norm multiplies by (1 + weight), as in Gemma.
     """
 
     eps: str
@@ -93,14 +93,14 @@ class PrenormResidual:
         return partial(_normed_stock, self, stock)
 
 
-# For a direct call with many rows: the input is normalised, the layer adds the residual itself.
+# For a direct call with many rows: the input is already normalised, and the layer adds the residual itself.
 SEPARATE = PrenormResidual(None, None, one_kernel=False)
 
 
 def can_fuse(x: Tensor) -> bool:
-    """Whether GEMMs of x can include the norm before and the sum after: few rows, a kernel for them, no gradients.
+    """Return whether GEMMs of x can include the norm before and the sum after.
 
-    False while torch.compile traces.
+    This requires few rows, a kernel for them, and no gradients. Returns False while torch.compile traces.
     """
     return ops.rides_along(x) and not is_pytorchs(x)
 

@@ -12,12 +12,12 @@ from hf_rocm.overlay.replacements import constant_in_traces
 
 
 def before(release: str) -> bool:
-    """Whether the transformers in use is older than this release. Call it at import: compilers can't trace it."""
+    """Return whether this transformers is older than the release. Call it at import, since compilers can't trace it."""
     here = getattr(sys.modules.get("transformers"), "__version__", None) or metadata.version("transformers")
     return Version(here) < Version(release)
 
 
 @constant_in_traces
 def rounded_root(value: int, dtype: torch.dtype) -> float:
-    """A square root in a dtype, as a number: some models of transformers 4 keep it as a tensor of the default dtype."""
+    """Return a square root in a dtype, which some models of transformers 4 store as a tensor of the default dtype."""
     return torch.tensor(value, dtype=torch.float32).sqrt().to(dtype).item()

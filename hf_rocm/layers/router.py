@@ -1,4 +1,4 @@
-"""Routers of experts: a small GEMM, then one kernel that selects the experts instead of about ten."""
+"""Routers of experts: a small GEMM, then one kernel that selects the experts, where stock runs about ten."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hf_rocm.options import Switch
 
 @dataclass(frozen=True)
 class TopKRouter:
-    """A router with a `weight` [E, H] and maybe a `bias`, which returns (logits [T, E], weights [T, k], ids [T, k]).
+    """A router with a `weight` [E, H] and an optional `bias`. Returns (logits [T, E], weights [T, k], ids [T, k]).
 
-    chosen_only: the weights are a softmax of the chosen logits, as in gpt-oss, not chosen values of a softmax.
-    normalise: whether the weights are divided by their sum, or the attribute with that flag. wide: whether the weights
-    are returned in fp32, not in the dtype of the logits.
+    chosen_only: the weights are a softmax of the chosen logits, as in gpt-oss, not the chosen values of a softmax.
+    normalise: whether the weights are divided by their sum, or the name of the attribute with this flag. wide: whether
+    the weights are returned in fp32, not in the dtype of the logits.
     """
 
     chosen_only: bool = False
@@ -39,7 +39,7 @@ class TopKRouter:
         return logits, *ops.choose_experts(logits, **terms)
 
     def terms(self, module: Any) -> dict[str, Any]:
-        """The arguments of `ops.choose_experts` for a module."""
+        """Return the arguments of `ops.choose_experts` for a module."""
         normalise = self.normalise if isinstance(self.normalise, bool) else getattr(module, self.normalise)
         return {
             "top": module.top_k,
@@ -51,7 +51,7 @@ class TopKRouter:
 
 @dataclass(frozen=True)
 class GroupedRouter:
-    """DeepSeek's router: sigmoid scores, a bias for the choice alone, groups, and weights with a sum and a factor.
+    """DeepSeek's router: sigmoid scores, a bias that affects only the choice, groups, and scaled weights.
 
     It has a `weight` [E, H], multiplied in fp32, and returns what `TopKRouter` returns.
     """
@@ -65,7 +65,7 @@ class GroupedRouter:
         return logits, *ops.choose_experts(logits, **terms, epsilon=1e-20, scale=float(module.routed_scaling_factor))
 
     def terms(self, module: Any) -> dict[str, Any]:
-        """The arguments of `ops.choose_experts` for a module that an implementation is chosen by."""
+        """Return the arguments of `ops.choose_experts` for a module that determine the implementation."""
         return {
             "top": module.top_k,
             "scores": SIGMOID,
@@ -78,12 +78,12 @@ class GroupedRouter:
 
 
 def _is_plain_product(x: Tensor, weight: Any, bias: Any) -> bool:
-    """Whether a router computes a plain product of plain parameters, without gradients and outside a trace."""
+    """Return whether a router computes a plain product of plain parameters, without gradients and outside a trace."""
     if compiling() or compiler._is_compiling_flag or is_pytorchs(x):
         return False
     current = options.current()
     if current.aiter["linear"] is Switch.REQUIRED or current.tier("linear") == "aiter":
-        return False  # aiter is for large products and raises where it has no kernel
+        return False  # aiter serves large GEMMs and raises where it has no kernel
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
     return all(

@@ -1,7 +1,7 @@
-"""The rows of a static cache for a call's keys and values, so that the kernel that rotates them also writes them.
+"""The rows of a static cache for a call's keys and values, so that the kernel that rotates the keys also writes both.
 
-This replaces `update` for caches whose `update` is known to do no more: transformers' static layers, checked by the
-digests of their definitions, and the cache of recorded decode steps.
+This replaces `update` for caches whose `update` is known to do nothing else: transformers' static layers, checked by
+the digests of their definitions, and the cache of recorded decode steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Slot(NamedTuple):
     """Rows of a cache.
 
     keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]. position: the rows [S], or a scalar with the first row, which the
-    kernel advances (see `ops.rope_into_cache`). written: to be called after the write, or None.
+    kernel advances (see `ops.rope_into_cache`). written: a function to call after the write, or None.
     """
 
     keys: Tensor
@@ -28,7 +28,7 @@ class Slot(NamedTuple):
 
 
 def slot(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
-    """Return the rows for key [B, Hkv, S, D] and value [B, Hkv, S, D_v] of layer `index`, or None: call `update`.
+    """Return the rows for key [B, Hkv, S, D] and value [B, Hkv, S, D_v] of layer `index`, or None if `update` must run.
 
     arguments: the call's keyword arguments. Changes nothing.
     """
@@ -40,7 +40,7 @@ def slot(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[
 
 
 def _static(cache: Any, index: int, key: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
-    """The rows in a layer of transformers' own static cache without sliding window, from 4.56 on."""
+    """Return the rows in a layer of transformers' own static cache without a sliding window, from 4.56 on."""
     home = sys.modules.get("transformers.cache_utils")
     kind = getattr(home, "StaticLayer", None)
     layers = getattr(cache, "layers", None)
@@ -62,14 +62,14 @@ def _static(cache: Any, index: int, key: Tensor, arguments: Mapping[str, Any]) -
 
 
 def _is_stock(kind: type, home: Any) -> bool:
-    """Whether this cache updates its layers as transformers does."""
+    """Return whether this cache updates its layers as transformers does."""
     from hf_rocm import features
 
     return getattr(kind, "update", None) is home.Cache.update and features.refuses("static_cache") is None
 
 
 def _fits(rows: Tensor, new: Tensor) -> bool:
-    """Whether new [B, heads, S, D] can be written to rows [B, heads, L, D] without conversion."""
+    """Return whether new [B, heads, S, D] can be written to rows [B, heads, L, D] without conversion."""
     return (
         type(rows) is torch.Tensor
         and rows.dtype == new.dtype

@@ -1,7 +1,7 @@
 """The weight group of a module: the slot that contains it, and the protocol that every kind of group implements.
 
-A group multiplies weights that belong together (fused, sharded, quantised, shuffled, stacked). The kinds are subclasses
-in `hf_rocm.weights`, one per file; neither this module nor any other layer imports them.
+A group multiplies by weights that belong together (fused, sharded, quantised, shuffled, stacked). The kinds are
+subclasses in `hf_rocm.weights`, one per file. Neither this module nor the other modules of `layers` import them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.nn import Module
 from hf_rocm import ops
 
 # In the module's __dict__: a `WeightGroup`, or an idle group as plain builtins: (kind, state, name, …). Copies and
-# pickles contain the latter, so that a process without hf_rocm can read them. False: a copy whose weights are plain.
+# pickles contain the latter, so that a process without hf_rocm can read them. False for a copy with plain weights.
 SLOT = "_hf_rocm_group"
 
 PENDING = "pending"  # formed in the module's next call
-MOVED = "moved"  # its weights were replaced or moved: unused until the model is prepared again
+MOVED = "moved"  # its weights were replaced or moved: not used until the model is prepared again
 
-# Checks need no lock. Changes do: two threads may make the first call of a copy at the same time.
+# Checks need no lock, but changes do: two threads may make the first call of a copy at the same time.
 lock = threading.RLock()
 
 _KINDS_IN = "hf_rocm.weights."
@@ -45,13 +45,13 @@ class Part(NamedTuple):
 
 
 class WeightGroup:
-    """The protocol of a kind of group, with defaults. Class methods concern a module, the others a group.
+    """The protocol of a kind of group, with defaults. Class methods concern a module, other methods a group.
 
     A group that depends on addresses lists them as `parts`, and `live` compares them in every call. `plain`: the result
     is x Wᵀ + bias with the attributes `weight` [N_1 + N_2 + …, K] and `bias` [N_1 + …], without any other condition.
     """
 
-    order = 50  # where several kinds fit, the lowest is used; `restore` uses the same order
+    order = 50  # if several kinds fit, the lowest is used; `restore` uses the same order
     only_in_overlays = False  # only an overlay's forward uses it
 
     names: tuple[str, ...] = ()  # of the layers
@@ -64,28 +64,28 @@ class WeightGroup:
 
     @classmethod
     def names_for(cls, module: Module, binding: Any) -> tuple[str, ...]:
-        """The layers that this kind groups in a module with this binding; empty if none."""
+        """Return the layers that this kind groups in a module with this binding; empty if none."""
         return ()
 
     @classmethod
     def label(cls, names: Sequence[str]) -> list[str]:
-        """The names of these layers in a report."""
+        """Return the names of these layers in a report."""
         return list(names)
 
     @classmethod
     def parameters(cls, module: Module, names: Sequence[str]) -> list[Tensor | None]:
-        """The parameters that must not share memory with other tensors of the model."""
+        """Return the parameters that must not share memory with other tensors of the model."""
         layers = (module._modules.get(name) for name in names)
         return [parameter for layer in layers if layer is not None for parameter in layer._parameters.values()]
 
     @classmethod
     def covers(cls, module: Module) -> list[Module]:
-        """Submodules whose weights are in the module's group, so that they form no group themselves."""
+        """Return the submodules whose weights are in the module's group, so that they form no group themselves."""
         return []
 
     @classmethod
     def form(cls, module: Module, names: tuple[str, ...]) -> str | None:
-        """Form the group in place. Returns None if it exists now, else why not; then nothing has changed."""
+        """Form the group in place. Returns None on success, else why not; the module is then unchanged."""
         raise NotImplementedError
 
     @classmethod
@@ -118,7 +118,7 @@ class WeightGroup:
         return False
 
     def multiply(self, module: Module, x: Tensor, norm: ops.Norm | None, activation: str | None) -> Tensor | None:
-        """Return the output of a live group that is not plain, or None: then the layers must be called."""
+        """Return the output of a live group that is not plain, or None if the layers must be called."""
         if norm is not None:
             x = ops.rms_norm(x, norm.weight, eps=norm.eps, one_plus=norm.one_plus)
         joined = self.linear(module, x)
@@ -137,11 +137,11 @@ class WeightGroup:
         return None
 
     def accepts(self, module: Module, linear: Module, name: str) -> bool:
-        """Whether an instance forward other than that of the `Part` is harmless."""
+        """Return whether an instance forward other than that of the `Part` is harmless."""
         return False
 
     def unchanged(self, module: Module) -> bool:
-        """Whether the modules around the layers are unchanged."""
+        """Return whether the modules around the layers are unchanged."""
         return True
 
     def forget(self, module: Module) -> WeightGroup | None:
@@ -161,11 +161,11 @@ class WeightGroup:
         return None
 
     def nbytes(self, module: Module) -> int:
-        """The size in bytes of the weights and biases that it uses."""
+        """Return the size in bytes of the weights and biases that the group uses."""
         return 0 if self.weight is None else self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def extra_bytes(self, module: Module) -> int:
-        """The memory in bytes that it needs in addition to the parameters and buffers of the module."""
+        """Return the memory in bytes that the group needs in addition to the parameters and buffers of the module."""
         return 0
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -192,12 +192,12 @@ def register(kind: KindT) -> KindT:
 
 
 def registered() -> list[type[WeightGroup]]:
-    """Every imported kind, in the order in which they are tried."""
+    """Return every imported kind, in the order in which they are tried."""
     return sorted(_kinds.values(), key=lambda kind: kind.order)
 
 
 def kind_in(module: Module) -> type[WeightGroup] | None:
-    """The kind of the group in the module's slot, live or idle; None if the slot is empty."""
+    """Return the kind of the group in the module's slot, live or idle; None if the slot is empty."""
     group = module.__dict__.get(SLOT)
     if not group:
         return None
@@ -205,7 +205,7 @@ def kind_in(module: Module) -> type[WeightGroup] | None:
 
 
 def names_in(module: Module) -> tuple[str, ...]:
-    """The names of the layers of the group in the module's slot, live or idle."""
+    """Return the names of the layers of the group in the module's slot, live or idle."""
     group = module.__dict__.get(SLOT)
     if not group:
         return ()
@@ -234,7 +234,7 @@ def _name(kind: type[WeightGroup]) -> str:
 
 
 def _kind_named(name: str) -> type[WeightGroup]:
-    """Return the kind of this name, and import it if necessary: an unpickled module may precede that import."""
+    """Return the kind with this name. Imports it if necessary, since a module may be unpickled before that import."""
     if name not in _kinds:
         import_module(_KINDS_IN + name.partition(".")[0])
     return _kinds[name]

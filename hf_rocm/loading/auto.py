@@ -2,7 +2,7 @@
 
 All loading (`AutoModel*`, a class's own `from_pretrained`, `pipeline`) ends in one class method of `PreTrainedModel`,
 which is wrapped. A model that another library loads as a part of its own model, such as the text encoder of a diffusion
-pipeline, stays stock: such a library is recognised by its modules on the call stack.
+pipeline, stays stock. Such a library is recognised by its modules on the call stack.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _switch: _Switch | None = None
 
 
 class _Switch:
-    """The state of auto_prepare while it is on; the user of the change (see `patches`)."""
+    """The state of auto_prepare while it is on, and the user of its change (see `patches`)."""
 
     def __init__(self, left_stock: frozenset[str], force: bool | None) -> None:
         self.left_stock = left_stock
         self.force = force
 
     def from_pretrained(self, change: Change) -> Any:
-        """Return the class method that calls transformers' own and prepares its result."""
+        """Return a class method that calls transformers' own method and prepares its result."""
 
         @functools.wraps(change.owner.from_pretrained.__func__)
         def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def auto_prepare(enabled: bool = True, *, also: Iterable[str] = (), force: bool 
     enabled: False restores transformers' own method; models that were prepared stay prepared (see `hf_rocm.restore`).
     also: packages of `LEFT_STOCK`, such as `diffusers`, whose models are prepared too. force: as in `prepare`.
 
-    Returns whether it is on now. Without ROCm, and unless forced, it does nothing, and the `hf_rocm` logger warns once.
+    Returns whether it is on now. Without ROCm, it does nothing unless forced, and the `hf_rocm` logger warns once.
     `HF_ROCM_AUTO=1` does the same from an installed overlay, as soon as the module of its model is imported.
     """
     if enabled and not _wanted(force):
@@ -78,7 +78,7 @@ def auto_prepare(enabled: bool = True, *, also: Iterable[str] = (), force: bool 
 
 
 def switch_on_from_block() -> None:
-    """Switch auto_prepare on for `HF_ROCM_AUTO=1`, from an installed block. Imports nothing and touches no device."""
+    """Switch auto_prepare on for `HF_ROCM_AUTO=1`, from an installed block. Imports nothing and opens no device."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if _switch is None and modeling is not None:
         _set(modeling, True, frozenset(LEFT_STOCK), None)

@@ -3,7 +3,7 @@
 transformers maps a checkpoint's files and copies each tensor from the mapping to its device. With some Linux kernels
 the driver stalls for up to a second per copy, and on GPUs that share the host's memory the mapped pages are duplicated.
 On machines with one of these faults (`hf_rocm.known_faults`), each tensor is first read into separate memory, and its
-pages of the file are released. The values are the same.
+pages of the mapping are released. The values are the same.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def machine() -> Machine:
 
 
 def fault() -> MappedCopyFault | None:
-    """Return the fault of this machine in copies directly from a mapped file, or None."""
+    """Return this machine's known fault in direct copies from a mapped file, or None."""
     return mapped_copy_fault(*machine())
 
 
@@ -77,7 +77,7 @@ def _open_through_heap(change: Change) -> Callable[..., Any]:
 
 
 class _Wrapper:
-    """A proxy: other attributes are those of the wrapped object."""
+    """A proxy that forwards all other attributes to the wrapped object."""
 
     def __init__(self, wrapped: Any, device: Any) -> None:
         self._wrapped, self._device = wrapped, device
@@ -86,7 +86,7 @@ class _Wrapper:
         return getattr(self._wrapped, name)
 
     def _in_own_memory(self, mapped: Tensor) -> Tensor:
-        # contiguous even for a slice: only the copied part is read, and large parts become whole pages
+        # contiguous even for a slice, so that only the copied part is read, and large copies occupy whole pages
         copy = mapped.clone(memory_format=torch.contiguous_format)
         if mapped.is_contiguous():
             give_back(mapped)

@@ -28,7 +28,7 @@ from hf_rocm.weights.tied_weights import shared
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# The key of a report, as plain builtins, in the model's __dict__; `explain` reads it.
+# The key of the report in the model's __dict__. The report consists of builtins, and `explain` reads it.
 REPORT = "_hf_rocm_report"
 
 _OURS = "_hf_rocm_"  # the prefix of every name that hf_rocm adds to a module's __dict__
@@ -48,22 +48,22 @@ def prepare(
 ) -> ModelT:
     """Enable the ROCm path of a loaded model in place: overlays, fused and shuffled weights, recorded decode steps.
 
-    model: a `torch.nn.Module` with transformers models in it.
-    force: True enables the path without ROCm too; False leaves the model stock; None: on ROCm, or if `HF_ROCM_FORCE`
-    is set. If the model stays stock, the `hf_rocm` logger reports it in one line.
+    model: a `torch.nn.Module` that is or contains a transformers model.
+    force: True enables the path without ROCm too; False leaves the model stock; None enables it on ROCm, or if
+    `HF_ROCM_FORCE` is set. If the model stays stock, the `hf_rocm` logger reports it in one line.
     preshuffle: which weights are shuffled for aiter's assembly kernels: `off`, `auto` (where a gain is known) or `all`;
-    None: `HF_ROCM_PRESHUFFLE`.
+    None uses `HF_ROCM_PRESHUFFLE`.
     budget: memory limit for shuffled copies, in bytes or as a share of the weights (`4 * 2**30`, `"4GiB"`, `0.25`,
-    `"25%"`); None: `HF_ROCM_PRESHUFFLE_BUDGET`, by default 0. With `PRESHUFFLE_M_THRESH=0` a shuffled weight replaces
-    the original and needs no budget. Without preshuffle and budget, a model that was prepared before keeps its
+    `"25%"`); None uses `HF_ROCM_PRESHUFFLE_BUDGET`, by default 0. With `PRESHUFFLE_M_THRESH=0` a shuffled weight
+    replaces the original and needs no budget. Without preshuffle and budget, a model that was prepared before keeps its
     settings.
-    linear_backend: also route every other linear layer, see `hf_rocm.route_linear`; None leaves them to PyTorch.
+    linear_backend: also route all other linear layers, see `hf_rocm.route_linear`; None leaves them to PyTorch.
     quantize: `fp8`, `int8` or `int4`, see `hf_rocm.quantize`; None leaves the weights as they are.
-    graphs: whether `generate` uses recorded decode steps, and models that don't generate recorded forwards: False
-    never, True always (raises where one can't be recorded); None: the model's earlier setting, else `HF_ROCM_GRAPHS`.
+    graphs: whether to record the decode steps of `generate`, and the forwards of other models: False never, True always
+    (raises if one can't be recorded); None uses the model's earlier setting, else `HF_ROCM_GRAPHS`.
 
     Returns the same model. `hf_rocm.explain(model)` lists what was fused, shuffled, recorded or left stock, and why.
-    Raises `OptionError` on an invalid argument, and `GraphError` if graphs are required of a model that does not
+    Raises `OptionError` on an invalid argument, and `GraphError` if graphs are required for a model that does not
     support them.
     """
     require_module(model, "prepare")
@@ -95,7 +95,7 @@ def prepare(
     _serve_flash(model, bind.ON if forced else bind.GPU)
     model.__dict__[REPORT] = {
         "forced": forced,
-        "overlays": overlays,  # models whose overlays are bound
+        "overlays": overlays,  # the models whose overlays are bound
         "refused": refused,  # model: why its overlay can't be used
         "fused": joined,  # module: its layers
         "skipped": skipped,  # module: why its layers were left alone
@@ -108,7 +108,7 @@ def prepare(
         ),
         "inputs": _keep_inputs(model, bind.ON if forced else bind.GPU),  # why transformers prepares its steps, or None
         "forwards": _record_forwards(model, before.get("graphs", {}).get("requested") if graphs is None else graphs),
-        "patch_embeddings": {"products": products, "stock": left_stock},  # convolutions; stock: and why
+        "patch_embeddings": {"products": products, "stock": left_stock},  # convolutions; for stock also why
         "routed": None if routed is None else {"backend": routed.backend, "layers": routed.layers},
     }
     if quantize is not None:
@@ -117,7 +117,7 @@ def prepare(
 
 
 def report_of(model: nn.Module) -> dict[str, Any]:
-    """The report of `prepare` on this model, or on the model that it wraps and generates with; empty without one."""
+    """Return the report of `prepare` on this model, or on the wrapped model that it generates with; empty if none."""
     if REPORT not in model.__dict__ and hasattr(model, "generate"):
         from hf_rocm.generation.decide import generator_of
 
@@ -199,7 +199,7 @@ def _bind_overlays(model: nn.Module) -> tuple[list[str], dict[str, str]]:
 
 
 def families(model: nn.Module) -> set[str]:
-    """The folders under transformers.models that define the classes of all submodules."""
+    """Return the folders under transformers.models that define the classes of all submodules."""
     modules = {type(module).__module__ for module in model.modules()}
     parts = (module.split(".") for module in modules)
     return {part[2] for part in parts if part[:2] == ["transformers", "models"] and len(part) > 3}
@@ -213,7 +213,7 @@ def _switch_on(model: nn.Module, mode: str) -> None:
 
 
 def _fuse(model: nn.Module) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Fuse the layers that the overlays name, one module at a time: peak memory grows by one module's weights."""
+    """Fuse the layers that the overlays name, one module at a time, so peak memory grows by one module only."""
     joined: dict[str, list[str]] = {}
     skipped: dict[str, str] = {}
     others = shared(model)
@@ -253,7 +253,7 @@ def _serve_flash(model: nn.Module, mode: str) -> None:
 
 
 def _record_steps(model: nn.Module, graphs: bool | None, mode: str) -> dict[str, Any]:
-    """Make `generate` use recorded decode steps. Returns the setting, and why recording is off or None."""
+    """Make `generate` use recorded decode steps. Returns the setting, and why recording is off, or None."""
     if not hasattr(model, "generate"):
         return {"requested": graphs, "off": "it does not generate"}
     from hf_rocm.generation import continuous_batching, decide, hooks
@@ -265,7 +265,7 @@ def _record_steps(model: nn.Module, graphs: bool | None, mode: str) -> dict[str,
 
 
 def _record_forwards(model: nn.Module, graphs: bool | None) -> dict[str, str | None]:
-    """Record forwards of the models that don't generate. Returns their names, each with the reason why not, or None."""
+    """Record the forwards of models that don't generate. Returns, by name, why one is not recorded, or None."""
     from hf_rocm.forwards import hooks
     from hf_rocm.generation.hooks import wanted_of
 

@@ -1,7 +1,7 @@
 """from_pretrained: transformers loads the model, then hf_rocm prepares it for ROCm.
 
-The result is the ordinary `PreTrainedModel` that transformers created. hf_rocm's own arguments are not passed to
-transformers; all others are, unchanged.
+The result is the ordinary `PreTrainedModel` that transformers created. All arguments except hf_rocm's own are
+passed to transformers unchanged.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def from_pretrained(
 
     model_id: a model name on the Hub or a folder. auto_class: the class whose `from_pretrained` is called, or its name
     in transformers; default: the first architecture of the config, else the causal-LM class for this config, else
-    `AutoModel`. force: True enables the ROCm path on any machine, False keeps the model stock; None: on ROCm, or if
-    `HF_ROCM_FORCE` is set. preshuffle, budget, linear_backend and graphs: as in `hf_rocm.prepare`. quantize: `fp8`,
-    `int8` or `int4`, see `hf_rocm.quantize`. arguments: all arguments of transformers' `from_pretrained`. The default
-    of `dtype` is the checkpoint's own dtype, on 4.x too.
+    `AutoModel`. force: True enables the ROCm path on any machine, False keeps the model stock; None enables it on ROCm,
+    or if `HF_ROCM_FORCE` is set. preshuffle, budget, linear_backend and graphs: as in `hf_rocm.prepare`. quantize:
+    `fp8`, `int8` or `int4`, see `hf_rocm.quantize`. arguments: all arguments of transformers' `from_pretrained`. The
+    default of `dtype` is the checkpoint's own dtype, also on transformers 4.x.
 
     Ranks that load one model together (`tp_plan`, `tp_size`, `distributed_config` or `device_mesh` under torchrun or
     another launcher) first compare releases, overlays, aiter, GPU, options, arguments and the model's config. All of
@@ -152,7 +152,7 @@ def _load(
 
 
 def _needs_our_flash(arguments: dict[str, Any]) -> bool:
-    """Whether the model gets flash attention after `prepare`: transformers would not load it without the package."""
+    """Return whether to set flash attention after `prepare`, because transformers would require the package."""
     return arguments.get(_ATTENTION) == flash_provider.NAME and flash_provider.unavailable() is None
 
 
@@ -187,7 +187,7 @@ def _class_for(model_id: str | PathLike[str], auto_class: Any, arguments: dict[s
 def _architecture(config: Any) -> type | None:
     """Return the first architecture of the config, if transformers has a class of that name that accepts the config.
 
-    The name comes from the checkpoint and may be anything; stock's `AutoModelForCausalLM` does not read it.
+    The name comes from the checkpoint and may be anything; the stock `AutoModelForCausalLM` does not read it.
     """
     import transformers
 
@@ -233,7 +233,7 @@ def _is_adapter(model_id: str | PathLike[str]) -> bool:
 
 
 def _no_folder(model_id: str | PathLike[str]) -> bool:
-    """Whether this can only be a path, and nothing exists there; a name on the Hub has at most one slash."""
+    """Return whether this can only be a path, and does not exist. A name on the Hub has at most one slash."""
     path = os.fspath(model_id)
     return (path.startswith((".", "~", "/")) or path.count("/") > 1) and not Path(path).exists()
 

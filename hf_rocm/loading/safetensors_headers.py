@@ -28,11 +28,11 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-_LARGEST = 100 * 2**20  # of a header, by the format's definition
+_LARGEST = 100 * 2**20  # bytes of a header, according to the format
 
 
 class Entry(NamedTuple):
-    """A tensor in a file. start, stop: its bytes."""
+    """A tensor in a file. start, stop: the range of its bytes."""
 
     file: str
     start: int
@@ -40,11 +40,11 @@ class Entry(NamedTuple):
     info: TensorInfo
 
     def values(self) -> tuple[Any, ...]:
-        """The values of a small tensor."""
+        """Return the values of a small tensor."""
         return tuple(self.tensor().flatten().tolist())
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, on the CPU."""
+        """Return the tensor on the CPU."""
         with Path(self.file).open("rb") as file:
             file.seek(self.start)
             data = bytearray(file.read(self.stop - self.start))
@@ -53,9 +53,9 @@ class Entry(NamedTuple):
 
 
 def read(files: Sequence[str | PathLike[str]]) -> dict[str, Entry]:
-    """Return the tensors of all files by name, without those of dtypes that PyTorch does not have.
+    """Return the tensors of all files by name, except those with dtypes that PyTorch lacks.
 
-    Raises `LoadError` if a file is not a whole safetensors file.
+    Raises `LoadError` if a file is not a complete safetensors file.
     """
     return {name: entry for file in files for name, entry in _read(Path(file)).items()}
 

@@ -1,4 +1,4 @@
-"""save_quantized: write a quantised model as a checkpoint of compressed-tensors, with its packed numbers."""
+"""save_quantized: write a quantised model as a compressed-tensors checkpoint, with its packed weights."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _ABSENT = object()
 
 
 def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: Any) -> None:
-    """Write a model that `hf_rocm.quantize` quantised, in the format of compressed-tensors, with `save_pretrained`.
+    """Write a model that `hf_rocm.quantize` quantised, in the compressed-tensors format, with `save_pretrained`.
 
-    The checkpoint has the packed numbers and their scales, so it is as small as the model, and stock transformers reads
-    it (with the `compressed-tensors` package), as does `hf_rocm.from_pretrained`. arguments: of `save_pretrained`.
-    Numbers in e4m3fnuz (gfx942) are stored in e4m3fn, and those below 2⁻⁶ are rounded to multiples of 2⁻⁹. The model is
-    not changed; while it is saved, other threads must not use it.
+    The checkpoint contains the packed weights and their scales, so it is as small as the model. Stock transformers
+    (with the `compressed-tensors` package) and `hf_rocm.from_pretrained` can load it. arguments: of `save_pretrained`.
+    Weights in e4m3fnuz (gfx942) are stored in e4m3fn, and those below 2⁻⁶ are rounded to multiples of 2⁻⁹. The model is
+    the same afterwards; other threads must not use it while it is saved.
     Raises `OptionError` if the model is not quantised, or if it was loaded from a quantised checkpoint, which
     `save_pretrained` writes in its own format.
     """
@@ -52,7 +52,7 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
 
 @contextmanager
 def _as_checkpoint(model: Any, found: list[tuple[str, QuantizedLinear]]) -> Iterator[None]:
-    """The model with layers and settings as if it had been loaded from such a checkpoint."""
+    """Within the block, give the model the layers and settings that it would have if loaded from such a checkpoint."""
     others = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     given = _scheme(found[0][1], others)
     format = parse(given)
@@ -78,7 +78,7 @@ def _as_checkpoint(model: Any, found: list[tuple[str, QuantizedLinear]]) -> Iter
 
 
 def _scheme(layer: QuantizedLinear, ignore: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of a checkpoint with the encoding of this layer. ignore: the other linear layers."""
+    """Return the `quantization_config` of a checkpoint with this layer's encoding. ignore: the other linear layers."""
     weight = layer.quantized
     inputs: dict[str, Any] | None = None
     if isinstance(weight, FourBitWeight):
@@ -107,7 +107,7 @@ def _scheme(layer: QuantizedLinear, ignore: list[str]) -> dict[str, Any]:
 
 
 def _stored(layer: QuantizedLinear, format: LinearFormat) -> EncodedLinear:
-    """A layer whose state dict has the checkpoint's tensors."""
+    """Return a layer whose state dict contains the checkpoint's tensors."""
     n, k = layer.out_features, layer.in_features
     scale = layer.quantized.scale[layer.start : layer.start + n]
     if isinstance(layer.quantized, FourBitWeight):

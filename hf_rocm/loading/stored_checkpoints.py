@@ -1,6 +1,6 @@
 """Load quantised checkpoints with their stored bytes, in the layers of `hf_rocm.weights.stored_linear`.
 
-During one load, in this thread only, a quantiser of hf_rocm replaces transformers'. Checkpoints that it does not
+During one load, in this thread only, hf_rocm's quantiser replaces that of transformers. Checkpoints that it does not
 support are loaded by transformers, and the reason is logged.
 """
 
@@ -22,14 +22,14 @@ from hf_rocm.weights.stored import Unsupported, parsers
 ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger("hf_rocm")
-_loading = threading.local()  # quantizer: of this thread's load, once it exists; active: whether there is a load
+_loading = threading.local()  # quantizer: that of this thread's load, once it exists; active: whether a load runs
 
 _SETTINGS = b"quantization_config"
-_ADAPTER = "adapter_config.json"  # adapters, whose base model is elsewhere
+_ADAPTER = "adapter_config.json"  # in the folder of an adapter, whose base model is elsewhere
 
 _FILES = "_get_resolved_checkpoint_files"
 
-# Arguments of from_pretrained with which transformers loads the checkpoint.
+# If one of these arguments of from_pretrained is given, transformers loads the checkpoint.
 _STOCK = ("quantization_config", "tp_plan", "tp_size", "distributed_config", "device_mesh", "state_dict", "gguf_file")
 
 
@@ -49,7 +49,7 @@ def load(call: Callable[..., ResultT], *given: Any, **arguments: Any) -> ResultT
 
 
 def _is_plain(given: Sequence[Any], arguments: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint is a folder whose config names no quantiser; nothing needs to be changed to load it."""
+    """Return whether the checkpoint is a folder whose config has no quantiser, so that loading needs no change."""
     if len(given) != 1 or any(arguments.get(name) is not None for name in ("config", "subfolder")):
         return False
     try:
@@ -116,7 +116,7 @@ def _quantizer(change: Change) -> Callable[..., Any]:
 
 
 def _files(change: Change) -> Callable[..., Any]:
-    """The function that finds the files of a checkpoint; the quantiser reads their headers before stock opens them."""
+    """Return a function that finds a checkpoint's files and lets the quantiser read their headers before stock does."""
 
     def resolved(*given: Any, **arguments: Any) -> Any:
         result = change.original(*given, **arguments)
@@ -129,7 +129,7 @@ def _files(change: Change) -> Callable[..., Any]:
 
 
 def _own_dtype(change: Change) -> Callable[..., Any]:
-    """The function that chooses the dtype of a loaded tensor: tensors of quantised layers keep their dtype."""
+    """Return a function that chooses the dtype of a loaded tensor. Tensors of quantised layers keep their dtype."""
 
     def infer(model: Any, param_name: str, empty_param: Any, *given: Any, **arguments: Any) -> Any:
         contiguous, dtype = change.original(model, param_name, empty_param, *given, **arguments)

@@ -23,7 +23,7 @@ _INTEGERS = (torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.fl
 
 
 class Later(NamedTuple):
-    """A tensor that transformers can't load, because its name continues that of another one."""
+    """A tensor that transformers can't load, because its name extends that of another tensor."""
 
     layer: StoredLayer
     name: str
@@ -31,12 +31,12 @@ class Later(NamedTuple):
     entry: Entry
 
     def load(self) -> None:
-        """Read the tensor, onto the device of the layer's other ones."""
+        """Read the tensor onto the device of the layer's other tensors."""
         self.layer.attach(self.name, self.entry.tensor())
 
 
 def replace_layers(model: nn.Module, format: StoredFormat, entries: Mapping[str, Entry]) -> list[Later]:
-    """Replace the quantised layers of a model on the meta device. Returns the tensors to load after transformers.
+    """Replace the quantised layers of a model on the meta device. Returns the tensors that transformers does not load.
 
     Raises `Unsupported`, without changing the model, if it can't be loaded this way, and `LoadError` if tensors are
     missing or have other shapes or dtypes than the format and the model require.
@@ -67,7 +67,7 @@ def replace_layers(model: nn.Module, format: StoredFormat, entries: Mapping[str,
 
 
 def _layers(format: StoredFormat, entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
-    """The tensors of every quantised layer by the layer's name in the checkpoint."""
+    """Return the tensors of every quantised layer by the layer's name in the checkpoint."""
     modules: dict[str, dict[str, Entry]] = defaultdict(dict)
     for full, entry in entries.items():
         prefix, name = format.split(full)
@@ -88,7 +88,7 @@ def _layers(format: StoredFormat, entries: Mapping[str, Entry]) -> dict[str, dic
 
 
 def _match(stored: Mapping[str, Any], modules: Mapping[str, Any], model: Any) -> dict[str, str]:
-    """The checkpoint's name of each quantised layer by its path in the model.
+    """Return the name in the checkpoint of every quantised layer by its path in the model.
 
     The names are equal, or differ only where transformers renames them: in the base model's prefix, or in parts of the
     path before the list of layers.
@@ -109,7 +109,7 @@ def _match(stored: Mapping[str, Any], modules: Mapping[str, Any], model: Any) ->
 
 
 def _tail(path: str) -> str:
-    """The path from the list of layers on."""
+    """Return the part of a path that begins with the layer's number, or the whole path."""
     parts = path.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[numbers[0] :]) if numbers else path

@@ -1,7 +1,7 @@
 """The quantiser and the quantisation config that replace transformers' own while one checkpoint is loaded.
 
 transformers' quantisers would dequantise these checkpoints, convert their tensors or require other packages. This one
-only replaces the layers: transformers then copies the checkpoint's tensors like any others.
+only replaces the layers, and transformers then copies the checkpoint's tensors like any others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_rocm.weights.quantize import dequantize
 from hf_rocm.weights.stored import StoredFormat, Unsupported
 from hf_rocm.weights.stored_linear import StoredLayer
 
-# of a model: patterns of tensors that are not reported
+# a model's attribute: the patterns of tensors that are not reported
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 
 
@@ -82,21 +82,21 @@ class StoredQuantizer(HfQuantizer):
         return model
 
     def _ignore_unexpected(self, model: Any) -> None:
-        """Make transformers 4.57 and newer not report the tensors that are loaded after its own."""
+        """Prevent transformers 4.57 and newer from reporting the tensors that are loaded later."""
         self._ignored = model.__dict__.get(_IGNORED)
         known, names = getattr(model, _IGNORED, None), {rf"\.{re.escape(later.name)}$" for later in self._later}
         both = {*known, *names} if isinstance(known, set) else [*(known or ()), *sorted(names)]
         model.__dict__[_IGNORED] = both
 
     def update_unexpected_keys(self, model: Any, unexpected_keys: list[str], *prefix: str) -> list[str]:
-        """The same before 4.57, which would load those that are removed here."""
+        """Do the same before transformers 4.57; newer releases would load the keys that are removed here."""
         if hasattr(model, "_adjust_missing_and_unexpected_keys"):
             return unexpected_keys
         names = {later.full for later in self._later}
         return [key for key in unexpected_keys if key not in names]
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
-        """Load the remaining tensors. Raise `LoadError` if one was converted before: tested releases never do this."""
+        """Load the remaining tensors. Raises `LoadError` if one was converted, which no tested release does."""
         if self._later:
             if self._ignored is None:
                 del model.__dict__[_IGNORED]
@@ -129,6 +129,6 @@ class StoredQuantizer(HfQuantizer):
         return True
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """What `model.dequantize()` calls."""
+        """Dequantise the layers; called by `model.dequantize()`."""
         dequantize(model)
         return model if dtype is None else model.to(dtype)

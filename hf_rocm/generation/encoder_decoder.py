@@ -82,19 +82,19 @@ class CrossCache(Cache):
 
 
 class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
-    """The cache of self-attention, with that of cross-attention and the output of the encoder."""
+    """The caches of self-attention and cross-attention, with the output of the encoder."""
 
     def __init__(self, windows: Sequence[int | None], *, capacity: int, limit: int) -> None:
         super().__init__(windows, capacity=capacity, limit=limit)
         self.cross_attention_cache = CrossCache(len(windows))
         self.is_updated: dict[int, bool] = {}
         self.encoder_outputs: Any = None
-        self._source: Any = None  # the encoder's output that was copied there
+        self._source: Any = None  # the encoder's output that was copied
         self._additive = False  # whether the model's attention takes additive masks only
-        self._mask: Tensor | None = None  # [B, 1, 1, S], of padded encoder inputs
+        self._mask: Tensor | None = None  # [B, 1, 1, S], the padding of the encoder's inputs
         self._visible: Tensor | None = None  # [B, 1, 1, S] bool, the rows that a step's query sees
-        self._step_mask: Any = None  # the same, as the model takes it
-        self._rows: Any = None  # [B, 1, 1, S], the number of every row
+        self._step_mask: Any = None  # the same, in the form that the model takes
+        self._rows: Any = None  # [B, 1, 1, S], the index of every row
 
     @property
     def self_attention_cache(self) -> EncoderDecoderDecodeCache:
@@ -121,7 +121,7 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
         return 0 if self.encoder_outputs is None else int(self.encoder_outputs[0].shape[1])
 
     def begin(self, mask: Tensor | None, *, additive: bool) -> None:
-        """Prepare for a call. mask: of the encoder's padding, [B, 1, 1, S] or None. additive: the form of its masks."""
+        """Prepare for a call. mask: the encoder's padding, [B, 1, 1, S] or None. additive: the form of its masks."""
         if mask is not None and self._mask is not None and _alike(self._mask, mask):
             self._mask.copy_(mask)
         elif mask is not None or self._mask is not None:
@@ -207,9 +207,9 @@ def windows_of(config: Any) -> list[int | None] | str:
 def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> Tensor | str | None:
     """The mask of the encoder's padding for every step of a call, or the reason why there is none.
 
-    From 5.0 on decoders take it in four dimensions, and leave a mask without padding out, but not while a step is
-    recorded: so they are always given one. Before, they take two dimensions and wait for the device in every step,
-    unless they are given None: there the inputs must not be padded.
+    From 5.0 on decoders take a mask of four dimensions. They omit a mask without padding, but not while a step is
+    recorded, so a mask is always passed. Earlier releases take two dimensions and wait for the device in every step
+    unless the mask is None, so the inputs must not be padded there.
     """
     make = getattr(sys.modules[type(model).__module__], "create_bidirectional_mask", None)
     if make is None:

@@ -20,10 +20,10 @@ def random_state_in_capture() -> Iterator[None]:
             output = step(static_input)
 
     PyTorch before 2.10 raises if a step calls `torch.cuda.get_rng_state`, or if `torch.compile` compiles it for the
-    first time inside the recording (Dynamo then reads and restores the state). Where PyTorch refuses a read, this
-    returns the state at the beginning of the block. Later writes in the same recording are ignored, because recorded
-    kernels draw from the generator that the graph advances itself. Where PyTorch allows the read (pytorch#162505), and
-    outside a recording, nothing changes.
+    first time inside the recording (Dynamo then reads and restores the state). Within the block, a read that PyTorch
+    refuses returns the state at the beginning of the block. Later writes in the same recording are ignored, because
+    recorded kernels draw from the generator that the graph advances itself. Where PyTorch allows the read
+    (pytorch#162505), and outside a recording, nothing changes.
 
     Steps that seed or rewind the generator on purpose, such as a checkpoint with dropout, are not supported. The change
     applies to all threads until the outermost block ends.

@@ -30,7 +30,7 @@ from hf_rocm.weights.shuffled_copy import counters_watched
 # rounding step of the largest value.
 ROUNDINGS = 16
 
-# The largest number of uncaptured runs that a replay is compared with, where uncaptured runs differ from one another.
+# The largest number of uncaptured runs that a replay is compared with if these differ from one another.
 RUNS = 5
 
 
@@ -118,7 +118,7 @@ def _run(model: Any, arguments: Mapping[str, Any], cache: DecodeCache, back: int
 
     def run() -> Any:
         cache.aim(cache.tokens)
-        with as_captured(), counters_watched():  # the kernels of the recording
+        with as_captured(), counters_watched():  # run the same kernels as the recording
             outputs = model(**arguments)
         tensors = tensors_of(outputs)
         digests.append(sum_of_bits(tensors))
@@ -184,6 +184,6 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it calls the operators on its local tensors
+            return NotImplemented  # a tensor subclass calls the operators on its local tensors
         self.count += not operator.is_view
         return operator(*args, **(kwargs or {}))

@@ -1,6 +1,6 @@
 """torch.compile with settings that work on ROCm: for a model, and for what transformers compiles automatically.
 
-The settings are arguments of each compilation. No global setting of PyTorch changes, and nothing has to be restored.
+The settings are arguments of every compilation. No global setting of PyTorch changes, and nothing has to be restored.
 Settings that the user passes take precedence. Published reports disagree on `reduce-overhead`, so it is allowed, and
 `hf-rocm bench --sides compile,reduce-overhead,hf_rocm` measures it.
 """
@@ -121,7 +121,7 @@ def automatic(model: Any, requested: Any) -> Any:
 
     check()
     config: Any = CompileConfig(options=arguments({})["options"])
-    config.mode = None  # means `default`: PyTorch does not accept options together with a mode
+    config.mode = None  # None means `default`; PyTorch does not accept options together with a mode
     return config
 
 

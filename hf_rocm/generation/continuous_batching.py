@@ -92,7 +92,7 @@ def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: A
     except BaseException:
         self.set_attn_implementation(own)
         raise
-    patches.exchange(manager.__dict__, _ORIGINAL, None, own)  # the manager returns to it when it stops
+    patches.exchange(manager.__dict__, _ORIGINAL, None, own)  # the manager restores this implementation when it stops
     return _in_order(manager)
 
 
@@ -157,7 +157,7 @@ def _requested(config: Any, arguments: Mapping[str, Any]) -> bool | None:
     """Whether the user requested graphs, directly or by sizes that only graphs need, or None if neither is set."""
     value = getattr(config, "use_cuda_graph", None)
     if value is not None:
-        return any(value) if isinstance(value, tuple) else bool(value)  # a pair: for prompts and for steps
+        return any(value) if isinstance(value, tuple) else bool(value)  # a tuple is for (prompts, steps)
     return True if any(getattr(config, name, 0) or arguments.get(name) for name in _PADDINGS) else None
 
 

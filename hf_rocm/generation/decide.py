@@ -1,4 +1,4 @@
-"""Which models and which calls of `generate` decode over recorded steps, and why the others don't.
+"""Which models and which calls of `generate` decode with recorded steps, and why the others don't.
 
 A reason is a sentence; None means that nothing prevents recording.
 """
@@ -38,7 +38,7 @@ def generator_of(model: Any) -> Any:
 
 
 def refuses_class(cls: type) -> str | None:
-    """Why no model of this class can decode over recorded steps, or None."""
+    """Why no model of this class can decode with recorded steps, or None."""
     from transformers import GenerationMixin, PreTrainedModel
 
     if not issubclass(cls, GenerationMixin):
@@ -52,7 +52,7 @@ def refuses_class(cls: type) -> str | None:
 
 
 def refuses_model(model: Any) -> str | None:
-    """Why this model can't decode over recorded steps now, or None."""
+    """Why this model can't decode with recorded steps now, or None."""
     reason = refuses_class(type(model)) or features.refuses("graph_decode")
     if reason is not None:
         return reason

@@ -5,7 +5,7 @@ host has queued the next one. One step later the flag has already arrived. The c
 early. Its tokens are removed, so that the result is the same.
 
 From 5.17 on transformers can do this itself, but does so on one type of device only. In earlier releases its loop calls
-`_has_unfinished_sequences`, which is replaced here. This applies only where the extra step has no visible effect:
+`_has_unfinished_sequences`, which is replaced here. This applies only if the extra step has no visible effect: in
 greedy decoding (sampling would advance the random generator) with transformers' own processors and criteria.
 """
 

@@ -1,8 +1,8 @@
 """The cache for recorded steps of an encoder-decoder model: a `DecodeCache`, and the encoder's data for the decoder.
 
 The encoder runs once, before the first step. The keys and values of cross-attention are computed from its output in the
-prompt's forward and stay at fixed addresses, as does the output itself. The models read all of it through transformers'
-`EncoderDecoderCache`; here one object is that cache and the cache of self-attention.
+prompt's forward and stay at fixed addresses, as does the output itself. The models read them through transformers'
+`EncoderDecoderCache`. Here one object is both this cache and the cache of self-attention.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CrossCache(Cache):
     def tensors(self) -> list[Tensor]:
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
 
-    # as 4.53 reads them
+    # Read by transformers 4.53
 
     @property
     def key_cache(self) -> list[Any]:
@@ -150,7 +150,7 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
         if arguments["encoder_outputs"] is not self._source:
             self._keep(arguments["encoder_outputs"])
         replaced: dict[str, Any] = {"encoder_outputs": self.encoder_outputs}
-        if arguments.get("decoder_attention_mask") is None:  # releases before 5.19 make the mask within the step
+        if arguments.get("decoder_attention_mask") is None:  # releases before 5.19 create the mask within the step
             replaced["decoder_attention_mask"] = self._written_rows(len(arguments["decoder_input_ids"]))
         if "attention_mask" in arguments or self._mask is not None:
             replaced["attention_mask"] = self._mask
@@ -219,7 +219,7 @@ def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> 
     shape = (len(state), 1, 1, state.shape[1])
     if attention_mask is not None and attention_mask.ndim == 2:
         query = torch.empty((len(state), 1, 0), dtype=state.dtype, device=state.device)
-        mask = make(model.config, query, attention_mask, state)  # the second parameter has two names
+        mask = make(model.config, query, attention_mask, state)  # releases differ in the second parameter's name
         if mask is not None:
             fits = isinstance(mask, Tensor) and mask.shape == shape
             return mask if fits else "the mask of the encoder's padding has another form"

@@ -1,4 +1,4 @@
-"""The methods that make a prepared model decode over recorded steps, where transformers prepares its cache and its
+"""The methods that make a prepared model decode with recorded steps, where transformers prepares its cache and its
 compiled call.
 
 They are set on the class and not on the model, so that a copy of the model uses its own recordings and a pickle
@@ -31,7 +31,7 @@ Method = Callable[..., Any]
 
 
 def switch_on(model: Any, graphs: bool | None, mode: str = ON) -> str | None:
-    """Decode over recorded steps in this prepared model from now on. Returns the reason why not, or None.
+    """Decode with recorded steps in this prepared model from now on. Returns the reason why not, or None.
 
     graphs: True requires recorded steps, False disables them, None follows `HF_ROCM_GRAPHS`. mode: the devices on which
     hf_rocm prepares the inputs of steps, as in `overlay.bind`. Raises `GraphError` if recorded steps are required and
@@ -154,7 +154,7 @@ def _mode(generation_config: Any, mode: Any) -> Any:
 
 
 def _cache_of_forward(model: Any) -> Any:
-    """The cache that the model's forward makes in releases where `generate` makes none."""
+    """The cache that the model's forward creates in releases where `generate` creates none."""
     from transformers import DynamicCache, EncoderDecoderCache
 
     if model.config.is_encoder_decoder:
@@ -250,7 +250,7 @@ def _loop(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: Any
 def _decoded(
     self: Any, loop: Method, stock: Method, input_ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a loop of `generate` over recorded steps. If a replay was wrong, run it again uncaptured."""
+    """Run a loop of `generate` with recorded steps. If a replay was wrong, run it again uncaptured."""
     cache = kwargs["past_key_values"]
     attempt = Attempt(input_ids, args, kwargs)
     try:
@@ -274,7 +274,7 @@ def _decode(self: Any, loop: Method, stock: Method, input_ids: Tensor, args: Seq
     try:
         return loop(self, stock, input_ids, args, attempt)
     except GraphError:
-        raise  # replays may have been wrong: the user's cache stays as it was
+        raise  # replays may have been wrong, so the user's cache is left unchanged
     except BaseException:  # raised by user code: in stock too, the cache has the tokens so far
         _with_users_cache(None, attempt.cache)
         raise

@@ -44,7 +44,7 @@ class HybridDecodeCache(DecodeCache):
 
     @property
     def steady(self) -> int:
-        """0: earlier steps can't be computed again, because the states before them are gone."""
+        """0, because earlier steps can't be recomputed without the states before them."""
         return 0
 
     def keep_states(self) -> None:
@@ -116,7 +116,7 @@ class HybridDecodeCache(DecodeCache):
 
     @property
     def is_sliding(self) -> list[Any]:
-        """None for recurrent layers: transformers takes the sizes of masks from the first layer that is False."""
+        """None for recurrent layers, because transformers takes the sizes of masks from the first False layer."""
         return [None if window == RECURRENT else window is not None for window in self.windows]
 
 

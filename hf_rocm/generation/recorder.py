@@ -1,4 +1,4 @@
-"""Recording a step on a device and replaying it: a CUDA graph, which is a HIP graph on ROCm."""
+"""Record a step on a device and replay it, as a CUDA graph, which is a HIP graph on ROCm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Recording(Protocol):
         """Run the step's kernels again, in stream order, on the memory that they used when the step was recorded."""
 
     def release(self) -> None:
-        """Free the recorded kernels, even if the recording is still referenced. It can't be replayed any more."""
+        """Free the recorded kernels, even if the recording is still referenced. It can no longer be replayed."""
 
 
 class Recorder(Protocol):

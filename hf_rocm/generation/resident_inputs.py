@@ -113,7 +113,7 @@ class Step:
             for name in self._given:
                 arguments.pop(name, None)
             self._removed, self._prepared = True, False
-            self._position = int(cache.get_seq_length())  # the masks follow when the number of drafts is known
+            self._position = int(cache.get_seq_length())  # the masks are set when the number of drafts is known
             return
         self._position += 1
         self.residents.advance()  # while the device is busy
@@ -146,7 +146,7 @@ class Step:
         return self._columns[:, : self._width]
 
     def _rows(self, cache: Any, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For each kind of layers: the number of keys that attention gets, and the position of the first one."""
+        """For every kind of layers, the number of keys that attention gets and the position of the first one."""
         if not isinstance(cache, DecodeCache):  # the length determines whether a sliding layer rolls
             return self._form.widths, (0,) * len(self._form.kinds)
         cache.aim(tokens)
@@ -197,7 +197,7 @@ class Step:
 
 
 class Form(NamedTuple):
-    """What determines the tensors of a step.
+    """The properties that determine the tensors of a step.
 
     rows: the number of rows of its position_ids, 0 without them. widths: the number of keys that attention gets, per
     kind of layers. rolling: whether full sliding layers drop their first key for every new one.

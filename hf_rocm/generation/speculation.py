@@ -1,4 +1,4 @@
-"""Prompt lookup and assistant models: which calls verify their drafts over recorded steps, and why the others don't.
+"""Prompt lookup and assistant models: which calls verify their drafts with recorded steps, and why the others don't.
 
 A step verifies the drafted tokens and computes one more, so there is one recording per number of drafts. The cache
 forgets rejected tokens by reducing its length. transformers decides how many tokens to draft and which to accept.
@@ -16,7 +16,7 @@ MODE = "assisted_generation"
 
 
 def refuses(model: Any, generation_config: Any, assistant: Any) -> str | None:
-    """Why drafts are not verified over recorded steps, or None.
+    """Why drafts are not verified with recorded steps, or None.
 
     generation_config: the call's own copy. assistant: the `assistant_model` of the call, or None.
     """

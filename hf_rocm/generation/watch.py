@@ -21,7 +21,7 @@ _MASKS = "ALL_MASK_ATTENTION_FUNCTIONS"
 _PER_STEP = ("transformers.models.", "torch.nn.functional")
 
 
-# Packages whose modules compute the same in every step, and whose hooks only manage memory or collect outputs.
+# Packages whose modules compute the same result in every step, and whose hooks only manage memory or collect outputs.
 KNOWN = frozenset(
     (
         "torch",

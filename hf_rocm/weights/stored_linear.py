@@ -1,4 +1,4 @@
-"""Linear layers of a quantised checkpoint: as transformers loads them, and with an encoded weight for our kernels.
+"""Linear layers of a quantised checkpoint: as loaded by transformers, and with an encoded weight for hf_rocm's kernels.
 
 `StoredLinear` has the checkpoint's own tensors, so loading copies bytes. `hf_rocm.prepare` replaces it with an
 `EncodedLinear`, whose state dict contains the same tensors, and `hf_rocm.restore` brings it back.

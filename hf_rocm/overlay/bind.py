@@ -64,7 +64,7 @@ class Binding:
         experts: tuple[str, ...] = (),
         old_name: bool = False,
     ) -> None:
-        """old_name: stock names the cache `past_key_value`, as before transformers 4.56; the replacement does not."""
+        """old_name: whether only stock names the cache `past_key_value`, as before transformers 4.56."""
         self.cls, self.stock, self.replacement = cls, stock, replacement
         self.fuses, self.experts, self.first, self.old_name = fuses, experts, first, old_name
         self.layer: object = None  # the declared layer, if the replacement is its forward

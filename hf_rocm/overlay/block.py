@@ -49,7 +49,7 @@ _LEADING = re.compile(
 
 @dataclass(frozen=True)
 class Split:
-    """The parts of an installed file: the stock bytes, the block, and the overlay and version in the block's header."""
+    """The parts of an installed file: the stock bytes, the block, and the overlay and version from its header."""
 
     stock: bytes
     block: bytes

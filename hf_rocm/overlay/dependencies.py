@@ -122,7 +122,7 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
         if hasattr(current, "__wrapped__"):
             waiting.append(current.__wrapped__)
             if str(space.get("__name__")).startswith("transformers.utils."):
-                continue  # decorators for deprecation, argument checks and collecting outputs
+                continue  # decorators that deprecate, check arguments or collect outputs
         for code in _codes(current.__code__):
             for chain in _chains(code):
                 reference = _resolved(space, chain)

@@ -27,7 +27,7 @@ def explain_difference(state: FileState) -> str:
 def explain_change(state: FileState, reference: Path) -> str:
     """Return every changed definition as a diff against another release's text.
 
-    reference: a wheel of transformers, or an unpacked one. Raises `OverlayError` if it is neither.
+    reference: a wheel of transformers, the package's folder or its parent folder. Raises `OverlayError` otherwise.
     """
     parts = []
     for difference in state.differences:

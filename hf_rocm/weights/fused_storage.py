@@ -1,4 +1,4 @@
-"""The block: one allocation for the weights of a group, in which every parameter has its own storage over its part.
+"""The block: one allocation for a group's weights, where every parameter has its own storage over its part.
 
 The parts are created through DLPack, so that code that inspects parameters or storages (state dicts, safetensors,
 pickle, optimizers) sees ordinary tensors that share nothing.

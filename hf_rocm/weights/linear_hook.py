@@ -51,7 +51,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Te
 
 
 def release(linear: nn.Module) -> None:
-    """Remove the forward if neither a route nor a shuffled weight needs it any more."""
+    """Remove the forward if no route or shuffled weight needs it."""
     own = linear.__dict__
     if BACKEND in own or own.get(SLOT):
         return

@@ -42,7 +42,7 @@ class _Route:
         self.backend = backend
 
 
-# The routes of every layer; the last one is in use. Undoing a route leaves the others.
+# The routes of every layer. The last one is in use. Undoing a route keeps the others.
 _routes: WeakKeyDictionary[nn.Module, list[_Route]] = WeakKeyDictionary()
 
 

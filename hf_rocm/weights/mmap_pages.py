@@ -36,8 +36,8 @@ def is_mapped(tensor: Tensor) -> bool:
 def give_back(tensor: Tensor) -> None:
     """Remove the file's pages that are entirely within this tensor from the process's memory.
 
-    The values stay the same: they are read from the file again when needed. Does nothing if a page was written to or
-    does not belong to a file.
+    The values stay the same, because they are read from the file again if needed. Does nothing if a page was written to
+    or does not belong to a file.
     """
     first = -(-tensor.data_ptr() // mmap.PAGESIZE)
     pages = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE - first

@@ -100,7 +100,7 @@ def unshuffle(model: nn.Module) -> None:
 
 
 def in_force(model: nn.Module) -> int:
-    """Count the GEMMs of the model that use shuffled weights now. For `explain`."""
+    """Count the GEMMs of the model that use shuffled weights now, for `explain`."""
     groups = [(module, _group_in(module)) for module in model.modules()]
     members = {
         id(part.layer(module))
@@ -112,7 +112,7 @@ def in_force(model: nn.Module) -> int:
 
 
 def shuffled_weight(module: nn.Module) -> tuple[Tensor, Tensor | None, str] | None:
-    """Return (shuffled weight [N, K], bias, the names of its group) if the module uses one now. For `explain`."""
+    """Return (shuffled weight [N, K], bias, the names of its group) for `explain`, or None if the module uses none."""
     group = _group_in(module)
     data = None if group is None else group.shuffled_data(module)
     if group is None or data is None:

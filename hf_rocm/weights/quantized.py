@@ -46,7 +46,7 @@ class QuantizedLinear(PackedLinear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.start = start
         self.dtype = linear.weight.dtype if isinstance(linear, nn.Linear) else linear.dtype
-        self.replaced = (linear,)  # in a tuple: not a child; its parameters are empty, or on the CPU if kept
+        self.replaced = (linear,)  # in a tuple, not as a child; its parameters are empty, or on the CPU if kept
         self.follows = "_hf_hook" in linear.__dict__  # accelerate moved the input to this layer's device
         self.warns = warns
         self.training = linear.training

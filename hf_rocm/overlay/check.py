@@ -43,7 +43,7 @@ def check(
             here = f"this process on {socket.gethostname()}"
             raise _other("the process that `expected` is from", expected, here, fingerprint)
     except HfRocmError as caught:
-        error = caught  # the other ranks wait in the collective, so send them the error before raising it
+        error = caught  # the other ranks wait in the collective: send them the error, then raise it
     distributed = _process_group(across_ranks)
     if distributed is not None:
         _compare(distributed, fingerprint, error)

@@ -11,12 +11,12 @@ MODES = ("beam_search", "beam_sample")
 
 
 def refuses(model: Any) -> str | None:
-    """Why beams of this model are not decoded over recorded steps, or None."""
+    """The reason why beam search with this model does not use recorded steps, or None."""
     from transformers import GenerationMixin
 
     if own(type(model), "_beam_search", GenerationMixin):
         return f"{type(model).__name__} overrides _beam_search"
-    temporary = hasattr(GenerationMixin, "_temporary_reorder_cache")  # there, caches of this kind reorder themselves
+    temporary = hasattr(GenerationMixin, "_temporary_reorder_cache")  # in these releases caches reorder themselves
     if "gptbigcode" in type(model).__name__.lower() if temporary else hasattr(model, "_reorder_cache"):
         return f"{type(model).__name__} reorders its cache itself"
     return features.refuses("beams")

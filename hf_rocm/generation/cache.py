@@ -3,8 +3,8 @@
 It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic cache, so that a prompt takes
 as long as in stock: attention sees the prompt's own keys, and no mask covers unwritten rows. After the prompt, every
 step of one token writes to the row whose index the device reads from `place`, so that a recording of the step stays
-valid; steps that verify drafts write several. Changes that affect a recording (a buffer grows, a window moves) are made
-on the host between two steps.
+valid. Steps that verify drafts write several rows. Changes that affect a recording (a buffer grows, a window moves) are
+made on the host between two steps.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class DecodeCache(Cache):
     def __init__(self, windows: Sequence[int | None], *, capacity: int, limit: int) -> None:
         self.windows = tuple(windows)
         self.layers: Any = [Layer(window) for window in windows]
-        self.attending: list[Layer] = self.layers  # those that keep keys and values
+        self.attending: list[Layer] = self.layers  # the layers with keys and values
         self.target = capacity
         self.limit = limit
-        self.drafts: int | None = None  # of a call that verifies drafts: how many may be written with the prompt
-        self.tokens = 1  # how many tokens the step writes, for which the places were computed
+        self.drafts: int | None = None  # the number of drafts that may be written with the prompt, or None
+        self.tokens = 1  # the number of tokens that the step writes
         self.recordings: dict[Any, Any] = {}  # the recorded steps over these buffers, and their recorder; see runner.py
         self.recording = False
-        self.reorderer: Any = None  # a weak reference to the method of a runner that reorders by a recording
+        self.reorderer: Any = None  # a weak reference to the runner's method that replays a recorded reordering
         self.user: Any = None  # the `UserCache` that this cache represents, or None
-        self._loaded = 0  # how many tokens were copied from it
-        self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → the tensor, and a layer that reads it
+        self._loaded = 0  # the number of tokens that were copied from it
+        self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its tensor and a layer that reads it
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
-        self._spare = 0  # how many tokens fit before a layer's buffer must grow
+        self._spare = 0  # the number of tokens that fit before a layer's buffer must grow
         self._settled = 0  # the length at the last move of a buffer or window
         # attributes that methods of transformers' base class read
         self.layer_class_to_replicate = None
@@ -58,7 +58,7 @@ class DecodeCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """How many tokens fit before a buffer grows."""
+        """The number of tokens that fit before a buffer grows."""
         return max(layer.capacity for layer in self.attending)
 
     @property
@@ -109,18 +109,18 @@ class DecodeCache(Cache):
             layer.rows -= self.tokens
 
     def keep_states(self) -> None:
-        """Copy what `rewind` can't restore by counting rows, until `drop_states`: nothing in this cache."""
+        """Copy the states that `rewind` can't restore by counting rows. This cache has none."""
 
     def drop_states(self) -> None:
         """Drop the copies."""
 
     @property
     def steady(self) -> int:
-        """How many tokens were written since the last move of a buffer or a window."""
+        """The number of tokens that were written since a buffer or a window last moved."""
         return self.length - self._settled
 
     def back(self, steps: int) -> None:
-        """Forget `steps` more tokens, at most `steady`, after `aim`, which has to be called again for the next step."""
+        """Forget `steps` more tokens (at most `steady`) after `aim`. Call `aim` again before the next step."""
         for layer in self.attending:
             layer.rows -= steps
         self._placed = -1, 1
@@ -160,7 +160,7 @@ class DecodeCache(Cache):
         return torch.stack(sums)
 
     def rows_of_beams(self, *, rounded: bool = False) -> list[Tensor]:
-        """The written keys and values of every layer, [B, Hkv, S, D]. rounded: with the same S for many steps."""
+        """The written keys and values of every layer, [B, Hkv, S, D]. rounded: round S up."""
         return [
             buffer[:, :, : bucket(layer.rows) if rounded else layer.rows]
             for layer in self.attending
@@ -173,12 +173,12 @@ class DecodeCache(Cache):
         return tuple(min(bucket(layer.rows), layer.capacity) for _, layer in self._places.values())
 
     def step_arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The arguments of a step as it is recorded."""
+        """The arguments that the recorded step takes."""
         return arguments
 
     @property
     def constants(self) -> tuple[object, ...]:
-        """Arguments of every step that keep their addresses."""
+        """The arguments of every step whose addresses do not change."""
         return (self,)
 
     def fresh(self) -> DecodeCache:
@@ -227,7 +227,7 @@ class DecodeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a call's keys [B, Hkv, S, D] and values [B, Hkv, S, D_v]. Returns those that its queries may see."""
+        """Write a call's keys [B, Hkv, S, D] and values [B, Hkv, S, D_v]. Returns the ones that its queries see."""
         layer = self.layers[layer_idx]
         count = key_states.shape[2]
         if not layer.rows:
@@ -330,7 +330,7 @@ class DecodeCache(Cache):
         """
         if self.recording or (tokens > 0 and self.drafts is None):
             raise NotImplementedError("a cache of recorded steps can't be cropped to a length; pass a DynamicCache")
-        forgotten = int(max(0, self.length - tokens) if tokens > 0 else -tokens)  # in some releases a tensor
+        forgotten = int(max(0, self.length - tokens) if tokens > 0 else -tokens)  # a tensor in some releases
         for layer in self.attending:
             layer.rows -= forgotten
         if forgotten:

@@ -14,17 +14,18 @@ SLACK = 256
 # The smallest number of tokens that a cache has room for.
 LEAST = 256
 
-# The largest number of tokens that a recorded step writes: one, and the drafts that it verifies.
+# The largest number of tokens that a recorded step writes: one plus the drafts that it verifies.
 LONGEST_STEP = 21
 
 
 class Layer:
     """The rows of one attention layer.
 
-    keys: [B, Hkv, capacity, D]; values: [B, Hkv, capacity, D_v]; both None until the prompt arrives. window: how many
-    keys a query sees, itself included, or None for all. base: the position of row 0; it changes in sliding layers only.
-    rows: how many rows are written. places: [LONGEST_STEP] int64 on the device; a step of n tokens writes to the first
-    n of these rows. place: [1], the first of them. All layers with the same window share one tensor.
+    keys: [B, Hkv, capacity, D]; values: [B, Hkv, capacity, D_v]; both None until the prompt arrives. window: the number
+    of keys that a query sees, including its own, or None for all. base: the position of row 0; it changes in sliding
+    layers only. rows: the number of written rows. places: [LONGEST_STEP] int64 on the device; a step of n tokens writes
+    to the first n of these rows. place: [1], the first element of places. All layers with the same window share one
+    tensor.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -58,7 +59,7 @@ class Layer:
         return tokens if self.window is None else min(tokens, self.window + drafts)
 
     def allocate(self, key: Tensor, value: Tensor, rows: int) -> None:
-        """Allocate buffers for heads like these and copy the rows that are already written."""
+        """Allocate buffers for heads with the shapes of key and value, and copy the rows that are already written."""
         old = self.keys, self.values
         with torch.inference_mode(False), torch.no_grad():  # inference tensors can't be written outside inference mode
             self.keys = _buffer(key, rows, old[0], self.rows)
@@ -85,13 +86,13 @@ class Layer:
 
 
 def reorder(tensors: Sequence[Tensor], rows: Tensor) -> None:
-    """Copy these rows of the batch, [B] integers, to rows 0, 1, … of every tensor [B, …], in place."""
+    """Copy the rows of the batch with these indices, [B], to rows 0, 1, … of every tensor [B, …], in place."""
     for tensor in tensors:
         tensor.copy_(tensor.index_select(0, rows.to(tensor.device)))
 
 
 def bucket(tokens: int) -> int:
-    """A length that later calls can share: at least `tokens`, and above `LEAST` at most a quarter more."""
+    """A length that later calls can share: at least `tokens`, and at most 25 % more if it is above `LEAST`."""
     step = LEAST // 4
     while tokens > 8 * step:
         step *= 2

@@ -19,14 +19,14 @@ def random_state_in_capture() -> Iterator[None]:
         with hf_rocm.random_state_in_capture(), torch.cuda.graph(graph):
             output = step(static_input)
 
-    For PyTorch before 2.10 and steps that call `torch.cuda.get_rng_state`, or that `torch.compile` compiles for the
-    first time inside the recording (Dynamo reads and restores the state then): both raise there. Where PyTorch refuses
-    a read, it returns the state at the beginning of the block, and later writes in the same recording are ignored,
-    because recorded kernels draw from the generator that the graph advances itself. Where PyTorch allows the read
+    PyTorch before 2.10 raises if a step calls `torch.cuda.get_rng_state`, or if `torch.compile` compiles it for the
+    first time inside the recording (Dynamo then reads and restores the state). Within the block, a read that PyTorch
+    refuses returns the state at the beginning of the block. Later writes in the same recording are ignored, because
+    recorded kernels draw from the generator that the graph advances itself. Where PyTorch allows the read
     (pytorch#162505), and outside a recording, nothing changes.
 
     Steps that seed or rewind the generator on purpose, such as a checkpoint with dropout, are not supported. The change
-    applies to all threads until the last of nested blocks ends.
+    applies to all threads until the outermost block ends.
     """
     if not torch.cuda.is_available():
         yield

@@ -26,21 +26,22 @@ from hf_rocm.generation.step import Inputs, bits, sum_of_bits
 from hf_rocm.ops.captured import as_captured
 from hf_rocm.weights.shuffled_copy import counters_watched
 
-# The largest difference between two runs of the same kernels, which may sum in another order: in rounding steps of the
-# largest value.
+# The largest difference between two runs of the same kernels, which may sum in a different order, in units of the
+# rounding step of the largest value.
 ROUNDINGS = 16
 
-# The largest number of uncaptured runs that a replay is compared with, where uncaptured runs differ from one another.
+# The largest number of uncaptured runs that a replay is compared with if these differ from one another.
 RUNS = 5
 
 
 class Comparison(NamedTuple):
     """The result of a comparison.
 
-    outputs: of the uncaptured step, whose keys and values are in the cache now. agrees: whether the replay agrees on
-    every rank; here: on this rank. intact: whether the replay changed no other row of the cache, on every rank.
-    difference: the largest absolute difference. finite: whether all outputs of the uncaptured steps are finite, on
-    every rank; True if this was not checked. operators: how many the step runs; 0 if they were not counted.
+    outputs: the outputs of the uncaptured step, whose keys and values are in the cache now. agrees: whether the replay
+    agrees on every rank. here: whether it agrees on this rank. intact: whether the replay changed no other row of the
+    cache, on every rank. difference: the largest absolute difference. finite: whether all outputs of the uncaptured
+    steps are finite, on every rank; True if this was not checked. operators: the number of operators that the step
+    runs; 0 if they were not counted.
     """
 
     outputs: Any
@@ -53,7 +54,7 @@ class Comparison(NamedTuple):
 
 
 def reach(cache: DecodeCache, arguments: Mapping[str, Any]) -> int:
-    """How many of the previous steps can be recomputed: those since a buffer last moved or grew."""
+    """The number of previous steps that can be recomputed: the steps since a buffer last moved or grew."""
     residents = _residents(cache, arguments)
     if residents is None or residents.tokens is None:
         return 0
@@ -73,7 +74,7 @@ def compare(
 ) -> Comparison:
     """Replay the next step, run it uncaptured after the `back` steps before it, and compare the outputs and the cache.
 
-    The outputs of the previous steps are compared by their digests. Equal means bitwise equal; `agree` has the rule
+    The outputs of the previous steps are compared by their digests. Equal means bitwise equal; `agree` defines the rule
     for steps that are not deterministic.
     """
     cache.keep_states()
@@ -102,7 +103,7 @@ def compare(
 
 
 class _Ran(NamedTuple):
-    """Uncaptured steps: the outputs of the last one, the digests of the last ones, and whether all are finite."""
+    """The results of uncaptured steps: the last outputs, the digests of all of them, and whether all are finite."""
 
     outputs: Any
     digests: Tensor
@@ -117,7 +118,7 @@ def _run(model: Any, arguments: Mapping[str, Any], cache: DecodeCache, back: int
 
     def run() -> Any:
         cache.aim(cache.tokens)
-        with as_captured(), counters_watched():  # the kernels of the recording
+        with as_captured(), counters_watched():  # run the same kernels as the recording
             outputs = model(**arguments)
         tensors = tensors_of(outputs)
         digests.append(sum_of_bits(tensors))
@@ -145,9 +146,9 @@ def _residents(cache: DecodeCache, arguments: Mapping[str, Any]) -> Residents | 
 def agree(replayed: list[Tensor], runs: list[list[Tensor]]) -> tuple[bool, float, bool]:
     """(whether a replay agrees with the uncaptured runs, the largest difference, whether the runs differ).
 
-    The same kernels give bitwise equal results, unless their order of summation changes. Then a tensor may differ by
-    twice the difference between the runs. If the runs themselves differ by more than rounding, the replay can't be
-    checked and doesn't agree.
+    The same kernels give bitwise equal results unless their order of summation changes. If it does, a tensor may differ
+    by twice the difference between the runs. If the runs themselves differ by more than rounding, the replay can't be
+    checked, and the result is False.
     """
     last = runs[-1]
     if _equal(replayed, last):
@@ -169,13 +170,13 @@ def _apart(one: Tensor, two: Tensor) -> float:
 
 
 def _equal(ones: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether all are bitwise equal, NaN included. The host waits for the device once."""
+    """Whether all tensors are bitwise equal, including NaN. The host waits for the device once."""
     same = [(bits(one) == bits(other)).all() for one, other in zip(ones, others, strict=True)]
     return bool(torch.stack(same).all())
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that are not views within the block: about the number of kernels."""
+    """Count the operators within the block, except views. This is about the number of kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,6 +184,6 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it calls the operators on its local tensors
+            return NotImplemented  # a tensor subclass calls the operators on its local tensors
         self.count += not operator.is_view
         return operator(*args, **(kwargs or {}))

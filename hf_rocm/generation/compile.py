@@ -1,6 +1,6 @@
 """torch.compile with settings that work on ROCm: for a model, and for what transformers compiles automatically.
 
-The settings are arguments of each compilation. No global setting of PyTorch changes, and nothing has to be restored.
+The settings are arguments of every compilation. No global setting of PyTorch changes, and nothing has to be restored.
 Settings that the user passes take precedence. Published reports disagree on `reduce-overhead`, so it is allowed, and
 `hf-rocm bench --sides compile,reduce-overhead,hf_rocm` measures it.
 """
@@ -24,8 +24,8 @@ from hf_rocm.overlay.bind import ON
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# Inductor's own graphs and its memory planning have given wrong results on ROCm. Its Triton GEMMs are slower than the
-# BLAS library's there, and tuning them takes minutes.
+# Inductor's own graphs and its memory planning have given wrong results on ROCm. Its Triton GEMMs are slower there than
+# the BLAS library, and tuning them takes minutes.
 SETTINGS: Mapping[str, Any] = {
     "triton.cudagraphs": False,
     "triton.cudagraph_trees": False,
@@ -33,9 +33,8 @@ SETTINGS: Mapping[str, Any] = {
     "max_autotune_gemm_backends": "ATEN",
 }
 
-# In a model's __dict__: the devices that the automatic settings apply to, as in `overlay.bind`; and a mark that
-# `compile`
-# compiled the model.
+# In a model's __dict__: the devices that the automatic settings apply to, as in `overlay.bind`, and a mark that
+# `compile` compiled the model.
 AUTOMATIC, COMPILED = "_hf_rocm_compile", "_hf_rocm_compiled"
 
 _log = logging.getLogger("hf_rocm")
@@ -69,7 +68,7 @@ def undo(model: nn.Module) -> None:
 
 
 def arguments(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `torch.compile`: the settings for ROCm, overridden by those of the `mode`, then by `options`."""
+    """The arguments of `torch.compile`: the settings for ROCm, overridden by the `mode`, then by `options`."""
     given = dict(overrides)
     if given.get("backend", "inductor") != "inductor":
         return given
@@ -122,7 +121,7 @@ def automatic(model: Any, requested: Any) -> Any:
 
     check()
     config: Any = CompileConfig(options=arguments({})["options"])
-    config.mode = None  # means `default`: PyTorch does not accept options together with a mode
+    config.mode = None  # None means `default`; PyTorch does not accept options together with a mode
     return config
 
 

@@ -1,11 +1,12 @@
 """Continuous batching of prepared models: with hf_rocm's flash attention if possible, and without graphs that may be
 wrong.
 
-If `flash_provider` serves a model, its batches run `flash_attention_2`, and afterwards its own implementation again.
+If `flash_provider` serves a model, its batches run `flash_attention_2`. Afterwards the model returns to its own
+implementation.
 
 transformers records its own graphs for continuous batching and never compares a replay with an uncaptured step. So
-these graphs follow the rules of recorded steps (`suspects`): off where a fault is known, on where the user requires
-them.
+these graphs follow the rules of recorded steps (`suspects`): they are off where a fault is known, unless the user
+requires them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from hf_rocm import patches
 from hf_rocm.generation import flash_provider, suspects
 from hf_rocm.generation.methods import put_before
 
-# In a prepared model's __dict__: whether graphs are required, a bool.
+# In a prepared model's __dict__: a bool, whether graphs are required.
 MARK = "_hf_rocm_continuous_batching"
 
-_ORIGINAL = "_original_attn_impl"  # of a manager
+_ORIGINAL = "_original_attn_impl"  # an attribute of a manager
 
 _METHOD = "init_continuous_batching"
 
-_CREATE = "_create_batch_processor"  # of a manager: allocates the cache, in the thread that runs the steps
+_CREATE = "_create_batch_processor"  # a manager's method: allocates the cache, in the thread of the steps
 
 # transformers records graphs if one of these is set in the config or passed as an argument.
 _PADDINGS = (
@@ -46,9 +47,9 @@ _log = logging.getLogger("hf_rocm")
 
 
 def switch_on(model: nn.Module, *, required: bool) -> None:
-    """Apply the above to continuous batching of this model, in the releases that have it.
+    """Apply these rules to continuous batching of this model, in the releases that support it.
 
-    required: whether the user requires graphs; transformers then decides as without hf_rocm.
+    required: whether the user requires graphs; if so, transformers decides as it does without hf_rocm.
     """
     if hasattr(type(model), _METHOD):
         put_before(model, {_METHOD: _init_continuous_batching}, MARK)
@@ -91,12 +92,12 @@ def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: A
     except BaseException:
         self.set_attn_implementation(own)
         raise
-    patches.exchange(manager.__dict__, _ORIGINAL, None, own)  # the manager returns to it when it stops
+    patches.exchange(manager.__dict__, _ORIGINAL, None, own)  # the manager restores this implementation when it stops
     return _in_order(manager)
 
 
 def _in_order(manager: Any) -> Any:
-    """Make the manager wait for the device before its first step, where steps run on streams of their own."""
+    """Make the manager wait for the device before its first step, where steps run on separate streams."""
     if not hasattr(type(manager), _CREATE):
         return manager
     this = weakref.ref(manager)
@@ -137,7 +138,7 @@ def _without_suspect_graphs(self: Any, inherited: Callable[..., Any], *args: Any
 
 
 def _config(model: Any, call: inspect.BoundArguments) -> tuple[str, Any]:
-    """The argument that has `use_cuda_graph` in this release, and its value: the call's, or transformers' default."""
+    """The argument that contains `use_cuda_graph` in this release, and its value in the call, or its default."""
     generation_config = call.arguments.get("generation_config")
     if generation_config is None:
         generation_config = model.generation_config
@@ -153,10 +154,10 @@ def _config(model: Any, call: inspect.BoundArguments) -> tuple[str, Any]:
 
 
 def _requested(config: Any, arguments: Mapping[str, Any]) -> bool | None:
-    """Whether the user requested graphs, directly or by sizes that only graphs need; None: transformers decides."""
+    """Whether the user requested graphs, directly or by sizes that only graphs need, or None if neither is set."""
     value = getattr(config, "use_cuda_graph", None)
     if value is not None:
-        return any(value) if isinstance(value, tuple) else bool(value)  # a pair: for prompts and for steps
+        return any(value) if isinstance(value, tuple) else bool(value)  # a tuple is for (prompts, steps)
     return True if any(getattr(config, name, 0) or arguments.get(name) for name in _PADDINGS) else None
 
 

@@ -1,4 +1,4 @@
-"""Which models and which calls of `generate` decode over recorded steps, and why the others don't.
+"""Which models and which calls of `generate` decode with recorded steps, and why the others don't.
 
 A reason is a sentence; None means that nothing prevents recording.
 """
@@ -26,7 +26,7 @@ METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get
 def generator_of(model: Any) -> Any:
     """The transformers model whose `generate` runs when this model generates: the model itself, or the one it wraps.
 
-    PEFT's models are no `GenerationMixin`: their `generate` calls that of the base model, or is that attribute.
+    PEFT's models do not inherit `GenerationMixin`: their `generate` calls or is the base model's method.
     """
     from transformers import GenerationMixin
 
@@ -38,7 +38,7 @@ def generator_of(model: Any) -> Any:
 
 
 def refuses_class(cls: type) -> str | None:
-    """Why no model of this class can decode over recorded steps, or None."""
+    """Why no model of this class can decode with recorded steps, or None."""
     from transformers import GenerationMixin, PreTrainedModel
 
     if not issubclass(cls, GenerationMixin):
@@ -52,7 +52,7 @@ def refuses_class(cls: type) -> str | None:
 
 
 def refuses_model(model: Any) -> str | None:
-    """Why this model can't decode over recorded steps now, or None."""
+    """Why this model can't decode with recorded steps now, or None."""
     reason = refuses_class(type(model)) or features.refuses("graph_decode")
     if reason is not None:
         return reason
@@ -84,9 +84,9 @@ def refuses_model(model: Any) -> str | None:
 
 
 def refuses_ranks(model: Any) -> str | None:
-    """Why the ranks over which this model is sharded can't record its steps, or None."""
+    """Why the ranks that this model is sharded over can't record its steps, or None."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None  # called in every call of generate: skip the rest without ranks
+        return None  # runs in every call of generate: skip the rest if there are no ranks
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if (getattr(config, "pp_size", None) or 1) > 1:
         return "its layers are split across ranks (pipeline parallelism)"
@@ -179,7 +179,7 @@ _RETURNED = ("output_hidden_states", "output_attentions")
 
 
 def refuses_modules(model: nn.Module) -> str | None:
-    """Which of the user's code a replay would skip (hooks, forwards and classes may have side effects), or None."""
+    """Which user code a replay would skip (hooks, forwards and classes may have side effects), or None."""
     seen: set[type] = set()
     for name, module in model.named_modules():
         where = name or "the model"
@@ -204,7 +204,7 @@ _FUNCTIONS = frozenset((FunctionType, MethodType, partial))
 
 
 def _refuses_preparation(model: Any) -> str | None:
-    """Why a `prepare_inputs_for_generation` that was set on the model itself may need a cache that grows, or None."""
+    """Why a `prepare_inputs_for_generation` set on the model instance may need a cache that grows, or None."""
     prepare = model.__dict__.get("prepare_inputs_for_generation")
     if prepare is None:
         return None
@@ -215,7 +215,7 @@ def _refuses_preparation(model: Any) -> str | None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)  # of a partial
+    function = getattr(hook, "func", hook)  # unwraps a partial
     return str(getattr(function, "__module__", None) or type(function).__module__).split(".")[0] not in KNOWN
 
 
@@ -228,7 +228,7 @@ def windows(model: Any) -> Sequence[int | None] | str:
     config = model.config.get_text_config(decoder=True)
     sliding = getattr(cache_utils, "StaticSlidingWindowLayer", None)
     if sliding is None:
-        return [None] * config.num_hidden_layers  # sliding layers differ by their masks only
+        return [None] * config.num_hidden_layers  # sliding layers differ in their masks only
     recurrent = getattr(cache_utils, "LinearAttentionLayer", None)
     sizes: list[int | None] = []
     layers: Any = cache_utils.StaticCache(config=config, max_cache_len=_LONG).layers

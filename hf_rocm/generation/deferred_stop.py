@@ -1,11 +1,11 @@
-"""Read the flag that all sequences have ended one step late, so that the host never waits for the last queued step.
+"""Check one step late whether all sequences have ended, so that the host never waits for the last queued step.
 
 After every step transformers reads this flag on the host. The host waits for the step, and the device is idle until the
-host has queued the next one. One step later the flag has already arrived. The cost is one extra step where all rows end
-early; its tokens are removed, so that the result is the same.
+host has queued the next one. One step later the flag has already arrived. The cost is one extra step if all rows end
+early. Its tokens are removed, so that the result is the same.
 
 From 5.17 on transformers can do this itself, but does so on one type of device only. In earlier releases its loop calls
-`_has_unfinished_sequences`, which is replaced here. This applies only where the extra step has no visible effect:
+`_has_unfinished_sequences`, which is replaced here. This applies only if the extra step has no visible effect: in
 greedy decoding (sampling would advance the random generator) with transformers' own processors and criteria.
 """
 
@@ -40,7 +40,7 @@ class Late:
         self.undone = 0
 
     def continues(self, finished: Tensor) -> bool:
-        """Whether another step follows, by the flag of the previous step. finished: bool, on the device."""
+        """Whether another step follows, according to the previous step's flag. finished: bool, on the device."""
         flag, previous = self._flags if self._reads % 2 else self._flags[::-1]
         flag.send(finished)
         self._reads += 1
@@ -112,7 +112,7 @@ def _invisible(input_ids: Tensor, call: Mapping[str, Any]) -> bool:
     if call.get("streamer") is not None and not _stock_check():
         return False  # a streamer receives every token before the check and waits for the device anyway
     pieces = [*call.get("logits_processor", ()), *call["stopping_criteria"]]
-    # a user's processor may count its calls; those of transformers and the clock of `hf-rocm bench` don't
+    # a user's processor may count its calls; transformers' processors and the clock of `hf-rocm bench` don't
     return all(type(piece).__module__.split(".")[0] in ("transformers", "hf_rocm") for piece in pieces)
 
 

@@ -1,8 +1,8 @@
 """The cache for recorded steps of an encoder-decoder model: a `DecodeCache`, and the encoder's data for the decoder.
 
 The encoder runs once, before the first step. The keys and values of cross-attention are computed from its output in the
-prompt's forward and stay at fixed addresses, as does the output itself. The models read all of it through transformers'
-`EncoderDecoderCache`; here one object is that cache and the cache of self-attention.
+prompt's forward and stay at fixed addresses, as does the output itself. The models read them through transformers'
+`EncoderDecoderCache`. Here one object is both this cache and the cache of self-attention.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CrossCache(Cache):
     def tensors(self) -> list[Tensor]:
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
 
-    # as 4.53 reads them
+    # Read by transformers 4.53
 
     @property
     def key_cache(self) -> list[Any]:
@@ -82,19 +82,19 @@ class CrossCache(Cache):
 
 
 class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
-    """The cache of self-attention, with that of cross-attention and the output of the encoder."""
+    """The caches of self-attention and cross-attention, with the output of the encoder."""
 
     def __init__(self, windows: Sequence[int | None], *, capacity: int, limit: int) -> None:
         super().__init__(windows, capacity=capacity, limit=limit)
         self.cross_attention_cache = CrossCache(len(windows))
         self.is_updated: dict[int, bool] = {}
         self.encoder_outputs: Any = None
-        self._source: Any = None  # the encoder's output that was copied there
+        self._source: Any = None  # the encoder's output that was copied
         self._additive = False  # whether the model's attention takes additive masks only
-        self._mask: Tensor | None = None  # [B, 1, 1, S], of padded encoder inputs
+        self._mask: Tensor | None = None  # [B, 1, 1, S], the padding of the encoder's inputs
         self._visible: Tensor | None = None  # [B, 1, 1, S] bool, the rows that a step's query sees
-        self._step_mask: Any = None  # the same, as the model takes it
-        self._rows: Any = None  # [B, 1, 1, S], the number of every row
+        self._step_mask: Any = None  # the same, in the form that the model takes
+        self._rows: Any = None  # [B, 1, 1, S], the index of every row
 
     @property
     def self_attention_cache(self) -> EncoderDecoderDecodeCache:
@@ -121,7 +121,7 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
         return 0 if self.encoder_outputs is None else int(self.encoder_outputs[0].shape[1])
 
     def begin(self, mask: Tensor | None, *, additive: bool) -> None:
-        """Prepare for a call. mask: of the encoder's padding, [B, 1, 1, S] or None. additive: the form of its masks."""
+        """Prepare for a call. mask: the encoder's padding, [B, 1, 1, S] or None. additive: the form of its masks."""
         if mask is not None and self._mask is not None and _alike(self._mask, mask):
             self._mask.copy_(mask)
         elif mask is not None or self._mask is not None:
@@ -150,7 +150,7 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
         if arguments["encoder_outputs"] is not self._source:
             self._keep(arguments["encoder_outputs"])
         replaced: dict[str, Any] = {"encoder_outputs": self.encoder_outputs}
-        if arguments.get("decoder_attention_mask") is None:  # releases before 5.19 make the mask within the step
+        if arguments.get("decoder_attention_mask") is None:  # releases before 5.19 create the mask within the step
             replaced["decoder_attention_mask"] = self._written_rows(len(arguments["decoder_input_ids"]))
         if "attention_mask" in arguments or self._mask is not None:
             replaced["attention_mask"] = self._mask
@@ -207,9 +207,9 @@ def windows_of(config: Any) -> list[int | None] | str:
 def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> Tensor | str | None:
     """The mask of the encoder's padding for every step of a call, or the reason why there is none.
 
-    From 5.0 on decoders take it in four dimensions, and leave a mask without padding out, but not while a step is
-    recorded: so they are always given one. Before, they take two dimensions and wait for the device in every step,
-    unless they are given None: there the inputs must not be padded.
+    From 5.0 on decoders take a mask of four dimensions. They omit a mask without padding, but not while a step is
+    recorded, so a mask is always passed. Earlier releases take two dimensions and wait for the device in every step
+    unless the mask is None, so the inputs must not be padded there.
     """
     make = getattr(sys.modules[type(model).__module__], "create_bidirectional_mask", None)
     if make is None:
@@ -219,7 +219,7 @@ def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> 
     shape = (len(state), 1, 1, state.shape[1])
     if attention_mask is not None and attention_mask.ndim == 2:
         query = torch.empty((len(state), 1, 0), dtype=state.dtype, device=state.device)
-        mask = make(model.config, query, attention_mask, state)  # the second parameter has two names
+        mask = make(model.config, query, attention_mask, state)  # releases differ in the second parameter's name
         if mask is not None:
             fits = isinstance(mask, Tensor) and mask.shape == shape
             return mask if fits else "the mask of the encoder's padding has another form"

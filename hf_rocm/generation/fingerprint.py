@@ -1,9 +1,9 @@
 """The state of a model that a recorded step depends on: addresses of weights, settings of modules, called functions.
 
-A replay runs none of the model's Python code. So the model is fingerprinted before the first step of every call. A
-weight that moved, a hook, another active adapter or another implementation of attention or experts changes the
-fingerprint, and recordings with another fingerprint are not used. A replay reads the weights themselves, so it sees
-values that were written in place.
+A replay runs none of the model's Python code. So the model is fingerprinted before the first step of every call. The
+fingerprint changes if a weight moved, a hook was added, or the active adapter or the implementation of attention or
+experts is a different one. Recordings with a different fingerprint are not used. A replay reads the weights themselves,
+so it sees values that were written in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_rocm.layers.weight_group import SLOT, WeightGroup
 class Fingerprint(NamedTuple):
     """A fingerprint; it stays equal as long as the recordings made with it are valid.
 
-    facts: the compared values. kept: objects that are compared by id, referenced here so that no id is used again.
+    facts: the compared values. kept: the objects that are compared by id, referenced so that no id is reused.
     """
 
     facts: tuple[Hashable, ...]
@@ -37,7 +37,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(model: nn.Module, watches: Watches) -> Fingerprint:
-    """Fingerprint the model, in a few microseconds for each module. watches: those of this call of `generate`."""
+    """Fingerprint the model, in a few microseconds per module. watches: the result of `watches_of` for this call."""
     from hf_rocm import options
 
     options.refresh()
@@ -96,7 +96,7 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
 
 
 def _shuffled(module: nn.Module, kept: list[object]) -> list[Hashable]:
-    """The address of the shuffled weight that is in use. After a write, the prompt updates a copy in place."""
+    """The address of the shuffled weight in use. After a write, the prompt's forward updates a copy in place."""
     group = module.__dict__[SLOT]
     data = group.shuffled_data(module) if isinstance(group, WeightGroup) else None
     kept.append(data)
@@ -114,13 +114,13 @@ def _fact(value: Any, kept: list[object]) -> Hashable:
         return tuple((str(key), _fact(item, kept)) for key, item in value.items())
     try:
         return _Identity(value)
-    except TypeError:  # it has no weak references
+    except TypeError:  # it does not support weak references
         kept.append(value)
         return id(value)
 
 
 class _Identity:
-    """The identity of an object, as a weak reference: equal to another one while the same object lives."""
+    """The identity of an object, as a weak reference. Two are equal while they refer to the same live object."""
 
     __slots__ = ("_hash", "_refer")
 
@@ -137,7 +137,7 @@ class _Identity:
 
 
 def _place(tensor: Tensor) -> Hashable:
-    shard = getattr(tensor, "_local_tensor", None)  # of a DTensor
+    shard = getattr(tensor, "_local_tensor", None)  # the local part of a DTensor
     if shard is not None:
         return id(tensor), _place(shard)
     if tensor.__class__ not in (nn.Parameter, Tensor):

@@ -2,7 +2,8 @@
 
 transformers checks for the package whenever an implementation is selected, and imports its functions through one
 function, `lazy_import_flash_attention`. For prepared models the check is skipped, and that function returns hf_rocm's
-for the name `flash_attention_2`. An installed flash-attn package, kernels from the Hub and all other names are stock's.
+functions for the name `flash_attention_2`. An installed flash-attn package, kernels from the Hub and all other names
+are handled as in stock transformers.
 
 With flash attention, continuous batching runs without masks, and therefore with recorded graphs, asynchronous batches
 and page tables. A prepared model that uses `sdpa` is switched for the batch, as transformers does itself if flash-attn
@@ -115,7 +116,7 @@ def _installed() -> bool:
 
 @functools.cache
 def _names() -> tuple[str, ...]:
-    """The served names; the last one is the name for continuous batching in this release."""
+    """The names that are served; the last one is the name for continuous batching in this release."""
     functions = importlib.import_module(_MODELING).ALL_ATTENTION_FUNCTIONS
     with_pages = f"paged|{NAME}"
     return (NAME, with_pages) if with_pages in functions.valid_keys() else (NAME,)
@@ -137,7 +138,7 @@ def _checked(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _provide(user: Any) -> None:
-    """Return hf_rocm's functions wherever transformers imports those of `flash_attention_2`."""
+    """Provide hf_rocm's functions wherever transformers imports the functions of `flash_attention_2`."""
     modules = [vars(importlib.import_module(name)) for name in (_UTILS, _MODELING, _BATCHING)]
     changes = [Entry(module, _IMPORTER, _importer, key=MARK) for module in modules if _IMPORTER in module]
     patches.apply(*changes, user=user)
@@ -175,7 +176,7 @@ def _imported() -> Any:
 
 
 def _paged_faults(model: Any) -> str | None:
-    """What flash attention over pages in transformers 5.18 and earlier computes wrongly for this model, or None."""
+    """What paged flash attention in transformers 5.18 and earlier computes wrongly for this model, or None."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
         return "flash attention over pages of this release of transformers drops the softcap"
@@ -186,7 +187,7 @@ def _paged_faults(model: Any) -> str | None:
 
 
 def _without_kernel(model: Any) -> str | None:
-    """Why no kernel serves the batches of this model on its GPU, or None. PyTorch's tiers read lengths on the host."""
+    """Why no kernel serves this model's batches on its GPU, or None. PyTorch's tiers read lengths on the host."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -1,8 +1,8 @@
 """Release recordings that contain collectives before their process group is destroyed, which would deadlock otherwise.
 
 NCCL and RCCL count the graphs that contain their collectives, and destroy a communicator only when none is left. So
-while such recordings exist, every function that destroys a process group releases the group's recordings first, and so
-does the end of the process. When the last recording is gone, PyTorch's own functions are restored.
+while such recordings exist, every function that destroys a process group first releases the group's recordings, and
+all recordings are released at exit. When the last recording is gone, PyTorch's own functions are restored.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def release(group: Any = None) -> None:
 
 
 def tidy() -> None:
-    """Undo the changes of recordings that no longer exist; without any, unregister the function at exit too."""
+    """Undo the changes of recordings that no longer exist. If none is left, also unregister the function at exit."""
     patches.sweep()
     with _lock:
         if all(entry.recording() is None for entry in _watched):
@@ -70,7 +70,7 @@ def tidy() -> None:
 
 
 def _places() -> Iterator[tuple[Any, str]]:
-    """The functions that users call, which they may have imported by name, and those that they call for each group."""
+    """The public functions, which users may have imported by name, and the functions that they call per group."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

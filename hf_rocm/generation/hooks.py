@@ -1,4 +1,4 @@
-"""The methods that make a prepared model decode over recorded steps, where transformers prepares its cache and its
+"""The methods that make a prepared model decode with recorded steps, where transformers prepares its cache and its
 compiled call.
 
 They are set on the class and not on the model, so that a copy of the model uses its own recordings and a pickle
@@ -31,11 +31,11 @@ Method = Callable[..., Any]
 
 
 def switch_on(model: Any, graphs: bool | None, mode: str = ON) -> str | None:
-    """Decode over recorded steps in this prepared model from now on. Returns the reason why not, or None.
+    """Decode with recorded steps in this prepared model from now on. Returns the reason why not, or None.
 
-    graphs: True requires recorded steps, False disables them, None follows `HF_ROCM_GRAPHS`. mode: on which devices the
-    inputs of steps are prepared here, as in `overlay.bind`. Raises `GraphError` if steps are required and can't be
-    recorded.
+    graphs: True requires recorded steps, False disables them, None follows `HF_ROCM_GRAPHS`. mode: the devices on which
+    hf_rocm prepares the inputs of steps, as in `overlay.bind`. Raises `GraphError` if recorded steps are required and
+    can't be recorded.
     """
     switch_off(model)
     wanted = wanted_of(graphs)
@@ -57,7 +57,7 @@ def wanted_of(graphs: bool | None) -> Switch:
 
 
 def switch_off(model: nn.Module) -> None:
-    """Free the caches and recordings of a model, and let it decode as stock does."""
+    """Free the caches and recordings of a model, and restore stock decoding."""
     release(model)
     take_away(model, SETTINGS)
     if model.__dict__.pop(SETTINGS, None) is not None:
@@ -99,7 +99,7 @@ def _prepare_cache_for_generation(
         if user is None:
             stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
         return
-    # generate repeats every row this many times, in some releases only later
+    # generate repeats every row this many times, in some releases only after this point
     rows = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if mask is not None and len(mask) == batch_size:
         mask = mask.repeat_interleave(rows, dim=0)
@@ -125,7 +125,7 @@ def _prepare_cache_for_generation(
 def _served(
     self: Any, state: State, generation_config: Any, model_kwargs: dict[str, Any], mode: Any
 ) -> Sequence[int | None] | None:
-    """The windows of the layers. If the call uses transformers' own cache: None, and the reason is recorded."""
+    """The windows of the layers, or None if the call uses transformers' own cache. Records the reason."""
     mode = _mode(generation_config, mode)
     reason = state.disabled or ("the call passes a custom_generate loop" if _thread.own_loop else None)
     if model_kwargs.get("past_key_values") is not None and _thread.observer is not None:
@@ -147,14 +147,14 @@ def _kind(windows: Sequence[int | None]) -> type[DecodeCache]:
 
 
 def _mode(generation_config: Any, mode: Any) -> Any:
-    """The `GenerationMode` of a call. mode: the same, or its assistant model, up to 4.53."""
+    """The `GenerationMode` of a call. mode: the same, or up to 4.53 the call's assistant model."""
     from transformers.generation.configuration_utils import GenerationMode
 
     return mode if isinstance(mode, GenerationMode) else generation_config.get_generation_mode(mode)
 
 
 def _cache_of_forward(model: Any) -> Any:
-    """The cache that the model's forward makes in releases where `generate` makes none."""
+    """The cache that the model's forward creates in releases where `generate` creates none."""
     from transformers import DynamicCache, EncoderDecoderCache
 
     if model.config.is_encoder_decoder:
@@ -163,7 +163,7 @@ def _cache_of_forward(model: Any) -> Any:
 
 
 def _generate(self: Any, stock: Method, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `generate`, to record its assistant, and which code of the user may access its cache."""
+    """Replaces `generate`, to record its assistant and which user code may access its cache."""
     before = _thread.own_loop, _thread.observer, _thread.assistant
     call = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
     _thread.own_loop = kwargs.get("custom_generate") is not None
@@ -189,7 +189,7 @@ _POSITIONAL = (
 
 
 class _Thread(threading.local):
-    """This thread's call of `generate`: whether it has a custom loop, the user's code that may read its cache, its
+    """This thread's call of `generate`: whether it has a custom loop, which user code may read its cache, and its
     assistant.
     """
 
@@ -202,7 +202,7 @@ _thread = _Thread()
 
 
 def _prompt(model_kwargs: dict[str, Any]) -> int:
-    """The number of tokens per row, from the shapes of the arguments alone; 0 if these don't have it."""
+    """The number of tokens per row, from the shapes of the arguments alone; 0 if they do not determine it."""
     for name, dim in (("inputs_embeds", 1), ("attention_mask", -1)):
         if model_kwargs.get(name) is not None:
             length: int = model_kwargs[name].shape[dim]
@@ -225,7 +225,7 @@ def _get_compiled_call(self: Any, stock: Method, compile_config: Any) -> Any:
         if not isinstance(cache, DecodeCache):
             return stock(compile_config)(**arguments)
         if runner is None or runner.cache is not cache:
-            if SETTINGS not in self.__dict__:  # restored meanwhile
+            if SETTINGS not in self.__dict__:  # the model was restored in the meantime
                 return self(**arguments)
             runner = Runner(state_of(self), cache)
         return runner(self, arguments)
@@ -241,7 +241,7 @@ def _sample(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: A
 
 
 def _loop(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Replaces the loops that call the model themselves: beam search and assisted decoding."""
+    """Replaces the loops that call the model directly: beam search and assisted decoding."""
     if not isinstance(kwargs.get("past_key_values"), DecodeCache):
         return stock(input_ids, *args, **kwargs)
     return _decoded(self, _looped, stock, input_ids, args, kwargs)
@@ -250,7 +250,7 @@ def _loop(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: Any
 def _decoded(
     self: Any, loop: Method, stock: Method, input_ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a loop of `generate` over recorded steps, and once more, uncaptured, if a replay was wrong."""
+    """Run a loop of `generate` with recorded steps. If a replay was wrong, run it again uncaptured."""
     cache = kwargs["past_key_values"]
     attempt = Attempt(input_ids, args, kwargs)
     try:
@@ -258,7 +258,7 @@ def _decoded(
         rewind = last_alarm(cache, self)
     except Rewind as raised:
         rewind = raised
-    state = known(self)  # None if the model was restored meanwhile
+    state = known(self)  # None if the model was restored in the meantime
     if rewind is not None:
         if state is not None and state.disabled is None:
             state.disable(rewind.reason)
@@ -274,8 +274,8 @@ def _decode(self: Any, loop: Method, stock: Method, input_ids: Tensor, args: Seq
     try:
         return loop(self, stock, input_ids, args, attempt)
     except GraphError:
-        raise  # replays may have been wrong: the user's cache stays as it was
-    except BaseException:  # of the user's code: in stock too, the cache has the tokens so far
+        raise  # replays may have been wrong, so the user's cache is left unchanged
+    except BaseException:  # raised by user code: in stock too, the cache has the tokens so far
         _with_users_cache(None, attempt.cache)
         raise
 
@@ -299,7 +299,7 @@ def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], at
 
 
 def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:
-    """The result of `_sample` without the last steps."""
+    """The result of `_sample` without the tokens of the last steps."""
     cache.crop(-steps)
     if isinstance(result, Tensor):
         return result[:, :-steps]
@@ -322,7 +322,7 @@ def _with_users_cache(result: Any, cache: DecodeCache) -> Any:
 
 def _has_unfinished_sequences(self: Any, stock: Method, this_peer_finished: Any, *args: Any, **kwargs: Any) -> Any:
     late = deferred_stop.current()
-    if late is None or isinstance(this_peer_finished, bool):  # from 5.17 on the decision was taken before
+    if late is None or isinstance(this_peer_finished, bool):  # from 5.17 on the decision was made before
         return stock(this_peer_finished, *args, **kwargs)
     return late.continues(this_peer_finished)
 

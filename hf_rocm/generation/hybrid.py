@@ -1,7 +1,7 @@
 """The cache of recorded steps for models whose layers have attention or a recurrent state (the gated delta rule).
 
 A recurrent layer keeps two states of fixed size, which every step updates in place, at fixed addresses. A step can't be
-taken back by counting rows, so the states are copied before a step that has to run twice.
+undone by counting rows, so the states are copied before a step that has to run twice.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hf_rocm import features
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.layers.release import before
 
-# In place of a layer's window: it has a recurrent state, and no keys.
+# Used instead of a layer's window: the layer has a recurrent state and no keys.
 RECURRENT = 0
 
-# Models whose layers were compared with stock; the type of the text config.
+# The types of the text configs of models whose layers were compared with stock.
 MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
@@ -35,7 +35,7 @@ class HybridDecodeCache(DecodeCache):
         attending = iter(self.attending)
         recurrent: Any = getattr(cache_utils, "LinearAttentionLayer", None)
         self.layers = [recurrent() if window == RECURRENT else next(attending) for window in windows]
-        self._states: dict[tuple[int, str], Tensor] = {}  # of every recurrent layer
+        self._states: dict[tuple[int, str], Tensor] = {}  # the states of all recurrent layers
         self._copies: list[Tensor] = []
 
     @property
@@ -44,7 +44,7 @@ class HybridDecodeCache(DecodeCache):
 
     @property
     def steady(self) -> int:
-        """0: earlier steps can't be computed again, because the states before them are gone."""
+        """0, because earlier steps can't be recomputed without the states before them."""
         return 0
 
     def keep_states(self) -> None:
@@ -62,7 +62,7 @@ class HybridDecodeCache(DecodeCache):
 
     @contextmanager
     def being_recorded(self) -> Iterator[None]:
-        """After the step has run: a recorder that runs it again starts from the states before it."""
+        """Entered after the step has run: a recorder that runs it again starts from the states before the step."""
         states = [state.clone() for state in self._states.values()]
         with super().being_recorded():
             try:
@@ -89,7 +89,7 @@ class HybridDecodeCache(DecodeCache):
         return result
 
     def _allocate(self, index: int, name: str, like: Tensor, **terms: Any) -> None:
-        """Allocate a state like this tensor, unless the layer has one."""
+        """Allocate a state with the shape and dtype of this tensor, unless the layer has one."""
         state = self._states.get((index, name))
         if state is None or (state.shape, state.dtype, state.device) != (like.shape, like.dtype, like.device):
             self.recordings.clear()
@@ -116,12 +116,12 @@ class HybridDecodeCache(DecodeCache):
 
     @property
     def is_sliding(self) -> list[Any]:
-        """None for recurrent layers: transformers takes the sizes of masks from the first layer that has False."""
+        """None for recurrent layers, because transformers takes the sizes of masks from the first False layer."""
         return [None if window == RECURRENT else window is not None for window in self.windows]
 
 
 def refuses(config: Any) -> str | None:
-    """Why steps over recurrent states of this model are not recorded, or None. config: of its text model."""
+    """Why steps over this model's recurrent states are not recorded, or None. config: the text model's config."""
     if config.model_type not in MODELS:
         return f"the recurrent states of {config.model_type} are not recorded"
     if before("5.16"):

@@ -1,4 +1,4 @@
-"""Record an event in the ledger when a replay differs: the machine, the versions and the model."""
+"""Record an event in the ledger when a replay differs, with the machine, the versions and the model."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 transformers prepares every step from the beginning: it reads signatures and configs, slices, copies and builds the
 masks, mostly while the GPU waits. Here transformers prepares the first step of a call. If its masks and positions are
 those of a sequence with left padding, the following steps get the same arguments over resident tensors, which are
-advanced after the previous step while the GPU still computes it, or, if they verify drafts, when these are known.
-transformers prepares all other steps.
+advanced after the previous step while the GPU still computes it, or, in steps that verify drafts, when the drafts are
+known. transformers prepares all other steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_rocm.generation.resident_inputs import Residents, Step, verifies
 from hf_rocm.generation.watch import masks_replaced
 from hf_rocm.overlay.bind import GPU, ON
 
-# In a model's __dict__: on which devices its steps are prepared here, as in `overlay.bind`.
+# In a model's __dict__: the devices on which hf_rocm prepares its steps, as in `overlay.bind`.
 MARK = "_hf_rocm_inputs"
 # In a model's __dict__: why transformers prepared the steps of the last call.
 NOTE = "_hf_rocm_inputs_note"
@@ -78,7 +78,7 @@ def noted(model: nn.Module) -> str | None:
 def _prepare(
     model: Any, inherited: Callable[..., dict[str, Any]], input_ids: Tensor, *positional: Any, **arguments: Any
 ) -> dict[str, Any]:
-    """Replaces `prepare_inputs_for_generation`: return the arguments of the next step."""
+    """Replaces `prepare_inputs_for_generation`. Returns the arguments of the next step."""
     cache = arguments.get("past_key_values")
     step = _step_of(cache)
     if step is not None and step.follows(arguments) and step.tokens(input_ids) <= _most(cache):
@@ -122,7 +122,7 @@ def _update(
     is_encoder_decoder: bool = False,
     num_new_tokens: int = 1,
 ) -> dict[str, Any]:
-    """Replaces `_update_model_kwargs_for_generation`: return what the next step is prepared from."""
+    """Replaces `_update_model_kwargs_for_generation`. Returns the arguments that the next step is prepared from."""
     cache = model_kwargs.get("past_key_values")
     step = _step_of(cache)
     if step is None or not step.matches(model_kwargs):
@@ -153,7 +153,7 @@ def _step_of(cache: Any) -> Step | None:
 
 
 def _is_step(inputs: Mapping[str, Any], cache: Any) -> bool:
-    """Whether these are the inputs of a step over static buffers, and those of the next step follow."""
+    """Whether these are the inputs of a step over static buffers that determine the inputs of the next step."""
     ids = inputs.get("input_ids")
     return ids is not None and ids.shape[1] <= _most(cache) and getattr(cache, "is_compileable", False)
 

@@ -16,7 +16,7 @@ from hf_rocm import options
 
 NAME = "graph_events.jsonl"
 
-_MOST = 100  # events that are returned, the newest
+_MOST = 100  # the largest number of events that are returned, which are the newest
 
 _log = logging.getLogger("hf_rocm")
 
@@ -26,8 +26,9 @@ class Event:
     """One difference between a replay and its step.
 
     when: UTC, ISO 8601. gpu: name and architecture. rocm, driver: versions, or None. model: its class. checkpoint: its
-    name or path. operators: how many the step runs, about as many as the graph has kernels; 0 if unknown. replays: the
-    number of replays up to the difference. unproven: those since the last proven one. reason: the difference.
+    name or path. operators: the number of operators that the step runs, about the number of kernels of the graph; 0 if
+    unknown. replays: the number of replays up to the difference. unproven: the number since the last proven replay.
+    reason: the difference.
     """
 
     when: str

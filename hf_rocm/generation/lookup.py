@@ -1,7 +1,7 @@
 """Prompt lookup without waiting for the device: transformers searches a copy of the tokens in the host's memory.
 
-Its search waits for the device once for every length of n-grams and again for every match. Here it is transformers' own
-search too, so the drafts are the same; the tokens are copied to the host once per step.
+Its search waits for the device once for every n-gram length and again for every match. The same search runs here, so
+the drafts are the same, but the tokens are copied to the host once per step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def searching_on_the_host() -> Iterator[None]:
 
 
 class _Thread(threading.local):
-    """searches: a generator of this thread's call → its copy for tokens on the host; None outside the block."""
+    """searches: maps a generator of this thread's call to its copy for tokens on the host; None outside the block."""
 
     searches: dict[Any, Any] | None = None
 
@@ -69,7 +69,7 @@ def _on_host(generator: Any) -> Any:
     """A copy of a generator that has no processors, with its end tokens in the host's memory."""
     result, ends = copy.copy(generator), generator.eos_token_id
     vars(result).update(
-        logits_processor=None,  # an empty list forbids no token, and is called for every drafted one
+        logits_processor=None,  # an empty list changes no logits but is called for every drafted token
         eos_token_id=ends.cpu() if isinstance(ends, Tensor) else ends,
     )
     return result

@@ -1,6 +1,6 @@
-"""Loops of `generate` that call the model itself: calls over a `DecodeCache` that has the prompt are recorded steps.
+"""Use recorded steps in the loops of `generate` that call the model directly, over a `DecodeCache` that has the prompt.
 
-transformers' loop for samples calls what `get_compiled_call` returns; its loops for beams and for drafts don't.
+transformers' sampling loop calls the function that `get_compiled_call` returns; its loops for beams and drafts do not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Step = Callable[[Mapping[str, Any]], Any]
 
 @contextmanager
 def stepping(model: nn.Module, cache: DecodeCache, step: Step) -> Iterator[None]:
-    """Within the block, this thread's calls of the model over this cache, after the prompt, are calls of `step`.
+    """Within the block, this thread's calls of the model over this cache call `step`, except for the prompt.
 
-    `step` takes the keyword arguments of the call. The calls of the model that it makes itself are not affected.
+    `step` takes the keyword arguments of the call. Calls of the model from within `step` are not affected.
     """
     before = _thread.steps
     _thread.steps = model, cache, step

@@ -1,9 +1,8 @@
 """The masks of decode steps: resident tensors that are updated in place instead of being built for every step.
 
-In a step of a few tokens a mask holds only the first and the last key that each of them sees. So there is one resident
-tensor per kind of layers, which every layer can read as an ordinary mask, and which is updated on the device as the
-length grows.
-The same bounds as numbers (`CacheRows`) are attached to the mask, for kernels that need no mask.
+In a step of a few tokens the first and the last key that every token sees determine the mask. So there is one resident
+tensor per kind of layers. Every layer reads it as an ordinary mask, and the device updates it as the length grows. The
+same bounds are attached to the mask as numbers (`CacheRows`), for kernels that need no mask.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hf_rocm.ops.mask_patterns import CacheRows
 
 
 class Unlike(Exception):
-    """Why transformers prepares a step; the message is a sentence."""
+    """The reason why transformers prepares a step; the message is a sentence."""
 
 
 class Kind(NamedTuple):
@@ -67,10 +66,10 @@ def _first(cache: Any, sliding: bool) -> int:
 class StepMask:
     """The mask of one kind of layers. tensor: the resident mask, [B, 1, S_q, L].
 
-    like: a tensor of its shape and dtype, bool or additive. lengths: [S_q], the number of keys per row up to each of
-    the step's tokens, its own included. starts: [B], the first key of every row that is not padding, or None. The
-    owner advances both. rolls: whether a full buffer drops its first key for every new one, so that lengths exceed its
-    size; then S_q is 1.
+    like: a tensor of the same shape and dtype, bool or additive. lengths: [S_q], the number of keys per row up to and
+    including every token of the step. starts: [B], the first key of every row that is not padding, or None. The owner
+    advances both. rolls: whether a full buffer drops its first key for every new one, so that lengths exceed its size;
+    S_q is 1 in that case.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _COPIES = "copies"  # the key of the method that finds copies
 def put_before(model: Any, functions: Mapping[str, Method], mark: str) -> None:
     """Call `function(model, inherited, *args, **kwargs)` instead of methods of a model's class, by name.
 
-    inherited: the bound method without this change, which may be a function that was put before it under another mark.
+    inherited: the bound method without this change, which may be a function that another mark put before it.
     mark: a name in a model's `__dict__`. Models without it, and instances of subclasses, call the inherited method.
     """
     cls = type(model)
@@ -66,7 +66,7 @@ def _method(function: Method, mark: str, change: Change) -> Method:
 
 
 def _setstate(change: Change) -> Method:
-    """Copies and pickles contain the marks, so a copy needs the methods too, for as long as it lives."""
+    """Replaces `__setstate__`: copies and pickles contain the marks, so a copy needs the methods while it lives."""
     cls = change.owner
 
     @functools.wraps(cls.__setstate__)

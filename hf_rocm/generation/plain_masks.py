@@ -88,7 +88,7 @@ def _seen(
     allow_is_causal_skip: bool = True,
     **others: Any,
 ) -> Tensor | None:
-    """Which keys every query sees: [B, 1, S_q, S_k] bool, or None where SDPA needs no mask."""
+    """The keys that every query sees, [B, 1, S_q, S_k] bool, or None where SDPA needs no mask."""
     stock = _stock()
     s_q = cache_position.shape[0]
     padding = stock.prepare_padding_mask(attention_mask, kv_length, kv_offset, _slice=False)
@@ -127,7 +127,7 @@ def _is_stock(function: Any) -> bool:
 
 
 def _inherited(change: Change) -> Mask:
-    """The entry without this change: the table's own, or the one that all tables of this type share."""
+    """The entry without this change: this table's, or the one that all tables of this type share."""
     shared = _stock().ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     mask: Mask = shared[change.name] if change.original is ABSENT else change.original
     return mask

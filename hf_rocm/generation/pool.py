@@ -1,6 +1,6 @@
 """Idle caches with their recordings, so that the next call of the same size needs no new recording.
 
-A cache belongs to one call at a time, in whichever thread: streaming usually starts a thread for every call.
+A cache belongs to one call at a time, in any thread: streaming usually starts a thread for every call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_rocm.generation.streams import record_current_stream, tensors_in
 # The largest number of idle caches, however small they are.
 _MOST = 8
 
-# The largest capacity of a cache for a call, in multiples of the call's size: attention may read all of it.
+# The largest capacity of a cache for a call, in multiples of the call's size. Attention may read all of it.
 _FACTOR = 2
 
 # The number of tokens beyond the prompt that a new cache has room for; it grows if a call needs more.
@@ -38,7 +38,7 @@ class _Idle(NamedTuple):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the current stream of this thread is another one."""
+        """Whether this thread's current stream is a different one."""
         return self.stream is not None and bool(torch.cuda.current_stream(self.stream.device) != self.stream)
 
 
@@ -59,7 +59,7 @@ class Pool:
         kind: type[DecodeCache] = DecodeCache,
         encoded: int = 0,
     ) -> DecodeCache:
-        """Return an empty cache for a call: an idle one of that size, or a new one.
+        """Return an empty cache for a call: an idle cache of a suitable size, or a new one.
 
         windows: the sliding window of every layer. prompt: the number of tokens per row now. limit: the largest number
         of tokens per row that the call can reach. kind: the class of the cache. encoded: the length of the encoder's
@@ -105,7 +105,7 @@ class Pool:
                 self._drop()
 
     def _drop(self) -> None:
-        """Drop the oldest. Its memory may belong to another stream, which must not reuse it before its last use."""
+        """Drop the oldest cache. Another stream may own its memory, which must not be reused before its last use."""
         oldest = self._idle.pop(0)
         if oldest.used is not None:
             oldest.used.synchronize()  # before the last reference goes out of scope

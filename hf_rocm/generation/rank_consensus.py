@@ -1,8 +1,8 @@
 """Decisions about recorded steps that all ranks which share a model's layers make together.
 
 A recorded step contains the collectives of its rank. If one rank recorded or compared a step while another one ran it
-uncaptured, both would wait for a collective forever. So the ranks' findings are reduced over all ranks: once in every
-call of `generate`, and when a step is recorded or compared. A replayed step needs no such reduction.
+uncaptured, both would wait for a collective forever. So these decisions are reduced over all ranks, once in every call
+of `generate` and whenever a step is recorded or compared. A replayed step needs no such reduction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_rocm.weights.tensor_parallel import mesh_of
 class Agreement:
     """Agreement among the ranks that a model's layers are sharded over; trivial for a model on one rank.
 
-    group: the process group of these ranks, whose collectives a step contains; None if there is one rank.
+    group: the process group of these ranks, whose collectives a step contains, or None for a single rank.
     """
 
     def __init__(self, model: nn.Module) -> None:

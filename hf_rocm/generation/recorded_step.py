@@ -22,7 +22,7 @@ class Recorded:
     All other memory of a recording belongs to the pool that all recordings of a device share. Another thread's
     recording may overwrite the pool as soon as a replay has ended, before this thread has read the outputs.
 
-    run: runs what is recorded on these inputs, returns its output tensors. like: such outputs.
+    run: the function to record; it takes the inputs and returns the output tensors. like: tensors like these outputs.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Recorded:
         self._recording, _ = recorder.record(step)
 
     def _finish(self) -> None:
-        """The end of what is recorded, after the outputs were written."""
+        """Called last in the recorded work, after the outputs are written."""
 
     @property
     def proved(self) -> bool:
@@ -59,7 +59,7 @@ class Recorded:
 
     @property
     def nbytes(self) -> int:
-        """The size of its own inputs and outputs."""
+        """The size of its own inputs and outputs in bytes."""
         return sum(tensor.nbytes for tensor in (*self._inputs, *self.tensors))
 
     def replay(self, tensors: Sequence[Tensor]) -> None:
@@ -69,7 +69,7 @@ class Recorded:
         self._recording.replay()
 
     def again(self) -> None:
-        """Replay with the inputs of the last replay, which writes the same values again. For measuring its time."""
+        """Replay with the inputs of the last replay, to measure its time. Writes the same values again."""
         self._recording.replay()
 
 
@@ -77,7 +77,7 @@ class RecordedStep(Recorded):
     """A recorded decode step over a cache.
 
     like: an output of the step. group: the process group whose collectives the step contains, or None. digests:
-    [BACK + 1] int64, of the outputs of the last replays, the newest one last.
+    [BACK + 1] int64, the digests of the last replays' outputs, newest last.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RecordedStep(Recorded):
         super().__init__(recorder, inputs, lambda places: tensors_of(run(places)), tensors_of(like))
         if group is not None:
             graph_teardown.watch(self._recording, cache, group)
-        # without the cache, which references this object: no reference cycle keeps either of them alive
+        # without the cache, which references this object, to avoid a reference cycle
         self._kind = type(like)
         outputs = iter(self.tensors)
         self._cached = [name for name, value in like.items() if value is cache]
@@ -115,9 +115,9 @@ class RecordedStep(Recorded):
 class Alarm:
     """Records on the device whether a replay has returned logits that are not finite.
 
-    The recorded step adds 0 to a number for every finite output and NaN for any other, at no cost on the host. In every
-    eighth replay the previous copy of the number is read from pinned memory, and the number is copied there again, so
-    the host never waits. Comparisons and the end of a call read the number itself.
+    The recorded step adds 0 to a number for every finite output and NaN for any other, at no cost on the host. At every
+    eighth replay the host reads the previous copy of the number from pinned memory and starts another copy, so it never
+    waits. Comparisons and the end of a call read the number itself.
     """
 
     EVERY = 8
@@ -128,13 +128,13 @@ class Alarm:
         self._sent = torch.zeros((), pin_memory=device.type == "cuda")
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Check the outputs [..., V] that have a floating-point dtype. Part of the recorded step."""
+        """Check the outputs [..., V] that have a floating-point dtype. Runs within the recorded step."""
         for output in outputs:
             if output.is_floating_point():
                 self._number.add_(output.sum(dtype=torch.float32).mul_(0))
 
     def rings(self, replays: int) -> bool:
-        """Whether a replay up to the previous copy raised the alarm, without waiting. replays: how many there were."""
+        """Whether a replay up to the previous copy raised the alarm, without waiting. replays: their number so far."""
         if self.ignored or replays % self.EVERY:
             return False
         rang = bool(self._sent != 0)

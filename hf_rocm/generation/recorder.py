@@ -1,4 +1,4 @@
-"""Recording a step on a device and replaying it: a CUDA graph, which is a HIP graph on ROCm."""
+"""Record a step on a device and replay it, as a CUDA graph, which is a HIP graph on ROCm."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ T = TypeVar("T")
 
 
 class Recording(Protocol):
-    """A recorded step."""
+    """A recorded step, ready for replay."""
 
     def replay(self) -> None:
         """Run the step's kernels again, in stream order, on the memory that they used when the step was recorded."""
 
     def release(self) -> None:
-        """Free the recorded kernels, even if the recording is still referenced. It can't be replayed any more."""
+        """Free the recorded kernels, even if the recording is still referenced. It can no longer be replayed."""
 
 
 class Recorder(Protocol):
-    """Records steps for one cache; its recordings are replayed one at a time, in any order."""
+    """Records steps for one cache. Its recordings are replayed one at a time, in any order."""
 
     def record(self, run: Callable[[], T]) -> tuple[Recording, T]:
-        """Record a step, with or without running its kernels, which must not change their own inputs.
+        """Record a step. Its kernels may or may not run, and must not change their own inputs.
 
-        Returns the recording and the step's result, whose memory every replay overwrites. Raises whatever error keeps
-        the step from being recorded.
+        Returns the recording and the step's result, whose memory every replay overwrites. Raises any error that
+        prevents the recording.
         """
 
 
@@ -39,7 +39,7 @@ class GraphRecorder:
 
     Memory that a library keeps for a stream, such as the workspace of cuBLAS, is then part of the pool too, because
     nothing else runs on the stream of recordings. When other code makes PyTorch free the workspace, as torch.compile
-    does in `reduce-overhead`, the allocator does not reuse its memory for others. Recordings that share memory run one
+    does in `reduce-overhead`, the allocator does not reuse that memory elsewhere. Recordings that share memory run one
     after another, on any stream.
     """
 
@@ -79,7 +79,7 @@ class _Shared:
         self.device = device
         self.lock = threading.Lock()
         self.recording = torch.cuda.Stream(device)
-        self.last: Any = torch.cuda.current_stream(device)  # where the last replay ran
+        self.last: Any = torch.cuda.current_stream(device)  # the stream of the last replay
         self.pool = torch.cuda.graph_pool_handle()
         number = torch.zeros(1, device=device)
         self.keeper = _capture(self, lambda: number.add_(1))[0]  # the pool exists while a graph uses it
@@ -100,7 +100,7 @@ def _capture(shared: _Shared, run: Callable[[], T]) -> tuple[Any, T]:
 
 @contextmanager
 def _aside(stream: Any) -> Iterator[None]:
-    """Within the block, work on this stream, ordered after earlier and before later work. The host does not wait."""
+    """Within the block, use this stream, ordered after earlier and before later work. The host does not wait."""
     current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
     try:
@@ -157,12 +157,12 @@ def _begin(graph: Any, shared: _Shared) -> None:
 
 
 def _abandon(graph: Any, shared: _Shared) -> None:
-    """End a failed capture: the stream must not stay in capture mode.
+    """End a failed capture, so that the stream does not stay in capture mode.
 
     If an error in the step's own code interrupted the capture, the graph is freed, since it may contain collectives. If
-    the capture was invalidated, PyTorch ends it only in part: its allocators would use the graph for as long as the
-    process lives, and the host allocator can't be made to stop. So the graph is kept with its pool, and later
-    recordings use another pool.
+    the capture was invalidated, PyTorch ends it only in part: its allocators keep using the graph until the process
+    ends, and the host allocator has no way to stop. So the graph is kept with its pool, and later recordings use
+    another pool.
     """
     try:
         graph.capture_end()
@@ -177,21 +177,21 @@ def _abandon(graph: Any, shared: _Shared) -> None:
 def _leave_pool(shared: _Shared) -> None:
     """End the allocation to this pool in the device's allocator.
 
-    Until then the allocator returns no memory to the driver, neither in `empty_cache` nor when it runs out of memory,
-    and does not reuse memory that a second stream has used.
+    Until then the allocator does not return memory to the driver, not even in `empty_cache` or when it runs out of
+    memory, and does not reuse memory that a second stream has used.
     """
     leave = next((getattr(torch._C, name) for name in _LEAVE if hasattr(torch._C, name)), None)
     if leave is not None:
-        with suppress(RuntimeError):  # this PyTorch has already ended it
+        with suppress(RuntimeError):  # this version of PyTorch has already ended it
             leave(shared.device.index, shared.pool)
 
 
-# Its name since PyTorch 2.8, and its name before.
+# The name of the function since PyTorch 2.8, and its earlier name.
 _LEAVE = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
 
 Factory = Callable[[torch.device], Recorder]
 
-# By device type. ROCm devices have the type `cuda`.
+# Recorders by device type. ROCm devices have the type `cuda`.
 factories: dict[str, Factory] = {"cuda": GraphRecorder}
 
 # The backends of torch.distributed whose collectives can be recorded, by device type. RCCL is `nccl`.

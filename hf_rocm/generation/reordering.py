@@ -1,7 +1,7 @@
 """The reordering of a cache between two steps of a beam search, recorded once and replayed after every step.
 
-It copies the keys and values of every layer, which are dozens of small kernels. Its recording covers a rounded number
-of rows, so that it stays valid for many steps.
+It copies the keys and values of every layer with dozens of small kernels. Its recording covers a rounded number of
+rows, so that it stays valid for many steps.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from hf_rocm.generation.recorded_step import Recorded
 from hf_rocm.generation.recorder import Recorder
 from hf_rocm.generation.step import Inputs, bits
 
-# The largest number of recordings of one cache, each for another number of rows.
+# The largest number of recordings of one cache, one for every rounded number of rows.
 MOST = 16
 
 
 class Reordering(Recorded):
-    """The recording of one reordering. Its input is the row of the batch whose tokens every row gets, [B] int64."""
+    """The recording of one reordering. Its input has the source row for every row of the batch, [B] int64."""
 
     def __init__(self, recorder: Recorder, cache: DecodeCache) -> None:
         tensors = cache.rows_of_beams(rounded=True)
         order = torch.arange(
             len(tensors[0]), device=tensors[0].device
-        )  # so that a run during the recording is harmless
+        )  # the identity, so that a run during the recording is harmless
 
         def run(places: Sequence[Tensor]) -> Sequence[Tensor]:
             reorder(tensors, places[0])
@@ -37,7 +37,7 @@ class Reordering(Recorded):
         super().__init__(recorder, Inputs((order,), ()), run, [])
 
     def agrees(self, cache: DecodeCache, rows: Tensor) -> Callable[[], bool]:
-        """Before a replay: returns a function that returns, after it, whether every row has the right keys and values.
+        """Call before a replay. Returns a function that returns, after the replay, whether keys and values are right.
 
         They are compared by the sums of their bits, one for every head and token.
         """

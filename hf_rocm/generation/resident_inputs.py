@@ -17,15 +17,15 @@ from hf_rocm.generation.masks import Kind, StepMask, Unlike, kinds_of
 from hf_rocm.generation.static_buffers import settle
 
 _CLOCKS = ("cache_position", "position_ids")  # arguments that grow by one with every token
-_GROWTH = 256  # columns that are allocated ahead for the padding mask
+_GROWTH = 256  # columns of the padding mask that are allocated ahead
 
 
 class Step:
     """The steps of one call of `generate`, the first of which transformers prepared.
 
-    arguments: those of `prepare_inputs_for_generation`; inputs: what it returned. known: the tensors of earlier calls
-    over the same cache, used again if their form fits. Raises `Unlike` if the inputs are not those of a sequence
-    with left padding, because the inputs of the following steps can't be derived then.
+    arguments: the arguments of `prepare_inputs_for_generation`. inputs: its result. known: the tensors of earlier calls
+    over the same cache, reused if their form fits. Raises `Unlike` if the inputs are not those of a sequence with left
+    padding, because the inputs of the following steps can't be derived from them.
 
     In a call that verifies drafts, a step has any number of tokens, and the cache has the accepted ones. transformers
     would grow the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes them.
@@ -72,17 +72,17 @@ class Step:
         self._columns: Tensor | None = None
 
     def matches(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the arguments that change with every token are those that `advance` left."""
+        """Whether the arguments that change with every token are the ones that `advance` set."""
         if self.verifies:
             return self._prepared
         return all(arguments.get(name) is value for name, value in self._given.items())
 
     def lacks(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether these are arguments of a call that verifies drafts without those that `advance` removed."""
+        """Whether these arguments of a call that verifies drafts lack the ones that `advance` removed."""
         return self._removed and not any(name in arguments for name in self._given)
 
     def follows(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether these are the arguments of the last step, advanced."""
+        """Whether these are the arguments of the step after the last one."""
         return (
             (self.lacks(arguments) if self.verifies else self.matches(arguments))
             and len(arguments) == self._count - len(self._given) * self._removed
@@ -90,11 +90,11 @@ class Step:
         )
 
     def tokens(self, input_ids: Tensor) -> int:
-        """The number of tokens of the step. input_ids: [B, S], all tokens so far, and drafts."""
+        """The number of tokens of the step. input_ids: [B, S], all tokens so far, including drafts."""
         return input_ids.shape[1] - self._position if self.verifies else 1
 
     def inputs(self, cache: Any, input_ids: Tensor) -> dict[str, Any]:
-        """The arguments of the step. input_ids: [B, S], all tokens so far, and drafts."""
+        """The arguments of the step. input_ids: [B, S], all tokens so far, including drafts."""
         tokens = self.tokens(input_ids)
         placed = self._settle(cache, tokens)
         self.residents.tokens = None if self.verifies else input_ids
@@ -106,14 +106,14 @@ class Step:
         return inputs
 
     def advance(self, cache: Any, arguments: dict[str, Any]) -> None:
-        """Advance by the tokens of the last step, and with them the arguments from which the next one is prepared."""
+        """Advance the tensors, and the arguments that the next step is prepared from, by the last step's tokens."""
         if self.verifies:
             if not self._removed:
                 self._given = {name: value[..., : self._position + 1] for name, value in self._given.items()}
             for name in self._given:
                 arguments.pop(name, None)
             self._removed, self._prepared = True, False
-            self._position = int(cache.get_seq_length())  # the masks follow when the number of drafts is known
+            self._position = int(cache.get_seq_length())  # the masks are set when the number of drafts is known
             return
         self._position += 1
         self.residents.advance()  # while the device is busy
@@ -122,7 +122,7 @@ class Step:
         arguments.update(self._given)
 
     def restored(self, arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
-        """The arguments with those that `advance` removed, for `length` tokens: transformers prepares this step."""
+        """The arguments with the ones that `advance` removed, for `length` tokens. transformers prepares this step."""
         self._prepared = True
         result = dict(arguments)
         for name, value in self._given.items():
@@ -138,7 +138,7 @@ class Step:
         return self.residents.clocks[name]
 
     def _grown(self, padding_mask: Tensor) -> Tensor:
-        """The padding mask with one more column: a view of memory allocated ahead."""
+        """The padding mask with one more column, as a view of memory that was allocated ahead."""
         if self._columns is None or self._width == self._columns.shape[1]:
             self._columns = padding_mask.new_ones((len(padding_mask), self._width + _GROWTH))
             self._columns[:, : self._width] = padding_mask
@@ -146,8 +146,8 @@ class Step:
         return self._columns[:, : self._width]
 
     def _rows(self, cache: Any, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For each kind of layers: the number of keys that attention gets, and the position of the first one."""
-        if not isinstance(cache, DecodeCache):  # a full sliding layer rolls, which follows from its length
+        """For every kind of layers, the number of keys that attention gets and the position of the first one."""
+        if not isinstance(cache, DecodeCache):  # the length determines whether a sliding layer rolls
             return self._form.widths, (0,) * len(self._form.kinds)
         cache.aim(tokens)
         layers = [cache.layers[kind.layer] for kind in self._form.kinds]
@@ -173,9 +173,9 @@ class Step:
         return placed
 
     def _take(self, tokens: int, widths: tuple[int, ...]) -> Residents:
-        """The tensors of steps of this many tokens: those of an earlier call, or new ones."""
+        """The tensors for steps of this many tokens: the tensors of an earlier call, or new ones."""
         for form in [form for form in self.known if form.widths != widths]:
-            del self.known[form]  # of buffers that have grown since
+            del self.known[form]  # its buffers have grown since then
         form = self._form._replace(tokens=tokens, widths=widths)
         # not inference tensors, which can't be advanced outside inference mode
         with torch.inference_mode(False), torch.no_grad():
@@ -197,10 +197,10 @@ class Step:
 
 
 class Form(NamedTuple):
-    """What determines the tensors of a step.
+    """The properties that determine the tensors of a step.
 
-    rows: those of its position_ids, 0 without them. widths: how many keys attention gets in each kind of layers.
-    rolling: whether full sliding layers drop their first key for every new one.
+    rows: the number of rows of its position_ids, 0 without them. widths: the number of keys that attention gets, per
+    kind of layers. rolling: whether full sliding layers drop their first key for every new one.
     """
 
     batch: int
@@ -208,7 +208,7 @@ class Form(NamedTuple):
     rows: int
     kinds: tuple[Kind, ...]
     widths: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]  # of the token ids, and of the mask of each kind
+    dtypes: tuple[torch.dtype, ...]  # the dtype of the token ids, and of every kind's mask
     device: torch.device
     padded: bool
     rolling: bool
@@ -217,8 +217,9 @@ class Form(NamedTuple):
 class Residents:
     """The tensors that the steps over one cache read, for one batch size and number of tokens, with or without padding.
 
-    position: of the step's first token, counted from the first token of the rows. bases: the position of the first row
-    in the buffers of each kind of layers. The owner calls `set` and `rebase` before the first step of a call.
+    position: the position of the step's first token, counted from the first token of the rows. bases: per kind of
+    layers, the position of the first row in the buffers. The owner calls `set` and `rebase` before the first step of a
+    call.
     """
 
     def __init__(self, form: Form) -> None:
@@ -228,8 +229,8 @@ class Residents:
         self.bases: tuple[int, ...] = ()
         self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
         self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
-        # One tensor, so that one addition advances everything: for each of the step's tokens its position, the length
-        # per kind, the position per row.
+        # One tensor, so that one addition advances everything. For every token of the step it has the position, the
+        # length per kind and the position per row.
         self._clock = torch.zeros((1 + kinds + form.rows, n), dtype=torch.int64, device=form.device)
         self._offsets = torch.arange(n, device=form.device)
         self.clocks = {"cache_position": settle(self._clock[0])}
@@ -252,7 +253,7 @@ class Residents:
         ]
 
     def set(self, position: int, origin: Tensor | None, padding: Tensor | None) -> None:
-        """Start with a first token at `position`.
+        """Set the position of the first token.
 
         origin: the position_ids of position 0, [B, 1]. padding: the number of padding tokens per row, [B].
         """
@@ -275,7 +276,7 @@ class Residents:
         self.bases = bases
 
     def advance(self, steps: int = 1) -> None:
-        """Advance by `steps` tokens; a negative number goes back."""
+        """Advance by `steps` tokens, or go back if the number is negative."""
         self.position += steps
         self._clock.add_(steps)
         for mask in self.masks:
@@ -283,7 +284,7 @@ class Residents:
 
 
 def verifies(cache: Any) -> bool:
-    """Whether the cache is that of a call that verifies drafts."""
+    """Whether the cache belongs to a call that verifies drafts."""
     return isinstance(cache, DecodeCache) and cache.drafts is not None
 
 
@@ -302,14 +303,14 @@ def _check(arguments: Mapping[str, Any], inputs: Mapping[str, Any], cache: Any, 
     if positions is None and arguments.get("cache_position") is None:
         raise Unlike("the step has neither position_ids nor cache_position")
     if positions is not None and (positions.ndim != 2 or positions.shape[1] != position + n):
-        raise Unlike("the call passes its own position_ids")  # not every release of transformers expects that
+        raise Unlike("the call passes its own position_ids")  # not all releases of transformers support this
     for name in _CLOCKS:
         clock = inputs.get(name)
         if clock is not None and (clock.shape[-1] != n or clock.dtype != torch.int64):
             raise Unlike(f"the step's {name} is not for its tokens")
     known = {*_CLOCKS, "attention_mask", "input_ids"}
     if inputs.get("inputs_embeds") is None:
-        known.add("inputs_embeds")  # only the prompt's
+        known.add("inputs_embeds")  # used by the prompt only
     for name, value in {**arguments, **inputs}.items():
         if name not in known and value is not cache and not (value is None or isinstance(value, (bool, int, str))):
             raise Unlike(f"the step has the argument {name}")

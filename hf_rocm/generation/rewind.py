@@ -1,10 +1,10 @@
 """Repeat a call of `generate` if a replay turns out to be wrong after its tokens were used.
 
-Its loop (`_sample`, for example) runs again, uncaptured, over a new cache and from its initial random state, so it
-returns what an uncaptured call returns. It begins at the prompt and not at the last proven step: a stale pointer may
-have written to any row of the cache, and a prompt that includes earlier tokens rounds differently from their steps.
-Tokens that a streamer has received can't be withdrawn: the new tokens are compared with them, and a difference raises
-an error.
+The loop of the call (`_sample`, for example) runs again, uncaptured, over a new cache and from its initial random
+state, so it returns the result of an uncaptured call. It begins at the prompt and not at the last proven step, because
+a stale pointer may have written to any row of the cache, and a prompt that includes earlier tokens rounds differently
+from the steps of these tokens. Tokens that a streamer has received can't be withdrawn. The new tokens are compared with
+them, and a difference raises an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_rocm.errors import GraphError
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.rank_consensus import Agreement
 
-# transformers' processors that keep state between steps, or call a function of the user.
+# transformers' processors that keep state between steps or call a user's function.
 _STATEFUL = {
     "DiaEOSDelayPatternLogitsProcessor",
     "PrefixConstrainedLogitsProcessor",
@@ -30,7 +30,10 @@ _STATEFUL = {
 
 
 class Rewind(GraphError):
-    """Raised by a step, caught around `_sample`. reason: the difference. unproven: steps since the last proven one."""
+    """Raised by a step and caught around `_sample`.
+
+    reason: the difference. unproven: the number of steps since the last proven one.
+    """
 
     def __init__(self, reason: str, unproven: int, ranks: Agreement) -> None:
         super().__init__("a replayed step was wrong", facts={"reason": reason, "steps since the last proven": unproven})
@@ -45,7 +48,7 @@ class Rewind(GraphError):
 class Attempt:
     """One call of a loop of `generate`, and the state that is needed to repeat it.
 
-    given: its keyword arguments. `arguments`: those to call it with, in which the streamer is wrapped.
+    given: the keyword arguments of the call. `arguments`: the same arguments with the streamer wrapped.
     """
 
     def __init__(self, input_ids: Tensor, positional: tuple[Any, ...], given: Mapping[str, Any]) -> None:
@@ -66,7 +69,7 @@ class Attempt:
         return cache
 
     def take_back(self, rewind: Rewind) -> None:
-        """Restore the state at the beginning of the call. Raises `GraphError` on every rank if one rank can't."""
+        """Restore the state at the beginning of the call. Raises `GraphError` on every rank if any rank can't."""
         reason = self._refuses(rewind.ranks)
         if not rewind.ranks.all(reason is None):
             facts = {
@@ -77,7 +80,7 @@ class Attempt:
             raise GraphError("a replayed step was wrong, and its tokens can't be withdrawn", facts=facts, hint=_HINT)
         for generator, state in self._random:
             generator.set_state(state)
-        if self._settings is not None:  # transformers adapts the length of drafts there
+        if self._settings is not None:  # transformers stores the adapted length of drafts there
             vars(self._settings[0]).clear()
             vars(self._settings[0]).update(self._settings[1])
         self.arguments["past_key_values"] = self.cache.fresh()
@@ -87,7 +90,7 @@ class Attempt:
     def _refuses(self, ranks: Agreement) -> str | None:
         if self._positional or self.arguments.get("synced_gpus"):
             return "the call was not made by generate, or runs in step with other processes"
-        if hasattr(self.arguments.get("candidate_generator"), "assistant_model"):  # made by generate, up to 4.53
+        if hasattr(self.arguments.get("candidate_generator"), "assistant_model"):  # created by generate up to 4.53
             return "the assistant model has received them"
         if self._streamer is not None and ranks.group is not None:
             return "a streamer on one of several ranks has received them"

@@ -36,7 +36,7 @@ from hf_rocm.generation.watch import last_watches_of
 from hf_rocm.overlay.replacements import Watch
 from hf_rocm.weights.shuffled_copy import counters_watched
 
-# The largest number of recordings of one cache. Each adapter and attention implementation needs its own.
+# The largest number of recordings of one cache. Every adapter and attention implementation needs its own.
 _MOST = 4
 
 _RECORDER = "recorder"
@@ -58,10 +58,10 @@ class Runner:
         self._model_state: int | None = None  # a number for the model's fingerprint
         self._model: Any
         self._watch: Watch
-        self._hooks = 0  # how many hooks of any module this process had registered when the modules were examined
+        self._hooks = 0  # the number of hooks registered on any module of this process when the modules were examined
         self._ranks: Agreement
         self._uncaptured = False  # True: every step of this call runs uncaptured
-        self._keys: set[Hashable] = set()  # of the steps so far
+        self._keys: set[Hashable] = set()  # the keys of the steps so far
         self._call = next(_calls)
         self._unproven = 0  # replays of this call since its last comparison
         self._in_a_row = 0  # the number of replays since the last uncaptured step
@@ -106,13 +106,13 @@ class Runner:
             self._unproven += 1
             self._in_a_row += 1
             return step.outputs(self.cache)
-        if key in self._keys:  # twice: the shapes don't grow with every step
+        if key in self._keys:  # a key that repeats: the shapes don't grow with every step
             return self._record(key, model, arguments, inputs)
         self._keys.add(key)
         return self._run(model, arguments)
 
     def _begin(self, model: Any) -> bool:
-        """Fingerprint the model before the call's first step. Returns whether the call may be recorded."""
+        """Fingerprint the model before the call's first step. Returns whether steps of the call may be recorded."""
         watches = last_watches_of(model)
         self._model_state = self._state.number_of(fingerprint(model, watches))
         self._watch = watches.step
@@ -127,9 +127,9 @@ class Runner:
         return not self._uncaptured
 
     def _hooked(self, model: Any) -> bool:
-        """Whether a hook was registered on a module during the call, so that the rest of it runs uncaptured.
+        """Whether a hook was registered on a module during the call, so that the rest of the call runs uncaptured.
 
-        With ranks nothing changes: otherwise a rank that registers a hook alone would leave the others waiting.
+        Does nothing with several ranks: if only one rank registered a hook, the others would wait for it forever.
         """
         self._hooks = RemovableHandle.next_id
         reason = None if self._ranks.group is not None else refuses_modules(model)
@@ -143,7 +143,7 @@ class Runner:
         return model(**arguments)
 
     def _record(self, key: Hashable, model: Any, arguments: Mapping[str, Any], inputs: Inputs) -> Any:
-        """Run the step for its result, then record it. The next step with this key is the first that is replayed."""
+        """Run the step for its result, then record it. The next step with this key is the first replay."""
         cache = self.cache
         recorder = self._recorder(inputs.tensors[0].device)
         cache.keep_states()
@@ -169,7 +169,7 @@ class Runner:
         if not self._ranks.all(step is not None) or step is None:
             self._state.disable(f"the step can't be recorded: {failure}")
             return outputs
-        most = _MOST + cache.longest_step - 1  # drafts of each length need their own
+        most = _MOST + cache.longest_step - 1  # every number of drafts needs its own
         _drop_oldest(cache.recordings, most - 1)
         cache.recordings[key] = step
         self._state.recorded += 1
@@ -185,7 +185,7 @@ class Runner:
         step: Reordering | None = recorded.get(extents)
         if step is None:
             reorder(cache.rows_of_beams(), rows)
-            with suppress(Exception):  # it has just run, so that a failure concerns the recording alone
+            with suppress(Exception):  # the reordering has just run, so only the recording failed
                 step = Reordering(self._recorder(rows.device), cache)
             if not self._ranks.all(step is not None) or step is None:
                 return state.disable("the reordering of the cache can't be recorded")
@@ -240,7 +240,7 @@ class Runner:
         return result.outputs
 
     def _differs(self, step: RecordedStep, result: comparison.Comparison, model: Any) -> None:
-        """Disable recording. The uncaptured results are right unless they were computed from what replays wrote."""
+        """Disable recording. The uncaptured results are right unless they depend on what replays wrote."""
         where = "" if not (result.here and result.intact) else " on another rank"
         what = f"by up to {result.difference:.3g}" if result.intact else "and in other rows of the cache"
         reason = f"a replayed step differed from the step itself{where}, {what}"
@@ -265,7 +265,7 @@ class Runner:
 
 
 def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
-    """At the end of a call: why it must be repeated, if a replay since the last comparison raised the alarm."""
+    """At the end of a call, why it must be repeated if a replay since the last comparison raised the alarm, or None."""
     steps = [step for step in cache.recordings.values() if isinstance(step, RecordedStep) and step.schedule.since]
     if not steps:
         return None

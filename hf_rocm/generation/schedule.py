@@ -1,13 +1,14 @@
 """When a recorded step is compared with an uncaptured one again: often at first, then at growing distances.
 
-Replays 1, 2 and 3 of a recording are compared, then 5, 9, 17, …: the distance doubles up to `LONGEST`. The same holds
-for calls of `generate`: the first replay of calls 2 and 3 is compared, and later that of any call which begins
-`BETWEEN_CALLS` replays or more after the last comparison.
+Replays 1, 2 and 3 of a recording are compared, then 5, 9, 17, …: the distance doubles up to `LONGEST`. Calls of
+`generate` follow a similar rule: the first replay of calls 2 and 3 is compared, and after that the first replay of any
+call that begins `BETWEEN_CALLS` replays or more after the last comparison.
 
 Cost, in steps: a comparison runs up to `BACK` + 1 uncaptured steps in addition to the replay. Of N replays in one call,
-2 + log2(LONGEST) + N / LONGEST are compared, so there are about (BACK + 1) / LONGEST uncaptured steps for each replay:
-0.2 %, or 0.9 % of the time where an uncaptured step takes 3.6 times as long as a replay. The first replay of a call has
-no steps before it to recompute: one uncaptured step and one replay for at least `BETWEEN_CALLS` replays, again 0.9 %.
+2 + log2(LONGEST) + N / LONGEST are compared, so there are about (BACK + 1) / LONGEST uncaptured steps per replay. This
+is 0.2 % of the steps, or 0.9 % of the time where an uncaptured step takes 3.6 times as long as a replay. The first
+replay of a call has no steps before it to recompute, so its comparison costs one uncaptured step and one replay for at
+least `BETWEEN_CALLS` replays, again 0.9 %.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ BETWEEN_CALLS = 512  # the smallest number of replays before the first replay of
 class Schedule:
     """The comparisons of one recording.
 
-    replays: their number. since: replays after the last comparison that agreed. in_call: those of them in the current
-    call. comparisons: the number that agreed. calls: the number of calls of `generate` that replayed it.
+    replays: the number of replays. since: the replays after the last comparison that agreed. in_call: how many of these
+    belong to the current call. comparisons: the number of comparisons that agreed. calls: the number of calls of
+    `generate` that replayed the recording.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,7 @@ class Schedule:
         return self.since + 1 >= self._distance
 
     def enter(self, call: int) -> None:
-        """Note that the next replay belongs to the call with this number."""
+        """Record that the next replay belongs to the call with this number."""
         if call != self._call:
             self._call = call
             self.calls += 1
@@ -64,7 +66,7 @@ class Schedule:
         self.in_call += 1
 
     def agreed(self) -> None:
-        """Count a replay that was compared and agreed. The distance grows only if the comparison was due by it."""
+        """Count a replay that was compared and agreed. The distance grows only if it caused the comparison."""
         was_due = self._far
         self.replays += 1
         self.since = self.in_call = 0

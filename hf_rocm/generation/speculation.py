@@ -1,7 +1,7 @@
-"""Prompt lookup and assistant models: which calls verify their drafts over recorded steps, and why the others don't.
+"""Prompt lookup and assistant models: which calls verify their drafts with recorded steps, and why the others don't.
 
-A step verifies the drafted tokens and computes one more, so there is one recording for each number of drafts. The cache
-forgets rejected tokens by its length. How many tokens are drafted, and which are accepted, is decided by transformers.
+A step verifies the drafted tokens and computes one more, so there is one recording per number of drafts. The cache
+forgets rejected tokens by reducing its length. transformers decides how many tokens to draft and which to accept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MODE = "assisted_generation"
 
 
 def refuses(model: Any, generation_config: Any, assistant: Any) -> str | None:
-    """Why drafts are not verified over recorded steps, or None.
+    """Why drafts are not verified with recorded steps, or None.
 
     generation_config: the call's own copy. assistant: the `assistant_model` of the call, or None.
     """
@@ -55,7 +55,7 @@ def verifying(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def verify(**arguments: Any) -> Any:
         outputs = step(**arguments)
-        outputs.logits = outputs.logits.clone()  # transformers copies those of other dtypes than fp32 only
+        outputs.logits = outputs.logits.clone()  # transformers copies only logits of other dtypes than fp32
         return outputs
 
     return verify

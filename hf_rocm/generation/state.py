@@ -32,11 +32,11 @@ class State:
         self.name = name
         self.required = required
         self.pool = Pool()
-        self.disabled: str | None = None  # why recording has stopped
+        self.disabled: str | None = None  # the reason why recording has stopped
         self.wrong_replay: str | None = None  # the same, if a replay differed from its step
-        self.calls = 0  # of generate, over a DecodeCache
+        self.calls = 0  # the number of calls of generate over a DecodeCache
         self.recorded = 0  # steps
-        self.replayed = 0  # steps, after the first comparison
+        self.replayed = 0  # steps after the first comparison
         self.compared = 0  # replayed steps that were compared again
         self.turned_away: Counter[str] = Counter()  # reason → calls or steps that ran uncaptured
         self._fingerprints: dict[Fingerprint, int] = {}
@@ -58,7 +58,7 @@ class State:
             raise refusal(self.name, reason)
 
     def start_over(self) -> None:
-        """Drop every recording and every fingerprint."""
+        """Drop all recordings and fingerprints."""
         with self._lock:
             self._fingerprints.clear()
             self._numbers = count()
@@ -85,7 +85,7 @@ def release(model: nn.Module) -> None:
 
 
 def refusal(name: str, reason: str) -> GraphError:
-    """The error for a model or call whose steps can't be recorded, where graphs are required."""
+    """The error for a model or call that requires graphs and whose steps can't be recorded."""
     return GraphError(
         f"{name} can't decode with graphs, which are required",
         facts={"reason": reason},

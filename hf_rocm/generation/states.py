@@ -1,6 +1,6 @@
 """States of models, in a dictionary with weak references to the models.
 
-They are not in the model: a copy of a model, or a pickled one, starts without its state, which is freed with its model.
+States are not stored in the model, so a copied or pickled model starts without one. A state is freed with its model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ StateT = TypeVar("StateT")
 
 
 class States(Generic[StateT]):
-    """One state for each model. make(model) creates it; any thread may call any method."""
+    """One state per model. make(model) creates it. All methods are thread-safe."""
 
     def __init__(self, make: Callable[[Any], StateT]) -> None:
         self._make = make

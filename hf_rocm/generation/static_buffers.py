@@ -1,7 +1,7 @@
 """Tensors that keep their address for the lifetime of a cache, so that a recorded step can read them in place.
 
 A runner copies the inputs of every step to the tensors that its recording reads. Masks, lengths and positions that are
-advanced in place need no copy, and a copy would lose what is attached to a mask: the lengths that kernels read instead.
+advanced in place need no copy, and a copy of a mask would lose the attached lengths that kernels read instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def settle(tensor: Tensor) -> Tensor:
 
 
 def resident(tensor: Tensor) -> Hashable | None:
-    """The token that stands for a resident tensor in the key of a recording; None for every other tensor.
+    """The token that represents a resident tensor in the key of a recording; None for every other tensor.
 
     A recording that references the token must also reference the tensor, or the cache that the tensor belongs to.
     """

@@ -24,11 +24,11 @@ class Inputs(NamedTuple):
 
 
 class Unrecordable(Exception):
-    """Why a step can't be recorded; the message is a sentence."""
+    """The reason why a step can't be recorded; the message is a sentence."""
 
 
 def take_apart(arguments: Mapping[str, Any], ignored: Sequence[object] = ()) -> Inputs:
-    """Split a forward's keyword arguments, and dicts among them, into tensors and a key for everything else.
+    """Split a forward's keyword arguments, including nested dicts, into tensors and a key for everything else.
 
     ignored: objects that the caller checks itself, such as the cache. Raises `Unrecordable` for a value that is neither
     a tensor nor a plain value.
@@ -80,12 +80,12 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def sum_of_bits(tensors: Sequence[Tensor]) -> Tensor:
-    """A digest of these tensors: the sum of their bits as 64-bit integers where they have whole ones, [1] int64."""
+    """A digest of these tensors, [1] int64: the sum of their bits, as 64-bit integers if the sizes permit."""
     return torch.stack([_words(tensor).sum(dtype=torch.int64) for tensor in tensors]).sum(0, keepdim=True)
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """`bits`, several elements to an integer if possible: a GPU then adds fewer numbers."""
+    """`bits` with several elements per integer if possible, so that a GPU adds fewer numbers."""
     whole = (
         tensor.is_contiguous() and tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0
     )

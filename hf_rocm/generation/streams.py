@@ -1,8 +1,8 @@
 """Tensors that are allocated on one stream and used on another, so that the allocator does not reuse them too early.
 
 PyTorch's allocator reuses the memory of a freed tensor at once for the stream on which it was allocated, even while
-another stream still reads it, unless the other stream was recorded on the tensor. Threads pass caches to one another,
-with the tensors that belong to them, and every thread may have its own current stream.
+another stream still reads it, unless the other stream was recorded on the tensor. Threads pass caches and their tensors
+to one another, and every thread may have its own current stream.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 def record_current_stream(tensors: Iterable[Tensor]) -> None:
     """Record the current stream on these tensors, so that the allocator does not reuse their memory too early."""
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        local = getattr(tensor, "_local_tensor", tensor)  # the local part of a DTensor
         if local.is_cuda:
             local.record_stream(torch.cuda.current_stream(local.device))
 
 
 def tensors_in(*roots: Any) -> Iterator[Tensor]:
-    """Every tensor that is reachable from these objects: in containers, in hf_rocm's objects, attached to tensors."""
+    """Yield every tensor reachable from these objects: in containers and hf_rocm's objects, or attached to tensors."""
     pending, seen = list(roots), set()
     while pending:
         value = pending.pop()

@@ -1,6 +1,6 @@
 """Disable recorded steps where HIP graphs are known to replay wrong results, unless the user requires them.
 
-`hf_rocm.known_faults` has the faults; this module applies them to recorded steps.
+`hf_rocm.known_faults` lists the faults. This module applies them to recorded steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def refuses(device: Any, *, required: bool) -> str | None:
 
 
 def fault_of(device: Any) -> GraphFault | None:
-    """The fault of graphs that this device may have under this torch, or None."""
+    """The graph fault that this device may have with this version of torch, or None."""
     from hf_rocm.device import describe
 
     described = describe(device)
@@ -40,7 +40,7 @@ def reason(fault: GraphFault) -> str:
 
 
 def rocm_release() -> str | None:
-    """The ROCm release that torch was built for, or None."""
+    """The ROCm release that torch was built for, or None without ROCm."""
     import torch
 
     return known_faults.rocm_release(

@@ -1,4 +1,4 @@
-"""The cache of transformers that a call passes or returns, while its steps run on a `DecodeCache`.
+"""The transformers cache that a call passes or returns while its steps run on a `DecodeCache`.
 
 Its keys and values are copied to the `DecodeCache` when the call begins, and the new ones are written back with its own
 `update` when the call ends. So the user's object has the type, the contents and the length that it has in stock.
@@ -22,12 +22,12 @@ _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSl
 
 
 class UserCache:
-    """A cache of transformers. brought: whether the call passed it; otherwise transformers made it to be returned."""
+    """A transformers cache. brought: whether the call passed it; otherwise transformers created it to return it."""
 
     def __init__(self, cache: Any, *, brought: bool) -> None:
         self.cache = cache
         self.brought = brought
-        self._seen: list[int] = []  # per layer, the number of tokens that it had
+        self._seen: list[int] = []  # the number of tokens that every layer had
 
     def refuses(self) -> str | None:
         """Why the steps of this call can't run over a `DecodeCache`, or None."""
@@ -46,7 +46,7 @@ class UserCache:
         return int(self.cache.get_seq_length())
 
     def _self_attention(self) -> Any:
-        """The cache of self-attention: in an encoder-decoder model there is a second one."""
+        """The cache of self-attention; an encoder-decoder model has a second cache."""
         from transformers import EncoderDecoderCache
 
         return self.cache.self_attention_cache if type(self.cache) is EncoderDecoderCache else self.cache
@@ -70,7 +70,7 @@ class UserCache:
                 continue
             rows = min(count, layer.rows)
             keys, values = (buffer[:, :, layer.rows - rows : layer.rows] for buffer in (layer.keys, layer.values))
-            if count > rows:  # no query sees the others any more: only their number counts
+            if count > rows:  # queries no longer see the other rows; only their number matters
                 first = (part[:, :, :1].expand(-1, -1, count - rows, -1) for part in (keys, values))
                 self._update(index, *first)
             self._update(index, keys, values)
@@ -109,10 +109,10 @@ def refuses(cache: Any) -> str | None:
 def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None] | str:
     """The window of every layer of a cache that was not refused, or why the windows are not those of the model.
 
-    windows: those of the model. A layer of the user's that keeps all keys has no window.
+    windows: the windows of the model. A layer of the user's cache that keeps all keys has no window.
     """
     layers = getattr(cache, "layers", None)
-    if not layers:  # they are created by the first update, and keep all keys
+    if not layers:  # layers are created by the first update, and keep all keys
         return [None] * len(windows)
     if len(layers) < len(windows):  # Whisper's cache may have more layers than its decoder
         return f"the call uses a cache of {len(layers)} layers, the model has {len(windows)}"
@@ -129,7 +129,7 @@ def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None
 
 
 def observers(call: Mapping[str, Any]) -> str | None:
-    """Which code of the user may read the cache during a call of `generate` with these arguments, or None."""
+    """Which user code may read the cache during a call of `generate` with these arguments, or None."""
     pieces = [call.get("streamer"), *(call.get("logits_processor") or ()), *(call.get("stopping_criteria") or ())]
     pieces.append(call.get("prefix_allowed_tokens_fn"))
     for piece in pieces:
@@ -151,5 +151,5 @@ def _content(cache: Any, index: int) -> tuple[Tensor, Tensor, int] | None:
     seen = 0 if keys is None or not keys.numel() else int(cache.get_seq_length(index))
     if not seen:
         return None
-    rows = min(seen, keys.shape[2])  # a static layer has rows that aren't written yet
+    rows = min(seen, keys.shape[2])  # a static layer has rows that are not written yet
     return keys[:, :, :rows], values[:, :, :rows], seen

@@ -21,7 +21,7 @@ _MASKS = "ALL_MASK_ATTENTION_FUNCTIONS"
 _PER_STEP = ("transformers.models.", "torch.nn.functional")
 
 
-# Packages whose modules compute the same in every step, and whose hooks only manage memory or collect outputs.
+# Packages whose modules compute the same result in every step, and whose hooks only manage memory or collect outputs.
 KNOWN = frozenset(
     (
         "torch",
@@ -40,7 +40,7 @@ KNOWN = frozenset(
 class Watches(NamedTuple):
     """The functions that a model's classes call, and those that are compared before each step.
 
-    foreign: the first function among it that belongs to none of the `KNOWN` packages, in a sentence, or None.
+    foreign: a sentence with the first of these functions that belongs to none of the `KNOWN` packages, or None.
     """
 
     call: Watch
@@ -60,7 +60,7 @@ def watches_of(model: nn.Module) -> Watches:
 
 
 def last_watches_of(model: nn.Module) -> Watches:
-    """The last result of `watches_of`, without another scan. Within a call of `generate`: the scan at its beginning."""
+    """The last result of `watches_of`. Within a call of `generate`, this is the scan at the beginning of the call."""
     last = _last.get(model)
     return watches_of(model) if last is None else last[1]
 
@@ -80,9 +80,9 @@ def _classes(model: nn.Module) -> frozenset[type]:
 
 
 def _may_change_during_a_call(reference: Reference) -> bool:
-    """Attributes of classes, entries of registries, functions of the model's file and of torch.nn.functional.
+    """Whether it is a class attribute, a registry entry or a function of the model's file or torch.nn.functional.
 
-    The rest is compared when a call begins: classes, torch's operators, functions called by helpers of transformers.
+    The rest is compared when a call begins: classes, torch's operators, and functions called by transformers' helpers.
     """
     if isinstance(reference.holder, type) or reference.registry is not None:
         return True
@@ -116,8 +116,8 @@ def mask_registry() -> Registry:
 
 
 def masks_replaced(model: Any) -> str | None:
-    """Which function that creates this model's masks was replaced, in a sentence, or None."""
-    try:  # saves the 3 µs of the property behind the config's `__getattribute__`
+    """A sentence with the function for this model's masks that was replaced, or None."""
+    try:  # faster by 3 µs than the property behind the config's `__getattribute__`
         implementation = object.__getattribute__(model.config, "_attn_implementation_internal")
     except AttributeError:
         implementation = None
@@ -130,7 +130,7 @@ def masks_replaced(model: Any) -> str | None:
 
 
 def _strings(config: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Every string among the values of a config and of those inside it, with its name."""
+    """Yield every string among the values of a config and of its nested configs, with its name."""
     if isinstance(config, str):
         yield name, config
     elif isinstance(config, (list, tuple)):

@@ -1,7 +1,7 @@
 """Overlays: binding forwards to stock classes in memory, and installing overlay files on disk.
 
 Every installed block imports this package, so it imports only the dispatcher and the declarations. The catalogue, the
-planner and the installer are imported where they are needed.
+planner and the installer are imported only where they are needed.
 """
 
 from hf_rocm.overlay.bind import Binding, binding_of, bindings, mode_of, replaces, set_mode, unbind, wanted

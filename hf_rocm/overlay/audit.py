@@ -1,6 +1,6 @@
 """Compare the whole transformers package with the record of its package manager, to find files that are not stock.
 
-pip and uv check nothing after installing. A changed file that is hard-linked was written in place (as `cp -r` does):
+pip and uv check nothing after installing. A changed file that is hard-linked was written in place (as `cp -r` does), so
 the same bytes are in the package manager's cache and in every environment that shares it.
 """
 
@@ -35,7 +35,7 @@ class Finding(str, Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One file that is not as recorded. shared: it is a symbolic link or has other hard links, as in a cache."""
+    """One file that differs from the record. shared: it is a symbolic link or has other hard links, as in a cache."""
 
     path: Path
     finding: Finding
@@ -89,8 +89,8 @@ class Audit:
 def audit(installation: Installation, catalog: Catalog, *, progress: Progress | None = None) -> Audit:
     """Compare every file of the package with RECORD.
 
-    progress: called with the number of files done and the total. A block counts as hf-rocm's only if its code is what
-    `status` accepts. Raises `OverlayError` if the package manager left no record.
+    progress: called with the number of compared files and the total. A block counts as hf-rocm's only if `status`
+    accepts its code. Raises `OverlayError` if the package manager left no record.
     """
     base, package = installation.root.parent, installation.root.name
     recorded = {path: value for path, value in installation.record.items() if path.startswith(f"{package}/")}

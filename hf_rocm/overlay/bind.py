@@ -1,7 +1,7 @@
 """The dispatcher: a `forward` set on a stock class that runs the overlay's forward or the stock one, per instance.
 
-No class is replaced, subclassed or rebound, so class tables, `isinstance`, pickles and remote code that
-subclasses a stock class keep working, and a model that is already loaded can be switched on and off.
+No class is replaced, subclassed or rebound. So class tables, `isinstance`, pickles and remote code that subclasses a
+stock class keep working, and a model that is already loaded can be switched on and off.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ ON = "on"  # the overlay for inputs on any device: the mode with force
 # A plain string in the module's __dict__: it is copied and pickled, but is not part of a state dict.
 MODE = "_hf_rocm_mode"
 
-# Modules in which overlay text runs: its stock module, or a separate module after `activate`.
+# Prefixes of modules in which overlay text runs: its stock module, or a separate module after `activate`.
 _OVERLAYS = ("transformers.models.", "hf_rocm._active.")
 
-# Packages whose decorators stock forwards have.
+# Packages whose decorators stock forwards may have.
 _DECORATED_BY = ("transformers", "torch", "kernels")
 
 # The argument that lets a function fuse the preceding norm and the following residual sum (hf_rocm.layers).
 FUSED = "fused"
 
-# Including those that are unbound now.
+# Also contains bindings that are unbound now.
 bindings_by_class: dict[type, Binding] = {}
 _bindings = bindings_by_class
 
-# Classes that had another library's forward when their overlay ran: they are bound once the stock forward is back.
+# Classes that had another library's forward when their overlay ran. They are bound once the stock forward is back.
 waiting: dict[type, tuple[dict[str, Any], Callable[[], None]]] = {}
 
 
@@ -64,14 +64,14 @@ class Binding:
         experts: tuple[str, ...] = (),
         old_name: bool = False,
     ) -> None:
-        """old_name: stock names the cache `past_key_value`, as before transformers 4.56; the replacement does not."""
+        """old_name: whether only stock names the cache `past_key_value`, as before transformers 4.56."""
         self.cls, self.stock, self.replacement = cls, stock, replacement
         self.fuses, self.experts, self.first, self.old_name = fuses, experts, first, old_name
         self.layer: object = None  # the declared layer, if the replacement is its forward
         self.home: dict[str, Any] = {}  # the namespace of the overlay's text
         self.places: tuple[str, ...] = ()  # the stock names of arguments that a declared layer takes by position
         self.takes_fused = False  # whether the replacement has the argument `fused`
-        from hf_rocm.overlay.dependencies import of_function  # imported here: a block that binds nothing needs none
+        from hf_rocm.overlay.dependencies import of_function  # not needed by a block that binds nothing
         from hf_rocm.overlay.replacements import Watch
 
         dependencies = of_function(stock, cls)
@@ -82,12 +82,12 @@ class Binding:
         self.dispatcher: Forward = self.change.replacement
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
-        """Return itself: accelerate's wrapper has it as an attribute and is copied with its module."""
+        """Return self: accelerate's wrapper has the binding as an attribute and is copied with its module."""
         return self
 
     @property
     def bound(self) -> bool:
-        """Whether it is bound: until `unbind`, even below another library's wrapper."""
+        """Whether the class is bound, which lasts until `unbind`, even below another library's wrapper."""
         return self.change.live
 
     @property
@@ -108,7 +108,7 @@ def wanted(module_name: str) -> bool:
     if module_name.startswith("hf_rocm."):
         return True
     if not module_name.startswith("transformers.models."):
-        return False  # a copy of the file under another name: its classes are not the overlay's
+        return False  # a copy of the file under another name, whose classes the overlay is not for
     try:
         forced, automatic = options.force_requested(), options.auto_requested()
     except OptionError as error:
@@ -166,7 +166,7 @@ def bind_to(
     experts: tuple[str, ...] = (),
     layer: object = None,
 ) -> None:
-    """Bind a function of a text whose namespace is `home`; see `replaces`. layer: the declared layer that it is of."""
+    """Bind a function of a text with the namespace `home`; see `replaces`. layer: the function's declared layer."""
     if home["__name__"].startswith(_OVERLAYS) and not _stock(cls):
         # a forward that another library or the user set takes precedence
         waiting[cls] = home, partial(bind_to, cls, function, home=home, fuses=fuses, experts=experts, layer=layer)
@@ -179,7 +179,7 @@ def bind_to(
         renamed = "past_key_values" in _parameters(function)
         first, old_name = names[1] if len(names) > 1 else "", renamed and "past_key_value" in names
         binding = _bindings[cls] = Binding(cls, stock, function, fuses, first, experts, old_name)
-    # An overlay that is activated again reuses its dispatcher: instances may still have it as an attribute.
+    # An overlay that is activated again reuses its dispatcher, which instances may still have as an attribute.
     binding.replacement, binding.fuses, binding.experts = function, fuses, experts
     binding.layer, binding.home, binding.places = layer, home, ()
     binding.takes_fused = FUSED in _parameters(function)
@@ -216,10 +216,10 @@ def installed_mode() -> str:
 
 
 def _dispatcher(binding: Binding, change: Change) -> Forward:
-    tracing = vars(sys.modules["torch._C"])["_get_tracing_state"]  # torch is imported: the stock class needs it
+    tracing = vars(sys.modules["torch._C"])["_get_tracing_state"]  # the stock class has already imported torch
     cls, stock, first, old_name = binding.cls, binding.stock, binding.first, binding.old_name
 
-    # wraps keeps the signature: kernels, generate and Trainer read it
+    # wraps keeps the signature, which kernels, generate and Trainer read
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mode = self.__dict__.get(MODE, binding.mode)
@@ -247,7 +247,7 @@ def _dispatcher(binding: Binding, change: Change) -> Forward:
 def _checkpointed(cls: Any, stock: Forward, forward: Forward) -> Forward:
     """Wrap the dispatcher for gradient checkpointing, as transformers wraps forwards from 5.21 on.
 
-    Its wrapper checkpoints only as the class's own attribute, so the dispatcher has to be wrapped again.
+    transformers' wrapper only works as the class's own attribute, so the dispatcher has to be wrapped again.
     """
     if getattr(getattr(stock, "__code__", None), "co_name", "") != "forward_with_checkpointing":
         return forward
@@ -265,7 +265,7 @@ def bind_waiting() -> None:
 
 
 def refused(cls: type) -> str | None:
-    """Return why every instance of a class with an overlay is stock now: a sentence, or None."""
+    """Return why all instances of a class with an overlay run stock now, as a sentence, or None."""
     if cls in waiting:
         from hf_rocm.overlay.replacements import origin
 
@@ -281,7 +281,7 @@ def unbind(cls: type) -> str | None:
     binding = _bindings.get(cls)
     if binding is None or not binding.bound:
         return None
-    # An instance may have the dispatcher as an attribute: unbound, it only calls stock.
+    # An instance may have the dispatcher as an attribute. Once unbound, it only calls stock.
     binding.mode = OFF
     if binding.change in patches.release(binding):
         return f"{cls.__name__}.forward was replaced by other code after the overlay; our part now only calls stock"
@@ -303,7 +303,7 @@ def attach(cls: type, name: str, function: Forward) -> None:
 
 
 def bindings() -> Iterator[Binding]:
-    """Every binding that is bound now."""
+    """All current bindings."""
     return (binding for binding in _bindings.values() if binding.change.live)
 
 
@@ -327,7 +327,7 @@ def set_mode(module: Any, mode: str | None) -> None:
 
 
 def mode_of(module: Any) -> str:
-    """The mode of this instance: its own, else its class's; `off` if nothing is bound."""
+    """The mode of this instance, or else of its class; `off` if the class is not bound."""
     binding = binding_of(module)
     if binding is None:
         return OFF

@@ -1,7 +1,7 @@
 """Render the block that an installed overlay adds at the end of a stock file, and remove it again.
 
-Pure functions on bytes. The block describes itself, so no state file is needed: its header records which overlay
-it is, who wrote it, the sha256 of the stock bytes above it and the sha256 of itself.
+Pure functions on bytes. The block describes itself, so no state file is needed: its header records the overlay's id,
+the release that wrote it, the sha256 of the stock bytes above the block and the sha256 of the block itself.
 
     # >>> hf-rocm overlay >>>
     # overlay       transformers-5.4/llama
@@ -49,7 +49,7 @@ _LEADING = re.compile(
 
 @dataclass(frozen=True)
 class Split:
-    """The parts of an installed file: the stock bytes, the block, and the overlay and version in the block's header."""
+    """The parts of an installed file: the stock bytes, the block, and the overlay and version from its header."""
 
     stock: bytes
     block: bytes
@@ -62,7 +62,7 @@ def sha256(data: bytes) -> str:
 
 
 def has_block(data: bytes) -> bool:
-    """Whether the file contains either marker."""
+    """Whether the file contains at least one of the two markers."""
     return START.rstrip() in data or END.rstrip() in data
 
 

@@ -12,8 +12,8 @@ from hf_rocm.overlay.disk import Disk
 def compiled_forms(source: Path, disk: Disk) -> list[Path]:
     """Return the existing `.pyc` files of a source file, of all interpreters, optimisation levels and legacy locations.
 
-    Timestamps are not enough: Python runs a pyc with an unchecked hash whatever its source is, and takes a pyc for
-    fresh if its source has the same size and mtime in seconds.
+    Timestamps are not sufficient: Python runs a pyc with an unchecked hash regardless of its source, and considers a
+    pyc up to date if its source has the same size and mtime in seconds.
     """
     # PYTHONPYCACHEPREFIX moves the folder, and another process may run without it
     folders = {source.parent / "__pycache__", Path(importlib.util.cache_from_source(str(source))).parent}

@@ -42,7 +42,7 @@ class Overlay:
 
     @cached_property
     def text(self) -> str:
-        """The text that is appended. Raises `OverlayError` if it is not valid Python."""
+        """The text to append. Raises `OverlayError` if it is not valid Python."""
         try:
             text = self.path.read_bytes().decode()
             compile(text, str(self.path), "exec", dont_inherit=True)
@@ -78,7 +78,7 @@ class Directory:
         return files
 
     def overlay(self, model: str) -> Overlay | None:
-        """The overlay of a model; None if its digests are not recorded, because nothing could be checked."""
+        """The overlay of a model, or None if its digests are not recorded and nothing could be checked."""
         record = self.manifest.records.get(model)
         if record is None:
             return None
@@ -90,12 +90,12 @@ class Directory:
         return f"{self.manifest.transformers},{limit.transformers}" if limit else self.manifest.transformers
 
     def covers(self, release: str, model: str | None = None) -> bool:
-        """Whether the release is in this directory's range, and in the model's own."""
+        """Whether the release is in this directory's range and in the model's own range."""
         return _within(release, self.requires(model) if model else self.manifest.transformers)
 
 
 class Catalog:
-    """Every overlay directory under one root, the oldest first."""
+    """All overlay directories under one root, oldest first."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -121,7 +121,7 @@ class Catalog:
         return None
 
     def releases(self, model: str) -> list[str]:
-        """Every release whose digests of the model are recorded, the oldest first."""
+        """All releases whose digests of the model are recorded, oldest first."""
         records = (directory.manifest.records.get(model) for directory in self.directories)
         return sorted({release for record in records if record for release in record.releases()}, key=Version)
 
@@ -131,13 +131,13 @@ class Catalog:
         return directory.overlay(model) if directory else None
 
     def by_id(self, identity: str) -> Overlay | None:
-        """The overlay of this id, such as `transformers-5.4/llama`."""
+        """The overlay with this id, such as `transformers-5.4/llama`."""
         name, _, model = identity.partition("/")
         directory = next((d for d in self.directories if d.name == name and model in d.files), None)
         return directory.overlay(model) if directory else None
 
     def for_release(self, release: str) -> list[Overlay]:
-        """Every overlay that serves this release, by model."""
+        """All overlays that serve this release, sorted by model."""
         overlays = (self.find(model, release) for model in self.models())
         return [overlay for overlay in overlays if overlay is not None]
 
@@ -146,7 +146,7 @@ class Catalog:
         return next((d.overlay(model) for d in reversed(self.directories) if model in d.files), None)
 
     def ranges(self, model: str | None = None) -> list[str]:
-        """The covered ranges of releases, of one model or of all."""
+        """The ranges of releases that are covered, for one model or for all."""
         covered = [d for d in self.directories if model is None or model in d.files]
         return list(dict.fromkeys(d.requires(model) if model else d.manifest.transformers for d in covered))
 
@@ -154,7 +154,7 @@ class Catalog:
 def load(root: Path | None = None, *, checked: bool = True) -> Catalog:
     """Load the overlays of the imported hf_rocm: its package data, or a checkout's `overlays/`.
 
-    checked: raise `OverlayError` if they are not what hf-rocm's package delivered. Uninstalling does not check.
+    checked: raise `OverlayError` if the files differ from the ones in hf-rocm's package. Uninstalling does not check.
     """
     if root is not None:
         return Catalog(root)
@@ -201,7 +201,7 @@ def _directories(root: Path) -> Iterator[Directory]:
 @cache
 def _within(release: str, requires: str) -> bool:
     try:
-        # nightlies and local builds are allowed: the content decides, not the version string
+        # nightlies and local builds are allowed, because the content decides and not the version string
         return Version(release) in SpecifierSet(requires, prereleases=True)
     except InvalidVersion:
         return False

@@ -1,7 +1,8 @@
 """`hf_rocm.check()`: check that every rank would run the same files, and that they are verified.
 
-It takes tens of milliseconds and imports neither torch nor transformers. Call it at the start of each rank, before a
-model is built: a node with different files then stops the job with an error, instead of slightly different numbers.
+It takes tens of milliseconds and imports neither torch nor transformers. Call it at the start of every rank, before a
+model is built. A node with different files then stops the job with an error instead of computing slightly different
+numbers.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def check(
 
     models: names of model folders such as `llama`; without any, all. strict: accept only files that were verified as a
     whole. expected: the fingerprint that `check` returned in another process. across_ranks: compare with the other
-    ranks of torch.distributed, in a collective that every rank must call; default: if a process group is initialised.
-    The error names the rank and the host that differ.
-    Returns the fingerprint of the installation: equal only for the same hf-rocm, transformers and files.
+    ranks of torch.distributed, in a collective that every rank must call; by default, if a process group is
+    initialised. The error names the rank and the host that differ.
+    Returns the fingerprint of the installation, which is equal only for the same hf-rocm, transformers and files.
     """
     error: HfRocmError | None = None
     fingerprint = ""
@@ -93,7 +94,7 @@ def _require(state: FileState, *, strict: bool) -> None:
 
 
 def _process_group(across_ranks: bool | None) -> object | None:
-    """Return torch.distributed if the ranks should be compared. It is looked up, never imported."""
+    """Return torch.distributed if the ranks should be compared. Looks it up and never imports it."""
     if across_ranks is False:
         return None
     distributed = sys.modules.get("torch.distributed")

@@ -47,9 +47,9 @@ def install(
     """Append the overlays of these models (without any: all that this release has).
 
     skip_changed: skip models whose file was changed upstream or edited, instead of refusing. A file whose block
-    was edited is refused anyway.
+    was edited is refused in any case.
 
-    Returns the plan, and notices for the user. A dry run's plan, and a plan with refusals, are not executed.
+    Returns the plan and notices for the user. The plan is not executed in a dry run or if it has refusals.
     Raises `OverlayError` if no plan can be made, or if writing failed.
     """
     catalog = catalog or catalogs.load()

@@ -1,4 +1,4 @@
-"""Bind stock classes to declared layers, under the names that the releases give them."""
+"""Bind stock classes to declared layers, under the class names of the installed release."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def binds(cls: type, layer: Layer) -> None:
 
 
 def binds_first(module: str, **layers: Layer) -> None:
-    """Bind a class whose name differs between releases: the first of these names that the stock module has.
+    """Bind a class whose name differs between releases: the first of these names that exists in the stock module.
 
     Write the module as a literal, because the digests of a text's dependencies are derived from it. Raises
     `ImportError` if the module has none of the names.
@@ -38,6 +38,6 @@ def binds_first(module: str, **layers: Layer) -> None:
 
 
 def _bind(cls: type, layer: Layer, home: dict[str, Any]) -> None:
-    """home: the namespace of the overlay, which identifies its bindings."""
+    """Bind one class. home: the namespace of the overlay, which identifies its bindings."""
     fuses, experts = getattr(layer, "fuses", ()), getattr(layer, "experts", ())
     bind_to(cls, layer.forward, home=home, fuses=fuses, experts=experts, layer=layer)

@@ -1,7 +1,7 @@
 """The dependencies of a function of transformers: functions called through namespaces, classes and registries.
 
-They are derived from its bytecode. A kernel that serves a class skips what the stock forward calls: functions of the
-model's file and of torch, methods of the class, entries of a registry. Where one of them was replaced (see
+They are derived from its bytecode. A kernel that serves a class skips the calls of the stock forward: functions of the
+model's file and of torch, methods of the class, and entries of a registry. If one of them was replaced (see
 `replacements`), the stock forward has to run, because it calls the replacement.
 """
 
@@ -19,12 +19,12 @@ from hf_rocm.patches import ABSENT
 # Packages whose functions count as stock.
 OWN = frozenset(("transformers", "torch", "kernels", "hf_rocm"))
 
-# The function for `eager` in transformers' model files, which is the default of registries.
+# The function for `eager` in transformers' model files, which is the default value of registries.
 _EAGER = "eager_attention_forward"
 
 
 class Reference(NamedTuple):
-    """Where a function is looked up: an entry of a namespace or of a registry, or an attribute of a class."""
+    """The place where a function is looked up: an entry of a namespace or registry, or an attribute of a class."""
 
     holder: Any
     name: str
@@ -56,19 +56,19 @@ class Reference(NamedTuple):
 
 
 class Registry(NamedTuple):
-    """A mapping of transformers whose entries are chosen by a value of the config."""
+    """A mapping in transformers whose entries are selected by a value of the config."""
 
     name: str
     mapping: Any
-    default: tuple[Reference, ...]  # what is called if the registry is not used or has no such entry
+    default: tuple[Reference, ...]  # the references that are called if the registry is not used or has no such entry
 
     def keys(self) -> set[str]:
-        """The keys that it has and those that may be added."""
+        """The existing keys and the keys that may be added."""
         return {*self.mapping, "eager"} if hasattr(self.mapping, "get_interface") else set(self.mapping)
 
     @property
     def chosen_by(self) -> str:
-        """A part of the name of the config's values that choose an entry; empty for any."""
+        """A part of the names of the config values that select an entry; empty for any name."""
         kind = type(self.mapping).__name__
         return "attn_implementation" if "Attention" in kind else "experts_implementation" if "Experts" in kind else ""
 
@@ -85,7 +85,7 @@ class Registry(NamedTuple):
 
 
 class Dependencies(NamedTuple):
-    """The references of a function. methods: attributes of its class among them, which an instance may override."""
+    """The references of a function. methods: the attributes of its class, which an instance may override."""
 
     references: tuple[Reference, ...]
     registries: tuple[Registry, ...]
@@ -122,7 +122,7 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
         if hasattr(current, "__wrapped__"):
             waiting.append(current.__wrapped__)
             if str(space.get("__name__")).startswith("transformers.utils."):
-                continue  # decorators for deprecations, argument checks and collected outputs
+                continue  # decorators that deprecate, check arguments or collect outputs
         for code in _codes(current.__code__):
             for chain in _chains(code):
                 reference = _resolved(space, chain)
@@ -176,7 +176,7 @@ def _enclosed(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code and that of the functions inside it."""
+    """A function's code and the code of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -200,7 +200,7 @@ def _chains(code: CodeType) -> Iterator[list[str]]:
 
 
 def _resolved(space: dict[str, Any], chain: list[str]) -> Reference | None:
-    """Resolve a chain through modules of transformers and torch; None for other packages and for builtins."""
+    """Resolve a chain through modules of transformers and torch. Returns None for other packages and builtins."""
     holder, name = space, chain[0]
     if name not in space:
         return None
@@ -215,7 +215,7 @@ def _resolved(space: dict[str, Any], chain: list[str]) -> Reference | None:
 
 
 def _method(cls: type, name: str) -> Reference | None:
-    """A method or a property of a class, other than those of PyTorch's modules; None if there is none."""
+    """A method or property of a class that PyTorch's modules do not define, or None if there is none."""
     if name == "forward":
         return None
     for parent in cls.__mro__:

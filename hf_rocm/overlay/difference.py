@@ -27,7 +27,7 @@ def explain_difference(state: FileState) -> str:
 def explain_change(state: FileState, reference: Path) -> str:
     """Return every changed definition as a diff against another release's text.
 
-    reference: a wheel of transformers, or the folder of one. Raises `OverlayError` if it is neither.
+    reference: a wheel of transformers, the package's folder or its parent folder. Raises `OverlayError` otherwise.
     """
     parts = []
     for difference in state.differences:
@@ -62,7 +62,7 @@ def _member(reference: Path, path: str) -> bytes:
 
 
 def _definition(source: bytes, name: str) -> list[str]:
-    """The lines of every top-level statement that binds the name."""
+    """The lines of all top-level statements that bind the name."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
-EITHER = "|"  # between the names that releases gave one definition
+EITHER = "|"  # separates the names of one definition in different releases
 _LENGTH = 16  # hex characters
 _IGNORED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_ignores", "type_params"})
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -22,8 +22,8 @@ def digests(source: bytes | str, names: Iterable[str]) -> dict[str, str | None]:
     """Return the digest of every name, None for names that the module does not bind.
 
     A name may be a function, a class, an assignment or an import at top level, or an attribute of a class
-    (`GenerationMixin._sample`). A name that is bound more than once, or under `if` or `try`, is digested with all of
-    its bindings and their conditions. `A|B` has the digest of the first name that is bound. Raises `SyntaxError`.
+    (`GenerationMixin._sample`). For a name that is bound more than once, or under `if` or `try`, the digest covers all
+    of its bindings and their conditions. `A|B` has the digest of the first name that is bound. Raises `SyntaxError`.
     """
     names = tuple(names)
     single = _digests(source, tuple(dict.fromkeys(one for name in names for one in name.split(EITHER))))
@@ -31,7 +31,7 @@ def digests(source: bytes | str, names: Iterable[str]) -> dict[str, str | None]:
     return {name: single[bound[name][0]] if bound[name] else None for name in names}
 
 
-@lru_cache(maxsize=256)  # a command may read a file twice, and several overlays depend on the same file
+@lru_cache(maxsize=256)  # a command may read a file twice, and several overlays may depend on the same file
 def _digests(source: bytes | str, names: tuple[str, ...]) -> Mapping[str, str | None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # do not report another project's invalid escapes

@@ -24,7 +24,7 @@ class Disk:
             return []
 
     def create(self, path: Path) -> int:
-        """Create a new file that only this user can open."""
+        """Create a new file that only the current user can open."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def write(self, descriptor: int, data: bytes) -> int:

@@ -15,7 +15,7 @@ ROCM_DEVICE = Path("/dev/kfd")
 @dataclass(frozen=True)
 class TorchFacts:
     """The installed torch. hip: the HIP version that it was built for, None for other builds. rocm: the ROCm version,
-    which builds since 2.10 state as well."""
+    which builds since 2.10 also record."""
 
     path: str | None = None
     version: str | None = None
@@ -40,7 +40,7 @@ class RocmFacts:
 
 @dataclass(frozen=True)
 class AiterFacts:
-    """The package that `import aiter` would import: AMD's (`amd-aiter` on PyPI), or the unrelated one of that name."""
+    """The package that `import aiter` would import: AMD's (`amd-aiter` on PyPI), or an unrelated one of that name."""
 
     path: str | None = None
     amd: bool = False
@@ -83,7 +83,7 @@ def aiter_facts() -> AiterFacts:
 
 
 def _package(name: str) -> Path | None:
-    """The folder of a top-level package, found without importing it."""
+    """The folder of a top-level package, located without importing it."""
     try:
         spec = importlib.util.find_spec(name)
     except ValueError:  # sys.modules contains a stand-in without a spec

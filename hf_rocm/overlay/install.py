@@ -1,8 +1,8 @@
 """Execute a plan: the only code that writes to an installed transformers.
 
-Every file is replaced by a complete new file and never opened for writing: package managers hard-link site-packages
-into a cache that other environments share. All new files are on disk before the first replacement. If anything fails
-after that, or a signal arrives, this run's changes are undone. Every file is valid at all times.
+Every file is replaced by a complete new file and never opened for writing, because package managers hard-link
+site-packages into a cache that other environments share. All new files are on disk before the first replacement. If
+anything fails after that, or a signal arrives, this run's changes are undone. Every file is valid at all times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Interrupted(BaseException):
 
 
 def execute(plan: Plan, *, disk: Disk | None = None) -> None:
-    """Execute the plan, all or nothing. The caller must hold the lock and have made the plan under it.
+    """Execute the plan, all or nothing. The caller must hold the lock and must have made the plan under it.
 
     Raises `OverlayError` for refusals, for file system errors and for files that changed in the meantime.
     """
@@ -76,7 +76,7 @@ def _run(plan: Plan, disk: Disk, check_signals: Callable[[], None]) -> None:
         _undo(begun, disk, cause=error)
         if left and isinstance(error, OSError):
             raise _left_behind(left, plan, error) from error
-        raise  # show the user the cause; the next run removes leftovers
+        raise  # show the cause to the user; the next run removes leftovers
 
 
 def _removed(temporary: Path, disk: Disk) -> bool:
@@ -87,7 +87,7 @@ def _removed(temporary: Path, disk: Disk) -> bool:
 
 
 def _left_behind(left: list[Path], plan: Plan, error: OSError) -> OverlayError:
-    """No stock file was changed, but temporary files can't be removed, as in an append-only folder."""
+    """The error if no stock file was changed but temporary files can't be removed, as in an append-only folder."""
     return OverlayError(
         f"{plan.command} could not write, and could not remove its temporary files; every stock file is as it was",
         facts={
@@ -121,7 +121,7 @@ def _stage(action: Action, disk: Disk) -> Path:
                 disk.own(descriptor, old.st_uid, old.st_gid)
             disk.mode(descriptor, stat.S_IMODE(old.st_mode))
             if (new.st_size, int(new.st_mtime)) == (old.st_size, int(old.st_mtime)):
-                # Python identifies a source by size and mtime; a pyc of the old one may be in an unknown folder
+                # Python identifies a source by size and mtime, and an unknown folder may have a pyc of the old one
                 disk.touch(descriptor, int(new.st_mtime) + 1)
             disk.sync(descriptor)
         finally:
@@ -136,7 +136,7 @@ def _stage(action: Action, disk: Disk) -> Path:
 def _put(action: Action, temporary: Path, disk: Disk) -> None:
     _drop_compiled(action.file, disk)
     disk.replace(temporary, action.file)
-    # again: another process may have compiled the old text in between
+    # again, because another process may have compiled the old text in between
     _drop_compiled(action.file, disk)
 
 
@@ -160,7 +160,7 @@ def _verify(action: Action, disk: Disk) -> None:
 
 
 def _undo(begun: list[Action], disk: Disk, *, cause: BaseException) -> None:
-    """Restore the files of this run that have the new content. Changes by other processes are kept."""
+    """Restore this run's files that have the new content. Changes by other processes are kept."""
     failed = []
     for action in reversed(begun):
         try:
@@ -186,9 +186,9 @@ def _sync_directory(directory: Path, disk: Disk) -> None:
 
 
 def _sweep(root: Path, disk: Disk) -> None:
-    """Remove the temporary files of killed runs. Safe under the lock: no other installer is writing."""
+    """Remove the temporary files of killed runs. Safe under the lock, because no other installer is writing."""
     for left in root.glob(f"models/*/.modeling_*{LEFTOVER}"):
-        if not left.parent.is_symlink():  # the target of a link does not belong to this package
+        if not left.parent.is_symlink():  # the target of a symbolic link does not belong to this package
             disk.remove(left)
 
 
@@ -223,5 +223,5 @@ def _deferred_signals() -> Iterator[Callable[[], None]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if arrived:  # after the last file: there is nothing to undo, but deliver the signal
+    if arrived:  # after the last file, there is nothing to undo, but the signal must be delivered
         signal.raise_signal(arrived[0])

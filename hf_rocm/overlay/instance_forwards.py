@@ -12,8 +12,8 @@ from hf_rocm.overlay import bind
 def adopt(module: Any) -> None:
     """Replace the stock forward with the dispatcher wherever another library stores it on this instance.
 
-    accelerate's hooks, tensor parallelism, and transformers while it collects outputs store the forward that was
-    current at that time. In a model that was loaded before its overlay was bound, that is the stock function.
+    accelerate's hooks, tensor parallelism and the collection of outputs in transformers store the forward that is
+    current at that time. In a model that was loaded before its overlay was bound, this is the stock function.
     """
     binding = bind.binding_of(module)
     if binding is not None:
@@ -48,7 +48,7 @@ def enclosed_forward(forward: Any) -> Any:
 
 
 def _enclosed(forward: Any) -> Any:
-    """The closure cell of the wrapper with which transformers shards a module; None for any other forward."""
+    """The closure cell of transformers' wrapper for sharded modules, or None for any other forward."""
     if not isinstance(forward, FunctionType) or not str(forward.__module__).startswith("transformers."):
         return None
     names = forward.__code__.co_freevars

@@ -1,4 +1,4 @@
-"""Check that hf-rocm's own overlays are those of its wheel.
+"""Check that hf-rocm's own overlays are the ones from its wheel.
 
 They are compared with the package manager's record of hf-rocm. If a file is not listed, differs or is missing, other
 software changed the folder, and no overlay from it is installed. A checkout has no such record and is not checked.
@@ -17,7 +17,7 @@ from hf_rocm.overlay.locate import read_record, recorded_hex
 
 
 def check_delivered(overlays: Path) -> None:
-    """Raise `OverlayError` for the first file below `overlays` that is missing, added or not as recorded."""
+    """Raise `OverlayError` for the first file below `overlays` that is missing, added or differs from the record."""
     site = overlays.parent.parent
     records = [file for file in site.glob("hf_rocm-*.dist-info/RECORD") if read_record(file)]
     if not records:

@@ -1,7 +1,7 @@
 """Locate transformers without importing it, and check whether it may be patched.
 
 Any installation may be read. `check_writable` refuses everything that a package manager did not install for this
-environment only: checkouts, zips, symlinks, another environment's packages, one of several on the path.
+environment only: checkouts, zips, symlinks, packages of another environment, and one of several on the path.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _version(root: Path, metadata: Path | None) -> str:
             facts={"file": root / "__init__.py", "expected": '__version__ = "…"', "found": "no such line"},
             hint="reinstall transformers",
         )
-    # A local build may tag one of the two: 5.4.0 and 5.4.0+rocm1
+    # A local build may tag only one of the two, as in 5.4.0 and 5.4.0+rocm1.
     if recorded is not None and recorded.split("+")[0] != match[1].split("+")[0]:
         raise OverlayError(
             "transformers' files and its package record are of different releases",
@@ -187,7 +187,7 @@ def _checkout(installation: Installation) -> str | None:
                 return f"{parent / '.git'}"
         if root.parent.name == "src" and (root.parent.parent / "setup.py").is_file():
             return f"{root.parent.parent / 'setup.py'}"
-        # an editable install has its record in site-packages, separate from the files
+        # an editable install has its record in site-packages, apart from the files
         metadata = installation.metadata
         if metadata is None and not installation.named:
             metadata = next(_metadata_on_path(), None)

@@ -51,7 +51,7 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        # another user's lock file: the lock on the folder still excludes other installers
+        # this is another user's lock file; the lock on the folder still excludes other installers
         notices.append(f"{path} can't be locked ({error.strerror}); do not run uv on this environment meanwhile")
         yield
         return
@@ -76,7 +76,7 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
 
 
 def _lock(descriptor: int) -> bool | None:
-    """True: locked; None: another process has the lock; False: the file system has no locks."""
+    """Returns True if locked, None if another process has the lock, False if the file system has no locks."""
     try:
         return files.lock(descriptor) or None
     except OSError as error:

@@ -14,8 +14,8 @@
     reason = "why this model excludes releases of the directory's range"
 
 The names are the imports from transformers in the overlay's source: its import list is its dependency list. `A|B` is
-the first name that a release has, of those passed to `overlay.binds_first`. A span refers to the list of releases at
-the top. Ranges and reasons are written manually, everything else by scripts/refresh-digests.
+the first of the names passed to `overlay.binds_first` that exists in a release. A span refers to the list of releases
+at the top. Ranges and reasons are written manually. scripts/refresh-digests writes everything else.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Seen = Mapping[str, tuple[str, ...]]  # a hash or digest → the releases that h
 
 @dataclass(frozen=True)
 class Record:
-    """The record of one model: hashes of its whole file, and digests of every name that its overlay needs."""
+    """The record of one model: hashes of its whole file, and digests of all names that its overlay needs."""
 
     files: Seen = field(default_factory=dict)
     names: Mapping[str, Seen] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def parse(text: str, *, source: object) -> Manifest:
 
 
 def render(manifest: Manifest) -> str:
-    """Format a manifest; the text is equal for equal manifests."""
+    """Format a manifest. The text is equal for equal manifests."""
     known = sorted({release for record in manifest.records.values() for release in record.releases()}, key=Version)
     lines = [f"transformers = {_quoted(manifest.transformers)}", *(_listed("releases", known) if known else ())]
     for model in sorted({*manifest.records, *manifest.limits}):

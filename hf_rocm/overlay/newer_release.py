@@ -1,4 +1,4 @@
-"""Assess a transformers that is newer than every release that this hf-rocm was checked with, file by file."""
+"""Assess a transformers that is newer than all releases that this hf-rocm was checked with, file by file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LISTED = 8  # the largest number of names that a sentence lists
 
 @dataclass(frozen=True)
 class Prospect:
-    """One file. go_on: its overlay may be used. sentence: the reason. why: the reason without the file's name."""
+    """One file. go_on: whether its overlay may be used. sentence: the reason. why: the same without the file's name."""
 
     model: str
     go_on: bool

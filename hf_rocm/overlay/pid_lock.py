@@ -1,7 +1,7 @@
 """A lock file for file systems without locks: a claim that names its writer.
 
 The system does not remove it when its writer ends, so it records the host, the process and the process's start time. A
-claim of a process of this host that has ended, or an old claim of another host, is ignored.
+claim is ignored if its process on this host has ended, or if it is an old claim of another host.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def claimed(path: Path, *, timeout: float) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # the files are written, and a claim of a process that has ended is ignored
+        with suppress(OSError):  # the files are already written, and the claim of an ended process is ignored
             if _read(path) == mine:
                 path.unlink(missing_ok=True)
 
@@ -66,7 +66,7 @@ def _read(path: Path) -> str:
 
 
 def _clear_away(path: Path) -> None:
-    """Remove a stale claim; restore it if it was replaced by another one in the meantime."""
+    """Remove a stale claim. If another claim replaced it in the meantime, restore that one."""
     seen = _read(path)
     if not seen or _is_live(path, seen):
         return

@@ -1,4 +1,4 @@
-"""The plan of a command as data, which the dry run, the JSON output and the real run share.
+"""The plan of a command as data, shared by the dry run, the JSON output and the real run.
 
 Pure functions. Installing and removing are inverse by construction: the `before` of one is the `after` of the other.
 """
@@ -50,7 +50,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a command does. Nothing is written unless `refusals` is empty."""
+    """All actions of a command. Nothing is written unless `refusals` is empty."""
 
     command: str
     installation: Installation

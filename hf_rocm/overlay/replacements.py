@@ -1,4 +1,4 @@
-"""Detect replaced dependencies of a function: compared by identity, and by their package."""
+"""Detect replaced dependencies of a function by their identity and by their package."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _UNKNOWN: Any = object()  # the expected value where a replacement was present f
 class Watch:
     """References and their expected values. `unchanged()` compares them all, at about 20 ns per reference.
 
-    strangers: accept values of other packages as expected. Otherwise the watch differs until a value of transformers
-    or torch is present. hf_rocm's own changes are ignored.
+    strangers: accept values of other packages as expected. Otherwise the watch reports a difference until a value of
+    transformers or torch is present. hf_rocm's own changes are ignored.
     """
 
     def __init__(self, references: Iterable[Reference], *, strangers: bool = False) -> None:
@@ -121,14 +121,14 @@ def _is_stranger(reference: Reference, value: Any) -> bool:
         return not (written and package in sys.stdlib_module_names)  # imported by the file, such as functools.partial
     if not isinstance(value, FunctionType) or not isinstance(holder, dict):
         return False
-    # another model's function, unless the file imports it
+    # a function of another model, unless the file imports it
     here = str(holder.get("__name__", home))
     models = "transformers.models."
     return home.startswith(models) and here.startswith(models) and home != here and not _imports(here, reference.name)
 
 
 def _is_foreign_classes_own(cls: type, name: str, value: Any) -> bool:
-    """Whether a method is defined in a class of another package, so that it is not a replacement."""
+    """Whether a method is defined by a class of another package, and is therefore not a replacement."""
     if cls.__module__.partition(".")[0] in OWN:
         return False
     written = getattr(value, "__qualname__", None)
@@ -152,9 +152,9 @@ def _sentence(reference: Reference, value: Any) -> str:
 
 
 def _compiled(references: tuple[Reference, ...], expected: list[Any]) -> Callable[[], bool]:
-    """Compile all comparisons into one function: a loop would take three times as long.
+    """Compile all comparisons into one function, because a loop would take three times as long.
 
-    Values are compared by identity only: a wrapper may be equal to what it wraps.
+    Values are compared by identity only, because a wrapper may be equal to the value that it wraps.
     """
     space: dict[str, Any] = {}
     terms = []
@@ -180,5 +180,5 @@ def _compiled(references: tuple[Reference, ...], expected: list[Any]) -> Callabl
     return constant_in_traces(space["check"])
 
 
-# By class or function. These belong to transformers or torch and are never collected.
+# Watches by class or function. The keys belong to transformers or torch and are never collected.
 watches: dict[Any, Watch] = {}

@@ -16,7 +16,7 @@ from hf_rocm.overlay.state import FileState, LeftOut, examine
 
 
 def survey(installation: Installation, catalog: Catalog, models: Iterable[str] = ()) -> list[FileState]:
-    """Return the state of every named model's file; without names, of every file that has an overlay or a block.
+    """Return the states of the named models' files, or without names, of all files with an overlay or a block.
 
     Without names, models that this transformers lacks are left out. Raises `OverlayError` for a named model that this
     transformers lacks or that has no overlay.
@@ -43,7 +43,7 @@ def left_out(installation: Installation, catalog: Catalog) -> LeftOut:
 
 
 def read_file(path: Path) -> bytes | None:
-    """Return a file's bytes; None if it does not exist. Raises for anything but a file (reading a FIFO would block)."""
+    """Return a file's bytes, or None if it does not exist. Raises unless it is a file (reading a FIFO would block)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -92,13 +92,13 @@ def _file(installation: Installation, model: str) -> Path:
 
 
 def _link(file: Path) -> Path | None:
-    """The model's folder, its folder of compiled files or the file itself, if that is a symbolic link."""
+    """The model's folder, its folder of compiled files or the file itself, whichever is a symbolic link, or None."""
     folder = file.parent
     return next((path for path in (folder, file, folder / "__pycache__") if path.is_symlink()), None)
 
 
 def _absent(installation: Installation, model: str) -> bool:
-    """Whether this transformers was delivered without the model; a deleted file is missing, not absent."""
+    """Whether this transformers was delivered without the model. A deleted file is missing, not absent."""
     file = _file(installation, model)
     if os.path.lexists(file):
         return False
@@ -106,7 +106,7 @@ def _absent(installation: Installation, model: str) -> bool:
 
 
 def _patched(installation: Installation) -> set[str]:
-    """Models with a block in their file; an earlier release of hf-rocm may have had more overlays than this one."""
+    """Models with a block in their file. An earlier release of hf-rocm may have had more overlays than this one."""
     models = set()
     for file in installation.root.glob("models/*/modeling_*.py"):
         if file.name == f"modeling_{file.parent.name}.py" and file.is_file() and block.has_block(file.read_bytes()):

@@ -23,9 +23,9 @@ class Installed(str, Enum):
 
     NO = "no"
     YES = "yes"
-    OLD = "old"  # intact, but not what this release of hf-rocm would write
-    FOREIGN = "foreign"  # intact and labelled as this release of hf-rocm, but with other code than its overlay
-    EDITED = "edited"  # the block, or the stock part above it, is not what was written
+    OLD = "old"  # intact, but this release of hf-rocm would write a different one
+    FOREIGN = "foreign"  # intact and labelled as this release of hf-rocm, but the code is not that of its overlay
+    EDITED = "edited"  # the block, or the stock part above it, was changed after it was written
 
 
 class Match(str, Enum):
@@ -33,7 +33,7 @@ class Match(str, Enum):
 
     VERIFIED = "verified"  # the same file as in a verified release
     COMPATIBLE = "compatible"  # every definition that the overlay depends on is known
-    CHANGED = "changed"  # a definition differs, or the file is not as its package delivered it
+    CHANGED = "changed"  # a definition differs, or the file differs from the one in its package
     UNSUPPORTED = "unsupported"  # no overlay for this release
 
 
@@ -42,7 +42,7 @@ GOOD = (Match.VERIFIED, Match.COMPATIBLE)
 
 @dataclass(frozen=True)
 class Difference:
-    """One definition that is not what the overlay expects. found: its digest, or None if it does not exist."""
+    """One definition that the overlay does not expect. found: its digest, or None if it does not exist."""
 
     name: str
     file: Path
@@ -58,9 +58,9 @@ class Difference:
 class FileState:
     """The state of one stock file.
 
-    data: its bytes, None if it does not exist. stock: those bytes without the block. delivered: the hash of the file
-    as its release delivered it, if the stock part differs from that. link: the path that is a symbolic link, if any:
-    the file, its folder, or the folder of its compiled files.
+    data: the file's bytes, None if it does not exist. stock: the bytes without the block. delivered: the hash of the
+    file as its release delivered it, if the stock part differs. link: the path that is a symbolic link, if any: the
+    file, its folder, or the folder of its compiled files.
     """
 
     model: str
@@ -79,7 +79,7 @@ class FileState:
 
     @property
     def good(self) -> bool:
-        """Whether the file is in order: no block, or the current block on a file that it matches."""
+        """Whether the file needs no attention: it has no block, or the current block and a matching stock part."""
         return self.installed is Installed.NO or (self.installed is Installed.YES and self.match in GOOD)
 
     @property
@@ -104,7 +104,7 @@ class FileState:
         return render(self.stock, self.overlay)
 
     def mismatch(self) -> OverlayError | None:
-        """Return why the overlay must not be used with this file, in memory or on disk; None if it may."""
+        """Return why the overlay must not be used with this file, in memory or on disk, or None if it may be used."""
         if self.match in GOOD:
             return None
         if self.data is None:
@@ -165,7 +165,7 @@ class FileState:
 class LeftOut:
     """Models with an overlay that this transformers can't use.
 
-    absent: models that it lacks. stock: models that no overlay supports in this release, with the reason.
+    absent: models that transformers lacks. stock: models that no overlay supports in this release, with the reason.
     """
 
     absent: tuple[str, ...] = ()
@@ -243,7 +243,7 @@ def examine(
 def of_block(
     data: bytes | None, overlay: Overlay | None, overlay_of: Callable[[str], Overlay | None]
 ) -> tuple[Installed, block.Split | None, str]:
-    """Return whether a block is installed and whose it is, the parts of the file, and a reason.
+    """Return the state of the block, the parts of the file, and the reason for the state.
 
     overlay: the expected overlay. overlay_of: returns this release's overlay with an id. A block that names this
     release must have exactly the code of that overlay, because anyone can write a block with a valid hash.
@@ -264,7 +264,7 @@ def of_block(
 
 
 def _as_delivered(overlay: Overlay, release: str, recorded_sha256: str | None) -> str | None:
-    """The hash that the stock part has unless it was edited; None if it is unknown."""
+    """The hash that the stock part has unless it was edited, or None if it is unknown."""
     if recorded_sha256 is not None:
         return recorded_sha256
     return next((sha256 for sha256, releases in overlay.record.files.items() if release in releases), None)
@@ -302,5 +302,5 @@ def _by_module(names: Mapping[str, Seen]) -> dict[str, dict[str, Seen]]:
 def _digests(source: bytes, names: Mapping[str, Seen]) -> dict[str, str | None]:
     try:
         return digests(source, names)
-    except (SyntaxError, ValueError):  # not valid Python: it has no definitions
+    except (SyntaxError, ValueError):  # not valid Python, so it has no definitions
         return dict.fromkeys(names)

@@ -1,7 +1,7 @@
-"""Checkpoints of AWQ (its GEMM order) and GPTQ: 4-bit integers with zero points, stored transposed.
+"""Checkpoints of AWQ (in its GEMM order) and GPTQ: 4-bit integers with zero points, stored transposed.
 
-AWQ packs eight outputs into a word, the even ones first. GPTQ packs eight inputs into a word in their order, and says
-in `g_idx` which group each input is in: sorted by activation (`desc_act`), inputs of a group are not neighbours.
+AWQ packs eight outputs into a word, the even ones first. GPTQ packs eight inputs into a word, in order. Its `g_idx` has
+the group of every input: if inputs are sorted by activation (`desc_act`), those of a group are not contiguous.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_rocm.weights.stored import (
 )
 
 _GROUPS = (32, 64, 128, -1)
-_EVEN_FIRST = (0, 16, 4, 20, 8, 24, 12, 28)  # the bits of output 0, 1, … of a word
+_EVEN_FIRST = (0, 16, 4, 20, 8, 24, 12, 28)  # the bit offsets of outputs 0, 1, … in a word
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Awq(_Transposed):
 
 @dataclass(frozen=True)
 class Gptq(_Transposed):
-    """`qweight`: [K / 8, N] int32; `g_idx`: [K], the group of each input. one_less: the stored zero points are."""
+    """`qweight`: [K / 8, N] int32; `g_idx`: [K], the input groups. one_less: stored zero points are one too small."""
 
     shared = ("g_idx",)
     one_less: bool

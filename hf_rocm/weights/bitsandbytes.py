@@ -1,7 +1,8 @@
 """Checkpoints of bitsandbytes in 4 bits, nf4 and fp4, as transformers' integration writes them.
 
-`weight`: two numbers to a byte in the order of the flattened weight, the first in the high bits. Blocks of it have a
-scale, `absmax`, which double quantisation stores in 8 bits, with a factor for each 256 and an offset for the layer.
+`weight` has two numbers per byte in the order of the flattened weight, the first in the high bits. Every block of it
+has a scale, `absmax`. Double quantisation stores the scales in 8 bits, with one factor per 256 scales and one offset
+per layer.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _SETTINGS = (
     "bnb_4bit_compute_dtype",  # products accumulate in fp32
     "bnb_4bit_quant_type",
     "bnb_4bit_quant_storage",
-    "bnb_4bit_use_double_quant",  # the tensors show it
-    # of 8 bits
+    "bnb_4bit_use_double_quant",  # visible in the tensors
+    # settings for 8 bits
     "llm_int8_threshold",
     "llm_int8_skip_modules",
     "llm_int8_enable_fp32_cpu_offload",
     "llm_int8_has_fp16_weight",
 )
-_SMALLEST = 16  # numbers of a block; shorter runs have no kernel
+_SMALLEST = 16  # numbers per block; kernels do not support smaller blocks
 
 _ABSMAX, _MAP = "weight.absmax", "weight.quant_map"
 _NESTED_ABSMAX, _NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
@@ -50,9 +51,9 @@ _STATE = "weight.quant_state.bitsandbytes__"
 
 @dataclass(frozen=True)
 class Bitsandbytes(FourBitFormat):
-    """code: `nf4` or `fp4`. double: whether `absmax` is quantised. The state is a JSON text in a tensor of bytes.
+    """The format of one code. The state of a layer is a JSON text in a tensor of bytes.
 
-    group and double are known once a layer was read, see `completed`.
+    code: `nf4` or `fp4`. double: whether `absmax` is quantised. `completed` sets group and double.
     """
 
     marker = _ABSMAX
@@ -114,7 +115,7 @@ class Bitsandbytes(FourBitFormat):
         return found
 
     def joins(self, first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-        # the rows of each begin a factor of the scales
+        # the rows of every layer must begin with a new factor of the scales
         whole = not self.double or first[_ABSMAX].numel() % PER_FACTOR == other[_ABSMAX].numel() % PER_FACTOR == 0
         return whole and super().joins(first, other)
 
@@ -160,7 +161,7 @@ class Bitsandbytes(FourBitFormat):
         return torch.stack([factor, torch.full_like(factor, offset)], 1)
 
     def read(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> Tensor:
-        """Of any sizes: blocks may continue in the next row."""
+        """The dequantised weight, for any sizes: blocks may continue in the next row."""
         wide = torch.promote_types(dtype, torch.float32)
         absmax = tensors[_ABSMAX]
         if self.double:
@@ -177,16 +178,16 @@ class Bitsandbytes(FourBitFormat):
         return out.view(n, k)
 
 
-_AT_ONCE = 2**22  # numbers
+_AT_ONCE = 2**22  # numbers that are unpacked at once
 
 
 def _unpacked(data: Tensor) -> Tensor:
-    """The numbers 0 … 15 of bytes [rows, K / 2], [rows, K] int32."""
+    """The numbers 0 … 15, [rows, K] int32, of bytes [rows, K / 2]."""
     return torch.stack([data >> 4, data & 0xF], -1).flatten(1).to(torch.int32)
 
 
 def _parsed(values: Sequence[Any]) -> dict[str, Any]:
-    """The state of a layer, from the bytes of its tensor; empty if they are no JSON object."""
+    """The state of a layer, from the bytes of its tensor; empty if they are not a JSON object."""
     try:
         state = json.loads(bytes(values))
     except ValueError:

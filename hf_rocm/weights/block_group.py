@@ -1,7 +1,7 @@
 """Groups whose weights are in one allocation: the common base of fused, sharded and stacked layers.
 
-Parameters keep their identity and have their own storages over their parts. The kinds differ in which layers are
-eligible and which allocation they form.
+Parameters keep their identity and have their own storages over their parts. The kinds differ in the eligible layers and
+in the allocation that they form.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class BlockGroup(WeightGroup):
 
     @classmethod
     def pending(cls, module: Module, names: tuple[str, ...]) -> str | None:
-        """Return why the first call would not join eligible layers that wait for it, or None."""
+        """Return why the first call would not join eligible layers whose joining was deferred to it, or None."""
         return SHARED if cls.shares(module, names) else None
 
     @classmethod
     def shares(cls, module: Module, names: Sequence[str]) -> bool:
-        """Whether other tensors share the memory of these weights and would not follow if these moved."""
+        """Whether other tensors share the memory of these weights and would not follow a move."""
         weights = (weight for layer in cls.layers(module, names) for weight in layer._parameters.values())
         return any(type(weight) is Parameter and not weight.is_meta and is_aliased(weight) for weight in weights)
 
@@ -57,7 +57,7 @@ class BlockGroup(WeightGroup):
 
     @classmethod
     def layers(cls, module: Module, names: Sequence[str]) -> list[Any]:
-        """The linear layers of such a group that exist."""
+        """The existing linear layers of such a group."""
         children = (module._modules.get(name) for name in names)
         return [child for child in children if child is not None]
 
@@ -119,7 +119,7 @@ class BlockGroup(WeightGroup):
             return
         with lock:
             if not _is_pending(cls, module, names):
-                return  # another thread was first
+                return  # another thread was faster
             if cls.refusal(module, names) is not None or cls.pending(module, names) is not None:
                 return
             if torch.is_grad_enabled() and cls.requires_grad(module, names):
@@ -139,18 +139,18 @@ class BlockGroup(WeightGroup):
         if not intact(module, self):
             self.forget(module)
             return False
-        del module.__dict__[SLOT]  # its memory is freed as the parameters leave it
+        del module.__dict__[SLOT]  # so that the group's memory is freed as the parameters leave it
         return True
 
     def forget(self, module: Module) -> WeightGroup | None:
         with lock:
-            if module.__dict__.get(SLOT) is self:  # else another thread was first
+            if module.__dict__.get(SLOT) is self:  # otherwise another thread was faster
                 module.__dict__[SLOT] = idle(type(self), MOVED, self.names)
                 self.leave(module)
         return None
 
     def leave(self, module: Module, *, shared: bool = False) -> None:
-        """Move parameters that are still in this group to their own memory: any of them would keep all of it alive.
+        """Move parameters that are still in this group to their own memory, because one would keep all of it alive.
 
         shared: also move parameters whose memory is shared with another tensor.
         """

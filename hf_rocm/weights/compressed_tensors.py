@@ -1,6 +1,6 @@
-"""Checkpoints of compressed-tensors: INT4 packed along K, and int8 or fp8 weights in their plain order.
+"""Checkpoints of compressed-tensors: INT4 packed along K, and int8 or fp8 weights in plain order.
 
-`weight_packed` has eight numbers in a word, the first in its lowest bits, each 8 larger than its value.
+`weight_packed` has eight numbers per word, the first in the lowest bits. They are stored with an offset of 8.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hf_rocm.weights.stored import (
 
 _METHOD = "compressed-tensors"
 _GROUPS = (32, 64, 128)
-# The settings whose meaning is known, or which say nothing about the result. Another one that is set is refused.
+# The settings whose meaning is known, or which do not affect the result. All others are refused if they are set.
 _SETTINGS = (
     "quant_method",
     "format",
@@ -69,7 +69,7 @@ _EIGHT_BITS = {"int-quantized": "int", "float-quantized": "float", "naive-quanti
 class PackedAlongK(FourBitFormat):
     """`weight_packed`: [N, K / 8] int32; `weight_scale`: [N, K / group]; `weight_shape`: N and K.
 
-    `weight_zero_point`: [N / 8, K / group] int32, packed along N; without zero points there is none.
+    `weight_zero_point`: [N / 8, K / group] int32, packed along N; absent without zero points.
     """
 
     marker = "weight_packed"
@@ -108,14 +108,14 @@ class PackedAlongK(FourBitFormat):
 
 @dataclass(frozen=True)
 class PlainOrder(EightBitFormat):
-    """`weight_scale`: one for the tensor or one for each row."""
+    """`weight_scale`: one per tensor or one per row."""
 
     marker = "weight_scale"
 
     def expected(self, n: int, k: int) -> dict[str, Expected]:
         return {
             **super().expected(n, k),
-            # of activations: no product here rounds them with these, but they are saved again
+            # scales of activations, which no GEMM here uses, but they are saved again
             "input_scale": Expected(SCALES, self.one, required=False),
             "input_zero_point": Expected((INT8, FP8, torch.int32, *SCALES), self.one, required=False),
         }
@@ -157,13 +157,13 @@ def parse(config: Mapping[str, Any]) -> StoredFormat:
         raise Unsupported(f"its 8-bit weights have a scale for each {strategy}, not for each channel or tensor")
     if inputs and inputs.get("num_bits") != 8:
         raise Unsupported(f"its activations have {inputs.get('num_bits')} bits")
-    rounded = bool(inputs) and inputs.get("symmetric", True)  # our products round symmetrically, or not at all
+    rounded = bool(inputs) and inputs.get("symmetric", True)  # hf_rocm's GEMMs round symmetrically, or not at all
     scale_for = "row" if strategy == "channel" else "tensor"
     return PlainOrder(_METHOD, INT8 if number == "int" else FP8, scale_for, not rounded)
 
 
 def _nothing_else(config: Mapping[str, Any]) -> None:
-    """Refuse features that change the result of the model and are not implemented."""
+    """Refuse features that change the model's result and are not implemented."""
     for group in (config.get("config_groups") or {}).values():
         only_known(group, _OF_GROUP, "layers")
         only_known(group.get("weights") or {}, _OF_WEIGHTS, "weights")

@@ -1,4 +1,4 @@
-"""8-bit weights with one scale for each row, `fp8` and `int8`, or for each block, which checkpoints have."""
+"""8-bit weights, `fp8` and `int8`, with one scale per row, or per block as in some checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hf_rocm.weights.encoding import QuantizedWeight, encoding
 class EightBitWeight(QuantizedWeight):
     """data: [N, K] int8 or fp8, shuffled for aiter or not; scale: [N] fp32, or [⌈N / 128⌉, ⌈K / 128⌉] for blocks.
 
-    weight_only: x is never rounded, as with blocks.
+    weight_only: whether x is never rounded, as with blocks.
     """
 
     step = 16  # a shuffled tile has 16 rows
@@ -42,7 +42,7 @@ class EightBitWeight(QuantizedWeight):
         self._choose()
 
     def _choose(self) -> None:
-        """Round x too where the device multiplies this format."""
+        """Round x too if the device multiplies this format."""
         format = self.data.dtype
         self.rounds = not self.weight_only and (format == INT8 or fp8_of(describe(self.data.device)) == format)
 
@@ -75,7 +75,7 @@ class EightBitWeight(QuantizedWeight):
             self.shuffled = True
 
     def _is_better_shuffled(self, dtype: torch.dtype) -> bool:
-        """Whether aiter's GEMM on shuffled weights serves; shuffling in place costs no memory. It rounds x."""
+        """Whether aiter's GEMM on shuffled weights applies. It rounds x. Shuffling in place costs no memory."""
         if not self.rounds:
             return False
         device = describe(self.data.device)
@@ -94,12 +94,12 @@ class EightBitWeight(QuantizedWeight):
         return dequantize(self.rows(start, stop), self.scale[self.scales_of(start, stop)], dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return these rows in their plain order; a view where that is the order of the data."""
+        """Return these rows in plain order; a view if the data is in this order."""
         rows = self.data[start:stop]
         return unshuffle_rows(rows) if self.shuffled else rows
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Write encoded rows [N_i, K] from start on."""
+        """Write encoded rows [N_i, K], beginning at row `start`."""
         self.data[start : start + len(rows)] = shuffle_rows(rows) if self.shuffled else rows
 
     def _encode(self, place: slice, part: Tensor) -> None:

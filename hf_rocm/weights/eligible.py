@@ -1,4 +1,4 @@
-"""Check whether linear layers can be fused; a refusal is a sentence. Cheap, no side effects, no copies."""
+"""Check whether linear layers can be fused. A refusal is a sentence. Cheap, no side effects, no copies."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
 
 
 def accepted_forward(module: nn.Module) -> bool:
-    """Whether the instance has no forward, or only a harmless one of accelerate that moves nothing.
+    """Whether the instance has no forward of its own, or only one of accelerate's that moves nothing.
 
-    `device_map="auto"` over several devices adds a hook to every layer, even if nothing is offloaded; a removed hook
+    `device_map="auto"` over several devices adds a hook to every layer, even if nothing is offloaded. A removed hook
     leaves the class's forward as an attribute.
     """
     forward = module.__dict__.get("forward")
@@ -71,7 +71,7 @@ def accept_forward(group: WeightGroup, linear: nn.Module, name: str) -> bool:
 
 
 def is_stock(forward: object, module: nn.Module) -> bool:
-    """Whether it is the class's forward bound to this instance, or hf_rocm's, which computes the same."""
+    """Whether it is the class's forward bound to this instance, or hf_rocm's, which computes the same result."""
     return is_class_forward(forward, module) or is_ours(forward, module)
 
 

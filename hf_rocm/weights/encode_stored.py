@@ -1,7 +1,7 @@
-"""encode: make a quantised checkpoint's layers products of our kernels, in place, without rounding a number.
+"""encode: run a quantised checkpoint's layers with hf_rocm's kernels, in place, without rounding a number.
 
-Layers with one input share an encoded weight where their tensors allow. One group is converted at a time, so that the
-peak memory is the model plus one group.
+Layers with the same input share an encoded weight if their tensors allow it. One group is converted at a time, so that
+the peak memory is the model plus one group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("hf_rocm")
 
 
 def encode(model: nn.Module) -> None:
-    """Encode every `StoredLinear` of a model that the kernels support; the others stay, with the reason in the report.
+    """Encode every `StoredLinear` of a model that the kernels support. The report has the reasons for the others.
     Kernels read `StoredExperts` in place.
 
     All parameters stop requiring gradients, because quantised layers have none.
@@ -79,7 +79,7 @@ def _plan(model: nn.Module) -> tuple[list[Group], dict[str, str]]:
 
 
 def _refusal(layer: StoredLinear) -> str | None:
-    """Why this layer stays as it is, or None."""
+    """Why this layer is left unchanged, or None."""
     if layer._forward_hooks or layer._forward_pre_hooks:
         return "it has a forward hook"
     if "forward" in layer.__dict__ and getattr(layer.__dict__.get("_hf_hook"), "offload", True):

@@ -1,6 +1,6 @@
 """The encoded weight of quantised layers, and the encodings by name.
 
-An encoding is a subclass of `QuantizedWeight`, registered in a file of its own.
+An encoding is a subclass of `QuantizedWeight`. Every encoding has its own file, which registers it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ CHUNK = 2**22  # elements that are rounded at once; 16 MiB in fp32
 
 
 class QuantizedWeight(nn.Module):
-    """data: [N, …], the encoded numbers; scale: one or several for each `per_scale` rows; bias: [N] or None; zeros: as
+    """data: [N, …], the encoded numbers; scale: one or several per `per_scale` rows; bias: [N] or None; zeros: like
     scale, or None.
 
-    Its buffers are not part of a state dict: the layers save the weights in their own dtype. A subclass defines an
-    encoding. format: what the encoding needs, apart from the sizes, as `format_for` returns it.
+    Its buffers are not part of a state dict, because the layers save the weights in their own dtype. A subclass defines
+    an encoding. format: the parameters of the encoding apart from the sizes, as returned by `format_for`.
     """
 
     data: Tensor
@@ -45,12 +45,12 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def format_for(cls, model: nn.Module, kind: str) -> Any:
-        """The format of a model's weights. kind: one of the names under which the encoding is registered."""
+        """The format for a model's weights. kind: one of the names that the encoding is registered under."""
         raise NotImplementedError
 
     @classmethod
     def described(cls, format: Any) -> str:
-        """The format in a report."""
+        """The format as text for a report."""
         raise NotImplementedError
 
     @classmethod
@@ -60,7 +60,7 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def empty(cls, n: int, weight: Tensor, format: Any, bias: Tensor | None) -> QuantizedWeight:
-        """A weight with n rows that is still to be written, on the device and with the K of this one."""
+        """An unwritten weight with n rows, with the device and the K of this one."""
         raise NotImplementedError
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -68,10 +68,10 @@ class QuantizedWeight(nn.Module):
         raise NotImplementedError
 
     def written(self, dtype: torch.dtype) -> None:
-        """Called once all rows were written. dtype: of the inputs."""
+        """Called after all rows were written. dtype: the dtype of the inputs."""
 
     def _encode(self, place: slice, part: Tensor) -> None:
-        """Encode the numbers of some rows, [rows, K], on the device of this weight."""
+        """Encode some rows, [rows, K], on the device of this weight."""
         raise NotImplementedError
 
     def forward(
@@ -85,7 +85,7 @@ class QuantizedWeight(nn.Module):
         residual: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
-        """The outputs of the rows from start to stop: [..., stop - start] for x: [..., K].
+        """The outputs [..., stop - start] of the rows from start to stop. x: [..., K].
 
         norm, activation, residual, more: as in `ops.quantized_linear`.
         """
@@ -112,19 +112,19 @@ class QuantizedWeight(nn.Module):
         )
 
     def scales_of(self, start: int, stop: int | None) -> slice:
-        """The rows of scale for the rows from start to stop. start is a multiple of `per_scale`."""
+        """The rows of `scale` for the weight's rows from start to stop. start: a multiple of `per_scale`."""
         per = self.per_scale
         return slice(start // per, None if stop is None else -(-stop // per))
 
     def write(self, start: int, weight: Tensor) -> None:
-        """Quantise a weight [N_i, K] into the rows from start on, in chunks."""
+        """Quantise a weight [N_i, K] into the rows that begin at `start`, in chunks."""
         step = max(self.step, CHUNK // weight.shape[1] // self.step * self.step)
         for first in range(0, len(weight), step):
             part = weight[first : first + step].to(self.scale.device)
             self._encode(slice(start + first, start + first + len(part)), part)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
-        """`.to()` and the like move the encoded numbers and their scales, but never change their dtypes."""
+        """`.to()` and similar methods move the encoded numbers and scales, but never change their dtypes."""
         device = fn(self.scale.new_empty(0)).device
         for name, buffer in self._buffers.items():
             if buffer is not None:

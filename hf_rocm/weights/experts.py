@@ -1,8 +1,8 @@
 """Lists of experts, stacked into one block without a second copy.
 
 Up to transformers 4.57 a mixture has an `nn.ModuleList` of gated MLPs. Their weights are moved into two blocks that
-`ops.experts` reads. Every parameter keeps its identity, with its own storage over its part, and every call checks them
-all. Whatever is done to a model after stacking, the worst outcome is that stock's loop runs.
+`ops.experts` reads. Every parameter keeps its identity, with its own storage over its part, and every call checks all
+parameters. If a model is changed after stacking, the worst outcome is that stock's loop runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Stacked(BlockGroup):
         self.down, self.down_bias = _blocks(downs, len(self.experts))
         self.copies: ExpertCopies | None = None
         self.parts = tuple(_part(expert, name) for expert in self.experts for name in (gate, up, down))
-        # The expected state of the modules around the layers, in flat lists: a few passes for hundreds of experts.
+        # The expected state of the modules around the layers, in flat lists that are fast to check.
         self._children = [(expert._modules, name) for expert in self.experts for name in names]
         self._were: list[Any] = [children[name] for children, name in self._children]
         self.activation: Any = self._were[len(names) - 1]
@@ -135,7 +135,7 @@ class Stacked(BlockGroup):
         return not any("forward" in own for own in self._own) and all(map(is_, map(type, self._around), self._classes))
 
     def leave(self, module: Module, *, shared: bool = False) -> None:
-        """Leave experts that are still in the blocks there: copying all of them would need as much memory again."""
+        """Keep experts that are still in the blocks there, because copying all of them would double their memory."""
 
     def unshuffle(self, module: Module) -> None:
         if self.copies is not None:
@@ -148,7 +148,7 @@ class Stacked(BlockGroup):
         return self.copies.serve(x, *self.weights())
 
     def weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters that gate_up and down consist of."""
+        """The parameters that form gate_up and down."""
         linears: list[Any] = [(part.owner or {}).get(part.name) for part in self.parts]
         weights = [linear._parameters["weight"] for linear in linears]
         return [weight for index, weight in enumerate(weights) if index % 3 < 2], weights[2::3]
@@ -216,7 +216,7 @@ def _refusal(module: Module, names: Sequence[str]) -> str | None:
 
 
 def _blocks(linears: Sequence[Any], count: int) -> tuple[Tensor, Tensor | None]:
-    """Join the weights [E, N, K] and the biases [E, N] of these linears; N is the sum over one expert's layers."""
+    """Join the weights [E, N, K] and biases [E, N] of these layers. N is the sum over one expert's layers."""
     weight = join_parameters([linear._parameters["weight"] for linear in linears]).unflatten(0, (count, -1))
     biases = [linear._parameters["bias"] for linear in linears]
     return weight, None if biases[0] is None else join_parameters(biases).unflatten(0, (count, -1))

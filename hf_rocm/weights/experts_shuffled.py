@@ -1,7 +1,7 @@
 """Shuffled copies of a mixture's experts, for aiter's `fused_moe`, which requires that layout.
 
-They double the memory of the experts, so they are made only within the user's budget. As in `shuffled_copy.py`, they
-are compared with the weights in every use, because they can become stale.
+They double the memory of the experts, so they are made only within the user's budget. As in `shuffled_copy.py`, every
+use compares them with the weights, because they can become stale.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMES = ("gate_up_proj", "down_proj")
 
 @register
 class CopiedExperts(WeightGroup):
-    """Copies of the stacked parameters of transformers 5. The copies of a stacked list are in its own group."""
+    """Copies of the stacked parameters of transformers 5. Copies of a stacked list are stored in the list's group."""
 
     order = 40
 
@@ -71,7 +71,7 @@ def is_mixture(module: nn.Module) -> bool:
 def shuffle(module: nn.Module, left: int | None) -> tuple[str | None, int]:
     """Make shuffled copies of a module's experts. Returns (refusal or None, bytes used).
 
-    left: the rest of the budget in bytes; None: no limit.
+    left: the rest of the budget in bytes, or None for no limit.
     """
     with torch.no_grad():
         group = live(module)

@@ -1,7 +1,7 @@
-"""Checkpoints of transformers' `FineGrainedFP8Config`, DeepSeek and Qwen: fp8 with a scale for each 128 × 128 block.
+"""Checkpoints of transformers' `FineGrainedFP8Config`, DeepSeek and Qwen: fp8 with one scale per 128 × 128 block.
 
 A number is multiplied by its `weight_scale_inv`, which may be a power of two in one byte (`scale_fmt` `ue8m0`).
-Without blocks, a tensor has one scale.
+Without blocks, there is one scale per tensor.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _SETTINGS = (
     "expert_dtype",
 )
 _POWERS = tuple(dtype for dtype in (getattr(torch, "float8_e8m0fnu", None),) if dtype is not None)
-# What these must be, where they are set
+# The supported values of these settings
 _VALUES = {"fmt": ("e4m3",), "activation_scheme": ("dynamic", "static"), "expert_dtype": ("fp8",)}
 
 
 @dataclass(frozen=True)
 class FinegrainedFp8(EightBitFormat):
-    """`weight_scale_inv`: [⌈N / 128⌉, ⌈K / 128⌉], or one for the tensor; `activation_scale`: one, if it is static."""
+    """`weight_scale_inv`: [⌈N / 128⌉, ⌈K / 128⌉], or one per tensor; `activation_scale`: one, if it is static."""
 
     marker = "weight_scale_inv"
     scale_dtypes = (*SCALES, *_POWERS)
 
     def expected(self, n: int, k: int) -> dict[str, Expected]:
-        # of activations: no product here rounds them with it, but it is saved again
+        # the scale of activations, which no GEMM here uses, but it is saved again
         return {**super().expected(n, k), "activation_scale": Expected(SCALES, self.one, required=False)}
 
 

@@ -1,6 +1,6 @@
-"""4-bit weights in groups with one scale: `int4`, in groups of 128, and `int4-g64` and `int4-g32` in smaller ones.
+"""4-bit weights with one scale per group: `int4` in groups of 128, `int4-g64` and `int4-g32` in smaller groups.
 
-Checkpoints also have weights with a code, and with scales that are quantised.
+Checkpoints may also have weights with a code, and quantised scales.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _GROUP_OF = {"int4" if group == max(GROUPS) else f"int4-g{group}": group for gro
 
 @encoding(*_GROUP_OF)
 class FourBitWeight(QuantizedWeight):
-    """data: [N, K / 8] int32, see `ops.four_bit`; scale: [N, K / group], bf16 if we rounded the weight.
+    """data: [N, K / 8] int32, see `ops.four_bit`; scale: [N, K / group], bf16 if hf_rocm rounded the weight.
 
     zeros: [N, K / group] uint8, the zero points, or None. order: [K], the inputs in the order of the columns of data,
-    or None. code: the name of the table of the numbers, or None. nested: of scales in uint8, see `ops.four_bit.Nested`.
+    or None. code: the name of the table of the numbers, or None. nested: decodes scales in uint8, see
+    `ops.four_bit.Nested`.
     """
 
     order: Tensor | None
@@ -47,7 +48,7 @@ class FourBitWeight(QuantizedWeight):
             self.register_buffer(f"nested_{name}", tensor, persistent=False)
 
     def nested_of(self, rows: slice) -> Nested | None:
-        """How the scales of these rows are decoded, or None."""
+        """The code and factors that decode the scales of these rows, or None."""
         code, factors = self.nested_code, self.nested_factors
         if code is None or factors is None:
             return None

@@ -51,7 +51,7 @@ class Fused(BlockGroup):
         self._choose()
 
     def _choose(self) -> None:
-        """Update `plain`. An instance forward is a route, or accelerate's hook, which moves x to the layer's device."""
+        """Update `plain`. An instance forward is a route or accelerate's hook, which moves x to the layer's device."""
         self.plain = self._copy is None and all(part.forward is None for part in self.parts)
 
     @classmethod
@@ -111,7 +111,7 @@ class Fused(BlockGroup):
         return self.product(x, [part.layer(module)._parameters["weight"] for part in self.parts])
 
     def product(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Return x Wᵀ + bias, with the shuffled copy where it serves. weights: the parameters that form the block."""
+        """Return x Wᵀ + bias, with the shuffled copy if it applies. weights: the parameters that form the block."""
         shuffled = None if self._copy is None else self._copy.serves(x, weights)
         if shuffled is None:
             return ops.linear(x, self.weight, self.bias)
@@ -139,7 +139,7 @@ class Fused(BlockGroup):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:
         # A module's children are copied before attributes that were added later. Fusing here also covers a copy that
-        # only runs compiled; otherwise its first call fuses it.
+        # only runs compiled. Otherwise the first call of the copy fuses it.
         module = self.module()
         twin = None if module is None else memo.get(id(module))
         if module is None or twin is None or not intact(module, self):
@@ -152,24 +152,24 @@ class Fused(BlockGroup):
 
 
 def fuse(module: Module, names: Sequence[str]) -> str | None:
-    """Fuse these `nn.Linear` children of a module in place, in order; of sharded layers, this rank's rows.
+    """Fuse these `nn.Linear` children of a module in place, in order. For sharded layers, fuse this rank's rows.
 
-    Returns None if they are fused now, else the reason as a sentence; then no weight has changed. The peak memory is
-    one block more than before. Weights on the CPU that are not used there, and weights that are still mapped from the
-    checkpoint, are fused in the first use of the group, or when the module moves to a GPU.
+    Returns None if they are fused now. Otherwise returns the reason as a sentence, and no weight has changed. The peak
+    memory is one block more than before. Weights on the CPU that are not used there, and weights that are still mapped
+    from the checkpoint, are fused in the first use of the group, or when the module moves to a GPU.
     """
     return _kind(module, names).form(module, tuple(names))
 
 
 def unfuse(module: Module) -> None:
-    """Move every parameter of a fused group back to ordinary memory of its own. Values and objects stay the same."""
+    """Move every parameter of a fused group back to its own ordinary memory. Values and objects stay the same."""
     kind = kind_in(module)
     if kind in (Fused, Shards):
         kind.restore(module)
 
 
 def why_not(module: Module, names: Sequence[str]) -> str | None:
-    """Return why this group's next call would not run fused, as a sentence; None if it would. Changes nothing."""
+    """Return why this group's next call would not run fused, as a sentence, or None. Changes nothing."""
     return _kind(module, names).why_not(module, tuple(names))
 
 
@@ -178,7 +178,7 @@ def _kind(module: Module, names: Sequence[str]) -> type[BlockGroup]:
 
 
 def _join(module: Module, children: dict[str, Any], neighbours: Sequence[Any] = ()) -> Fused:
-    """Move the weights of these linears into one block, and the biases into another. They must be eligible."""
+    """Move the weights of these layers into one block and the biases into another. The layers must be eligible."""
     names, linears = tuple(children), list(children.values())
     weights = [linear._parameters["weight"] for linear in linears]
     biases = [linear._parameters["bias"] for linear in linears]

@@ -1,4 +1,4 @@
-"""The block: one allocation for the weights of a group, in which every parameter has its own storage over its part.
+"""The block: one allocation for a group's weights, where every parameter has its own storage over its part.
 
 The parts are created through DLPack, so that code that inspects parameters or storages (state dicts, safetensors,
 pickle, optimizers) sees ordinary tensors that share nothing.
@@ -19,12 +19,12 @@ from hf_rocm.layers.grouped_linear import lies_in
 from hf_rocm.layers.weight_group import WeightGroup
 from hf_rocm.weights.mmap_pages import give_back, release_freed
 
-# Live blocks by the address of their first weight: an op in a compiled graph gets the weights, not the module.
+# Live blocks by the address of their first weight, because an op in a compiled graph gets weights, not modules.
 _blocks: WeakValueDictionary[int, WeightGroup] = WeakValueDictionary()
 
 
 def enter_block(group: WeightGroup) -> None:
-    """Register a group by the address of its first weight, while it is alive."""
+    """Register a group by the address of its first weight for as long as it is alive."""
     _blocks[group.parts[0].weight] = group
 
 
@@ -37,22 +37,22 @@ def block_of(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Any:
 
 
 def capturing() -> bool:
-    """Whether a graph is being captured: weights must not move meanwhile."""
+    """Whether a graph is being captured. Weights must not move during a capture."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_aliased(parameter: Tensor) -> bool:
-    """Whether another tensor uses its storage, which would not follow if the parameter moved."""
+    """Whether another tensor uses the parameter's storage and would not follow if the parameter moved."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     own = 2  # the parameter, and the storage object of this call
     return count is not None and bool(count(parameter.untyped_storage()._cdata) > own)
 
 
 def part_memory(module: nn.Module, names: Sequence[str]) -> None:
-    """Move the weights (and biases) of these children to memory of their own. Values and objects stay the same.
+    """Move the weights and biases of these children to their own memory. Values and objects stay the same.
 
-    Parameters that share memory with other tensors, such as another model's, stay where they are: the others would no
-    longer follow them.
+    Parameters that share memory with other tensors, such as another model's, are not moved, because the others would
+    no longer follow them.
     """
     on_gpu, freed = False, 0
     for linear in (module._modules.get(name) for name in names):
@@ -69,7 +69,7 @@ def part_memory(module: nn.Module, names: Sequence[str]) -> None:
 def release_joined(weight: Tensor) -> None:
     """Release the former memory of the weights that now form this block.
 
-    The allocator would keep it: it is too small for the next block, and would add up to a second model.
+    Otherwise the allocator would keep it. It is too small for the next block, so it would add up to a second model.
     """
     if weight.is_cuda:
         torch.cuda.empty_cache()
@@ -78,17 +78,17 @@ def release_joined(weight: Tensor) -> None:
 
 
 def own_memory(parameter: Tensor) -> None:
-    """Copy a parameter's values to ordinary memory of its own. The object stays the same."""
+    """Copy a parameter's values to its own ordinary memory. The object stays the same."""
     with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
         parameter.data = parameter.data.clone()
 
 
 def join_parameters(parameters: Sequence[Any], neighbours: Sequence[Any] = ()) -> Tensor:
-    """Move these parameters, [N_i, …] each, into one block [N_1 + N_2 + …, …]. Returns the block.
+    """Move these parameters [N_i, …] into one block [N_1 + N_2 + …, …]. Returns the block.
 
     neighbours: parameters that may be located between them and may be moved.
     """
-    # A parameter created under inference_mode accepts only inference tensors, an ordinary parameter none of them.
+    # A parameter created under inference_mode accepts only inference tensors; an ordinary one does not accept them.
     with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
         others = _make_room(parameters, neighbours)
         block = torch.cat([parameter.data for parameter in parameters])
@@ -104,7 +104,7 @@ def join_parameters(parameters: Sequence[Any], neighbours: Sequence[Any] = ()) -
 
 
 def _apart(part: Tensor) -> Tensor:
-    """Return the same memory as a tensor with its own storage; PyTorch exports only from the current device."""
+    """Return the same memory as a tensor with its own storage. PyTorch exports only from the current device."""
     with torch.cuda.device_of(part):
         return from_dlpack(part)
 
@@ -114,10 +114,11 @@ _STEP = 512  # the granularity of PyTorch's allocator
 
 
 def _make_room(parameters: Sequence[Any], neighbours: Sequence[Any]) -> list[Any]:
-    """Free the range of GPU memory that these parameters and those between them fill, so that the block fits there.
+    """Free the GPU memory that these parameters and the neighbours between them fill, so that the block fits there.
 
-    transformers loads into one allocation of a model's size, which can't be released in parts: blocks outside of it
-    would leave as much of it unused. All of them are moved to a temporary copy. Returns the others among them.
+    transformers loads into one allocation of a model's size, which can't be released in parts. Blocks outside of it
+    would leave as much of it unused. So all these parameters are moved to a temporary copy. Returns the neighbours
+    among them.
     """
     first = parameters[0]
     if not _on_gpu(first) or first.nbytes < _LARGE:
@@ -136,7 +137,7 @@ def _make_room(parameters: Sequence[Any], neighbours: Sequence[Any]) -> list[Any
 
 
 def _may_move(parameter: Any, like: Tensor) -> bool:
-    """Whether a parameter can be moved without an effect on anything else."""
+    """Whether a parameter can be moved without affecting anything else."""
     return (
         type(parameter) is nn.Parameter
         and hasattr(torch._C, "_storage_Use_Count")

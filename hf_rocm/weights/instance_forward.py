@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_rocm import patches
 from hf_rocm.patches import ABSENT
 
-# In the instance's __dict__: whether it had the stock forward as an attribute before.
+# In the instance's __dict__: whether it already had the stock forward as an attribute.
 _HAD_STOCK = "_hf_rocm_found_forward"
 
 # accelerate's hook calls the forward that it replaced under this name.
@@ -25,12 +25,12 @@ _forwards: dict[type, Callable[..., Tensor]] = {}
 
 
 def declare(cls: type[nn.Module], forward: Callable[..., Tensor]) -> None:
-    """Declare the forward(self, x) that `attach` sets on instances of cls. Its name must be `forward`, for pickles."""
+    """Declare the forward(self, x) that `attach` sets on instances of cls. Pickles require the name `forward`."""
     _forwards[cls] = forward
 
 
 def attach(module: nn.Module) -> None:
-    """Set the declared forward where it is called: on the instance, or behind accelerate's hook. Idempotent."""
+    """Set the declared forward on the instance, or behind accelerate's hook if there is one. Idempotent."""
     own = module.__dict__
     if is_attached(module):
         return
@@ -41,7 +41,7 @@ def attach(module: nn.Module) -> None:
 
 
 def detach(module: nn.Module) -> None:
-    """Undo `attach`. Another forward that was set since stays."""
+    """Undo `attach`. A different forward that was set in the meantime is kept."""
     own = module.__dict__
     had_stock = own.pop(_HAD_STOCK, False)
     for slot in _SLOTS:

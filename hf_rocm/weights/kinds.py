@@ -1,4 +1,4 @@
-"""All kinds of weight groups. Every file of this package is imported, and a kind is registered in its file."""
+"""All kinds of weight groups. Every kind is registered in its own file, and all files of this package are imported."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hf_rocm.weights.tied_weights import first_shared
 
 
 def kinds() -> list[type[WeightGroup]]:
-    """The kinds, in the order in which they are tried and restored."""
+    """The kinds, in the order that they are tried and restored in."""
     import_all()
     return registered()
 
 
 def kind_for(module: nn.Module, binding: Any) -> tuple[type[WeightGroup], tuple[str, ...]] | None:
-    """Return the kind that groups layers of a module with this binding, and their names; None if there is none."""
+    """Return the kind that groups layers of a module with this binding, and the layers' names, or None."""
     fits = ((kind, kind.names_for(module, binding)) for kind in kinds())
     return next(((kind, names) for kind, names in fits if names), None)
 
 
 def form(module: nn.Module, binding: Any, others: dict[int, str]) -> tuple[list[str], str | None] | None:
-    """Form the group of a module. Returns (its layers' names in a report, refusal or None); None if it has no group.
+    """Form the group of a module. Returns (its layers' names for a report, refusal or None), or None without a group.
 
     others: the result of `tied_weights.shared`.
     """
@@ -39,19 +39,19 @@ def form(module: nn.Module, binding: Any, others: dict[int, str]) -> tuple[list[
 
 
 def why_not(module: nn.Module, binding: Any) -> str | None:
-    """Return why the next call of a module would not use the group of its binding; None if it would."""
+    """Return why the next call of a module would not use the group of its binding, or None."""
     fit = kind_for(module, binding)
     return None if fit is None else fit[0].why_not(module, fit[1])
 
 
 def covered(module: nn.Module) -> list[nn.Module]:
-    """Submodules whose weights are in the module's group."""
+    """The submodules whose weights are in the module's group."""
     kind = kind_in(module)
     return [] if kind is None else kind.covers(module)
 
 
 def release_unbound(module: nn.Module) -> None:
-    """Restore the group of a module whose class was replaced, as FSDP2 does: nothing would call the group any more."""
+    """Restore the group of a module whose class was replaced, as by FSDP2, because nothing would call the group."""
     kind = kind_in(module)
     if kind is not None and kind.only_in_overlays:
         kind.restore(module)

@@ -1,4 +1,4 @@
-"""The forward of a linear layer that hf_rocm routes, or whose weight is shuffled: see `instance_forward`."""
+"""The forward of a linear layer that hf_rocm routes, or whose weight is shuffled. See `instance_forward`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_rocm.ops.blas_backend import library_linear
 from hf_rocm.ops.linear import exporting, is_pytorchs, linear_by_aiter
 from hf_rocm.weights import instance_forward
 
-# In a linear's __dict__, a string: which backend it is routed to.
+# In a linear layer's __dict__, a string: the backend that it is routed to.
 BACKEND = "_hf_rocm_linear_backend"
 
 
@@ -51,7 +51,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Te
 
 
 def release(linear: nn.Module) -> None:
-    """Remove the forward if neither a route nor a shuffled weight needs it any more."""
+    """Remove the forward if no route or shuffled weight needs it."""
     own = linear.__dict__
     if BACKEND in own or own.get(SLOT):
         return
@@ -73,7 +73,7 @@ def _traced(self: Any, x: Tensor, group: Any, backend: str | None) -> Tensor:
 
 
 def operator(name: str, function: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> torch.library.Library:
-    """Define `hf_rocm::name(x, weight, bias)`, a GEMM for compiled graphs. Returns its library, to be kept alive."""
+    """Define `hf_rocm::name(x, weight, bias)`, a GEMM for compiled graphs. Keep the returned library alive."""
     library = torch.library.Library("hf_rocm", "FRAGMENT")
     library.define(f"{name}(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
     library.impl(name, function, "CompositeExplicitAutograd")

@@ -36,13 +36,13 @@ _log = logging.getLogger("hf_rocm")
 
 
 class _Route:
-    """One route of one or more layers, compared by identity: two routes with the same backend are different."""
+    """One route of one or more layers. Compared by identity: two routes with the same backend are different."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
 
 
-# The routes of every layer; the last one is in use. Undoing a route leaves the others.
+# The routes of every layer. The last one is in use. Undoing a route keeps the others.
 _routes: WeakKeyDictionary[nn.Module, list[_Route]] = WeakKeyDictionary()
 
 
@@ -67,7 +67,7 @@ class Routed:
     def undo(self) -> None:
         """Remove this route from every layer. Idempotent.
 
-        Routes may be undone in any order: the latest of the remaining routes is used from then on.
+        Routes may be undone in any order. The latest of the remaining routes is used from then on.
         """
         while self._routed:
             linear = self._routed.pop()
@@ -152,8 +152,8 @@ def routed_linear(*, linear_backend: str = "auto", force: bool | None = None) ->
     """Route every plain `nn.Linear` of the process within the block, as `route_linear` does for a model.
 
     linear_backend, force: as in `route_linear`. The forward of the class `nn.Linear` is replaced, and restored at the
-    end; blocks may be nested. If other code has replaced it in the meantime, that replacement stays and the `hf_rocm`
-    logger warns; hf_rocm's forward, which the other may call, then only calls the original.
+    end. Blocks may be nested. If other code has replaced it in the meantime, that replacement stays and the `hf_rocm`
+    logger warns. The replacement may call hf_rocm's forward, which then only calls the original.
     """
     if not _wanted(linear_backend, force, "nn.Linear"):
         yield

@@ -1,7 +1,7 @@
-"""Weights that are still mapped from a file: on the CPU, the checkpoint is read in their first use.
+"""Weights that are still mapped from a file: on the CPU, the checkpoint is read when they are first used.
 
-Copying them while loading would read everything that stock does not read, and keep it twice: in the copy, and in the
-pages of the file. So they are fused in their first use, and those pages are released.
+Copying them while loading would read data that stock does not read, and keep it twice: in the copy and in the pages of
+the file. So they are fused in their first use, and the pages are released.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# One word per page; see pagemap.rst in the kernel's documentation. If it is absent (not Linux, a sandbox), nothing
-# counts as mapped.
+# One word per page; see pagemap.rst in the kernel's documentation. If the file is absent (not Linux, or a sandbox), no
+# tensor counts as mapped.
 _PAGEMAP = "/proc/self/pagemap"
 _WORD = 8  # bytes
 _OF_A_FILE, _SWAPPED, _PRESENT = 1 << 61, 1 << 62, -(1 << 63)
@@ -26,7 +26,7 @@ _DONTNEED = 4
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether the memory is mapped from a file or was never touched, judged by its first page."""
+    """Whether the first page of the memory is mapped from a file or was never touched."""
     if tensor.device.type != "cpu" or not tensor.nbytes:
         return False
     words = _words(tensor.data_ptr() // mmap.PAGESIZE, 1)
@@ -36,8 +36,8 @@ def is_mapped(tensor: Tensor) -> bool:
 def give_back(tensor: Tensor) -> None:
     """Remove the file's pages that are entirely within this tensor from the process's memory.
 
-    The values stay the same: they are read from the file again when needed. Does nothing if a page was written to or
-    does not belong to a file.
+    The values stay the same, because they are read from the file again if needed. Does nothing if a page was written to
+    or does not belong to a file.
     """
     first = -(-tensor.data_ptr() // mmap.PAGESIZE)
     pages = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE - first
@@ -51,7 +51,7 @@ def give_back(tensor: Tensor) -> None:
 def release_freed(nbytes: int) -> None:
     """Make the C library return freed memory to the system, after `nbytes` of weights were freed on the CPU.
 
-    It keeps blocks of up to 32 MB for later, which would add up to a second model.
+    The library keeps freed blocks of up to 32 MB, which would add up to a second model.
     """
     trim = _trim()
     if nbytes >= _WORTH and trim is not None:
@@ -63,7 +63,7 @@ _WORTH = 2**20
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
-    """Return glibc's malloc_trim, or None with another C library."""
+    """Return glibc's malloc_trim, or None with a different C library."""
     if not sys.platform.startswith("linux"):
         return None
     function: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)

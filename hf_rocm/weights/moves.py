@@ -1,4 +1,4 @@
-"""Form a module's weight group again after `.to()`, `.half()` and the like."""
+"""Form a module's weight group again after `.to()`, `.half()` and similar methods."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def follow_moves(module: Module) -> None:
 
 
 def waits_for_gpu(module: Module, weight: Tensor) -> bool:
-    """Whether a group with this weight is formed when it moves to a GPU: on the CPU the stock forward runs."""
+    """Whether a group with this weight is formed when it moves to a GPU, because on the CPU the stock forward runs."""
     return bind.mode_of(module) == bind.GPU and weight.device.type == "cpu"
 
 
 def _apply_and_resume(cls: type[Any]) -> Callable[..., Any]:
     def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        suspended = _suspend(self)  # no reference to the group: its memory is freed as the parameters leave it
+        suspended = _suspend(self)  # not a reference to the group, whose memory is freed as the parameters leave it
         result = super(cls, self)._apply(*args, **kwargs)
         if suspended is not None:
             kind, names = suspended

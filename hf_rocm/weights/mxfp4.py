@@ -1,4 +1,4 @@
-"""Checkpoints of gpt-oss, transformers' `Mxfp4Config`: experts in blocks of 32 4-bit floats with one power of two."""
+"""Checkpoints of gpt-oss (transformers' `Mxfp4Config`): experts in blocks of 32 4-bit floats with one power of two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hf_rocm.ops.mxfp4 import BLOCK, BYTES, MXFP4
 from hf_rocm.weights.stored import SCALES, Expected, StoredFormat, Unsupported, only_known, stored_format
 
-# modules_to_not_convert: the tensors show which layers are quantised
+# modules_to_not_convert is ignored, because the tensors show which layers are quantised
 _SETTINGS = ("quant_method", "modules_to_not_convert")
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
@@ -17,7 +17,7 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 @dataclass(frozen=True)
 class Mxfp4(StoredFormat):
-    """For gate_up [E, 2I, H] and down [E, H, I]: `…_blocks` [E, N, K / 32, 16], `…_scales` [E, N, K / 32] and
+    """For both gate_up [E, 2I, H] and down [E, H, I]: `…_blocks` [E, N, K / 32, 16], `…_scales` [E, N, K / 32] and
     `…_bias` [E, N]."""
 
     marker = f"{DOWN}_blocks"

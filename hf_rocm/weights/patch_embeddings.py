@@ -1,8 +1,8 @@
 """Patch embeddings as GEMMs: the convolutions at the start of vision models, whose patches do not overlap.
 
-Such a convolution is a linear layer over flattened patches. MIOpen computes it slowly, and for Conv3d ends the process
-on several GPUs and releases (https://github.com/Comfy-Org/ComfyUI/issues/15895). The weights stay where they are, in
-their own shape.
+Such a convolution is a linear layer over flattened patches. MIOpen computes it slowly, and for Conv3d it ends the
+process on some GPUs in some releases (https://github.com/Comfy-Org/ComfyUI/issues/15895). The weights keep their memory
+and their shape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hf_rocm.weights.eligible import accepted_forward
 # In a convolution's __dict__: the class of the module around it, which only flattens its output.
 _FLATTENED_BY = "_hf_rocm_flattened_by"
 
-# What the stock forwards call, by class.
+# The functions that the stock forwards call, by class.
 _CALLED = {
     cls: (Reference(cls, "forward"), Reference(cls, "_conv_forward"), Reference(vars(functional), function))
     for cls, function in ((nn.Conv2d, "conv2d"), (nn.Conv3d, "conv3d"))
@@ -45,7 +45,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     """Compute the convolution as a GEMM.
 
     input: [B, C, size_1, …], in the weight's dtype. Returns [B, N, size_1 // kernel_1, …], in the memory format of a
-    convolution, or with N as the innermost dim where the module around it only flattens the patches (`_flattens`).
+    convolution, or with N as the innermost dim if the module around it only flattens the patches (`_flattens`).
     Unsupported calls, and those whose functions were replaced, run the stock forward.
     """
     weight = self._parameters.get("weight")
@@ -71,7 +71,7 @@ for _cls in _CALLED:
 def attach(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
     """Compute the patch embeddings of a model as GEMMs, in place. Idempotent.
 
-    mode: as in `overlay.bind`. Returns the names of these convolutions, and those that stay stock with the reason.
+    mode: as in `overlay.bind`. Returns the names of these convolutions, and the reasons for those that stay stock.
     """
     served: list[str] = []
     skipped: dict[str, str] = {}
@@ -163,7 +163,7 @@ def _flattened(convolution: Any) -> bool:
     return around is not None and _flattened_by.get(around) is around.forward
 
 
-# class → its forward, which flattens the outputs of its convolutions
+# maps a class to its forward, which flattens the outputs of its convolutions
 _flattened_by: dict[Any, Callable[..., Any]] = {}
 
 
@@ -172,7 +172,7 @@ def _flattens(cls: Any, child: str) -> Callable[..., Any] | None:
     """The forward of a module class of transformers if it uses the output of this child only as `….flatten(2)`.
 
     With patches as rows and N as the innermost dim, `.flatten(2).transpose(1, 2)` is then contiguous. With a
-    convolution's format it isn't, and neither are the hidden states of all layers that follow, whose residual sums then
+    convolution's format it is not, and neither are the hidden states of all following layers, whose residual sums then
     take three times as long.
     """
     if cls.__module__.partition(".")[0] != "transformers":

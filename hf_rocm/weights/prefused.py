@@ -1,10 +1,10 @@
-"""Recognise layers that a checkpoint already stores as one matrix, so that there is nothing to fuse."""
+"""Recognise layers that a checkpoint already stores as one matrix, which need no fusing."""
 
 from __future__ import annotations
 
 from torch import nn
 
-# q, k and v; gate and up
+# The names of layers that join q, k and v, or gate and up
 _NAMES = ("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv", "W_pack", "gate_up_proj", "Wi")
 
 # GPT-2's, whose weight is transposed
@@ -12,7 +12,7 @@ _CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
 
 def joined_already(module: nn.Module) -> list[str]:
-    """Return the names of such children."""
+    """Return the names of the children that are already joined."""
     return [name for name in _NAMES if _multiplies(module._modules.get(name))]
 
 

@@ -1,7 +1,7 @@
 """Shuffle the weights of a whole model for aiter, as copies or in place, and undo it.
 
-A copy costs memory, so copies are made only within the user's budget; they serve GEMMs with many rows. With a threshold
-of 0 rows the shuffled weight replaces the original and costs nothing. The peak memory is one layer's weights more.
+A copy costs memory, so copies are made only within the user's budget, for GEMMs with many rows. With a threshold of 0
+rows the shuffled weight replaces the original and needs no memory. The peak memory is one layer's weights more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_rocm.weights.tied_weights import first_shared, shared
 
 
 class Settings(NamedTuple):
-    """Validated settings. budget: bytes. threshold: rows; 0: replace the original, -1: shuffle nothing."""
+    """Validated settings. budget: bytes. threshold: rows; 0 replaces the original, -1 shuffles nothing."""
 
     mode: str
     budget: int
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
 
 
 def settings(model: nn.Module, mode: Any = None, budget: Any = None, before: Any = None) -> Settings:
-    """Validate the arguments. Defaults: the settings with which the model was prepared before, else the options.
+    """Validate the arguments. They default to the settings of the earlier preparation, or else to the options.
 
     before: the report of the earlier `preshuffle`, or None. Raises `OptionError`.
     """
@@ -54,7 +54,7 @@ def settings(model: nn.Module, mode: Any = None, budget: Any = None, before: Any
 def preshuffle(model: nn.Module, wanted: Settings) -> dict[str, Any]:
     """Shuffle the eligible weights of a model in place. Returns a report in plain builtins.
 
-    Weights that were shuffled with other settings are restored first; those with the same settings are kept.
+    Weights that were shuffled with other settings are restored first. Those with the same settings are kept.
     """
     if wanted.mode == "off" or wanted.threshold < 0 or not (wanted.budget or wanted.threshold == 0):
         unshuffle(model)
@@ -100,7 +100,7 @@ def unshuffle(model: nn.Module) -> None:
 
 
 def in_force(model: nn.Module) -> int:
-    """Count the GEMMs of the model that use shuffled weights now. For `explain`."""
+    """Count the GEMMs of the model that use shuffled weights now, for `explain`."""
     groups = [(module, _group_in(module)) for module in model.modules()]
     members = {
         id(part.layer(module))
@@ -112,7 +112,7 @@ def in_force(model: nn.Module) -> int:
 
 
 def shuffled_weight(module: nn.Module) -> tuple[Tensor, Tensor | None, str] | None:
-    """Return (shuffled weight [N, K], bias, the names of its group) if the module uses one now. For `explain`."""
+    """Return (shuffled weight [N, K], bias, the names of its group) for `explain`, or None if the module uses none."""
     group = _group_in(module)
     data = None if group is None else group.shuffled_data(module)
     if group is None or data is None:
@@ -132,13 +132,13 @@ def _group_in(module: nn.Module) -> WeightGroup | None:
 
 
 def _inside_experts(model: nn.Module) -> set[int]:
-    """The ids of modules of stacked experts: kernels with their own layout read these as one block."""
+    """The ids of modules of stacked experts, which kernels with their own layout read as one block."""
     kinds = ((module, kind_in(module)) for module in model.modules())
     return {id(member) for module, kind in kinds if kind is not None for member in kind.covers(module)}
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """The names of the layers that this module runs as one GEMM of plain or shuffled weights; empty if none."""
+    """The names of the layers that this module runs as one GEMM with plain or shuffled weights, if any."""
     with torch.no_grad():
         group = live(module)
     return group.names if isinstance(group, (Fused, ShuffledGroup)) else ()
@@ -185,7 +185,7 @@ def _shuffle_experts(module: nn.Module, wanted: Settings, left: int, others: dic
     """Make shuffled copies of experts, which serve any number of tokens. Returns (refusal or None, bytes)."""
     group = _group_in(module)
     if group is not None:
-        group.unshuffle(module)  # it has other settings, or its weights were written to
+        group.unshuffle(module)  # its settings differ, or its weights were written to
     parameters = [parameter for member in module.modules() for parameter in member.parameters(recurse=False)]
     reason = first_shared(parameters, others)
     if reason is None and wanted.mode == "auto":
@@ -194,7 +194,7 @@ def _shuffle_experts(module: nn.Module, wanted: Settings, left: int, others: dic
 
 
 def _is_shuffled(module: nn.Module, names: tuple[str, ...], wanted: Settings) -> bool:
-    """Whether it is already shuffled with these settings. A copy's values are compared: `.data` may have changed."""
+    """Whether it is already shuffled with these settings. Compares a copy's values, as `.data` may have changed."""
     group = _group_in(module)
     if wanted.threshold == 0:
         kind = ShuffledGroup if names else ShuffledLinear
@@ -218,7 +218,7 @@ def _copy_of(module: nn.Module) -> ShuffledCopy | None:
 
 
 def _clear(module: nn.Module, names: tuple[str, ...]) -> None:
-    """Restore what was shuffled with other settings, and layers that were shuffled before they formed a group."""
+    """Restore weights that were shuffled with other settings, or before their layers formed a group."""
     for member in (*(module._modules[name] for name in names), module):
         group = None if member is None else _group_in(member)
         if member is not None and group is not None:

@@ -1,7 +1,7 @@
-"""The known gains of shuffled weights, on which `preshuffle="auto"` is based.
+"""The known gains of shuffled weights, which `preshuffle="auto"` is based on.
 
-hf_rocm measured none of them: no AMD GPU was available. An entry is a published measurement of the same kernels, and
-is applied only to the cases that it covers.
+hf_rocm measured none of them, because no AMD GPU was available. An entry is a published measurement of the same kernels
+and is applied only to the cases that it covers.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _MARKS = (
     "_is_quantized",
     "_pre_quantization_dtype",
 )
-_SAMPLES = 8  # rows of the random input with which a layer's error is measured
+_SAMPLES = 8  # rows of the random input that a layer's error is measured with
 
 _log = logging.getLogger("hf_rocm")
 
@@ -58,7 +58,7 @@ def quantize(
     keeps the original weights in host memory, so that `restore` can bring them back; None frees them. exclude: names or
     patterns of layers to skip, such as `down_proj` or `model.layers.0.*`. head: also quantise the layer that computes
     the logits, unless it shares the embedding's weight. force: as in `prepare`. progress: called with the number of
-    groups done and the total.
+    groups that are done and the total.
     All remaining parameters stop requiring gradients. The peak memory is one group more than before.
 
     Returns the same model. Raises `OptionError` on an unknown kind, a model that is already quantised, and a model in
@@ -88,7 +88,7 @@ def quantize(
         "kind": kind,
         "format": encoding.described(format),
         "layers": len(errors),
-        "left": left,  # layer: why it keeps its dtype
+        "left": left,  # maps a layer to the reason why it keeps its dtype
         "kept": keep,
         "bytes": [before, nbytes(model)],
         "error": {"mean": sum(errors.values()) / len(errors), "max": errors[worst], "worst": worst},
@@ -101,8 +101,8 @@ def quantize(
 def dequantize(model: ModelT) -> ModelT:
     """Replace the quantised layers of a model with ordinary `nn.Linear` layers in place.
 
-    After `keep="cpu"` they have the original weights; otherwise the dequantised weights in the original dtype. A
-    quantised checkpoint's `quantization_config` leaves the model's config.
+    After `keep="cpu"` they have the original weights, otherwise the dequantised weights in the original dtype. The
+    `quantization_config` of a quantised checkpoint is removed from the model's config.
     Returns the same model. Raises `OptionError` if model is not a `torch.nn.Module`.
     """
     require_module(model, "dequantize")
@@ -118,7 +118,7 @@ def dequantize(model: ModelT) -> ModelT:
 
 
 def summary(model: nn.Module) -> str | None:
-    """Describe what was quantised and its error, in a sentence; None for a model that is not quantised."""
+    """Describe the quantised layers and their error in a sentence, or return None for a model without any."""
     report = model.__dict__.get(REPORT)
     if report is None:
         return None
@@ -177,7 +177,7 @@ def _quantize(
     expected = [F.linear(sample, linear.weight, linear.bias) for linear in linears]
     quantized = _round(linears, encoding, format)
     if set(names_in(module)).intersection(names):
-        del module.__dict__[SLOT]  # the memory of a fused group is freed as its parameters leave it
+        del module.__dict__[SLOT]  # so that a fused group's memory is freed as its parameters leave it
     errors, start = {}, 0
     for name, linear, wanted in zip(names, linears, expected, strict=True):
         layer = QuantizedLinear(linear, quantized, start, warns=warns and not start)
@@ -206,7 +206,7 @@ def _round(linears: Sequence[Any], encoding: type[QuantizedWeight], format: Any)
 
 
 def _forget_format(model: nn.Module) -> None:
-    """Remove what transformers keeps about a quantised checkpoint from a model that is no longer quantised."""
+    """Remove transformers' data about a quantised checkpoint from a model that is no longer quantised."""
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
             for name in _MARKS:
@@ -224,7 +224,7 @@ def _empty(linear: nn.Linear, keep: bool) -> None:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return normally distributed numbers, equal for equal widths, without using the user's random state."""
+    """Return normally distributed numbers, the same for equal widths, without using the user's random state."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(_SAMPLES, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
 

@@ -1,4 +1,4 @@
-"""Plan which linear layers of a model are quantised, and which together, with a reason for every other layer."""
+"""Plan which linear layers of a model are quantised together, with a reason for every layer that is not quantised."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STAYS = {
     "experts": "experts are not quantised",
 }
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MULTIPLE = 16  # of N and K: the requirement of every GEMM
+_MULTIPLE = 16  # N and K must be multiples of this for every GEMM
 
 
 class Group(NamedTuple):
@@ -46,7 +46,7 @@ def plan(
     wide += tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for path, module in model.named_modules():
         if any(name.endswith("proj") and weight.dim() == 3 for name, weight in module.named_parameters(recurse=False)):
-            left[path] = _STAYS["experts"]  # stacked in one tensor
+            left[path] = _STAYS["experts"]  # the experts are stacked in one tensor
         eligible = []
         for name, child in module._modules.items():
             if not isinstance(child, nn.Linear):

@@ -1,6 +1,6 @@
 """Linear layers in 8 or 4 bits: the modules that replace `nn.Linear`, and the GEMM of a whole group.
 
-Layers with the same input share one `QuantizedWeight`. Called one by one, they multiply their own rows; the group
+Layers with the same input share one `QuantizedWeight`. A layer that is called alone multiplies its own rows. The group
 multiplies all rows at once.
 """
 
@@ -25,7 +25,7 @@ from hf_rocm.weights.eligible import refusal
 from hf_rocm.weights.encoding import QuantizedWeight
 from hf_rocm.weights.fuse import fuse
 
-# The key of a report, as plain builtins, in the model's __dict__; `explain` reads it.
+# The key of the report in the model's __dict__. The report consists of plain builtins, and `explain` reads it.
 REPORT = "_hf_rocm_quantization"
 
 _log = logging.getLogger("hf_rocm")
@@ -46,7 +46,7 @@ class QuantizedLinear(PackedLinear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.start = start
         self.dtype = linear.weight.dtype if isinstance(linear, nn.Linear) else linear.dtype
-        self.replaced = (linear,)  # a tuple, so that it is not a child; its parameters are empty, or on the CPU if kept
+        self.replaced = (linear,)  # in a tuple, not as a child; its parameters are empty, or on the CPU if kept
         self.follows = "_hf_hook" in linear.__dict__  # accelerate moved the input to this layer's device
         self.warns = warns
         self.training = linear.training
@@ -69,7 +69,7 @@ class QuantizedLinear(PackedLinear):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantised weight [N, K] in the layer's original dtype; a new tensor in every access."""
+        """The dequantised weight [N, K] in the layer's original dtype. Every access creates a new tensor."""
         return self.quantized.read(self.start, self.start + self.out_features, self.dtype)
 
     @property
@@ -165,7 +165,7 @@ class QuantizedLinear(PackedLinear):
 
 @register
 class Quantized(WeightGroup):
-    """The layers of a module that share one `QuantizedWeight`. It has no addresses: the layers reference the weight."""
+    """The layers of a module that share one `QuantizedWeight`. They reference the weight, so no addresses are kept."""
 
     order = 10
 
@@ -178,7 +178,7 @@ class Quantized(WeightGroup):
 
     @classmethod
     def form(cls, module: nn.Module, names: tuple[str, ...]) -> str | None:
-        return refusal(module, names)  # `quantize` forms it; there is nothing to fuse in it
+        return refusal(module, names)  # `quantize` forms the group, which needs no fusing
 
     @classmethod
     def restore(cls, module: nn.Module) -> None:
@@ -244,7 +244,7 @@ class Quantized(WeightGroup):
         return 0 if weight is None else sum(tensor.nbytes for tensor in weight.buffers())
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Quantized, (self.names, self.sizes)  # its layers can't be unpickled without hf_rocm either
+        return Quantized, (self.names, self.sizes)  # the layers of the group can't be unpickled without hf_rocm either
 
 
 def group_of(module: nn.Module) -> QuantizedWeight | None:
@@ -254,13 +254,13 @@ def group_of(module: nn.Module) -> QuantizedWeight | None:
 
 
 def group_layers(module: nn.Module, names: tuple[str, ...]) -> None:
-    """Make these quantised layers of a module, which share one weight, a group."""
+    """Form a group of these quantised layers of a module, which share one weight."""
     children: Any = module._modules
     module.__dict__[SLOT] = Quantized(names, tuple(children[name].out_features for name in names))
 
 
 def replace(model: nn.Module, replacement: Callable[[QuantizedLinear], nn.Module]) -> None:
-    """Replace the quantised layers, fuse the groups that they leave, and make the frozen parameters trainable."""
+    """Replace the quantised layers, fuse the resulting groups, and make the frozen parameters trainable."""
     report = model.__dict__.pop(REPORT, None) or {}
     for module in model.modules():
         for name, child in list(module._modules.items()):
@@ -283,7 +283,7 @@ def layers(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
 
 
 def specifications(model: nn.Module) -> Iterator[tuple[str, QuantizedSpec]]:
-    """Yield (layers, specification) of every quantised GEMM of the model in its current state."""
+    """Yield (layers, specification) for every quantised GEMM of the model in its current state."""
     joined: set[int] = set()
     for module in model.modules():
         weight = group_of(module)

@@ -1,8 +1,8 @@
 """Fuse this rank's rows of linear layers that transformers shards over ranks by outputs (`colwise`).
 
 The weights are DTensors; from 5.1 to 5.15 they are plain parameters with this rank's rows. Called one by one, the
-layers run hooks or a forward that end in a GEMM of local tensors. The block is the memory of those local tensors, and
-its GEMM returns what the layers return. Row-wise layers, which need an all-reduce, are called as modules.
+layers run hooks or a forward that end in a GEMM of local tensors. The block is the memory of these local tensors, and
+its GEMM returns the same results as the layers. Row-wise layers, which need an all-reduce, are called as modules.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Shards(BlockGroup):
 
     @classmethod
     def restore(cls, module: nn.Module) -> None:
-        """Restore the parameters that are still in the group. Others belong to other code by now."""
+        """Restore the parameters that are still in the group. The others now belong to other code."""
         with lock:
             group = module.__dict__.pop(SLOT, None)
             if isinstance(group, Shards):
@@ -88,7 +88,7 @@ class Shards(BlockGroup):
             cls.form(module, names)
 
     def multiply(self, module: nn.Module, x: Tensor, norm: ops.Norm | None, activation: str | None) -> Tensor | None:
-        """x: a plain tensor, replicated on all ranks."""
+        """The group's GEMM. x: a plain tensor, replicated on all ranks."""
         if x.__class__ is not Tensor or (x.requires_grad and torch.is_grad_enabled()):
             return None
         if norm is None and activation is None:

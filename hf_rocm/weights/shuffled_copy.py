@@ -103,7 +103,7 @@ class ShuffledCopy(WeightGroup):
         return 0 if self.shuffled is None else self.shuffled.data.nbytes
 
     def serves(self, x: Tensor, weights: Sequence[Tensor]) -> Shuffled | None:
-        """Return the copy, updated if necessary, or None: then the weights themselves must be used."""
+        """Return the copy, updated if necessary, or None if the weights themselves must be used."""
         if self.shuffled is None or rows(x) < self.threshold:
             return None
         source = self.source
@@ -122,7 +122,7 @@ class ShuffledCopy(WeightGroup):
         return self.shuffled
 
     def follows(self, weights: Sequence[Tensor]) -> bool:
-        """Whether these are still the copied weights, whatever their values."""
+        """Whether these are still the copied weights, regardless of their values."""
         return self.shuffled is not None and [mark[:2] for mark in _marks(weights)] == [m[:2] for m in self._marks]
 
     def renew(self, marks: tuple[tuple[int, int, int], ...] | None = None) -> None:
@@ -133,7 +133,7 @@ class ShuffledCopy(WeightGroup):
             self._marks = marks or self._marks
 
     def drop(self, *, release: bool = True) -> None:
-        """Free the copy: only the weights are used from now on. release: also remove PyTorch's hook if unused."""
+        """Free the copy, so that only the weights are used. release: also remove PyTorch's hook if it is unused."""
         self.shuffled = None
         self.source = self.source.new_empty(0)
         if release:
@@ -145,7 +145,7 @@ class ShuffledCopy(WeightGroup):
 
 @contextmanager
 def counters_watched() -> Iterator[None]:
-    """Allow copies in a capture within the block: every replay follows a prefill, which compares the counters."""
+    """Allow copies in a capture within the block, because a prefill compares the counters before every replay."""
     _watched.counters = True
     try:
         yield
@@ -154,7 +154,7 @@ def counters_watched() -> Iterator[None]:
 
 
 def clear_copied(module: nn.Module) -> None:
-    """Remove what a copied or unpickled layer has left of a shuffled weight: False in its slot, and the hook."""
+    """Remove the traces of a shuffled weight from a copied or unpickled layer: False in its slot, and the hook."""
     if module.__dict__.get(SLOT) is False:
         del module.__dict__[SLOT]
         if type(module) is nn.Linear:
@@ -164,7 +164,7 @@ def clear_copied(module: nn.Module) -> None:
 class ExpertCopies:
     """Shuffled copies of gate_up [E, 2I, H] and down [E, H, I], for any number of tokens.
 
-    weights: the parameters that the two consist of.
+    weights: the parameters that form gate_up and down.
     """
 
     def __init__(self, blocks: tuple[Tensor, Tensor], weights: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
@@ -216,7 +216,7 @@ def unwatch() -> None:
 def _registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Drop the copy of a layer that is moved, for example into an adapter, or of a fused group whose layer changes."""
     if torch.compiler.is_compiling():
-        return  # the compiler traces slices of a module list through here
+        return  # the compiler traces slices of a module list through this hook
     for copy in (
         getattr(module.__dict__.get(SLOT), "copy", None),
         None if child is None else child.__dict__.get(SLOT),
@@ -225,7 +225,7 @@ def _registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
             copy.drop(release=False)  # PyTorch iterates over the table of its hooks
 
 
-# As `register_module_module_registration_hook` does it.
+# The table that `register_module_module_registration_hook` writes to.
 _hooks = torch_module._global_module_registration_hooks
 _hook = Entry(_hooks, RemovableHandle(_hooks).id, lambda _: _registered)
 

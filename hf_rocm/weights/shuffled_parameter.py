@@ -1,8 +1,8 @@
 """A shuffled weight that replaces the original: one copy in memory, in aiter's layout.
 
 The module's parameter is then a tensor subclass that supports `F.linear` and queries of its shape. Any other access (a
-state dict, an in-place write, `.data`, `.to()`, an adapter that merges) first restores the stock parameter, the same
-object with the same bytes, and uses that. So the shuffled layout is never visible.
+state dict, an in-place write, `.data`, `.to()`, merging an adapter) first restores and then uses the stock parameter,
+which is the same object with the same bytes. So the shuffled layout is never visible.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ShuffledWeight(nn.Parameter):
         self.linear = ref(linear)
 
     def stock(self) -> nn.Parameter:
-        """Restore and return the original parameter, with its values in their own order."""
+        """Restore and return the original parameter, with its values in plain order."""
         with lock:
             if self.shuffled is not None:
                 with torch.inference_mode(False), torch.no_grad():
@@ -182,7 +182,7 @@ class ShuffledGroup(WeightGroup):
 
     @classmethod
     def form(cls, module: nn.Module, names: tuple[str, ...]) -> str | None:
-        """Shuffle a live fused group as one matrix. A block of 16 rows has the same layout in the parts."""
+        """Shuffle a live fused group as one matrix. Blocks of 16 rows have the same layout in all parts."""
         with torch.no_grad():
             group = live(module)
         if isinstance(group, ShuffledGroup) and group.names == names:
@@ -234,7 +234,7 @@ class ShuffledGroup(WeightGroup):
         return False
 
     def unshuffle(self, module: nn.Module) -> None:
-        """Restore the stock parameters of its layers; the next call fuses them."""
+        """Restore the stock parameters of the group's layers. The next call fuses them."""
         with lock:
             if module.__dict__.get(SLOT) is not self:
                 return
@@ -293,7 +293,7 @@ def _trains(weight: Tensor, bias: Tensor | None) -> bool:
     return torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
 
 
-# By the address of the shuffled bytes, which is all that a compiled graph has.
+# Layers by the address of the shuffled bytes, which is all that a compiled graph has.
 _by_data: WeakValueDictionary[int, ShuffledLinear] = WeakValueDictionary()
 
 
@@ -302,7 +302,7 @@ def _members(*names: str) -> frozenset[Any]:
     return frozenset(member if callable(member) else getattr(member, "__get__", member) for member in members)
 
 
-# Frequent queries whose result does not depend on the layout: they must not restore the original.
+# Frequent queries whose result does not depend on the layout, and which must not restore the original.
 _ABOUT_SHAPE = _members(
     *("shape", "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
     *("is_nested", "is_mkldnn", "is_leaf", "layout", "names", "ndim", "nbytes", "itemsize", "grad_fn"),

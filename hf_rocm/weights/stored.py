@@ -1,7 +1,7 @@
-"""How checkpoints store the weight of a quantised linear layer, and the encodings that take the same numbers.
+"""How checkpoints store the weight of a quantised linear layer, and the encodings that represent the same numbers.
 
 A format names the tensors of a layer. The large ones become rows of a `QuantizedWeight` and are recreated from them
-byte for byte; the small ones are kept as they are. No number is rounded in either direction.
+byte for byte. The small ones are kept unchanged. No number is rounded in either direction.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hf_rocm.weights.four_bit import FourBitWeight
 Tensors = Mapping[str, Tensor]
 
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
-_ZERO = 8  # the number that stands for 0 without zero points
-_MULTIPLE = 16  # of N and K: the requirement of the products
+_ZERO = 8  # the number that represents 0 without zero points
+_MULTIPLE = 16  # N and K must be multiples of this for the GEMMs
 
 
 class Unsupported(HfRocmError):
-    """A checkpoint uses a feature that has no kernel here: stock loads it."""
+    """A checkpoint uses a feature that hf_rocm has no kernel for. Stock loads it."""
 
 
 class TensorInfo(NamedTuple):
@@ -41,7 +41,7 @@ class TensorInfo(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What a layer's tensor must look like. shapes: () for any. check: what is wrong with the values, or None."""
+    """The requirements on a layer's tensor. shapes: () for any. check: returns the fault of the values, or None."""
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -59,32 +59,32 @@ class StoredFormat:
 
     @classmethod
     def split(cls, name: str) -> tuple[str, str]:
-        """A tensor's name in a checkpoint as those of its layer and of the tensor in the layer."""
+        """Split a tensor's name in a checkpoint into the name of its layer and its name in the layer."""
         layer, _, tensor = name.rpartition(".")
         return layer, tensor
 
     def completed(self, tensors: Mapping[str, Any]) -> StoredFormat:
-        """The format with what only a quantised layer shows. tensors: those of one, as entries of the files' headers.
+        """The format, completed with parameters that are known only from a quantised layer. Raises `Unsupported`.
 
-        Raises `Unsupported`.
+        tensors: the tensors of one such layer, as entries of the files' headers.
         """
         return self
 
     def described(self) -> str:
-        """The format in a report."""
+        """The format as text for a report."""
         raise NotImplementedError
 
     def expected(self, *sizes: Any, **named: Any) -> dict[str, Expected]:
-        """The tensors of a layer by name, without an optional bias. sizes: those of `StoredLayer.sizes`."""
+        """The tensors of a layer by name, without an optional bias. sizes: the result of `StoredLayer.sizes`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class LinearFormat(StoredFormat):
-    """A format of linear layers [N, K], whose `bulk` tensors an encoded weight replaces."""
+    """A format of linear layers [N, K] whose `bulk` tensors are replaced with an encoded weight."""
 
     def refuses(self, n: int, k: int) -> str | None:
-        """Why the weight [N, K] can't be encoded for our kernels, or None; the layer then multiplies it dequantised."""
+        """Why the weight [N, K] can't be encoded for hf_rocm's kernels, so that calls dequantise it, or None."""
         if n % _MULTIPLE or k % _MULTIPLE:
             return f"its sizes {n} × {k} are not multiples of {_MULTIPLE}"
         return None
@@ -94,15 +94,15 @@ class LinearFormat(StoredFormat):
         return all(first[name].dtype == other[name].dtype for name in self.bulk if name in first)
 
     def empty(self, n: int, k: int, layers: Sequence[Tensors], bias: Tensor | None) -> QuantizedWeight:
-        """An encoded weight with n rows that is still to be written, for layers with these tensors."""
+        """An unwritten encoded weight with n rows, for layers with these tensors."""
         raise NotImplementedError
 
     def put(self, weight: QuantizedWeight, start: int, tensors: Tensors) -> None:
-        """Write a layer's tensors into the rows from start on."""
+        """Write a layer's tensors into the rows that begin at `start`."""
         raise NotImplementedError
 
     def get(self, weight: QuantizedWeight, start: int, n: int, name: str, info: TensorInfo) -> Tensor:
-        """One of the `bulk` tensors, recreated from n rows: a new tensor on the device of the weight."""
+        """One of the `bulk` tensors, recreated from n rows as a new tensor on the weight's device."""
         raise NotImplementedError
 
     def read(self, tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -114,7 +114,7 @@ class LinearFormat(StoredFormat):
 class EightBitFormat(LinearFormat):
     """`weight`: [N, K] int8 or fp8; the scale has the name `marker`.
 
-    scale_for: `row`, `tensor`, or `block` of 128 × 128. weight_only: x is not rounded in any product, as with blocks.
+    scale_for: `row`, `tensor`, or `block` of 128 × 128. weight_only: whether no GEMM rounds x, as with blocks.
     """
 
     bulk = ("weight",)
@@ -153,7 +153,7 @@ class EightBitFormat(LinearFormat):
         weight.scale[place] = self._numbers(tensors)
 
     def _numbers(self, tensors: Tensors) -> Tensor:
-        """The scales in fp32: [N] or [1], or those of the blocks."""
+        """The scales in fp32: [N], [1], or one per block."""
         scale = tensors[self.marker].float()
         return scale if self.scale_for == "block" else scale.flatten()
 
@@ -174,10 +174,10 @@ def _blocks(n: int, k: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FourBitFormat(LinearFormat):
-    """4-bit integers with a scale for each group of `group` numbers of a row; -1: for the whole row."""
+    """4-bit integers with one scale per group of `group` numbers of a row, or per row if `group` is -1."""
 
     scales: ClassVar[str]  # the name of the scales
-    zero_points: ClassVar[str]  # the name of the zero points, which need not be there
+    zero_points: ClassVar[str]  # the name of the zero points, which may be absent
     shared: ClassVar[tuple[str, ...]] = ()  # tensors that must be equal in layers that are joined
     library: str
     group: int
@@ -187,32 +187,32 @@ class FourBitFormat(LinearFormat):
         return f"4 bits, {groups} ({self.library})"
 
     def groups(self, k: int) -> int:
-        """How many groups a row of K numbers has."""
+        """The number of groups in a row of K numbers."""
         return 1 if self.group == -1 else k // self.group
 
     def zeros(self, tensors: Tensors, n: int) -> Tensor | None:
-        """The numbers [N, groups] uint8 that stand for 0, or None for 8."""
+        """The numbers that represent 0, [N, groups] uint8, or None for 8."""
         raise NotImplementedError
 
     def from_zeros(self, zeros: Tensor) -> Tensor:
-        """The inverse: the layer's tensor for zero points [N, groups] int32."""
+        """The inverse of `zeros`: the layer's tensor for zero points [N, groups] int32."""
         raise NotImplementedError
 
     def group_of(self, tensors: Tensors, k: int, device: torch.device) -> Tensor:
-        """The group of each input, [K]."""
+        """The group of every input, [K]."""
         return torch.arange(k, device=device) // (k if self.group == -1 else self.group)
 
     def order(self, tensors: Tensors, k: int) -> Tensor | None:
-        """The inputs sorted by their groups, [K], or None if they are sorted."""
+        """The indices that sort the inputs by group, [K], or None if they are sorted."""
         groups = self.group_of(tensors, k, tensors[self.scales].device)
         return None if bool((groups[1:] >= groups[:-1]).all()) else groups.argsort(stable=True).to(torch.int32)
 
     def levels(self, tensors: Tensors, start: int, stop: int, k: int) -> Tensor:
-        """The numbers 0 … 15 of some rows, [rows, K] int32; 8 stands for 0."""
+        """The numbers 0 … 15 of some rows, [rows, K] int32. 8 represents 0."""
         raise NotImplementedError
 
     def put_levels(self, out: Tensor, start: int, levels: Tensor) -> None:
-        """The inverse: write the numbers of rows from start on into the layer's tensor."""
+        """The inverse of `levels`: write the numbers of the rows that begin at `start` into the layer's tensor."""
         raise NotImplementedError
 
     def to_rows(self, scales: Tensor, k: int) -> Tensor:
@@ -287,7 +287,7 @@ class FourBitFormat(LinearFormat):
 
 
 def unpack(words: Tensor, shifts: Sequence[int]) -> Tensor:
-    """The eight numbers of each word, [..., 8]. shifts: the place of each in bits."""
+    """The eight numbers of every word, [..., 8]. shifts: their bit offsets."""
     return (words.unsqueeze(-1) >> torch.tensor(shifts, dtype=words.dtype, device=words.device)) & 0xF
 
 
@@ -309,13 +309,13 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _pieces(n: int, k: int) -> list[tuple[int, int]]:
-    """Rows that are converted at once: a multiple of 8, which layouts that pack rows require."""
+    """The ranges of rows that are converted at once. Layouts that pack rows require multiples of 8."""
     step = max(8, CHUNK // k // 8 * 8)
     return [(first, min(n, first + step)) for first in range(0, n, step)]
 
 
 def only_known(settings: Mapping[str, Any], known: tuple[str, ...], of: str) -> None:
-    """Raise `Unsupported` if another setting is set."""
+    """Raise `Unsupported` if a setting is set that is not among the known ones."""
     other = next((name for name, value in settings.items() if value and name not in known), None)
     if other is not None:
         raise Unsupported(f"the setting {other!r} of its {of} is not known")
@@ -328,7 +328,7 @@ _parsers: dict[str, Parser] = {}
 
 
 def stored_format(method: str) -> Callable[[ParserT], ParserT]:
-    """Register the reader of the `quantization_config` of one `quant_method`. It raises `Unsupported`."""
+    """Register the parser of the `quantization_config` of one `quant_method`. The parser may raise `Unsupported`."""
 
     def register_it(parser: ParserT) -> ParserT:
         _parsers[method] = parser
@@ -338,5 +338,5 @@ def stored_format(method: str) -> Callable[[ParserT], ParserT]:
 
 
 def parsers() -> dict[str, Parser]:
-    """The imported readers by `quant_method`."""
+    """The parsers of all imported files, by `quant_method`."""
     return dict(_parsers)

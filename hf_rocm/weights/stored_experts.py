@@ -1,4 +1,4 @@
-"""Routed experts of a quantised checkpoint, with the checkpoint's own tensors, which our kernels read in place."""
+"""Routed experts of a quantised checkpoint, with the checkpoint's own tensors, which hf_rocm's kernels read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_rocm.weights.stored_linear import StoredLayer
 
 _CLASS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 
-# In the module's __dict__: the model is prepared, so that calls may use the kernels. `restore` removes it.
+# In the module's __dict__: a mark of prepared models, whose calls may use the kernels. `restore` removes it.
 _PREPARED = "_hf_rocm_prepared"
 
 
@@ -34,7 +34,7 @@ class StoredExperts(StoredLayer):
         super().__init__(format, infos, experts.gate_up_proj.dtype)
         self.gate_up_proj_bias, self.down_proj_bias = experts.gate_up_proj_bias, experts.down_proj_bias
         self.limit, self.alpha = float(experts.limit), float(experts.alpha)
-        self.replaced = (experts,)  # a tuple, so that it is not a child; its parameters stay on the meta device
+        self.replaced = (experts,)  # in a tuple, so that it is not a child; its parameters stay on the meta device
         self.training = experts.training
 
     @classmethod
@@ -51,7 +51,7 @@ class StoredExperts(StoredLayer):
         return tuple(module.down_proj.shape[index] for index in (0, 2, 1))
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
-        """hidden_states: [T, H] with weights [T, k]; before transformers 5 [B, S, H] with weights [T, E]."""
+        """hidden_states: [T, H] with routing_weights [T, k]; before transformers 5, [B, S, H] with [T, E]."""
         weights = routing_weights
         if hidden_states.dim() == 3 or weights.shape != router_indices.shape:
             weights = weights.gather(1, router_indices)
@@ -70,7 +70,7 @@ class StoredExperts(StoredLayer):
         return Mxfp4Call(x, *gate_up, *down, ids, weights, self.limit, self.alpha)
 
     def use_kernels(self) -> None:
-        """Use the fastest implementation in all further calls."""
+        """Use the fastest implementation in all following calls."""
         self.__dict__[_PREPARED] = True
 
     def ordinary(self) -> nn.Module:
@@ -94,7 +94,7 @@ class StoredExperts(StoredLayer):
 
 
 def specifications(model: nn.Module) -> Iterator[tuple[str, ExpertsSpec]]:
-    """Yield (situation, specification) of the calls of the prepared experts."""
+    """Yield (situation, specification) for the calls of the prepared experts."""
     top = getattr(getattr(model, "config", None), "num_experts_per_tok", 1)
     for module in model.modules():
         if isinstance(module, StoredExperts) and _PREPARED in module.__dict__:

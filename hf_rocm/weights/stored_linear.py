@@ -1,7 +1,7 @@
-"""Linear layers of a quantised checkpoint: as transformers loads them, and with an encoded weight for our kernels.
+"""Linear layers of a quantised checkpoint: as loaded by transformers, and with an encoded weight for hf_rocm's kernels.
 
 `StoredLinear` has the checkpoint's own tensors, so loading copies bytes. `hf_rocm.prepare` replaces it with an
-`EncodedLinear`, in whose state dict the same tensors are, and `hf_rocm.restore` returns it.
+`EncodedLinear`, whose state dict contains the same tensors, and `hf_rocm.restore` brings it back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StoredLayer(nn.Module):
 
     @staticmethod
     def is_plain(name: str) -> bool:
-        """Whether transformers can load a tensor of this name: one with a dot seems to be in a module of the layer."""
+        """Whether transformers can load a tensor of this name. A dot in it would refer to a child module."""
         return "." not in name
 
     def attach(self, name: str, tensor: Tensor) -> None:
@@ -40,17 +40,17 @@ class StoredLayer(nn.Module):
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
-        """Whether the module is of the class that it replaces."""
+        """Whether the module is an instance of the class that this one replaces."""
         raise NotImplementedError
 
     @classmethod
     def refusal(cls, module: nn.Module) -> str | None:
-        """Why it can't replace such a module, as a sentence without its subject, or None."""
+        """Why this class can't replace such a module, as a sentence without its subject, or None."""
         raise NotImplementedError
 
     @classmethod
     def sizes(cls, module: Any) -> tuple[int, ...]:
-        """The sizes of a module, as `StoredFormat.expected` takes them."""
+        """The sizes of a module, which are arguments of `StoredFormat.expected`."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ class StoredLayer(nn.Module):
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLayer:
-        """`.to()` and the like move the checkpoint's tensors, but never change their dtypes."""
+        """`.to()` and similar methods move the checkpoint's tensors, but never change their dtypes."""
         parameters = {id(parameter) for parameter in self._parameters.values()}
         super()._apply(lambda tensor: fn(tensor) if id(tensor) in parameters else _moved(tensor, fn), recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
@@ -83,8 +83,8 @@ class StoredLayer(nn.Module):
 class StoredLinear(StoredLayer):
     """Replaces an `nn.Linear`.
 
-    A call dequantises the weight, which is slow: it serves models that are not prepared, and layers whose sizes the
-    kernels don't support. biased: whether the checkpoint has a bias, which the model need not have.
+    A call dequantises the weight, which is slow. It is used by models that are not prepared, and by layers whose sizes
+    the kernels don't support. biased: whether the checkpoint has a bias; the model may have none.
     """
 
     format: LinearFormat
@@ -115,7 +115,7 @@ class StoredLinear(StoredLayer):
         return F.linear(x, self.dequantized(x.dtype), bias)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight [N, K] in this dtype; a new tensor."""
+        """The weight [N, K] in this dtype, as a new tensor."""
         with torch.no_grad():
             return self.format.read(self.tensors(), self.out_features, self.in_features, dtype)
 
@@ -129,14 +129,15 @@ class StoredLinear(StoredLayer):
 class EncodedLinear(QuantizedLinear):
     """Replaces a `StoredLinear`: rows of a `QuantizedWeight` with the checkpoint's numbers.
 
-    State dicts contain the checkpoint's tensors, recreated byte for byte on the CPU; loading one writes its numbers.
+    State dicts contain the checkpoint's tensors, recreated byte for byte on the CPU. Loading a tensor overwrites its
+    numbers.
     """
 
     def __init__(self, stored: StoredLinear, quantized: QuantizedWeight, start: int) -> None:
         super().__init__(stored, quantized, start, warns=False)
         for tensor in (tensor for name, tensor in stored.tensors().items() if name in stored.format.bulk):
             with torch.inference_mode(tensor.is_inference()):
-                tensor.data = torch.empty(0, dtype=torch.int8)  # of a dtype that can be pickled
+                tensor.data = torch.empty(0, dtype=torch.int8)  # with a dtype that can be pickled
         if stored.bias is not None:
             with torch.inference_mode(stored.bias.is_inference()):
                 stored.bias.data = stored.bias.data.new_empty(0)
@@ -149,7 +150,7 @@ class EncodedLinear(QuantizedLinear):
 
     @property
     def kept(self) -> bool:
-        """True: the checkpoint's bytes can always be recreated."""
+        """True, because the checkpoint's bytes can always be recreated."""
         return True
 
     def _recreated(self, name: str) -> Tensor:

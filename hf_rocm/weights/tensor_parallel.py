@@ -19,7 +19,7 @@ from hf_rocm.weights.fused_storage import is_aliased
 
 _FEATURE = "tensor_parallel"
 
-_LOCAL = "_local_tensor"  # of a DTensor
+_LOCAL = "_local_tensor"  # the attribute of a DTensor
 
 
 def local(parameter: Any) -> Tensor:
@@ -29,8 +29,8 @@ def local(parameter: Any) -> Tensor:
 
 
 def mesh_of(model: nn.Module) -> Any:
-    """Return the ranks over which this model's layers are sharded, a one-dimensional DeviceMesh, or None."""
-    manager = getattr(model, "_mesh_manager", None)  # then _device_mesh is a slice, which older PyTorch can't slice
+    """Return the ranks that this model's layers are sharded over, as a one-dimensional DeviceMesh, or None."""
+    manager = getattr(model, "_mesh_manager", None)  # _device_mesh is a slice then; older PyTorch can't slice it
     mesh: Any = getattr(model, "_device_mesh", None) if manager is None else manager.get_mesh("tp")
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and mesh.ndim > 1:
@@ -86,7 +86,7 @@ def _linear_refusal(linear: Any) -> str | None:
     for label, parameter in linear._parameters.items():
         if parameter is None and label == "bias":
             continue
-        own = local(parameter)  # on the CPU it may be a slice of what was read from the checkpoint
+        own = local(parameter)  # on the CPU it may be a slice of a tensor that was read from the checkpoint
         reason = _placement_refusal(parameter) or tensor_refusal(own, alone=not is_aliased(own))
         if reason is not None:
             return f"has a {label} that {reason}"
@@ -104,7 +104,7 @@ def _placement_refusal(parameter: Any) -> str | None:
 def _keeps_its_part(linear: Any) -> bool:
     """Whether the layer takes the whole input and returns this rank's part of the output as a plain tensor.
 
-    Up to 5.15 transformers uses a pair of hooks, later an instance forward; all are closures over their settings.
+    Up to 5.15 transformers uses a pair of hooks, and later an instance forward. All are closures over their settings.
     """
     hooks = hooks_of(linear)
     forward = linear.__dict__.get("forward")
@@ -126,7 +126,7 @@ def _keeps_its_part(linear: Any) -> bool:
 def _is_colwise(before: Any, after: Any) -> bool:
     """Whether these are the functions of a colwise style that the two hooks call.
 
-    They are partials up to 5.0, methods of a style later.
+    Up to 5.0 they are partials, and later methods of a style.
     """
     functions = [function.func if isinstance(function, partial) else function for function in (before, after)]
     names = [getattr(function, "__qualname__", "") for function in functions]
@@ -155,7 +155,7 @@ def _layout(given: Any) -> tuple[object, ...] | None:
 
 
 def is_transformers(function: Any) -> bool:
-    """Whether a hook or forward belongs to transformers' tensor parallelism; it calls the original forward."""
+    """Whether a hook or forward belongs to transformers' tensor parallelism. It calls the original forward."""
     return str(getattr(function, "__module__", "")).startswith(
         ("transformers.integrations.tensor_parallel", "transformers.distributed.tensor_parallel")
     )

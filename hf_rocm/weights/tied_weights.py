@@ -1,6 +1,6 @@
-"""Find shared weights of a model: one parameter in two modules, or two tensors over the same memory.
+"""Find shared weights of a model: one parameter in two modules, or two tensors in the same memory.
 
-Fusing moves a weight; another tensor over its old memory would no longer follow its changes.
+Fusing moves a weight. Another tensor in its old memory would no longer follow its changes.
 """
 
 from __future__ import annotations

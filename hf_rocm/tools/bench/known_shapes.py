@@ -1,4 +1,4 @@
-"""Named shapes, which are measured with random weights. They are data, so that `--help` lists them without torch."""
+"""Named shapes to measure with random weights. They are plain data, so that `--help` can list them without torch."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def shape(name: str) -> Shape:
-    """The shape of that name, or an `OptionError`."""
+    """Return the shape of that name. Raises `OptionError` on an unknown name."""
     if name not in SHAPES:
         raise OptionError(f"there is no shape {name!r}", facts={"known": ", ".join(SHAPES)})
     return SHAPES[name]

@@ -1,4 +1,4 @@
-"""Request one completion over HTTP from a server on this machine: its text, and the time at which each piece arrived."""
+"""Request a completion over HTTP from a server on this machine: its text, and the time at which each piece arrived."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class _Run:
         )
 
     def texts(self, server: Server, load: Load, questions: Sequence[Question]) -> list[str]:
-        """Return the answers to these requests, none of which may fail."""
+        """Return the answers to these requests. Raises `ServeError` if one fails."""
         traffic = self.drive(server, load, questions, "checking answers")
         for answer in traffic.answers:
             if answer.error is not None:

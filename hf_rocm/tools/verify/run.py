@@ -1,4 +1,4 @@
-"""Run every check of verify, in order, on one model."""
+"""Run all checks of verify on one model, in order."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def record(
 
 
 def _on_one_row(session: Session, before: dict[str, str], *, quick: bool) -> None:
-    """The checks that run on one row: every tier, and saving."""
+    """Run the checks that use one row: every tier, and saving."""
     subject = session.subject
     session.progress("tiers")
     row = session.known.get(FILLED, session.known[PROMPT])
@@ -136,7 +136,7 @@ def _golden_cases(named: dict[str, Case | str]) -> dict[str, Case]:
 
 
 def _tokens(subject: Subject, ids: Tensor | None) -> Tensor:
-    """[S] tokens on the CPU: the user's, or random tokens that are the same in every run."""
+    """Return [S] tokens on the CPU: the user's, or random tokens that are the same in every run."""
     size = int(subject.text_config.vocab_size)
     if ids is None:
         length = min(256, int(getattr(subject.text_config, "max_position_embeddings", 256)) // 2)
@@ -174,7 +174,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _as_it_came(model: nn.Module, report: dict[str, Any] | None) -> Iterator[None]:
-    """Restore the model's state after the block: prepared or stock, even after an error."""
+    """Restore the model's state, prepared or stock, after the block, even after an error."""
     from hf_rocm.loading.prepare import restore
 
     modes = {module: module.__dict__[bind.MODE] for module in model.modules() if bind.MODE in module.__dict__}
@@ -197,7 +197,7 @@ def _as_it_came(model: nn.Module, report: dict[str, Any] | None) -> Iterator[Non
 
 
 def _served_by(free: Run) -> dict[str, str]:
-    """Operation → the tiers and kernels that served it, with their numbers of calls."""
+    """Return operation → the tiers and kernels that served it, with their numbers of calls."""
     counts: dict[str, dict[str, int]] = {}
     for route in free.routes:
         kernels = counts.setdefault(route.operation, {})

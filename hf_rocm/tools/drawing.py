@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A line through points (x, y). title: its tooltip in the SVG."""
+    """A line through points (x, y). title: the tooltip in the SVG."""
 
     points: tuple[tuple[float, float], ...]
     colour: str
@@ -80,7 +80,7 @@ class Picture(NamedTuple):
 
 
 class ChartError(HfRocmError):
-    """A chart can't be drawn here."""
+    """A chart can't be drawn or written."""
 
 
 def svg(picture: Picture) -> str:

@@ -116,7 +116,7 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """Explain what hf_rocm does in this model in its current state. Loads nothing and runs no layer of the model.
+    """Explain what hf_rocm does in the current state of this model, without loading anything or running its layers.
 
     The kernels are those that the next call would use, so a first-use check may run here. Returns an `Explanation`.
     Raises `OptionError` if model is not a `torch.nn.Module`.

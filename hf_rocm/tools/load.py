@@ -21,7 +21,7 @@ def load(model: str, *, device: str | None = None, force: bool = False, stock: b
     enabled = not stock and (force or options.force_requested() or is_rocm())
     try:
         loaded = from_pretrained(model, force=(force or None) if enabled else False)
-    except ValueError as error:  # transformers does not recognise the config, or has no class for it
+    except ValueError as error:  # transformers doesn't recognise the config or has no class for it
         raise LoadError(
             f"no model could be loaded from {model!r}",
             facts={"transformers error": " ".join(str(error).split())[:300]},

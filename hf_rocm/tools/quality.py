@@ -152,10 +152,10 @@ def quantization_loss(
 ) -> QuantizationLoss:
     """Run a model and its reference on the same tokens, and compare their logits.
 
-    reference: the unquantised model, or a folder or name to load it from, which needs the memory of both models. text:
-    the text to read, tokenised with `tokenizer` or with the reference's tokenizer. ids: [S] or [B, S] tokens to use
-    instead of a text. Without both, Python's own documentation is read. Returns a `QuantizationLoss`. Raises
-    `OptionError` if model is not a module, has no logits, or there are no tokens; `LoadError` without a tokenizer.
+    reference: the unquantised model, or a folder or name to load it from. Both models must fit in memory. text: the
+    text to read, tokenised with `tokenizer` or with the reference's tokenizer. ids: [S] or [B, S] tokens to use instead
+    of a text. Without both, Python's own documentation is read. Returns a `QuantizationLoss`. Raises `OptionError` if
+    model is not a module or has no logits, or if there are no tokens, and `LoadError` without a tokenizer.
     """
     require_module(model, "quantization_loss")
     if isinstance(reference, (str, PathLike)):

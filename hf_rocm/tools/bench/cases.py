@@ -30,7 +30,7 @@ class Case(NamedTuple):
         return {"decode": "ms a token", "prefill": "ms", "encode": "ms"}[self.kind]
 
     def rate(self, milliseconds: float) -> float:
-        """Tokens per second over the whole batch (samples per second for an encoder)."""
+        """Return tokens per second over the whole batch (samples per second for an encoder)."""
         per_unit = self.batch * self.prompt if self.kind == "prefill" else self.batch
         return per_unit * 1000 / milliseconds
 

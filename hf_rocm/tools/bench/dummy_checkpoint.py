@@ -30,7 +30,7 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
     cls, config = architecture(name, layers=layers)
     with default_dtype(dtype), torch.device("meta"):
         model = cls(config)
-        model.tie_weights()  # 5.0 ties weights while it loads them; two copies in the file would remain two tensors
+        model.tie_weights()  # 5.0 only ties weights while loading; two copies in the file would stay two tensors
     shapes = {path: tuple(parameter.shape) for path, parameter in model.named_parameters()}
     matrices = {path: shape for path, shape in shapes.items() if len(shape) > 1}
     values = _vectors(name, dtype)
@@ -51,7 +51,7 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
 
 
 def fill(model: Any, folder: Path, *, rank: int) -> None:
-    """Fill the matrices of a model loaded from a dummy checkpoint with random values; a rank fills only its part.
+    """Fill the matrices of a model from a dummy checkpoint with random values. A rank only fills its own part.
 
     Replicated parameters are equal on all ranks. The scale of every weight keeps the magnitude of its input.
     """

@@ -13,7 +13,7 @@ _LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embedd
 
 @dataclass(frozen=True)
 class Shape:
-    """One named shape. of: the checkpoint with this shape. inputs: `tokens` or `pixels`."""
+    """A named shape. of: the checkpoint with this shape. inputs: `tokens` or `pixels`."""
 
     of: str
     config: str

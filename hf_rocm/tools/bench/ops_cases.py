@@ -47,7 +47,7 @@ class OpCase:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The requested sizes. rows: M of the GEMMs; keys: cache lengths of decode attention."""
+    """The requested sizes. rows: values of M for GEMMs. keys: cache lengths for decode attention."""
 
     rows: Sequence[int]
     batches: Sequence[int]

@@ -35,7 +35,7 @@ class Parity(NamedTuple):
     @property
     def refusal(self) -> str | None:
         """The reason why nothing is timed, or None."""
-        if self.error <= self.allowed:  # False for NaN
+        if self.error <= self.allowed:  # false if the error is NaN
             return None
         return f"its numbers are wrong by {self.error:.3g}, and at most {self.allowed:.3g} is allowed"
 
@@ -130,7 +130,7 @@ def widened(model: nn.Module) -> Iterator[torch.dtype]:
             for name, parameter in owner._parameters.items():
                 if parameter is not None and parameter.is_floating_point():
                     owner._parameters[name] = nn.Parameter(parameter.to(wide), requires_grad=False)
-        # a caller that read the weight's dtype saw the narrow one
+        # a caller that read the weight's dtype before this call saw the narrow dtype
         return tuple(_in(dict(enumerate(arguments)), wide).values())
 
     def narrow(module: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:

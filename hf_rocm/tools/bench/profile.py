@@ -19,7 +19,7 @@ from hf_rocm.tools.bench.variants import PREPARED, Side
 
 STEPS = 16  # profiled decode steps or forward passes
 SHOWN = 15
-LONG_GAP = 5.0  # µs
+LONG_GAP = 5.0  # the shortest gap to list, in µs
 
 
 class Work(NamedTuple):

@@ -218,9 +218,7 @@ class _Rank:
             )
 
     def _against(self, first: _Taken, other: _Taken, case: Case) -> str | None:
-        """Report how many tokens agree with those of the first side before the first difference. Later tokens can't be
-        compared.
-        """
+        """Report how many tokens agree with the first side's. Tokens after the first difference can't be compared."""
         assert first.tokens is not None and other.tokens is not None
         if case.kind != "decode":
             return None

@@ -30,7 +30,7 @@ from hf_rocm.tools.bench.shapes import architecture
 from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED
 
 SIDES = (STOCK, UNCAPTURED, PREPARED)
-_ALIKE = ("Mismatch", "RankError")  # raised by every rank if one raises it
+_ALIKE = ("Mismatch", "RankError")  # errors that all ranks raise if one rank raises them
 _PAUSE = 0.05
 _LAST_WORDS = 60.0  # seconds in which the other ranks must end after the first one has ended
 _CHILD = """

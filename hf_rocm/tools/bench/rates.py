@@ -17,7 +17,7 @@ LARGE = 2**30  # bytes of a copied buffer on a GPU, several times the size of it
 
 
 class Rates(NamedTuple):
-    """copy: bytes read plus bytes written per second. matmul: floating-point operations per second."""
+    """The measured rates. copy: bytes read plus bytes written per second. matmul: FLOPs per second."""
 
     copy: float
     matmul: float

@@ -1,4 +1,4 @@
-"""The data that tensor parallelism exchanges per token, and its effect on the speed-up: computed, not measured.
+"""Compute, without measuring, the data that tensor parallelism exchanges per token and its effect on the speed-up.
 
 Every decoder layer sums its activations over the ranks twice: after the attention's output projection and after the
 MLP's down projection. A message is [B, S, hidden]. At batch 1 it has a few kilobytes and is too small to saturate a

@@ -74,7 +74,7 @@ class Side:
 
 
 def _graph_note(model: Any) -> str | None:
-    """Report whether steps were replayed, and if not, why."""
+    """Report whether steps were replayed, and if not, the reason."""
     from hf_rocm.generation import state
 
     known = state.known(model)

@@ -1,4 +1,4 @@
-"""Checks of torch and aiter that run in a child process, since they may crash, hang or write to the terminal.
+"""Checks of torch, aiter and other packages in a child process, since they may crash, hang or write to the terminal.
 
 The process is started as `python -m hf_rocm.tools.doctor.child TASK FILE`. It rewrites the file after every stage, so
 that the stage in which it was killed is known.

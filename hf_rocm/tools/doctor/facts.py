@@ -1,4 +1,4 @@
-"""The facts about a machine that the checks read, as plain records."""
+"""Plain records of the facts about a machine, which the checks read."""
 
 from __future__ import annotations
 

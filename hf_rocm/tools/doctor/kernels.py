@@ -1,4 +1,4 @@
-"""Tests of other packages' kernels that were reported as wrong or slow; they run in doctor's child process."""
+"""Tests of other packages' kernels that were reported as wrong or slow. They run in doctor's child process."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Ran:
-    """A command's outcome. code: None after a timeout."""
+    """The outcome of a command. code: the exit code, None after a timeout."""
 
     code: int | None
     out: str = ""

@@ -58,7 +58,7 @@ class Report:
 
 
 def check(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> Report:
-    """Read a file or a folder; nothing in it is run or imported.
+    """Check a file or a folder, without running or importing anything in it.
 
     It reads Python, notebooks, shell scripts, Dockerfiles, compose files, CMake and Makefiles, files that declare
     packages (pyproject.toml, setup.cfg, requirements, conda environments), and C, C++ and CUDA. Virtual environments,

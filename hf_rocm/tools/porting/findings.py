@@ -11,9 +11,9 @@ _SHOWN = 80  # the largest number of characters of a quoted line
 class Severity(Enum):
     """The severity on ROCm, from worst to least."""
 
-    PROBLEM = "problem"  # it fails, or returns wrong results
-    WARNING = "warning"  # it can fail, or is slow
-    NOTE = "note"  # it works, but should be reviewed
+    PROBLEM = "problem"  # the code fails or returns wrong results
+    WARNING = "warning"  # the code can fail or is slow
+    NOTE = "note"  # the code works but should be reviewed
 
 
 @dataclass(frozen=True)

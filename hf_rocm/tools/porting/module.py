@@ -21,7 +21,7 @@ PACKAGES = frozenset(
     word for library in LIBRARIES for name in library.packages for word in name.split(".")[0].split("_")
 )
 ASKED = frozenset(("flash", "fa", "checking", "trt", "nvml", "te", "smi", "numba", "cupy", "fnuz"))
-LONGEST_NAME = 300  # characters of an imported name; longer names are ignored, because every use would repeat them
+LONGEST_NAME = 300  # characters of an imported name; a longer name is ignored, because every use would repeat it
 
 PLATFORM = ("hip", "rocm", "amd", "amdgpu", "nvidia", "gfx", "hpu", "xpu", "npu", "mps", "musa")
 VOCABULARY = PACKAGES | ASKED | frozenset(PLATFORM)
@@ -101,9 +101,9 @@ class Module:
         return (self.name(node) or "").rpartition(".")[2]
 
     def guarded(self, context: Context, *words: str) -> bool:
-        """Return whether a condition around the node contains a word for the platform, or one of these words.
+        """Return whether a condition around the node contains one of these words or a word for the platform.
 
-        A node in a private function is also guarded if all calls of the function in this file are.
+        A node in a private function is also guarded if all calls of that function in this file are guarded.
         """
         assert VOCABULARY.issuperset(words), words
         if any(word in context.words for word in (*PLATFORM, *words)):

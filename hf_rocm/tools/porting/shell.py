@@ -60,7 +60,7 @@ class Command:
 
     @property
     def program(self) -> str:
-        """The first word without its directory."""
+        """The name of the program, without its directory."""
         return self.words[0].rpartition("/")[2] if self.words else ""
 
 
@@ -89,8 +89,8 @@ class _Blocks:
     def __init__(self) -> None:
         # whether each enclosing block tests the platform, outermost first; a guard covers nested blocks
         self._guards = [False]
-        self._testing = False  # between `if` and `then`
-        self._listed = False  # after a test of the platform and `&&`
+        self._testing = False  # whether the parser is between `if` and `then`
+        self._listed = False  # whether a test of the platform and `&&` came before
 
     def read(self, line: int, words: list[str], separator: str, *, tolerated: bool) -> Command | None:
         """Return the command in these words, or None if they contain no command, such as a keyword alone."""
@@ -132,7 +132,7 @@ def _simple(text: str, line: int) -> Iterator[tuple[int, list[str], str]]:
     """Yield (line, words with their quotes, the separator that follows) for each simple command."""
     words: list[str] = []
     joined, start = False, line  # whether the next piece continues the last word; the first line of the command
-    skipping = False  # in a comment
+    skipping = False  # whether the parser is in a comment
     for match in _PIECE.finditer(text):
         piece = match[0]
         if skipping and piece != "\n":

@@ -14,8 +14,8 @@ from hf_rocm.tools.porting.findings import Place
 from hf_rocm.tools.porting.module import Module
 from hf_rocm.tools.porting.rules import PYTHON, building, commands, containers, native, packaging, requirements
 
-LARGEST = 2 * 1024 * 1024  # bytes; larger files are usually generated
-LARGEST_NOTEBOOK = 16 * 1024 * 1024  # including images in the outputs
+LARGEST = 2 * 1024 * 1024  # the size limit in bytes; larger files are usually generated
+LARGEST_NOTEBOOK = 16 * 1024 * 1024  # the limit for notebooks, which may contain images
 
 # An interpreter such as `sh` in the first line of a file without a suffix.
 _SHELL = re.compile(rb"#!\s*\S*(?:/|env\s+)(?:ba|da|z)?sh\b")

@@ -155,7 +155,7 @@ def run(job: Tuning, *, progress: Progress | None = None) -> Result:
 
 
 def no_gpu() -> str | None:
-    """Return why nothing can be tuned on this machine, whatever the model, or None."""
+    """Return why no model can be tuned on this machine, or None."""
     from hf_rocm.device import is_rocm
 
     return None if is_rocm() and machine.gpu() is not None else "there is no AMD GPU under ROCm here"

@@ -1,4 +1,4 @@
-"""Tuning with aiter: write its untuned table, run its own tuner, and save the results.
+"""Tuning with aiter: write an untuned table, run aiter's tuner, and save the results.
 
 The tuner runs for minutes or hours. If it is interrupted, the rows that it has already written are saved.
 """

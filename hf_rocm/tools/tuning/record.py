@@ -1,4 +1,4 @@
-"""Run a model once for each batch and prompt length, and record its GEMMs.
+"""Run a model once for every batch size and prompt length, and record its GEMMs.
 
 If possible, the model is built from its config with fake tensors, which have a shape but no memory, so that neither the
 checkpoint nor a GPU is needed.

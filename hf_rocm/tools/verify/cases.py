@@ -165,7 +165,7 @@ def window_of(subject: Subject) -> int | None:
 
 @contextmanager
 def _window(subject: Subject, window: int | None) -> Iterator[None]:
-    """Within the block, set a shorter window in the model's config and in the layers that copied it."""
+    """Set a shorter window within the block, in the model's config and in the layers that copied it."""
     owners: list[Any] = [subject.text_config, *subject.model.modules()] if window else []
     own = [(owner, value) for owner in owners if isinstance(value := vars(owner).get("sliding_window"), int)]
     try:

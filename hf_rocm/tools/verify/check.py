@@ -63,4 +63,4 @@ class LayerError:
     stock_travelled: float
     own: float
     stock_own: float
-    allowed: float  # for own
+    allowed: float  # the bound for `own`

@@ -75,7 +75,7 @@ def allowed(eager: Iterable[Difference], dtype: torch.dtype) -> Allowed:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Logits [N, V] compared with those of the reference.
+    """A comparison of logits [N, V] with those of the reference.
 
     kl: the mean of KL(reference ‖ logits) in nats. same: the fraction of positions with the same most likely token.
     within_guides: the fraction of elements within rtol = atol = 5e-2 of stock's.

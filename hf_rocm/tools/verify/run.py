@@ -47,12 +47,12 @@ def verify(
     save_golden: str | PathLike[str] | None = None,
     progress: Progress = lambda what: None,
 ) -> Verification:
-    """Compare stock with hf_rocm in this model, on its device, in its dtype.
+    """Compare stock with hf_rocm in this model, on its device and in its dtype.
 
-    model: loaded by transformers or by `hf_rocm.from_pretrained`; its state is the same afterwards. ids: [S] int64
-    tokens of a text, at least 64; random tokens by default. quick: use fewer tokens and skip saving. train: also
-    compare gradients. force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to record.
-    progress: called with the name of each check. Returns a `Verification`. Raises `VerifyError` if there is nothing to
+    model: from transformers or `hf_rocm.from_pretrained`; its state is the same afterwards. ids: [S] int64 tokens of a
+    text, at least 64; random tokens by default. quick: use fewer tokens and skip saving. train: compare gradients too.
+    force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to record. progress: a function
+    that is called with the name of each check. Returns a `Verification`. Raises `VerifyError` if there is nothing to
     verify, `GoldenError` if a file can't be used, and `OptionError` if model is not a `torch.nn.Module`.
     """
     require_module(model, "verify")
@@ -68,7 +68,7 @@ def verify(
     ids = _tokens(subject, ids)
     if save_golden is not None:
         gold.check(Path(save_golden))
-    recorded = None if golden is None else gold.load(Path(golden), subject)  # raises before any check runs
+    recorded = None if golden is None else gold.load(Path(golden), subject)  # errors are raised before any check runs
     with _as_it_came(model, found_prepared):
         before = fingerprint(model)
         if found_prepared is None:
@@ -113,7 +113,7 @@ def verify(
 def record(
     model: nn.Module, file: str | PathLike[str], *, ids: Tensor | None = None, quick: bool = False
 ) -> dict[str, Any]:
-    """Record a golden file from a stock model, on any machine. Returns its header; raises `GoldenError`."""
+    """Record a golden file from a stock model, on any machine. Returns its header. Raises `GoldenError`."""
     subject = Subject(model)
     with _evaluating(model):
         wanted = _golden_cases(cases(subject, _tokens(subject, ids), quick=quick))

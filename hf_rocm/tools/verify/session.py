@@ -20,7 +20,7 @@ TRIED_AGAIN = (PROMPT, FILLED)  # the cases that are run again in every tier
 
 
 class Session:
-    """The results so far. known: the examined cases by name."""
+    """The results so far. known: name → examined case."""
 
     def __init__(self, subject: Subject, progress: Progress) -> None:
         self.subject, self.progress = subject, progress

@@ -117,7 +117,7 @@ def serving(
     model. Raises `ServeError` if the server ends or does not listen in time.
     """
     folder.mkdir(parents=True)
-    own = ["--host", HOST, "--port", "0"]  # the last arguments take precedence
+    own = ["--host", HOST, "--port", "0"]  # they come last, so that they take precedence
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             children.command(CODE[side], str(folder / "explained.json"), *arguments, *own),

@@ -126,7 +126,7 @@ def expanded_before_sdpa(module: Module) -> Iterator[Place]:
             line = argument.lineno if _expands(module, argument) else None
             if isinstance(argument, ast.Name):
                 history = assigned.get((context.function, argument.id), [])
-                latest = bisect_left(history, (node.lineno, False)) - 1  # in line order
+                latest = bisect_left(history, (node.lineno, False)) - 1  # the last assignment before the call
                 line = history[latest][0] if latest >= 0 and history[latest][1] else None
             if line is not None and line not in seen:
                 seen.add(line)

@@ -126,7 +126,7 @@ def defines_shuffles(text: str) -> bool:
 
 
 def _step(conditions: list[bool], word: str, platform: bool) -> int:
-    """Enter, change or leave a condition. Returns the change in the number of conditions that name the platform."""
+    """Enter, change or leave a condition. Returns by how much the number of conditions on the platform changes."""
     if word in ("if", "ifdef", "ifndef"):
         conditions.append(platform)
         return int(platform)

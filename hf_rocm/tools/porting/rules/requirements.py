@@ -95,7 +95,7 @@ def of_pyproject(text: str) -> Iterator[Place]:
     for required in _strings(project.get("dependencies")):
         yield from of_requirement(required, lines.of(required))
     for name, extra in {**groups, **optional}.items():
-        if not re.search("cuda|cu1|nvidia|gpu|trt|flash|cpu|rocm|amd", name):  # an extra for one vendor
+        if not re.search("cuda|cu1|nvidia|gpu|trt|flash|cpu|rocm|amd", name):  # not an extra for one vendor
             for required in _strings(extra):
                 yield from of_requirement(required, lines.of(required))
     python = project.get("requires-python")
@@ -132,7 +132,7 @@ class _Sources:
                     self._always.add(str(source.get("index")))
 
     def only_in_an_extra(self, line: str) -> bool:
-        """Return whether uv uses the index in this line only for an extra that names it."""
+        """Return whether uv only uses the index in this line for extras or groups."""
         urls = {url for part in _QUOTED.finditer(line) for url in part.groups() if url}
         indexes = [index for url in urls for index in self._indexes.get(url, ())]
         if not indexes or not all(index.get("explicit") for index in indexes):

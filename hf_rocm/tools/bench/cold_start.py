@@ -92,7 +92,7 @@ def start(subject: Subject, case: Case, side: str, folder: Path) -> dict[str, An
 
 
 def child(text: str) -> None:
-    """Entry point of the fresh process: measure one start and write the answer."""
+    """Measure one start and write the result. This is the entry point of the fresh process."""
     question = json.loads(text)
     dtype = None if question["dtype"] is None else getattr(torch, question["dtype"])
     device = torch.device(question["device"])

@@ -44,7 +44,7 @@ def commit() -> str | None:
 
 
 def note(facts: dict[str, str]) -> str:
-    """Return a note on what numbers from this machine mean."""
+    """Return a note on how to interpret numbers from this machine."""
     if "ROCm" in facts:
         return "measured under ROCm"
     return "forced without ROCm: the speed of the portable path here, which does not predict that of an AMD GPU"

@@ -205,7 +205,7 @@ def _first_run(side: Side, samples: _Samples, call: Callable[[], Any]) -> tuple[
 
 
 def _guarded(side: Side, call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return the call's result, or None and why this side can't run. hf_rocm's errors are raised, except for memory."""
+    """Return the call's result, or None and a reason. hf_rocm's errors are raised, unless it ran out of memory."""
     try:
         return call(), None
     except torch.OutOfMemoryError:

@@ -94,8 +94,7 @@ class Reference:
 
 
 class ReferenceInPlace(Reference):
-    """A reference that uses the model itself, for sharded models: they can't be copied, since their modules are bound
-    to them."""
+    """A reference that uses the model itself. A sharded model can't be copied, since its modules are bound to it."""
 
     def __init__(self, model: Any) -> None:
         self._eager = self._exact = model

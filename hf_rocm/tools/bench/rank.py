@@ -55,7 +55,7 @@ class Question(NamedTuple):
 
 
 def main(folder: str, rank: int) -> int:
-    """Write the answer, or the error, to files in `folder`. Returns the exit code.
+    """Run one rank, and write the result or the error to files in `folder`. Returns the exit code.
 
     After a failure the process must end at once (`os._exit`), since an orderly exit would wait for blocked ranks.
     """

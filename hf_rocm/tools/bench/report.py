@@ -15,7 +15,7 @@ Row = tuple[str, ...]
 
 
 def heading(segment: Segment) -> list[str]:
-    """Return the heading: the model, the machine, its rates, and what its numbers mean."""
+    """Return the heading: the model, the machine, its rates, and how to interpret its numbers."""
     model = segment.model
     machine = dict(segment.machine)
     size = f", {model['matrix_bytes'] / 1e9:.2f} GB of matrices" if "matrix_bytes" in model else ""

@@ -60,10 +60,10 @@ def forward_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
 
 
 class Weights(NamedTuple):
-    """The number of elements in the matrices of a model; if it is sharded, in those of this rank.
+    """The number of elements in the matrices of a model, or in this rank's part of them if the model is sharded.
 
-    dense: the elements that every token uses, including the head. routed: those of all experts together. share: the
-    fraction of the experts that a token uses. head: those of the output embeddings. item: bytes per element.
+    dense: elements that every token uses, including the head. routed: elements of all experts together. share: the
+    fraction of the experts that a token uses. head: elements of the output embeddings. item: bytes per element.
     """
 
     dense: int
@@ -126,7 +126,7 @@ def _seen(context: int, window: int | None) -> int:
 
 
 def _pairs(length: int, window: int | None, *, causal: bool) -> float:
-    """Return the number of pairs of a query and a key that it attends to."""
+    """Return the number of (query, key) pairs in which the query attends to the key."""
     if not causal:
         return length * length
     width = _seen(length, window)

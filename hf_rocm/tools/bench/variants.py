@@ -142,8 +142,8 @@ def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> t
 def twin(model: Any) -> Any:
     """Return a copy of a stock model with the same parameter and buffer objects, so that it takes hardly any memory.
 
-    The copy also sees weights that are fused in the model later. A prepared model can't be copied: restoring it takes
-    the shared parameters out of the fused blocks.
+    If weights are fused in the model later, the copy uses the fused weights too. A prepared model can't be copied,
+    because restoring it takes the shared parameters out of the fused blocks.
     """
     from hf_rocm.loading.prepare import REPORT, restore
 

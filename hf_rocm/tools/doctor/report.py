@@ -1,4 +1,4 @@
-"""Doctor's findings, which have one of three levels, a meaning and a fix."""
+"""Doctor's findings. Every finding has one of three levels, a consequence and a fix."""
 
 from __future__ import annotations
 

@@ -128,11 +128,11 @@ def _check_inside(file: Path, top: Path) -> None:
 
 
 class _Silenced:
-    """The lines of a file on which a comment silences rules. Every line is read only once."""
+    """The lines of a file on which a comment suppresses findings. Every line is read only once."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()
-        self._rules: dict[int, frozenset[str] | None] = {}  # line → silenced rules; None: all rules
+        self._rules: dict[int, frozenset[str] | None] = {}  # line → suppressed rules; None: all rules
 
     def has(self, place: Place) -> bool:
         if place.line not in self._rules:

@@ -67,7 +67,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a tuner run. variables: those to set to use the table, unless hf_rocm sets them itself."""
+    """The result of a tuner run. variables: what to set in order to use the table, unless hf_rocm sets it itself."""
 
     tuned: int
     missing: list[Gemm]

@@ -18,8 +18,8 @@ from hf_rocm.tools.tuning import shapes
 class Tuning:
     """The tuning state of a model.
 
-    recorded: the number of shapes that `hf-rocm tune` recorded for the model. found: the number of those for which
-    aiter has a tuned kernel; None if it is unknown. Then `sentence` contains the reason.
+    recorded: the number of shapes that `hf-rocm tune` recorded for the model. found: how many of these shapes have a
+    tuned kernel in aiter; None if that is unknown. Then `sentence` contains the reason.
     """
 
     recorded: int

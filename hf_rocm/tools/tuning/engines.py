@@ -29,7 +29,7 @@ from hf_rocm.tools.tuning.shapes import Gemm
 
 Progress = Callable[[int, int], None]
 
-PATIENCE = 3  # failed attempts without a new row, after which the tuner is stopped; up to 0.1.15 it makes thirty
+PATIENCE = 3  # failed attempts without a new row before the tuner is stopped; up to 0.1.15, it would make thirty
 _GRACE = 30.0  # seconds in which the tuner may exit after an interrupt
 _ATTEMPT_FAILED = "process exitcode is"
 

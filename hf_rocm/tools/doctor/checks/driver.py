@@ -107,7 +107,7 @@ def _permissions(facts: Facts) -> Finding:
 
 
 def _numbers(groups: list[str]) -> list[str]:
-    """Return group numbers, which are the same in a container, unlike the names of the host's groups."""
+    """Return group numbers: a container may have other names for the host's groups, but the numbers are the same."""
     return [group if group.isdecimal() else f"$(getent group {group} | cut -d: -f3)" for group in groups]
 
 

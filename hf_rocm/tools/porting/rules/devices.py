@@ -1,4 +1,4 @@
-"""GPU queries whose results have another meaning on ROCm: compute capability, CUDA's version, and NVML."""
+"""GPU queries whose results have a different meaning on ROCm: compute capability, CUDA's version, and NVML."""
 
 from __future__ import annotations
 

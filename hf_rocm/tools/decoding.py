@@ -1,4 +1,4 @@
-"""The part of `explain` on decoding: which steps are recorded and replayed, and why the others are not."""
+"""The part of `explain` about decoding: which steps are recorded and replayed, and why other steps are not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def decoding(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
-    """Sentences about this model's `generate`; none for a model that is not prepared or doesn't generate."""
+    """Return sentences about the model's `generate`; none if the model is not prepared or doesn't generate."""
     graphs = report.get("graphs")
     if graphs is None or not hasattr(model, "generate"):
         return ()
@@ -32,7 +32,7 @@ def decoding(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
     lines = ["steps are recorded and replayed" if reason is None else f"steps run uncaptured: {reason}"]
     if state is not None:
         caches, nbytes = state.pool.summary()
-        if state.calls:  # of generate, over a cache of hf_rocm
+        if state.calls:  # calls of generate that use a cache from hf_rocm
             lines.append(
                 f"{state.recorded} steps recorded, {state.replayed} replayed in {state.calls} calls of generate"
             )

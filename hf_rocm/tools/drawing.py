@@ -1,4 +1,4 @@
-"""Charts as lists of rectangles, lines, curves, dots and words, written as SVG, or as PNG if Pillow is installed."""
+"""Charts as lists of rectangles, lines, curves, dots and words, written as SVG or, if Pillow is installed, as PNG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hf_rocm.errors import HfRocmError
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-SCALE = 2  # pixels of the PNG for each unit
+SCALE = 2  # pixels of the PNG per unit
 
 
 class Box(NamedTuple):
@@ -26,7 +26,7 @@ class Box(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A straight line from (x, y) to (to_x, to_y). A dashed one is vertical."""
+    """A straight line from (x, y) to (to_x, to_y). Dashed lines must be vertical."""
 
     x: float
     y: float
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A line through points (x, y). title: its tooltip in the SVG."""
+    """A line through points (x, y). title: the tooltip in the SVG."""
 
     points: tuple[tuple[float, float], ...]
     colour: str
@@ -71,7 +71,7 @@ Part = Box | Line | Curve | Dot | Words
 
 
 class Picture(NamedTuple):
-    """Width and height in units, and the parts from the back to the front."""
+    """A picture: its width and height in units, and its parts from back to front."""
 
     width: float
     height: float
@@ -80,11 +80,11 @@ class Picture(NamedTuple):
 
 
 class ChartError(HfRocmError):
-    """A chart can't be drawn here."""
+    """A chart can't be drawn or written."""
 
 
 def svg(picture: Picture) -> str:
-    """The picture as an SVG document."""
+    """Return the picture as an SVG document."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {picture.width:g} {picture.height:g}" '
         f'width="{picture.width:g}" height="{picture.height:g}" font-family="{escape(FONT)}" role="img">',
@@ -96,12 +96,12 @@ def svg(picture: Picture) -> str:
 
 
 def can_png() -> bool:
-    """Whether Pillow is installed."""
+    """Return whether Pillow is installed."""
     return find_spec("PIL") is not None
 
 
 def png(picture: Picture) -> bytes:
-    """The picture as a PNG file. Raises `ChartError` without Pillow."""
+    """Return the picture as a PNG file. Raises `ChartError` without Pillow."""
     if not can_png():
         raise ChartError(
             "a PNG can't be written: Pillow is not installed",
@@ -183,7 +183,7 @@ def _font(size: float, bold: bool) -> Any:
 
     for name in ("DejaVuSans-Bold.ttf",) if bold else ("DejaVuSans.ttf",):
         try:
-            return ImageFont.truetype(name, 0.92 * size)  # DejaVu is wider than other fonts
+            return ImageFont.truetype(name, 0.92 * size)  # smaller, since DejaVu is wider than other fonts
         except OSError:
             continue
     return ImageFont.load_default(size)

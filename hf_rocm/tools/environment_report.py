@@ -1,4 +1,4 @@
-"""The block that `hf-rocm env` prints: the facts about a machine for an issue, without private data."""
+"""The block of text that `hf-rocm env` prints: facts about a machine for an issue, without private data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PACKAGES = (
 
 
 def block(facts: Facts) -> str:
-    """The report as text, cleaned."""
+    """Return the text of the report, without private data."""
     parts = [_aligned(_machine(facts))]
     variables = redact.variables(facts.environment)
     if variables:
@@ -51,7 +51,7 @@ def block(facts: Facts) -> str:
 
 
 def _paths(value: object) -> Iterator[str]:
-    """Every path in the facts. Findings mention them, and the end of a path with a space can't be recognised."""
+    """Yield every path in the facts. Findings mention paths, and a pattern can't match the end of one with a space."""
     if isinstance(value, Mapping):
         value = [*value.values(), *value]
     if isinstance(value, str):
@@ -82,5 +82,5 @@ def _aligned(rows: Mapping[str, str]) -> str:
 def _user(environment: Mapping[str, str]) -> str:
     try:
         return environment.get("USER") or getpass.getuser()
-    except (OSError, KeyError, ImportError):  # a user without an entry, as in many containers
+    except (OSError, KeyError, ImportError):  # the user has no entry, as in many containers
         return ""

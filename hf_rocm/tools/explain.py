@@ -1,6 +1,6 @@
-"""explain: the changes of hf_rocm to a model, the stock parts with reasons, and the kernel of each operation.
+"""explain: hf_rocm's changes to a model, the parts that stay stock with the reasons, and the kernel of each operation.
 
-Everything is read from the model in its current state, including changes that were made after it was prepared.
+Everything is read from the current state of the model, including changes that were made after it was prepared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf_rocm.weights.prefused import joined_already
 from hf_rocm.weights.quantize import summary
 from hf_rocm.weights.tensor_parallel import mesh_of
 
-# modules that only contain others
+# Modules that only contain other modules.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -50,19 +50,19 @@ class Part:
     delivery: str  # `installed` or `in memory`
     instances: int
     active: int
-    group: tuple[str, ...] = ()  # the linear layers that are fused, if the class has such a group
+    group: tuple[str, ...] = ()  # the linear layers that are fused, if any
     fused: int = 0
     not_fused: dict[str, int] = field(default_factory=dict)  # reason → instances
     joined: tuple[str, ...] = ()  # layers that are already one matrix in the checkpoint
-    gradients: bool = False  # gradients are on and the weights require them, so the layers run one by one
+    gradients: bool = False  # whether the layers run one by one, since gradients are enabled and weights require them
     stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
-    stock_because: str | None = None  # the replaced function because of which the class is stock now
-    theirs: int = 0  # instances with their own forward, which runs instead of hf_rocm's
+    stock_because: str | None = None  # the function whose replacement makes the class run stock
+    theirs: int = 0  # instances with a forward of their own, which runs instead of hf_rocm's
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of one operation in one situation, and why no faster one serves."""
+    """The kernel of one operation in one situation, and why no faster kernel is used."""
 
     operation: str
     situation: str
@@ -91,10 +91,10 @@ class Explanation:
     without_overlay: dict[str, str]
     kernels: tuple[Kernel, ...]
     tuning: Tuning | None = None
-    linears: tuple[str, ...] = ()  # shuffled weights and routes, and why not, in sentences
+    linears: tuple[str, ...] = ()  # sentences about shuffled weights and routes, with reasons if there are none
     quantized: str | None = None  # which layers are quantised, and their error
-    decoding: tuple[str, ...] = ()  # whether steps of generate are recorded and replayed, and why not, in sentences
-    forwards: tuple[str, ...] = ()  # the same for forwards of encoders
+    decoding: tuple[str, ...] = ()  # sentences on whether generate's steps are recorded and replayed, and why not
+    forwards: tuple[str, ...] = ()  # the same for the forward passes of encoders
     stock: tuple[Stock, ...] = ()  # the classes of all modules that are not in `parts`
     replaced: tuple[str, ...] = ()  # what other code wrapped or replaced after hf_rocm, such as `nn.Module.forward`
 
@@ -102,13 +102,13 @@ class Explanation:
         return asdict(self)
 
     def __str__(self) -> str:
-        """The short form, wrapped at the columns of the terminal."""
+        """Return the short form, wrapped to the width of the terminal."""
         return explain_text.short(self, wrapping.width())
 
     __repr__ = __str__
 
     def details(self) -> str:
-        """Every fact on its own line, not wrapped."""
+        """Return every fact on its own line, without wrapping."""
         return explain_text.details(self)
 
     def _repr_html_(self) -> str:
@@ -116,7 +116,7 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """Explain what hf_rocm does in this model in its current state. Loads nothing and runs no layer of the model.
+    """Explain what hf_rocm does in the current state of this model, without loading anything or running its layers.
 
     The kernels are those that the next call would use, so a first-use check may run here. Returns an `Explanation`.
     Raises `OptionError` if model is not a `torch.nn.Module`.
@@ -155,7 +155,7 @@ def _bound_modules(model: nn.Module) -> dict[type, list[nn.Module]]:
 
 
 def _stock(model: nn.Module, groups: list[nn.Module], report: dict[str, Any]) -> Iterator[Stock]:
-    """The modules without a binding, counted by class and reason, in the order of the model."""
+    """Yield the modules without a binding, counted by class and reason, in the order of the model."""
     fused = {id(module._modules.get(name)) for module in groups for name in names_in(module)}
     fused |= {id(child) for module in groups for member in kinds.covered(module) for child in member.modules()}
     served = {binding.model for binding in bind.bindings()}
@@ -180,7 +180,7 @@ def _stock(model: nn.Module, groups: list[nn.Module], report: dict[str, Any]) ->
 
 
 def _unbound(model: nn.Module, served: set[str]) -> dict[str, str]:
-    """Definitions (`module:Class`) that overlays of this release serve, which are not bound now → the model family.
+    """Return definition (`module:Class`) → model family, for overlays of this release that are not bound.
 
     served: the model families with a bound overlay.
     """
@@ -194,7 +194,7 @@ def _unbound(model: nn.Module, served: set[str]) -> dict[str, str]:
     try:
         overlays = catalog.load()
     except OverlayError:
-        return {}  # `prepare` raises it
+        return {}  # `prepare` raises this error
     serving = ((family, overlays.find(family, transformers.__version__)) for family in sorted(missing))
     return {name: family for family, overlay in serving if overlay is not None for name in overlay.record.names}
 
@@ -208,7 +208,7 @@ def _why_unbound(family: str, report: dict[str, Any]) -> str:
 
 
 def _name(cls: type) -> str:
-    """The name for a class that shares its name with another class: `lora.Linear`. PyTorch's are unchanged."""
+    """Return a name for a class that shares its name with another: `lora.Linear`. PyTorch's classes keep theirs."""
     if cls.__module__.split(".")[0] == "torch":
         return cls.__name__
     parts = cls.__module__.split(".")
@@ -218,7 +218,7 @@ def _name(cls: type) -> str:
 
 
 def _why_stock(module: nn.Module, served: set[str]) -> str:
-    """served: the model families with a bound overlay."""
+    """Return why a module is stock. served: the model families with a bound overlay."""
     cls = type(module)
     base = next((base for base in cls.__mro__[1:] if base in bind.bindings_by_class), None)
     if base is not None:
@@ -238,7 +238,7 @@ def _part(cls: type, modules: list[nn.Module], covered: set[int]) -> Part:
     binding = bind.binding_of(modules[0])
     assert binding is not None
     active = [module for module in modules if bind.mode_of(module) != bind.OFF]
-    # the weights of covered modules belong to the group of their experts
+    # the weights of covered modules belong to their experts' group
     weighty = [module for module in active if id(module) not in covered]
     with torch.no_grad():
         reasons = _why_not_joined(binding, weighty)
@@ -262,9 +262,9 @@ def _part(cls: type, modules: list[nn.Module], covered: set[int]) -> Part:
 
 
 def _has_its_own_forward(module: nn.Module) -> bool:
-    """Whether a hub kernel or the user set a forward on this instance.
+    """Return whether a hub kernel or the user set a forward on this instance.
 
-    The forwards of accelerate and of tensor parallelism don't count, because they call hf_rocm's.
+    The forwards of accelerate and of tensor parallelism don't count, because they call hf_rocm's forward.
     """
     own = module.__dict__
     forward = enclosed_forward(own.get("_old_forward" if "_hf_hook" in own else "forward"))
@@ -286,7 +286,7 @@ def _why_not_joined(binding: bind.Binding, modules: list[nn.Module]) -> list[str
 
 def _state(report: dict[str, Any], active: bool) -> str:
     if active:
-        forced = report.get("forced") or not is_rocm()  # an installed block has no report
+        forced = report.get("forced") or not is_rocm()  # there is no report if an installed overlay is used
         return "served by hf_rocm, forced on this machine" if forced else "served by hf_rocm"
     if report:
         return "stock, because none of its layers has an overlay that can be used"
@@ -296,7 +296,7 @@ def _state(report: dict[str, Any], active: bool) -> str:
 
 
 def _without_overlay(model: nn.Module, report: dict[str, Any], parts: tuple[Part, ...]) -> dict[str, str]:
-    """The model families among the layers that hf_rocm does not serve, and why."""
+    """Return the model families whose layers hf_rocm does not serve, and why."""
     refused = dict(report.get("refused", {}))
     for cls in {type(module) for module in model.modules()}:
         if cls in bind.waiting:

@@ -16,7 +16,7 @@ _STOCK = 6  # the largest number of class names on a line of the short form
 
 
 def short(explanation: Explanation, width: int) -> str:
-    """A summary wrapped at `width`: the kernels, and the parts that are not served or fused, with reasons."""
+    """Return a summary wrapped at `width`: the kernels, and the parts that are not served or fused, with reasons."""
     lines = [*_headline(explanation)]
     if explanation.parts or explanation.stock:
         lines += ["", *_table(explanation)]
@@ -35,7 +35,7 @@ def short(explanation: Explanation, width: int) -> str:
 
 
 def details(explanation: Explanation) -> str:
-    """Every fact on its own line, not wrapped."""
+    """Return every fact on its own line, without wrapping."""
     lines = _headline(explanation)
     if explanation.parts:
         lines += ["", "served classes", *(line for part in explanation.parts for line in _part(part))]
@@ -63,7 +63,7 @@ def details(explanation: Explanation) -> str:
 
 
 def html(explanation: Explanation) -> str:
-    """The short form as HTML, with the details in a folded section."""
+    """Return the short form as HTML, with the details in a collapsed section."""
     summary = f"<pre>{escape(short(explanation, 100))}</pre>"
     return f"{summary}<details><summary>details</summary><pre>{escape(details(explanation))}</pre></details>"
 
@@ -74,7 +74,7 @@ def _headline(explanation: Explanation) -> list[str]:
 
 
 def _table(explanation: Explanation) -> Iterator[str]:
-    """A line for each served class, then the stock ones by reason."""
+    """Yield a line for every served class, and then the stock classes by reason."""
     rows = [
         (part.cls, f"{part.active} of {part.instances}", ", ".join(_part_notes(part))) for part in explanation.parts
     ]
@@ -104,7 +104,7 @@ def _part_notes(part: Part) -> Iterator[str]:
 
 
 def _notes(explanation: Explanation) -> Iterator[str]:
-    """The reasons why classes are not served or not fused: each reason once, with its classes."""
+    """Yield the reasons why classes are not served or not fused, each reason once with its classes."""
     reasons: dict[str, list[str]] = {}
     for part in explanation.parts:
         if part.gradients:
@@ -136,7 +136,7 @@ def _gradients(explanation: Explanation) -> str:
 
 
 def _decoding(lines: Iterable[str]) -> Iterator[str]:
-    """The lines without those that repeat the reason of the first line."""
+    """Yield the lines, except those that repeat the reason in the first line."""
     first, *others = lines
     yield first
     reason = first.partition(": ")[2]
@@ -146,7 +146,7 @@ def _decoding(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
-    """The operations by the tier that serves them, and every reason why no faster one does, once."""
+    """Yield the operations by tier, and the reasons why no faster tier serves them, each reason once."""
     served: dict[str, dict[str, None]] = {}
     refused: dict[tuple[str, str], dict[str, None]] = {}
     for kernel in kernels:
@@ -187,7 +187,7 @@ def _part(part: Part) -> Iterator[str]:
 
 
 def _all_kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
-    """Every operation with its refusals; a reason of several operations is stated once, before them."""
+    """Yield every operation with its refusals. A reason that several operations share comes once, before them."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for kernel in kernels:
         for name, reason in kernel.refused:

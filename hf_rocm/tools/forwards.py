@@ -1,4 +1,4 @@
-"""The part of `explain` on recorded forwards: which are recorded and replayed, and why the others are not."""
+"""The part of `explain` about forward passes: which are recorded and replayed, and why others are not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def forwards(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
-    """Sentences about the models in this one that don't generate; none if it is not prepared or has no such models."""
+    """Return sentences about the contained models that don't generate; none if `model` isn't prepared or has none."""
     off: dict[str, str | None] = report.get("forwards") or {}
     modules = dict(model.named_modules())
     encoders = [(name, modules[name], reason) for name, reason in off.items() if name in modules]

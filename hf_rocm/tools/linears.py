@@ -1,4 +1,4 @@
-"""The part of `explain` on linear layers: shuffled weights and routes. Fusion is reported by class."""
+"""The part of `explain` about linear layers: shuffled weights and routes. Fusion is reported per class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_rocm.weights.preshuffle import in_force
 
 
 def linears(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
-    """Sentences about the current state of the model. report: what `prepare` did to it."""
+    """Return sentences about the current state of the model. report: what `prepare` did to the model."""
     lines = []
     preshuffle: dict[str, Any] = report.get("preshuffle") or {}
     now = in_force(model)

@@ -1,4 +1,4 @@
-"""The accuracy of a model in 8 bits: the error of its logits, and its perplexity on a text."""
+"""The accuracy of a quantised model: the error of its logits, and its perplexity on a text."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hf_rocm.arguments import require_module
 from hf_rocm.errors import LoadError, OptionError
 from hf_rocm.tools.bench import clock
 
-LENGTH = 512  # tokens of one forward
-_NEW = 16  # tokens of which the time is measured
+LENGTH = 512  # tokens per forward pass
+_NEW = 16  # the number of tokens whose time is measured
 
 
 @dataclass(frozen=True)
 class QuantizationLoss:
-    """The logits of a model compared with those of its reference, over every position of a text.
+    """The logits of a model compared with those of its reference, over all positions of a text.
 
-    tokens: the number of positions. largest, mean: of the absolute differences. size: the standard deviation of the
-    reference's logits. same_choice: the share of positions with the same most likely token. divergence: the mean
-    Kullback-Leibler divergence of the model's probabilities from the reference's, in nats. perplexity: (of the model,
-    of the reference), or None for models that don't predict the next token.
+    tokens: the number of positions. largest, mean: the maximum and mean of the absolute differences. size: the standard
+    deviation of the reference's logits. same_choice: the fraction of positions with the same most likely token.
+    divergence: the mean Kullback-Leibler divergence of the model's probabilities from the reference's, in nats.
+    perplexity: (model, reference), or None for models that don't predict the next token.
     """
 
     tokens: int
@@ -41,7 +41,7 @@ class QuantizationLoss:
 
     @property
     def ratio(self) -> float | None:
-        """The model's perplexity over the reference's."""
+        """The model's perplexity divided by the reference's."""
         return None if self.perplexity is None else self.perplexity[0] / self.perplexity[1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,7 +63,8 @@ class QuantizationLoss:
 
 @dataclass(frozen=True)
 class Unquantized:
-    """The model before it is quantised. nbytes: of its parameters and buffers. ms_per_token: see `decoding_time`."""
+    """The model before it is quantised. nbytes: the size of its parameters and buffers. ms_per_token: see
+    `decoding_time`."""
 
     model: str
     dtype: str
@@ -74,7 +75,7 @@ class Unquantized:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The model in one kind. report: that of `hf_rocm.quantize`. ms_per_token: see `decoding_time`."""
+    """The model in one kind. report: the report of `hf_rocm.quantize`. ms_per_token: see `decoding_time`."""
 
     report: dict[str, Any]
     loss: QuantizationLoss
@@ -94,10 +95,10 @@ def measure(
     head: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Unquantized, list[Quantized], nn.Module]:
-    """Load a model for each kind, quantise it, and compare it with the model as it is loaded.
+    """Load and quantise a model for each kind, and compare it with the unquantised model.
 
-    ids: [S] or [B, S] tokens. One model is in memory at a time, and the last one is returned too. Raises what
-    `hf_rocm.quantize` and `load` raise.
+    ids: [S] or [B, S] tokens. Only one model is in memory at a time, and the last model is returned too. Raises the
+    errors of `hf_rocm.quantize` and `load`.
     """
     from hf_rocm.tools.load import load
     from hf_rocm.weights import quantize as quantizing
@@ -105,7 +106,7 @@ def measure(
     pieces = list(chunks(ids))
     reference, expected, loaded, results = None, None, None, []
     for kind in kinds:
-        loaded = None  # frees the model before
+        loaded = None  # frees the previous model
         loaded = load(model, device=device, force=force)
         if reference is None or expected is None:
             expected = logits_of(loaded, pieces)
@@ -120,9 +121,10 @@ def measure(
 
 
 def decoding_time(model: Any, ids: Tensor) -> float | None:
-    """Milliseconds a token of greedy decoding after a prompt [1, S], of at most 64 tokens; None if it doesn't decode.
+    """Return the milliseconds per token of greedy decoding, or None if the model doesn't decode.
 
-    The median of 3 calls of 17 tokens, less that of as many calls of one token.
+    ids: a prompt, [1, S], of which at most 64 tokens are used. The time is the median of 3 calls that generate 17
+    tokens, minus the median of 3 calls that generate one token, per additional token.
     """
     if not predicts(model):
         return None
@@ -150,10 +152,10 @@ def quantization_loss(
 ) -> QuantizationLoss:
     """Run a model and its reference on the same tokens, and compare their logits.
 
-    reference: the unquantised model, or a folder or name to load it from, which needs the memory of both models. text:
-    the text to read, tokenised with `tokenizer` or with the reference's tokenizer. ids: [S] or [B, S] tokens to use
-    instead of a text. Without both, Python's own documentation is read. Returns a `QuantizationLoss`. Raises
-    `OptionError` if model is not a module, has no logits, or there are no tokens; `LoadError` without a tokenizer.
+    reference: the unquantised model, or a folder or name to load it from. Both models must fit in memory. text: the
+    text to read, tokenised with `tokenizer` or with the reference's tokenizer. ids: [S] or [B, S] tokens to use instead
+    of a text. Without both, Python's own documentation is read. Returns a `QuantizationLoss`. Raises `OptionError` if
+    model is not a module or has no logits, or if there are no tokens, and `LoadError` without a tokenizer.
     """
     require_module(model, "quantization_loss")
     if isinstance(reference, (str, PathLike)):
@@ -171,7 +173,7 @@ def quantization_loss(
 def compare(
     logits: Sequence[Tensor], expected: Sequence[Tensor], pieces: Sequence[Tensor], *, predicts: bool
 ) -> QuantizationLoss:
-    """Compare logits [1, S_i, V] of pieces of tokens [1, S_i]. predicts: whether to compute the perplexity."""
+    """Compare the logits, [1, S_i, V], of pieces of tokens, [1, S_i]. predicts: whether to compute the perplexity."""
     largest, total, square, mean, divergence, same, count, positions = 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0
     losses = [0.0, 0.0]
     predicted = 0
@@ -202,7 +204,7 @@ def compare(
 
 
 def _divergence(logits: Tensor, expected: Tensor) -> float:
-    """Σ p (log p - log q) over all positions, for the probabilities p of the expected logits and q of the others."""
+    """Return Σ p (log p - log q) over all positions, with p from the expected logits and q from the other logits."""
     wanted = expected.log_softmax(-1)
     shares = wanted.exp()
     terms = torch.where(shares == 0, 0, shares * (wanted - logits.log_softmax(-1)))
@@ -211,7 +213,7 @@ def _divergence(logits: Tensor, expected: Tensor) -> float:
 
 @torch.no_grad()
 def logits_of(model: nn.Module, pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The logits of each piece, in host memory."""
+    """Return the logits of all pieces, in host memory."""
     device = next(model.parameters()).device
     options = {"use_cache": False} if predicts(model) else {}
     logits = []
@@ -227,14 +229,14 @@ def logits_of(model: nn.Module, pieces: Sequence[Tensor]) -> list[Tensor]:
 
 
 def predicts(model: nn.Module) -> bool:
-    """Whether the model predicts the next token, so that a text has a perplexity."""
+    """Return whether the model predicts the next token, so that a perplexity can be computed."""
     can = getattr(model, "can_generate", None)
     config = getattr(model, "config", None)
     return can is not None and bool(can()) and not getattr(config, "is_encoder_decoder", False)
 
 
 def chunks(ids: Tensor) -> Iterator[Tensor]:
-    """[S] or [B, S] tokens as pieces [1, ≤ 512]."""
+    """Split [S] or [B, S] tokens into pieces, [1, ≤ 512]."""
     if ids.numel() == 0:
         raise OptionError("there are no tokens to read", hint="give a longer text")
     for row in ids.reshape(-1, ids.shape[-1]):
@@ -243,14 +245,14 @@ def chunks(ids: Tensor) -> Iterator[Tensor]:
 
 
 def read(tokenizer: Any, text: str | None, *, tokens: int = 4 * LENGTH) -> Tensor:
-    """The first tokens of a text, [S]; by default of Python's own documentation."""
+    """Return the first tokens of a text, [S]; by default, of Python's own documentation."""
     words = python_text() if text is None else text
     ids: list[int] = tokenizer(words[: 20 * tokens])["input_ids"]
     return torch.tensor(ids[:tokens], dtype=torch.long)
 
 
 def python_text() -> str:
-    """Text that every Python contains: the topics of `help()`."""
+    """Return a text that every Python installation contains: the topics of `help()`."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -262,7 +264,7 @@ def python_text() -> str:
 
 
 def tokenizer_of(model: str | PathLike[str], *, hint: str = "pass tokens to quantization_loss instead: ids=") -> Any:
-    """The tokenizer in a model's folder. Raises `LoadError` with this hint if there is none."""
+    """Return the tokenizer in a model's folder. Raises `LoadError` with this hint if there is none."""
     import transformers
 
     try:

@@ -1,4 +1,4 @@
-"""Remove secrets, names and private paths from a report, so that it can be published."""
+"""Remove secrets, names and private paths from a report, to make it publishable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
-# the variables in a report; all others are left out, above all HF_TOKEN and similar ones
+# Prefixes of the variables in a report. All other variables are left out, in particular HF_TOKEN and similar ones.
 REPORTED = (
     "HF_ROCM_",
     "USE_AITER_",
@@ -42,16 +42,16 @@ REPORTED = (
 SECRET = re.compile(
     r"TOKEN|SECRET|PASS(WORD|WD|PHRASE)|CREDENTIAL|AUTH|COOKIE|SIGNATURE|(^|_)KEY|KEY(_|$)", re.IGNORECASE
 )
-# the formats of keys in any variable: of hubs, clouds, forges, registries and chat services, JWTs
+# The formats of keys in any variable: JWTs, and keys of hubs, clouds, forges, registries and chat services.
 KEYS = re.compile(
     r"hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{12,}|npm_[A-Za-z0-9]{16,}"
     r"|pypi-[\w-]{16,}|AIza[\w-]{16,}|ya29\.[\w-]{10,}|A[KS]IA[A-Z0-9]{12,}|sk-[\w-]{16,}|[srp]k_(live|test)_\w{10,}"
     r"|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{10,}|nvapi-[\w-]{16,}|gsk_\w{16,}|r8_\w{16,}|dop_v1_\w{16,}|SG\.[\w-]{10,}"
     r"|eyJ[\w-]{10,}\.[\w-]+\.[\w-]+|(?i:bearer|basic)\s+[\w.~+/=-]{6,}"
 )
-# random letters of both cases and digits, unlike words and digests
+# Random sequences of digits and letters of both cases, unlike words and digests.
 RANDOM = re.compile(r"(?<![\w/+-])(?=[\w+-]*[A-Z])(?=[\w+-]*[a-z])(?=(?:[\w+-]*?[0-9]){3})[\w+-]{32,}={0,2}")
-# a name that stands for a secret, and its value: password=…, "api-key": "…", --token …
+# A name that denotes a secret, followed by its value: password=…, "api-key": "…", --token ….
 _NAMES = (
     r"(?:token|secret|passw(?:or)?d|passwd|passphrase|pwd|credentials?|cookie|signature|auth(?:orization)?"
     r"|(?<![A-Za-z])(?:[\w-]*[-_ ])?key|apikey)"
@@ -61,19 +61,19 @@ NAMED = re.compile(
     r"(?P<value>\"[^\"\n]*\"|'[^'\n]*'|(?:(?:basic|bearer|digest|token)\s+)?[^\s,;&]+)"
 )
 OPTION = re.compile(rf"(?i)(?P<name>(?<!\S)--?[\w-]*{_NAMES}[\w-]*\s+)(?P<value>\"[^\"\n]*\"|'[^'\n]*'|\S+)")
-# up to the last @: a password may contain an @ or a slash
+# The text up to the last @, since a password may contain an @ or a slash.
 LOGIN = re.compile(r"(?<=://)[^\s\"'<>]*@")
 BARE_LOGIN = re.compile(r"(?<![\w/@:.-])[\w.+-]+:(?!//)[^\s\"'<>]+@(?=[\w.-])")
 QUERY = re.compile(r"(?P<address>[A-Za-z][\w+.-]*://[^\s?#\"'<>]*)[?#][^\s\"'<>]+")
 FILE = re.compile(r"(?<=file:)//[^\s/\"'<>]*(?P<path>/[^\s\"'<>]*)")
 _STEP = r"[^\s:;,'\"()\[\]<>|]"
-# with folder names of up to three words
+# Paths, including folder names with up to three spaces.
 PATH = re.compile(
     rf"(?<![\w.~/…-])(?P<flag>--?[A-Za-z]+)?"
     rf"(?P<path>~?/(?!/){_STEP}+(?:(?: +(?![/~-]){_STEP}+){{1,3}}?(?<=/){_STEP}+)*)"
 )
 QUOTED = re.compile(r"(?P<quote>[\"'])(?P<path>~?/(?!/)[^\"'\n]+)(?P=quote)")
-# paths that describe the system and not the user
+# Paths that describe the system and not the user.
 PUBLIC = ("/opt/rocm", "/usr", "/lib", "/lib64", "/bin", "/dev", "/sys", "/proc", "/etc", "/boot")
 SHORT = 3
 
@@ -81,8 +81,8 @@ SHORT = 3
 def clean(text: str, *, home: str = "", user: str = "", host: str = "", paths: Iterable[str] = ()) -> str:
     """Return the text without keys, logins in URLs, the names of the user and the host, and private paths.
 
-    Only the last part of a private path is kept: `~/…/model` below the home, `…/model` elsewhere. Logins and queries of
-    URLs are removed. paths: known paths in the text, which are needed if no pattern matches their end.
+    Only the last part of a private path is kept: `~/…/model` in the home folder, `…/model` elsewhere. Queries of URLs
+    are removed too. paths: known paths in the text, which are needed if no pattern matches their end.
     """
     text = LOGIN.sub("***@", QUERY.sub(r"\g<address>?***", KEYS.sub("***", text)))
     text = RANDOM.sub("***", BARE_LOGIN.sub("***@", text))
@@ -107,14 +107,14 @@ def clean(text: str, *, home: str = "", user: str = "", host: str = "", paths: I
 
 
 def value(text: str, *, home: str = "") -> str:
-    """The value of a variable, with every path in it shortened, including relative paths and those with spaces."""
+    """Return the value of a variable with all paths shortened, including relative paths and paths with spaces."""
     if "/" not in text or "://" in text:
         return text  # `clean` shortens URLs
     pieces = re.split(r"([:;,]|\s+(?=-))", text)
     return "".join(_piece(piece, home) for piece in pieces)
 
 
-# what may precede a path: a name, an option, or a compiler's option without a space
+# What may precede a path: a name, an option, or a compiler's option without a space.
 _START = re.compile(r"\s*(?:[\w.-]+=)?(?:--?[A-Za-z][\w-]*[ =]|-(?:isystem|idirafter|iquote|include|[A-Za-z]))?")
 
 
@@ -130,7 +130,7 @@ def _piece(piece: str, home: str) -> str:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that may be reported, by name, with paths shortened. `clean` must be applied to the whole text."""
+    """Return the variables that may be reported, with shortened paths. `clean` must be applied to the whole text."""
     return {
         name: value(environment[name], home=environment.get("HOME", ""))
         for name in sorted(environment)

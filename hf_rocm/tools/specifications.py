@@ -1,4 +1,4 @@
-"""The calls that a model makes, as specifications of operations, for which `explain` queries the router."""
+"""The calls that a model makes, as specifications of operations. `explain` queries the router for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Specification = tuple[str, str, tuple[Any, ...]]
 
 
 def specifications(model: nn.Module) -> list[Specification]:
-    """(operation, situation, specification) of the model's typical inference calls, each once."""
+    """Return the distinct (operation, situation, specification) of the model's typical inference calls."""
     specs: dict[Specification, None] = {}
     for module in model.modules():
         specs.update(dict.fromkeys(_of_shuffled(module)))
@@ -75,13 +75,13 @@ def _of_module(module: nn.Module) -> Iterator[Specification]:
 
 
 def where(module: nn.Module, parameter: nn.Parameter) -> torch.device:
-    """The device of a parameter while the module runs, to which accelerate's hook moves an offloaded one."""
+    """Return a parameter's device while the module runs: accelerate's hook moves an offloaded parameter there."""
     device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
     return torch.device(device) if parameter.is_meta and device is not None else parameter.device
 
 
 def _outputs(linear: Any) -> int:
-    """The number of output features; of a sharded layer, those of this rank."""
+    """Return the number of output features; for a sharded layer, on this rank."""
     weight = linear._parameters.get("weight")
     return len(local(weight)) if hasattr(weight, "device_mesh") else int(linear.out_features)
 
@@ -137,7 +137,7 @@ def _of_attention(module: nn.Module, dtype: torch.dtype, device: torch.device) -
     if head_dim is None:
         return
     linears = (nn.Linear, quantized.QuantizedLinear)
-    layers = (getattr(child, "base_layer", child) for child in module.children())  # the layer inside an adapter
+    layers = (getattr(child, "base_layer", child) for child in module.children())  # an adapter contains the layer
     rows = [_outputs(layer) // head_dim for layer in layers if isinstance(layer, linears)]
     if len(rows) < 3:
         return

@@ -1,4 +1,4 @@
-"""The timed cases: decoding, prefill, or the forward of an encoder, at one batch size and length."""
+"""The timed cases: decoding, prefill or an encoder's forward pass, at one batch size and length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KINDS = ("decode", "prefill", "encode")
 
 
 class Case(NamedTuple):
-    """One case to time. prompt: tokens per row (an image encoder has its own). new: generated tokens per row."""
+    """One case to time. prompt: tokens per row (0 for an image encoder). new: generated tokens per row."""
 
     kind: str
     batch: int
@@ -26,17 +26,17 @@ class Case(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """The timed unit, whose milliseconds are in the tables."""
+        """The unit in which the tables give times."""
         return {"decode": "ms a token", "prefill": "ms", "encode": "ms"}[self.kind]
 
     def rate(self, milliseconds: float) -> float:
-        """Tokens per second over the whole batch (samples per second for an encoder)."""
+        """Return tokens per second over the whole batch (samples per second for an encoder)."""
         per_unit = self.batch * self.prompt if self.kind == "prefill" else self.batch
         return per_unit * 1000 / milliseconds
 
 
 def grid(kinds: Iterable[str], batches: Iterable[int], prompts: Iterable[int], *, new: int) -> list[Case]:
-    """Return every combination, decoding first."""
+    """Return all combinations, with the decoding cases first."""
     lengths = list(prompts)
     return [
         Case(kind, batch, prompt, new if kind == "decode" else 0)

@@ -1,4 +1,4 @@
-"""The chart of a comparison: one panel per case, one bar per side with its spread, and the floor as a line."""
+"""The chart of a comparison: one panel per case, with a bar and its spread per side, and a line for the floor."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ INK, FAINT = "#1f2933", "#66727f"
 
 WIDTH, MARGIN = 860.0, 28.0
 LABEL = 318.0  # where bars begin
-END = 690.0  # end of the longest bar or upper quartile; the numbers follow it
+END = 690.0  # end of the longest bar or upper quartile; the numbers are printed to its right
 BAR, GAP = 20.0, 7.0
 NOTE = 11.5  # font size of the footer
-CHARACTER = 0.6  # average width of a character in the widest of the fonts, as a share of the font size
+CHARACTER = 0.6  # average width of a character in the widest font, as a fraction of the font size
 FLOOR = "#2f855a"
 
 
 class Bar(NamedTuple):
-    """One side of a panel. value: the median; low, high: its spread, from quartile to quartile or to the 95th
+    """One side of a panel. value: the median. low, high: the first and third quartiles, or the median and the 95th
     percentile."""
 
     side: str
@@ -47,7 +47,7 @@ class Bar(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One case. The floor, if there is one, and the bars are in milliseconds; unit: what they measure."""
+    """One case. The bars and the floor, if there is one, are in milliseconds. unit: the printed unit."""
 
     title: str
     unit: str
@@ -67,10 +67,10 @@ def check(file: Path) -> None:
 
 
 def save(segments: Sequence[Segment], file: Path, *, title: str | None = None) -> list[Path]:
-    """Draw the cases of segments of one model and machine. Returns the files written.
+    """Draw the cases of all segments, which must have the same model and machine. Returns the files written.
 
-    file: with the suffix .svg or .png, or without one for both; then the PNG is left out if Pillow is missing.
-    Raises `ChartError`.
+    file: a path with the suffix .svg or .png. Without a suffix, both are written, but the PNG only if Pillow is
+    installed. Raises `ChartError`.
     """
     check(file)
     picture = draw(title or f"{segments[0].model['name']} on {segments[0].machine['device']}", segments)
@@ -89,7 +89,7 @@ def save(segments: Sequence[Segment], file: Path, *, title: str | None = None) -
 
 
 def draw(title: str, segments: Sequence[Segment]) -> Picture:
-    """The picture of all cases that have at least one side."""
+    """Return the picture of all cases that have at least one side."""
     panels = [panel for segment in segments for panel in _panels(segment)]
     parts: list[Part] = []
     y = MARGIN + 18
@@ -115,7 +115,7 @@ def _panels(segment: Segment) -> list[Panel]:
 
 
 def serving_panels(group: Sequence[dict[str, Any]]) -> list[Panel]:
-    """The panels of one load: the time per token over all requests, and the times of `figures.TIMES`."""
+    """Return the panels of one load: the time per token over all requests, and the times in `figures.TIMES`."""
     rates = [Bar(case["side"], case["side"], *[1000 / case["rate"]] * 3) for case in group if case["rate"]]
     title = group[0]["title"]
     panels = [Panel(title, "ms a token, all requests together", "rate", None, tuple(rates))]
@@ -135,7 +135,7 @@ def panel(result: Result) -> Panel:
 
 
 def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> float:
-    """Add one panel in which `longest` milliseconds reach from LABEL to END. Returns its lower edge."""
+    """Add one panel, scaled so that `longest` milliseconds reach from LABEL to END. Returns its lower edge."""
     scale = (END - LABEL) / longest
     unit = _END_TO_END if panel.kind == "decode" else panel.unit
     parts.append(Words(MARGIN, y + 10, panel.title, size=14, bold=True))
@@ -171,7 +171,7 @@ _END_TO_END = "ms a token, end to end through generate"
 
 
 def _scales(panels: Sequence[Panel]) -> list[float]:
-    """The longest bar of each panel: shared by the panels of a kind, unless one bar would be too short to read."""
+    """Return the scale of each panel: the longest bar of its kind, or its own if a bar would be too short to read."""
     longest = [max([panel.floor or 0.0, *(max(bar.value, bar.high) for bar in panel.bars)]) for panel in panels]
     scales = []
     for panel, own in zip(panels, longest, strict=True):
@@ -191,7 +191,7 @@ def _subtitle(segments: Sequence[Segment]) -> str:
 
 
 def _notes(segments: Sequence[Segment]) -> list[str]:
-    """The footer, wrapped to the width of the picture."""
+    """Return the footer, wrapped to the width of the picture."""
     machine = segments[0].machine
     versions = [f"{name} {machine[name]}" for name in ("torch", "ROCm", "transformers", "triton") if name in machine]
     commits = sorted({segment.commit for segment in segments if segment.commit})

@@ -1,4 +1,4 @@
-"""Processes that `hf-rocm bench` starts: they end with the command, and their last lines explain a failure."""
+"""Processes that `hf-rocm bench` starts. They end with the command, and their last log lines explain a failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.path[:] = {path!r}
 
 
 def command(code: str, *arguments: str) -> list[str]:
-    """The command line of a child that runs `code` with this process's `sys.path`, and ends when this process ends."""
+    """Return the command line of a child that runs `code` with this process's `sys.path` and ends with this process."""
     return [sys.executable, "-c", _PRELUDE.format(parent=os.getpid(), path=sys.path) + code, *arguments]
 
 
@@ -35,7 +35,7 @@ def signal_name(number: int) -> str:
 
 
 def tail(log: Path) -> str:
-    """The last non-empty lines of a log, on one line. A line that names an error comes first, if it is above them."""
+    """Return the last non-empty lines of a log, on one line, preceded by the last line that names an error, if any."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     last = " / ".join(lines[-3:])[-400:] or "none"
     error = next((line for line in reversed(lines) if _ERROR.match(line)), None)

@@ -1,4 +1,4 @@
-"""Timing: from start to the end of the device's work, reported as the median with quartiles or percentiles."""
+"""Timing of calls until the device has finished. Times are reported as a median with quartiles or percentiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Spread(NamedTuple):
-    """Milliseconds: the median, and the first and third quartiles."""
+    """The median and the first and third quartiles, in milliseconds."""
 
     median: float
     low: float
@@ -19,7 +19,7 @@ class Spread(NamedTuple):
 
 
 def spread(seconds: Sequence[float]) -> Spread:
-    """The spread of at least one time in seconds, in milliseconds."""
+    """Return the spread, in milliseconds, of at least one time in seconds."""
     values = [1000 * second for second in seconds]
     if len(values) == 1:
         return Spread(values[0], values[0], values[0])
@@ -28,7 +28,7 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 class Percentiles(NamedTuple):
-    """Milliseconds: the median, and the 95th and 99th percentiles, interpolated between the two nearest values."""
+    """The median and the 95th and 99th percentiles in milliseconds, interpolated between the two nearest values."""
 
     median: float
     p95: float
@@ -36,7 +36,7 @@ class Percentiles(NamedTuple):
 
 
 def percentiles(seconds: Sequence[float]) -> Percentiles | None:
-    """The percentiles of times in seconds, in milliseconds; None without a time."""
+    """Return the percentiles, in milliseconds, of times in seconds; None for an empty sequence."""
     if not seconds:
         return None
     values = [1000 * second for second in seconds]
@@ -51,13 +51,13 @@ def synchronize(device: torch.device) -> None:
 
 
 def now(device: torch.device) -> float:
-    """The time in seconds, after the device has finished."""
+    """Wait until the device has finished, and return the time in seconds."""
     synchronize(device)
     return time.perf_counter()
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, from an idle device to an idle device."""
+    """Return the seconds that one call takes, from an idle device to an idle device."""
     began = now(device)
     call()
     return now(device) - began
@@ -66,11 +66,11 @@ def timed(call: Callable[[], Any], device: torch.device) -> float:
 def device_time(
     calls: Sequence[Callable[[], Any]], device: torch.device, *, repeats: int = 5, record: bool = True
 ) -> list[float]:
-    """Seconds per call of a list of calls, `repeats` times, without the host's overhead if possible.
+    """Time a list of calls `repeats` times, without the host's overhead if possible. Returns seconds per call.
 
-    On a GPU the calls are recorded into a graph and replayed, so that launches cost nothing. Calls that can't be
-    recorded are timed with their launches, as are all calls with record=False. calls: the same work on different
-    buffers, which together are larger than the GPU's caches.
+    On a GPU the calls are captured in a graph and replayed, so that launches cost nothing. Calls that can't be captured
+    are timed with their launches, and so are all calls if record is False. calls: the same work on different buffers,
+    which together are larger than the GPU's caches.
     """
     for call in calls[:3]:
         call()
@@ -97,7 +97,7 @@ def _recorded(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph | None
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
-    except RuntimeError:  # for example, it synchronises with the host or allocates in a way that cannot be recorded
+    except RuntimeError:  # for example, a call synchronises with the host or allocates in a way that can't be captured
         torch.cuda.synchronize()
         return None
     return graph

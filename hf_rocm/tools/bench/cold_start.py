@@ -1,7 +1,7 @@
-"""The cost of a start: the first generation in a fresh process, with cold and warm caches, and its memory.
+"""The cost of a start: the time and memory of the first generation in a fresh process, with cold and warm caches.
 
-Each start has a separate process, since compiled code and allocated memory would affect the next one. Two consecutive
-starts share the cache folders of Triton, PyTorch and hf_rocm: the first start is cold, the second is warm.
+Every start runs in a separate process, since compiled code and allocated memory would affect the next one. Two
+consecutive starts share the cache folders of Triton, PyTorch and hf_rocm: the first start is cold, the second is warm.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def starts(subject: Subject, case: Case, sides: Sequence[str], *, segment: str, 
 
 
 def start(subject: Subject, case: Case, side: str, folder: Path) -> dict[str, Any]:
-    """One start, in a process whose caches on disk are in `folder`. Raises `StartError` if it fails."""
+    """Measure one start, in a process whose on-disk caches are in `folder`. Raises `StartError` if it fails."""
     answer = folder / "answer.json"
     answer.unlink(missing_ok=True)
     question = {
@@ -92,7 +92,7 @@ def start(subject: Subject, case: Case, side: str, folder: Path) -> dict[str, An
 
 
 def child(text: str) -> None:
-    """Entry point of the fresh process: measure one start and write the answer."""
+    """Measure one start and write the result. This is the entry point of the fresh process."""
     question = json.loads(text)
     dtype = None if question["dtype"] is None else getattr(torch, question["dtype"])
     device = torch.device(question["device"])
@@ -102,7 +102,7 @@ def child(text: str) -> None:
 
 
 def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:
-    """Seconds of each stage. warmup: the difference between the first generation and the third."""
+    """Return the seconds that each stage takes. warmup: the difference between the first generation and the third."""
     device = subject.device
     began = time.perf_counter()
     if name in (PREPARED, UNCAPTURED):

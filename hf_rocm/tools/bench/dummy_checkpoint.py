@@ -1,7 +1,8 @@
-"""A dummy checkpoint of a named shape: its matrices take no space on disk, and get random values after loading.
+"""A dummy checkpoint of a named shape, whose matrices take no space on disk and get random values after loading.
 
-Ranks that share a model load it from a checkpoint, because transformers shards it then. The matrices of this checkpoint
-are a hole in a sparse file: zeros, until each rank fills its own part. So a model of any size is created at once.
+Ranks that share a model load it from a checkpoint, because transformers shards a model while loading it. The matrices
+of this checkpoint are a hole in a sparse file: they are zero until each rank fills its own part. So even a large
+checkpoint is created at once.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _SMALL = {"vocab_size": 512, "intermediate_size": 64, "moe_intermediate_size": 6
 
 
 def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = None) -> None:
-    """Write a shape's config and checkpoint. Norms and biases have transformers' initial values, matrices are zeros."""
+    """Write a shape's config and checkpoint. Norms and biases get transformers' initial values; matrices are zero."""
     cls, config = architecture(name, layers=layers)
     with default_dtype(dtype), torch.device("meta"):
         model = cls(config)
-        model.tie_weights()  # 5.0 ties weights while it loads them; two copies in the file would remain two tensors
+        model.tie_weights()  # 5.0 only ties weights while loading; two copies in the file would stay two tensors
     shapes = {path: tuple(parameter.shape) for path, parameter in model.named_parameters()}
     matrices = {path: shape for path, shape in shapes.items() if len(shape) > 1}
     values = _vectors(name, dtype)
@@ -50,10 +51,9 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
 
 
 def fill(model: Any, folder: Path, *, rank: int) -> None:
-    """Fill the matrices of a model loaded from a dummy checkpoint with random values; a rank fills only its part.
+    """Fill the matrices of a model from a dummy checkpoint with random values. A rank only fills its own part.
 
-    Parameters that are replicated are equal on all ranks. The products of each weight have the magnitude of their
-    input.
+    Replicated parameters are equal on all ranks. The scale of every weight keeps the magnitude of its input.
     """
     whole = _header(folder / MATRICES)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def fill(model: Any, folder: Path, *, rank: int) -> None:
 
 
 def _vectors(name: str, dtype: torch.dtype) -> dict[str, float]:
-    """The value of each vector of the first layer, from a model of the same class with small matrices."""
+    """Return the value of every vector in the first layer, from a model of the same class with small matrices."""
     from hf_rocm.tools.bench.known_shapes import shape
 
     small = {key: value for key, value in _SMALL.items() if key in shape(name).settings}

@@ -1,4 +1,4 @@
-"""One timed `generate` without additional GPU work, and one that returns its logits for the parity check."""
+"""A timed `generate` that adds no GPU work, and one that returns its logits for the parity check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_rocm.tools.bench.variants import Side
 
 
 class Generated(NamedTuple):
-    """Seconds: until the first token, per later token on average, and in total."""
+    """The seconds until the first token, per later token on average, and in total."""
 
     first: float | None
     later: float
@@ -47,7 +47,7 @@ class _FirstFewLogits:
 
 
 def generate(side: Side, ids: Tensor, case: Case) -> Generated:
-    """Generate exactly `case.new` tokens greedily; timed from an idle device to an idle device."""
+    """Generate exactly `case.new` tokens greedily. Times run from an idle device to an idle device."""
     clock = _FirstLogits(ids.device)
     began = now(ids.device)
     run_with(side, ids, case.new, clock)
@@ -57,14 +57,14 @@ def generate(side: Side, ids: Tensor, case: Case) -> Generated:
 
 
 def generate_logits(side: Side, ids: Tensor, new: int, *, judged: int) -> tuple[Tensor, Tensor]:
-    """The sequence [B, S + new], and the logits of its first `judged` new tokens, [B, J, V] in fp32."""
+    """Return the sequence [B, S + new], and the logits of its first `judged` new tokens, [B, J, V] in fp32."""
     keeper = _FirstFewLogits(min(new, judged))
     sequence = run_with(side, ids, new, keeper)
     return sequence, torch.stack(keeper.kept, dim=1)
 
 
 def run_with(side: Side, ids: Tensor, new: int, processor: Any) -> Tensor:
-    """Greedy generation with one logits processor; returns the whole sequence."""
+    """Generate greedily with one logits processor, and return the whole sequence."""
     from transformers import LogitsProcessorList
 
     result: Tensor = side.model.generate(

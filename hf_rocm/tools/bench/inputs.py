@@ -1,4 +1,4 @@
-"""The inputs of a comparison: random tokens or pixels, the same for every side."""
+"""The inputs of a comparison: random tokens or pixels, which are the same for every side."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hf_rocm.tools.bench.cases import Case
 
 
 def tokens(model: Any, batch: int, length: int) -> Tensor:
-    """Random ids, [B, S] on the model's device; without the first ids, which are often special."""
+    """Return random ids, [B, S], on the model's device. The lowest ids are excluded, because they are often special."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     generator = torch.Generator().manual_seed(batch * 1000003 + length)
     return torch.randint(10, config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
 def forward_inputs(model: Any, case: Case) -> dict[str, Any]:
-    """The arguments of one forward pass, of a prefill or of an encoder."""
+    """Return the arguments of one forward pass: of a prefill or of an encoder."""
     if case.kind == "prefill":
         ids = tokens(model, case.batch, case.prompt)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "logits_to_keep": 1}
@@ -32,6 +32,6 @@ def forward_inputs(model: Any, case: Case) -> dict[str, Any]:
 
 
 def output(result: Any) -> Tensor:
-    """The tensor of a forward's result that is compared."""
+    """Return the tensor to compare from the output of a forward pass."""
     tensor: Tensor = result.logits if getattr(result, "logits", None) is not None else result.last_hidden_state
     return tensor

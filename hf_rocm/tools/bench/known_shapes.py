@@ -1,4 +1,4 @@
-"""Named shapes, which are measured with random weights. They are data, so that `--help` lists them without torch."""
+"""Named shapes to measure with random weights. They are plain data, so that `--help` can list them without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embedd
 
 @dataclass(frozen=True)
 class Shape:
-    """One named shape. of: the checkpoint with this shape. inputs: `tokens` or `pixels`."""
+    """A named shape. of: the checkpoint with this shape. inputs: `tokens` or `pixels`."""
 
     of: str
     config: str
@@ -264,7 +264,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def shape(name: str) -> Shape:
-    """The shape of that name, or an `OptionError`."""
+    """Return the shape of that name. Raises `OptionError` on an unknown name."""
     if name not in SHAPES:
         raise OptionError(f"there is no shape {name!r}", facts={"known": ", ".join(SHAPES)})
     return SHAPES[name]

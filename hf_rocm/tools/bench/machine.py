@@ -1,4 +1,4 @@
-"""The GPU, the versions and the commit of a measurement, which are reported with every number."""
+"""The GPU, the versions and the commit, which are reported with every measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("transformers", "triton", "amd-aiter", "liger-kernel")
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """The facts about this machine and its packages that are reported with every number."""
+    """Return the facts about this machine and its packages that are reported with every measurement."""
     facts = {"device": _name(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -34,7 +34,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that hf_rocm is imported from, with `+` if files changed; None without a checkout."""
+    """Return the commit of hf_rocm's checkout, followed by `+` if files are modified; None without a checkout."""
     root = Path(__file__).resolve().parents[2]
     head = _git(root, "rev-parse", "--short=12", "HEAD")
     if not head or not (root / "overlays").is_dir():
@@ -44,7 +44,7 @@ def commit() -> str | None:
 
 
 def note(facts: dict[str, str]) -> str:
-    """A note on what numbers from this machine mean."""
+    """Return a note on how to interpret numbers from this machine."""
     if "ROCm" in facts:
         return "measured under ROCm"
     return "forced without ROCm: the speed of the portable path here, which does not predict that of an AMD GPU"

@@ -1,4 +1,4 @@
-"""Time one case on every side: parity first, then interleaved rounds."""
+"""Time one case on every side: check parity first, then run interleaved rounds."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hf_rocm.tools.bench.rates import Rates
 from hf_rocm.tools.bench.roofline import Floor, cache_bytes, floor
 from hf_rocm.tools.bench.variants import DECODE_ONLY, PREPARED, UNCAPTURED, Side
 
-WARM_ROUNDS = 2  # the first compiles and records, the second fills the allocator's pools
+WARM_ROUNDS = 2  # the first round compiles and records, the second fills the allocator's pools
 
-# Forwards of an encoder in each warm-up: a recording is compared with uncaptured forwards most often at first.
+# An encoder's forward passes per warm-up round: the first replays are compared with uncaptured passes more often.
 WARM_FORWARDS = 12
 
 Progress = Callable[[str], None]
 
 
 class Timing(NamedTuple):
-    """One side of a case. unit: milliseconds per unit (a token, a forward). first: milliseconds until the first token.
+    """The times of one side in one case.
 
-    warmup: seconds by which the first call was slower than a later one. peak: largest number of bytes on the device,
-    with the weights and without other sides' caches. rounds: milliseconds of each round, in order. note: how it ran,
-    if that is not obvious. replay: milliseconds on the device for a recorded decode step alone, without transformers'
-    work.
+    unit: milliseconds per unit (a token or a forward pass). first: milliseconds until the first token. warmup: seconds
+    by which the first call was slower than a later one. peak: peak bytes on the device, including the weights but not
+    other sides' caches. rounds: milliseconds per unit in each round, in order. note: how the side ran, if that is not
+    obvious. replay: milliseconds on the device for a recorded step alone, without transformers' work.
     """
 
     side: str
@@ -71,7 +71,7 @@ class Mismatch(HfRocmError):
 
 
 def measure(run: Measurement, case: Case) -> Result:
-    """Time one case. Raises `Mismatch` if hf_rocm's numbers are wrong; another side with wrong numbers is left out."""
+    """Time one case. Raises `Mismatch` if hf_rocm's numbers are wrong; other sides with wrong numbers are left out."""
     left_out: dict[str, str] = {}
     samples: dict[str, _Samples] = {}
     for side in run.sides:
@@ -100,7 +100,7 @@ def measure(run: Measurement, case: Case) -> Result:
 def _rounds(
     run: Measurement, case: Case, sides: Sequence[Side], samples: dict[str, _Samples], left_out: dict[str, str]
 ) -> None:
-    """Time sides in interleaved rounds; a side that fails is left out of the rest."""
+    """Time sides in interleaved rounds. A side that fails is left out of the remaining rounds."""
     for number in range(WARM_ROUNDS + run.rounds):
         for side in [side for side in sides if side.name not in left_out]:
             run.progress(f"{case.title}: {_round(number, run.rounds)}, {side.name}")
@@ -135,14 +135,14 @@ class _Samples:
 
 
 def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | None:
-    """Check a side by its first run, which is also its warm-up. Returns why it is left out, or None."""
+    """Check a side on its first run, which is also its warm-up. Returns the reason to leave it out, or None."""
     if run.reference is None:
         return None
     tried, reason = _first_run(side, samples, lambda: trial(side, case))
     if tried is None:
         _release(side, forget=True)
         return reason
-    if not tried.same:  # this run was not the warm-up of the case itself
+    if not tried.same:  # the run had other inputs, so it did not warm up the case itself
         samples.cold = samples.peak = None
         _release(side, forget=True)
     parity, reason = _guarded(side, lambda: run.reference.judge(tried))  # type: ignore[union-attr]
@@ -166,7 +166,7 @@ def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | N
 
 
 def _turn(side: Side, case: Case, samples: _Samples, *, warm: bool) -> str | None:
-    """One timed run, or the reason why there is none."""
+    """Time one run. Returns the reason why it failed, or None."""
     device = side.model.device
 
     def run() -> Generated:
@@ -205,12 +205,12 @@ def _first_run(side: Side, samples: _Samples, call: Callable[[], Any]) -> tuple[
 
 
 def _guarded(side: Side, call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """The call's result, or the reason why this side cannot run. For hf_rocm, only a lack of memory is accepted."""
+    """Return the call's result, or None and a reason. hf_rocm's errors are raised, unless it ran out of memory."""
     try:
         return call(), None
     except torch.OutOfMemoryError:
         return None, "it needs more memory than is available"
-    except Exception as error:  # an exception of stock or of a compiler is a result, not a reason to stop
+    except Exception as error:  # an exception from stock or a compiler is a result, and does not end the benchmark
         if side.name in (PREPARED, UNCAPTURED):
             raise
         lines = str(error).strip().splitlines() or ["no message"]
@@ -225,7 +225,7 @@ def _release(side: Side, *, forget: bool = False) -> None:
 
 
 def _all_fit(model: Any, case: Case, count: int) -> bool:
-    """Whether all sides may keep their caches and recordings until their next round."""
+    """Return whether memory suffices for all sides to keep their caches and recordings until the next round."""
     if case.kind != "decode" or model.device.type != "cuda":
         return True
     return (count + 1) * cache_bytes(model, case) < free_memory(model.device) / 2
@@ -239,7 +239,7 @@ def _start_of_peak(device: torch.device) -> int:
 
 
 def _peak(device: torch.device, before: int, model: Any) -> int | None:
-    """The peak memory of this side: its own allocations plus the weights, which all sides share."""
+    """Return the peak memory of this side: its own allocations plus the weights, which all sides share."""
     if device.type != "cuda":
         return None
     weights = sum({parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}.values())

@@ -1,7 +1,6 @@
-"""hf-rocm bench ops: check and time every implementation of an operation that this machine supports, on the same
-inputs.
+"""hf-rocm bench ops: check and time all implementations of an operation that this machine supports, on equal inputs.
 
-PyTorch's own GEMM and attention are timed once for each library and backend that PyTorch can use.
+PyTorch's own GEMM and attention are timed once with every library or backend that PyTorch can use.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from hf_rocm.tools.bench.ops_cases import OpCase
 from hf_rocm.tools.bench.parity import compare
 from hf_rocm.tools.bench.rates import LARGE, Rates
 
-SETS = 16  # the largest number of input sets; they alternate, so that large inputs are not cached
+SETS = 16  # the largest number of input sets, which alternate so that large inputs are not cached
 
 
 class Line(NamedTuple):
-    """One implementation of one case. share: of the rate at the floor. reason: why it was not timed."""
+    """One implementation of one case. share: its fraction of the roofline rate. reason: why it was not timed."""
 
     operation: str
     case: str
@@ -49,7 +48,7 @@ class _Candidate(NamedTuple):
 
 @torch.inference_mode()
 def compare_all(cases: Sequence[OpCase], rates: Rates, device: torch.device, progress: Progress) -> Iterator[Line]:
-    """Time every candidate of every case; one that refuses, fails or is wrong is returned with the reason."""
+    """Time every candidate in every case. A candidate that refuses, fails or is wrong is returned with the reason."""
     for case in cases:
         progress(f"{case.operation}: {case.title}")
         operation = operations()[case.operation]
@@ -97,7 +96,7 @@ def _line(
 
 
 def _key(operation: Operation[Any], case: OpCase, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """The specification that the router builds for this call."""
+    """Return the specification that the router builds for this call."""
     operation.forget()
     case.call(*inputs)
     try:
@@ -108,7 +107,7 @@ def _key(operation: Operation[Any], case: OpCase, inputs: tuple[Tensor, ...]) ->
 
 
 def _oracle(case: OpCase, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """The eager tier in the inputs' dtype, and in fp64."""
+    """Return the outputs of the eager tier in the inputs' dtype and in fp64."""
     wide = tuple(tensors.double() if tensors.is_floating_point() else tensors for tensors in inputs)
     with options.override(tier="eager"):
         return _outputs(case.call(*inputs)), _outputs(case.call(*wide))
@@ -135,7 +134,7 @@ def _candidates(operation: Operation[Any]) -> Iterator[_Candidate]:
 
 
 def _variants(operation: str) -> Iterator[tuple[str, Callable[[], AbstractContextManager[Any]]]]:
-    """PyTorch's other libraries or backends for the operation."""
+    """Yield PyTorch's other libraries or backends for the operation."""
     if operation == "linear":
         for name in blas_backend.LIBRARIES:
             try:
@@ -152,7 +151,7 @@ def _variants(operation: str) -> Iterator[tuple[str, Callable[[], AbstractContex
 
 
 def _sets(case: OpCase, device: torch.device) -> int:
-    """The number of sets that are together larger than any cache; tiny inputs are cached in a model too."""
+    """Return the number of sets that together exceed all caches, but at most SETS: models cache tiny inputs too."""
     if device.type != "cuda":
         return 2
     return int(min(SETS, max(2, LARGE // max(case.bytes, 1) + 1)))

@@ -1,4 +1,4 @@
-"""The calls of `hf-rocm bench ops`: each operation at the shapes of a model, with its bytes and operations."""
+"""The calls that `hf-rocm bench ops` times: every operation at the shapes of a model, with its bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ OPERATIONS = (
     "rope",
     "experts",
 )
-TOKENS = (1, 4, 8)  # of a decode step: the rows of the experts' GEMMs
+TOKENS = (1, 4, 8)  # tokens of a decode step, which are the rows of the experts' GEMMs
 MIXTURE = "qwen3-30b-a3b"  # the model whose experts are measured if the shape has none
-FEW = 16  # the largest number of rows of fused linear kernels
-ROUTING = "routing"  # not an operation: the router's overhead
+FEW = 16  # the largest number of rows that fused linear kernels support
+ROUTING = "routing"  # measures the router's overhead instead of an operation
 
 
 @dataclass(frozen=True)
 class OpCase:
-    """One call. inputs: makes a set of tensors with a generator, the first in the case's dtype; call: runs on such a
-    set.
+    """One call.
 
-    bytes, flops: lower bounds for one call.
+    inputs: creates a set of tensors with a generator; the first has the case's dtype. call: runs on such a set. bytes,
+    flops: lower bounds for one call.
     """
 
     operation: str
@@ -47,7 +47,7 @@ class OpCase:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The requested sizes. rows: M of the GEMMs; keys: cache lengths of decode attention."""
+    """The requested sizes. rows: values of M for GEMMs. keys: cache lengths for decode attention."""
 
     rows: Sequence[int]
     batches: Sequence[int]
@@ -65,7 +65,7 @@ class Sizes:
 
 
 def cases(names: Sequence[str], shape: Shape, sizes: Sizes) -> Iterator[OpCase]:
-    """Every case of these operations at a decoder's shape."""
+    """Yield every case of these operations at a decoder's shape."""
     for name in names:
         yield from _CASES[name](_Dims(shape), sizes)
 
@@ -94,7 +94,7 @@ def _linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
     for rows in sizes.rows:
         for name, (n, k) in products.items():
             if name == "head" and rows > 64:
-                continue  # for a prompt, the head runs for the last position only
+                continue  # for a prompt, the head runs only on the last position
 
             def inputs(generator: torch.Generator, m: int = rows, n: int = n, k: int = k) -> tuple[Tensor, ...]:
                 return sizes.draw(generator, m, k), sizes.draw(generator, n, k, scale=k**-0.5)
@@ -104,7 +104,7 @@ def _linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
 
 
 def _fused_linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
-    """The four GEMMs of a layer with fused prologues and epilogues, for the few rows that such kernels support."""
+    """Yield a layer's four GEMMs with fused prologues and epilogues, for at most the FEW rows that kernels support."""
     width = dims.heads * dims.head_dim
     products = {
         "norm, qkv": (width + 2 * dims.kv_heads * dims.head_dim, dims.hidden, True, False),
@@ -219,7 +219,7 @@ def _rope(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
 
 
 def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
-    """Cases of routed experts: tokens have different experts, which are the same in every set of inputs."""
+    """Yield the cases of routed experts: tokens have different experts, but the same ones in every set of inputs."""
     mixture = dims.mixture
     h, i, k = mixture["hidden_size"], mixture["moe_intermediate_size"], mixture["num_experts_per_tok"]
     e = mixture["num_experts"] if sizes.device.type == "cuda" else k  # all experts would take too long on a CPU
@@ -245,11 +245,11 @@ def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
         yield OpCase("experts", title, inputs, call, read, 6.0 * tokens * k * h * i)
 
 
-LARGE = (4096, 8192)  # a size at which a kernel is limited by memory bandwidth only
+LARGE = (4096, 8192)  # a size at which only memory bandwidth limits a kernel
 
 
 def _elementwise(dims: _Dims, sizes: Sizes, *, wide: int | None = None) -> list[tuple[int, int]]:
-    """The model's width with each number of rows, and one size that is large on every machine."""
+    """Return the model's width with each number of rows and, on a GPU, one large size."""
     large = [LARGE] if sizes.device.type == "cuda" else []
     return [*((rows, wide or dims.hidden) for rows in sizes.rows), *large]
 

@@ -29,7 +29,7 @@ def compare_ops(
     segment: str,
     progress: Progress,
 ) -> Segment:
-    """Compare these operations at the shapes of a named decoder. Raises `OptionError` on an encoder."""
+    """Compare these operations at the shapes of a named decoder. Raises `OptionError` for an encoder."""
     assert subject.shape is not None
     named = shape(subject.shape)
     if named.encoder:

@@ -1,6 +1,6 @@
 """Compare every side with an exact reference before anything is timed.
 
-The tolerance is derived: the error of a side may be at most twice that of the eager model in the same dtype, plus one
+The tolerance is derived: a side may have at most twice the error of the eager model in the same dtype, plus one
 rounding step of the largest value. The reference is the eager model with its weights converted to fp32 (fp64 for fp32
 models), one module at a time, so that no second copy of the weights is needed.
 """
@@ -21,12 +21,12 @@ from hf_rocm.tools.bench.cases import Case
 from hf_rocm.tools.bench.generating import generate_logits
 from hf_rocm.tools.bench.variants import Side, twin
 
-TOKENS = 32768  # the largest number over the whole batch, so that the reference takes seconds
-JUDGED = 16  # new tokens that are compared; the first few of a recorded step run uncaptured
+TOKENS = 32768  # the most prompt tokens in a batch, so that the reference only takes seconds
+JUDGED = 16  # new tokens that are compared; the first few steps run uncaptured before one is recorded
 
 
 class Parity(NamedTuple):
-    """The absolute errors of logits or states: of a side, the allowed one, and that of the eager run."""
+    """Absolute errors of logits or hidden states: a side's error, the allowed error, and the eager run's error."""
 
     error: float
     allowed: float
@@ -35,14 +35,14 @@ class Parity(NamedTuple):
     @property
     def refusal(self) -> str | None:
         """The reason why nothing is timed, or None."""
-        if self.error <= self.allowed:  # False for NaN
+        if self.error <= self.allowed:  # false if the error is NaN
             return None
         return f"its numbers are wrong by {self.error:.3g}, and at most {self.allowed:.3g} is allowed"
 
 
 class Trial(NamedTuple):
-    """The output of one side, and the arguments for the reference. same: whether this is the timed case itself.
-    tokens: the chosen tokens, [B, S + new] (for a forward, the next one)."""
+    """The output of one side, and the arguments for the reference. same: whether the inputs are those of the timed
+    case. tokens: the whole sequence, [B, S + new]; for a forward pass, the next token."""
 
     arguments: dict[str, Any]
     actual: Tensor
@@ -51,9 +51,9 @@ class Trial(NamedTuple):
 
 
 def trial(side: Side, case: Case, *, most: int | None = None) -> Trial:
-    """Run one side on inputs like the case's: identical inputs, unless the reference would not fit in memory.
+    """Run one side on the inputs of a case, or on a shorter prompt if the reference would not fit in memory.
 
-    most: the longest prompt; by default the longest that fits into memory.
+    most: the longest prompt to use; by default, the longest that fits in memory.
     """
     length = _length(side.model, case) if most is None else min(case.prompt, most)
     smaller = case._replace(prompt=length)
@@ -70,7 +70,7 @@ def trial(side: Side, case: Case, *, most: int | None = None) -> Trial:
 
 
 class Reference:
-    """The eager model and the exact one, copies of the measured model."""
+    """The eager and the exact model, which are copies of the measured model."""
 
     def __init__(self, model: Any) -> None:
         self._eager = _plainly(twin(model))
@@ -82,7 +82,7 @@ class Reference:
         return compare(trial.actual, *self._run(trial.arguments))
 
     def _run(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The eager and the exact output; sides with equal inputs share them."""
+        """Return the eager and the exact output. Sides with equal inputs share them."""
         fed = next(iter(arguments.values()))
         if self._last is None or self._last[0].shape != fed.shape or not torch.equal(self._last[0], fed):
             with torch.no_grad():
@@ -94,8 +94,7 @@ class Reference:
 
 
 class ReferenceInPlace(Reference):
-    """A reference for models that cannot be copied, since sharded modules are bound to their model: the model itself is
-    used."""
+    """A reference that uses the model itself. A sharded model can't be copied, since its modules are bound to it."""
 
     def __init__(self, model: Any) -> None:
         self._eager = self._exact = model
@@ -112,7 +111,7 @@ class ReferenceInPlace(Reference):
 
 
 def compare(actual: Tensor, eager: Tensor, exact: Tensor) -> Parity:
-    """The largest errors against `exact`; the allowed rounding step is that of eager's dtype."""
+    """Return the largest errors relative to `exact`. The allowed rounding step is that of eager's dtype."""
     eager_error = _largest(eager, exact)
     allowed = allowed_error(eager_error, eager.dtype, exact.abs().max().item())
     return Parity(_largest(actual, exact), allowed, eager_error)
@@ -120,7 +119,7 @@ def compare(actual: Tensor, eager: Tensor, exact: Tensor) -> Parity:
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[torch.dtype]:
-    """Run a model with weights in the next wider dtype: each module's are converted for the time of its call."""
+    """Run a model in the next wider dtype, by converting the weights of each module for the duration of its call."""
     wide = torch.float64 if next(model.parameters()).dtype == torch.float32 else torch.float32
     kept: dict[int, dict[str, Any]] = {}
 
@@ -130,7 +129,7 @@ def widened(model: nn.Module) -> Iterator[torch.dtype]:
             for name, parameter in owner._parameters.items():
                 if parameter is not None and parameter.is_floating_point():
                     owner._parameters[name] = nn.Parameter(parameter.to(wide), requires_grad=False)
-        # a caller that read the weight's dtype saw the narrow one
+        # a caller that read the weight's dtype before this call saw the narrow dtype
         return tuple(_in(dict(enumerate(arguments)), wide).values())
 
     def narrow(module: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
@@ -148,12 +147,12 @@ def widened(model: nn.Module) -> Iterator[torch.dtype]:
 
 
 def _largest(actual: Tensor, exact: Tensor) -> float:
-    """The largest difference, computed by row, since a batch of logits in fp64 can be larger than the weights."""
+    """Return the largest difference, computed row by row: a batch of fp64 logits can be larger than the weights."""
     return max((one.double() - other.double()).abs().max().item() for one, other in zip(actual, exact, strict=True))
 
 
 def _length(model: Any, case: Case) -> int:
-    """The prompt length, limited so that the scores of eager attention fit into memory."""
+    """Return the prompt length, limited so that the scores of eager attention fit in memory."""
     if not case.prompt:
         return 0  # images have no prompt
     most = 2**24
@@ -162,12 +161,12 @@ def _length(model: Any, case: Case) -> int:
     return max(1, min(case.prompt, TOKENS // case.batch, int((most / case.batch) ** 0.5)))
 
 
-# Bytes for a visible pair of query and key in the reference: scores, their softmax and its narrower copies.
+# Bytes per pair of query and key in the reference: the scores, their softmax and its narrower copies.
 _BYTES_A_PAIR = 16
 
 
 def _owners(module: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters a call reads: the module itself, and the projections in PyTorch's attention."""
+    """Return the modules whose parameters a call reads: the module, and the projections in PyTorch's attention."""
     return list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
 
 
@@ -179,14 +178,14 @@ def _in(arguments: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
 
 
 def _plainly(model: Any) -> Any:
-    """Select eager attention and experts in every config of the model, which are its own."""
+    """Select eager attention and experts in all configs of the model, which it does not share with other models."""
     for config, name in _implementations(model):
         setattr(config, name, "eager")
     return model
 
 
 def _implementations(model: Any) -> list[tuple[Any, str]]:
-    """The config fields that select attention and experts."""
+    """Return the config fields that select the implementations of attention and experts."""
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
     }

@@ -1,4 +1,4 @@
-"""Collective operations of the benchmark and their cost: all ranks call every method together."""
+"""Collective operations of the benchmark, and their cost. All ranks must call every method together."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from hf_rocm.tools.bench.clock import timed
 from hf_rocm.tools.bench.roofline import local
 from hf_rocm.tools.bench.scaling import Exchange
 
-LARGE = 2**26  # bytes of a sum that is limited by bandwidth, on GPUs
+LARGE = 2**26  # bytes of an all-reduce that is limited by bandwidth on GPUs
 
 
 class Peers:
-    """The ranks of the default process group, with one device of this kind per rank."""
+    """The ranks of the default process group, each with one device of this type."""
 
     def __init__(self, world: int, device: torch.device) -> None:
         self.world, self.device = world, device
 
     def slowest(self, value: float) -> float:
-        """The maximum over all ranks."""
+        """Return the maximum over all ranks."""
         largest = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return float(largest.item())
 
     def unlike(self, tokens: Tensor) -> list[int]:
-        """The ranks whose tokens differ from those of rank 0."""
+        """Return the ranks whose tokens differ from those of rank 0."""
         everyone = [torch.empty_like(tokens) for _ in range(self.world)]
         dist.all_gather(everyone, tokens.contiguous())
         return [rank for rank, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
 
     def sum_seconds(self, message: Tensor, *, calls: int = 10, tries: int = 5) -> float:
-        """Seconds of one all-reduce in a sequence: the best of several tries, each on the slowest rank."""
+        """Return the seconds per all-reduce in a sequence of `calls`: the best of `tries`, on the slowest rank."""
 
         def several() -> None:
             for _ in range(calls):
@@ -45,13 +45,13 @@ class Peers:
         return min(self.slowest(timed(several, self.device)) for _ in range(tries)) / calls
 
     def wire(self) -> float:
-        """Bytes per second that each rank sends in a large sum."""
+        """Return the bytes per second that each rank sends in a large all-reduce."""
         size = LARGE if self.device.type == "cuda" else LARGE // 16
         share = 2 * (self.world - 1) / self.world
         return share * size / self.sum_seconds(torch.zeros(size // 4, device=self.device))
 
     def facts(self, exchange: Exchange, case: Case) -> dict[str, Any]:
-        """The record of an exchange: computed, except for the measured time of one sum."""
+        """Return the record of an exchange. It is computed, except for the measured time of one all-reduce."""
         message = torch.zeros(max(1, exchange.message // 4), dtype=torch.float32, device=self.device)
         return {
             "sums": exchange.sums,
@@ -63,7 +63,7 @@ class Peers:
         }
 
     def interconnect(self) -> dict[str, Any]:
-        """The interconnect. apart: pairs of GPUs that cannot read each other's memory."""
+        """Describe the interconnect. apart: the pairs of GPUs without peer access to each other's memory."""
         if self.device.type != "cuda":
             return {"backend": "gloo"}
         pairs = [(one, other) for other in range(self.world) for one in range(other)]
@@ -73,7 +73,7 @@ class Peers:
 
 
 def exchanged(model: Any, case: Case, ranks: int) -> Exchange:
-    """The exchange of one unit of a case, given the parts of the model that this release of transformers shards."""
+    """Return the exchange in one unit of a case, given the parameters that this release of transformers shards."""
     config = model.config.get_text_config()
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     divided = [local(parameter).shape[0] < config.vocab_size for parameter in (table, head)]

@@ -17,13 +17,13 @@ from hf_rocm.tools.bench.measure import Progress
 from hf_rocm.tools.bench.run import Subject, sides_of
 from hf_rocm.tools.bench.variants import PREPARED, Side
 
-STEPS = 16  # profiled decode steps or forwards
+STEPS = 16  # profiled decode steps or forward passes
 SHOWN = 15
-LONG_GAP = 5.0  # µs
+LONG_GAP = 5.0  # the shortest gap to list, in µs
 
 
 class Work(NamedTuple):
-    """One kernel run on the device. start, end: µs."""
+    """One kernel run on the device. start, end: in µs."""
 
     name: str
     start: float
@@ -31,17 +31,17 @@ class Work(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """One case, in µs per step. busy: time with at least one kernel running; gaps: between consecutive kernels."""
+    """The profile of one case. busy: µs per step in which a kernel runs. span: µs per step from start to end."""
 
     title: str
     steps: int
-    kernels: dict[str, tuple[int, float]]  # name → runs and µs, all steps together
+    kernels: dict[str, tuple[int, float]]  # name → runs and µs, over all steps
     busy: float
     span: float
-    gaps: tuple[tuple[float, str], ...]  # the longest gaps, with the kernels that follow them
+    gaps: tuple[tuple[float, str], ...]  # the longest gaps between kernels in µs, with the kernels that follow them
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The kernels that take most of the time."""
+        """Return table rows for the kernels that take most of the time."""
         total = sum(time for _, time in self.kernels.values())
         longest = sorted(self.kernels.items(), key=lambda item: -item[1][1])[:SHOWN]
         return [
@@ -50,7 +50,7 @@ class Profile(NamedTuple):
         ]
 
     def lines(self) -> list[str]:
-        """Sentences about the gaps; none for a CPU."""
+        """Return sentences about the gaps; none for a CPU."""
         if not self.span:
             return []
         idle = self.span - self.busy
@@ -65,7 +65,7 @@ class Profile(NamedTuple):
 
 
 def profile(subject: Subject, case: Case, trace: Path, *, progress: Progress, side: str = PREPARED) -> Profile:
-    """Profile one case on one side, warmed up, and write the trace in Chrome's format."""
+    """Profile one case on one side after a warm-up, and write the trace in Chrome's format."""
     progress(f"{subject.name}: building the model")
     (chosen,), _ = sides_of(subject.load(), subject, [side])
     progress(f"{case.title}: profiling {side}")
@@ -84,7 +84,7 @@ def profile(subject: Subject, case: Case, trace: Path, *, progress: Progress, si
 
 
 def summarise(title: str, work: Sequence[Work], steps: int) -> Profile:
-    """Add up kernels and gaps. Kernels may overlap: time in which several run counts as busy once."""
+    """Add up kernels and gaps. If kernels overlap, the time that they share counts as busy only once."""
     kernels: dict[str, tuple[int, float]] = {}
     busy, gaps, last = 0.0, [], None
     for event in sorted(work, key=lambda event: event.start):
@@ -135,7 +135,7 @@ def _once(side: Side, case: Case, recorder: Any) -> None:
 
 
 def _work(recorder: Any) -> list[Work]:
-    """The kernels that ran on the GPU."""
+    """Return the kernels that ran on the GPU."""
     return [
         Work(event.name, event.time_range.start, event.time_range.end)
         for event in recorder.events()
@@ -144,7 +144,7 @@ def _work(recorder: Any) -> list[Work]:
 
 
 def _on_cpu(title: str, recorder: Any) -> Profile:
-    """The operations of a CPU by their self time; there are no gaps."""
+    """Return the operations on a CPU with their self time. There are no gaps."""
     by_name = {average.key: (average.count, float(average.self_cpu_time_total)) for average in recorder.key_averages()}
     return Profile(title, STEPS, by_name, 0.0, 0.0, ())
 

@@ -1,7 +1,7 @@
-"""One rank of `hf-rocm bench --tp N`: loads its part of the model as transformers shards it, stock and prepared.
+"""One rank of `hf-rocm bench --tp N`. It loads its part of the model as transformers shards it, stock and prepared.
 
-All ranks must make the same decisions, or they wait for each other forever: nothing here depends on the clock or the
-free memory of one rank alone, and a side that fails ends the run.
+All ranks must make the same decisions, or they wait for each other forever. So no decision here depends on the clock or
+the free memory of a single rank, and a side that fails ends the run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hf_rocm.tools.bench.roofline import floor, local
 from hf_rocm.tools.bench.run import Subject, describe
 from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED, Side, silence
 
-LIMIT = timedelta(minutes=30)  # for one collective: another rank may be compiling a kernel
-JUDGED_PROMPT = 1024  # the longest prompt of the reference, whose scores must fit on every rank
+LIMIT = timedelta(minutes=30)  # the timeout of a collective operation: another rank may be compiling a kernel
+JUDGED_PROMPT = 1024  # the longest prompt of the reference, whose attention scores must fit on every rank
 
 
 class Question(NamedTuple):
-    """The task of all ranks. folder: the checkpoint; blank: whether its matrices must be filled."""
+    """The task of all ranks. folder: the checkpoint. blank: whether its matrices must be filled."""
 
     folder: str
     blank: bool
@@ -55,9 +55,9 @@ class Question(NamedTuple):
 
 
 def main(folder: str, rank: int) -> int:
-    """Write the answer, or the error, to files in `folder`. Returns the exit code.
+    """Run one rank, and write the result or the error to files in `folder`. Returns the exit code.
 
-    After a failure the process must end at once (`os._exit`): an orderly exit would wait for ranks that are stuck.
+    After a failure the process must end at once (`os._exit`), since an orderly exit would wait for blocked ranks.
     """
     place = Path(folder)
     try:
@@ -144,7 +144,7 @@ class _Rank:
         return model
 
     def _sides(self, stock: Any) -> list[Side]:
-        """The stock and the prepared model over the same parameters: a copy would call the sharded layers of stock."""
+        """Load the stock and the prepared model over the same parameters: a copy would call stock's sharded layers."""
         wanted = self.question.sides
         made = {STOCK: Side(STOCK, stock)}
         if {PREPARED, UNCAPTURED} & set(wanted):
@@ -158,7 +158,7 @@ class _Rank:
         return [made[name] for name in wanted]
 
     def _measure(self, case: Case, sides: list[Side], reference: ReferenceInPlace) -> list[Timing]:
-        """Check the parity of every side, then time them in interleaved rounds."""
+        """Check the parity of every side, and then time all sides in interleaved rounds."""
         taken = {side.name: _Taken() for side in sides}
         for side in sides:
             self.say(f"{case.title}: checking the numbers of {side.name}")
@@ -195,7 +195,7 @@ class _Rank:
         return timings
 
     def _turn(self, side: Side, case: Case) -> Generated:
-        """One run, which all ranks begin together, and which ends when the last rank has finished."""
+        """Run once. All ranks begin together, and every time is that of the slowest rank."""
         self.peers.slowest(0.0)
         with torch.no_grad(), side.turn():
             if case.kind == "decode":
@@ -218,9 +218,7 @@ class _Rank:
             )
 
     def _against(self, first: _Taken, other: _Taken, case: Case) -> str | None:
-        """Report how many tokens agree with those of the first side: tokens after the first difference can't be
-        compared.
-        """
+        """Report how many tokens agree with the first side's. Tokens after the first difference can't be compared."""
         assert first.tokens is not None and other.tokens is not None
         if case.kind != "decode":
             return None
@@ -239,7 +237,7 @@ class _Rank:
         return torch.cuda.memory_allocated(self.device)
 
     def _peak(self, before: int, model: Any) -> int | None:
-        """The peak memory on the rank that uses most: a side's own allocations plus the rank's part of the weights."""
+        """Return the peak memory on the rank that uses most: the side's allocations plus that rank's weights."""
         if self.device.type != "cuda":
             return None
         weights = sum(
@@ -249,7 +247,7 @@ class _Rank:
 
 
 class _Taken:
-    """The measurements of one side, on the slowest rank."""
+    """The measurements of one side. Times are those of the slowest rank."""
 
     def __init__(self) -> None:
         self.runs: list[Generated] = []

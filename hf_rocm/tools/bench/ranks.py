@@ -1,7 +1,7 @@
 """`hf-rocm bench --tp N`: start N ranks that share one model, wait for them, and return what rank 0 recorded.
 
-The ranks are plain processes with their own store, so that the failure of one is detected at once, even while the
-others wait for it, and its exception or signal is reported. Then all are stopped, and nothing is written.
+The ranks are plain processes with their own store. So a failure of one rank is detected at once, even while the others
+wait for it, and its exception or signal is reported. Then all ranks are stopped, and nothing is written.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from hf_rocm.tools.bench.shapes import architecture
 from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED
 
 SIDES = (STOCK, UNCAPTURED, PREPARED)
-_ALIKE = ("Mismatch", "RankError")  # raised by every rank if one raises it
+_ALIKE = ("Mismatch", "RankError")  # errors that all ranks raise if one rank raises them
 _PAUSE = 0.05
-_LAST_WORDS = 60.0  # seconds for the other ranks to end after the first one has
+_LAST_WORDS = 60.0  # seconds in which the other ranks must end after the first one has ended
 _CHILD = """
 from hf_rocm.tools.bench.rank import main
 code = main(sys.argv[1], int(sys.argv[2]))
@@ -51,10 +51,10 @@ def bench_ranks(
     segment: str,
     progress: Progress,
 ) -> Segment:
-    """Measure every case on every side, over `ranks` ranks of this machine with one GPU each (or the CPU for all).
+    """Measure every case on every side, over `ranks` ranks on this machine with one GPU each (or all on the CPU).
 
-    Raises `OptionError` before anything is started if that is impossible; `RankError` with the cause if a rank failed;
-    `Mismatch` if numbers are wrong.
+    Raises `OptionError` before anything is started if that is impossible, `RankError` with the cause if a rank failed,
+    and `Mismatch` if numbers are wrong.
     """
     check(subject, names, ranks)
     with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as name:
@@ -65,7 +65,7 @@ def bench_ranks(
             progress(f"{subject.name}: writing a dummy checkpoint")
             folder = str(place / "checkpoint")
             dummy_checkpoint.write(Path(folder), subject.shape, dtype=dtype, layers=subject.layers)
-        # a store in this process outlives every rank, and its port is certain to be free
+        # the store is in this process, so that it outlives every rank and chooses a free port itself
         store: Any = torch.distributed.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False
         )
@@ -93,7 +93,7 @@ def bench_ranks(
 
 
 def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
-    """Raise `OptionError` or `RankError` if the model can't be sharded over this number of ranks. Starts nothing."""
+    """Raise `OptionError` or `RankError` if the model can't be sharded over this many ranks. Starts no process."""
     if subject.encoder:
         raise OptionError(f"{subject.name} is an encoder", hint="--tp compares decoders; leave it out")
     others = [name for name in names if name not in SIDES]
@@ -133,7 +133,7 @@ def _config(subject: Subject) -> Any:
 
 
 def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> None:
-    """Start the ranks and wait until they end; raise as soon as one has failed."""
+    """Start the ranks and wait until they end. Raises as soon as one has failed."""
     message = ""
     with _started(place, subject, ranks) as processes:
         deadline = None
@@ -158,7 +158,7 @@ def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> No
 
 @contextmanager
 def _started(place: Path, subject: Subject, ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The ranks' processes; those that still run at the end are killed."""
+    """Start the ranks' processes. Those that still run at the end of the block are killed."""
     environment = options.environment()
     if subject.device.type == "cpu":
         environment |= children.NO_GPU  # transformers shards over any visible accelerator
@@ -190,7 +190,7 @@ def _numbers(rank: int, ranks: int) -> dict[str, str]:
 
 
 def _cause(place: Path, codes: Sequence[int | None]) -> HfRocmError:
-    """The rank that failed first, with the reason: a rank killed by a signal, else the earliest with an error."""
+    """Return the error of the rank that failed first: a rank killed by a signal, else the one with the first error."""
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             return RankError(

@@ -1,6 +1,6 @@
-"""The rates of this machine, measured in the same run: copies of memory, and GEMMs.
+"""The memory bandwidth and GEMM rate of this machine, measured in the same run.
 
-Times are compared with these rates, since no program reaches those of a data sheet.
+Times are compared with these rates, since no program reaches the rates in a data sheet.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from torch import Tensor
 
 from hf_rocm.tools.bench.clock import device_time
 
-LARGE = 2**30  # bytes of a copied buffer on a GPU: several times its largest cache
+LARGE = 2**30  # bytes of a copied buffer on a GPU, several times the size of its largest cache
 
 
 class Rates(NamedTuple):
-    """copy: bytes read plus bytes written per second. matmul: floating-point operations per second."""
+    """The measured rates. copy: bytes read plus bytes written per second. matmul: FLOPs per second."""
 
     copy: float
     matmul: float
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The copy bandwidth, and the rate of a large square product in `dtype`: the best of some tries."""
+    """Return the bandwidth of a copy, and the rate of a large square GEMM in `dtype`: the best of several runs."""
     return Rates(_copy(device), _matmul(device, dtype))
 
 
 def _copy(device: torch.device) -> float:
-    """The faster of a kernel and PyTorch's own copy: some copy engines are slower."""
+    """Return the bandwidth of a kernel or of PyTorch's own copy, whichever is faster: some copy engines are slow."""
     size = LARGE if device.type == "cuda" else LARGE // 16
     source, target = (torch.zeros(size // 4, dtype=torch.float32, device=device) for _ in range(2))
     ways: tuple[Callable[[], Tensor], ...] = (

@@ -1,6 +1,6 @@
-"""Segments: the results of one run with the facts that they depend on, stored in a JSON file.
+"""Segments: the results of single runs with the facts that they depend on, stored in a JSON file.
 
-A run of a whole matrix is a file of segments. Each has its own baseline and can be repeated without the rest.
+A file of segments contains a whole matrix of runs. Every segment has its own baseline and can be repeated alone.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class RecordError(HfRocmError):
 
 @dataclass(frozen=True)
 class Segment:
-    """One run: machine, model, rates and results; kernels and starts are plain rows."""
+    """One run: machine, model, rates and results. kernels and starts are plain rows."""
 
     name: str
     machine: dict[str, str]
     commit: str | None
     model: dict[str, Any]
-    rates: Rates | None  # None: it has no floor
+    rates: Rates | None  # None if the results have no floor
     rounds: int
-    missing: dict[str, str] = field(default_factory=dict)  # unavailable sides, and the reasons
+    missing: dict[str, str] = field(default_factory=dict)  # unavailable side → reason
     results: tuple[Result, ...] = ()
     kernels: tuple[dict[str, Any], ...] = ()
     starts: tuple[dict[str, Any], ...] = ()
-    parallel: dict[str, Any] | None = None  # with several ranks: their number, interconnect and exchanges
-    serving: dict[str, Any] | None = None  # of `bench serve`: the server's command, parity, and the figures of cases
+    parallel: dict[str, Any] | None = None  # for several ranks: their number, interconnect and exchanges
+    serving: dict[str, Any] | None = None  # for `bench serve`: the server's command, parity, and the figures of cases
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -79,7 +79,7 @@ class Segment:
 
 
 def load(file: Path) -> list[Segment]:
-    """The segments of a file; none if it does not exist. Raises `RecordError` on a file of another format."""
+    """Return the segments of a file; none if it does not exist. Raises `RecordError` if it has another format."""
     if not files.is_file(file):  # a FIFO or /dev/null has no segments
         return []
     try:
@@ -100,13 +100,13 @@ def load(file: Path) -> list[Segment]:
 
 
 def save(file: Path, segment: Segment) -> None:
-    """Add a segment to a file; it replaces an older one of the same name."""
+    """Add a segment to a file. It replaces an older one with the same name."""
     segments = [item for item in load(file) if item.name != segment.name]
     write(file, [*segments, segment])
 
 
 def write(file: Path, segments: Sequence[Segment]) -> None:
-    """Write a file of segments in one step."""
+    """Write a file of segments atomically."""
     text = json.dumps({"format": FORMAT, "segments": [segment.to_dict() for segment in segments]}, indent=1)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def write(file: Path, segments: Sequence[Segment]) -> None:
 
 
 def named(segment: Segment, name: str) -> Segment:
-    """The same segment with another name."""
+    """Return the same segment under another name."""
     return replace(segment, name=name)
 
 
@@ -130,7 +130,7 @@ def _result_to_dict(result: Result) -> dict[str, Any]:
 
 
 def _floor_to_dict(floor: Floor) -> dict[str, Any]:
-    """The segment without the fields of ranks, for readers of results from one device."""
+    """Leave out `exchange` if it is 0, since results from a single device have no such field."""
     return {name: value for name, value in floor._asdict().items() if name != "exchange" or value}
 
 

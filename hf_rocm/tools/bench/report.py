@@ -1,4 +1,4 @@
-"""Results as rows of text: for a terminal, and as Markdown for the documents."""
+"""Results as rows of text for a terminal, and as Markdown for the documentation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = tuple[str, ...]
 
 
 def heading(segment: Segment) -> list[str]:
-    """The heading: the model, the machine, its rates, and what numbers from it mean."""
+    """Return the heading: the model, the machine, its rates, and how to interpret its numbers."""
     model = segment.model
     machine = dict(segment.machine)
     size = f", {model['matrix_bytes'] / 1e9:.2f} GB of matrices" if "matrix_bytes" in model else ""
@@ -38,7 +38,7 @@ def _rates(segment: Segment) -> list[str]:
 
 
 def parallel(segment: Segment) -> list[str]:
-    """The number of ranks and their interconnect; empty for one device."""
+    """Describe the ranks and their interconnect; empty for one device."""
     setup = segment.parallel
     if setup is None:
         return []
@@ -51,7 +51,7 @@ def parallel(segment: Segment) -> list[str]:
 
 
 def exchange(segment: Segment, result: Result) -> list[str]:
-    """The data that ranks exchange in one unit of a case: computed, except for the measured time of one sum."""
+    """Describe the data that ranks exchange in one unit of a case: computed, except for the time of one all-reduce."""
     for record in (segment.parallel or {}).get("exchanges", ()):
         if record["case"] == result.case.title:
             unit = "step" if result.case.kind == "decode" else "prompt"
@@ -65,7 +65,7 @@ def exchange(segment: Segment, result: Result) -> list[str]:
 
 
 def title(result: Result) -> str:
-    """A case and its floor."""
+    """Return the title of a case, with its floor."""
     floor = result.floor
     bound = f"{large(floor.bytes)}B" if floor.by == "memory" else f"{large(floor.flops)}FLOP"
     return f"{result.case.title}: floor {milliseconds(floor.milliseconds)} {result.case.unit} ({bound})"
@@ -79,18 +79,18 @@ def header(result: Result) -> Row:
 
 
 def rows(result: Result) -> list[Row]:
-    """One row per side, in the order of the run."""
+    """Return one row per side, in the order of the run."""
     stock = _median(result, STOCK)
     return [_row(result, timing, stock) for timing in result.timings]
 
 
 def reasons(result: Result, missing: dict[str, str]) -> list[str]:
-    """The sides without a row, and why."""
+    """Return the sides without a row, and why they have none."""
     return [f"{LABELS.get(side, side)}: {reason}" for side, reason in {**missing, **result.left_out}.items()]
 
 
 def notes(result: Result) -> list[str]:
-    """Notes on how sides ran."""
+    """Return notes on how the sides ran."""
     return [
         f"{LABELS.get(timing.side, timing.side)}: {note}"
         for timing in result.timings
@@ -107,7 +107,7 @@ def _alone(result: Result, timing: Timing) -> str | None:
 
 
 def gains(result: Result) -> dict[str, float]:
-    """The speed-up of hf_rocm over stock, and over the faster of stock's compiled forms."""
+    """Return hf_rocm's speed-up over stock and over the faster form of stock with torch.compile."""
     prepared = _median(result, PREPARED)
     compiled = [median for side in (COMPILE, OVERHEAD) if (median := _median(result, side)) is not None]
     ratios: dict[str, float] = {}
@@ -123,10 +123,9 @@ def gains(result: Result) -> dict[str, float]:
 
 
 def comparison(result: Result) -> list[str]:
-    """The speed of hf_rocm relative to stock and to the faster compiled form of stock, and whether it is above the
-    noise.
+    """Compare hf_rocm's speed with stock and with the faster form of stock with torch.compile, and note the noise.
 
-    Two sides differ where their quartiles do not overlap. A side whose quartiles span a fifth of its median is noisy.
+    Two sides differ if their quartiles do not overlap. A side is noisy if its quartiles span a fifth of its median.
     """
     sides = {timing.side: timing.unit for timing in result.timings}
     prepared = sides.get(PREPARED)
@@ -154,7 +153,7 @@ def comparison(result: Result) -> list[str]:
 
 
 def kernels_by_case(segment: Segment) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The lines of `bench ops` by operation and case, in their order; the fastest implementation first."""
+    """Group the lines of `bench ops` by operation and case, in their order, with the fastest implementation first."""
     by_case: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for line in segment.kernels:
         by_case.setdefault((line["operation"], line["case"]), []).append(line)
@@ -164,7 +163,7 @@ def kernels_by_case(segment: Segment) -> dict[tuple[str, str], list[dict[str, An
 
 
 def kernel_row(line: dict[str, Any]) -> Row:
-    """One timed implementation."""
+    """Return the row of one timed implementation."""
     taken, floor = line["microseconds"], line["floor"]
     if not floor:
         return (line["implementation"], f"{taken:.2f}", "", "")
@@ -172,13 +171,13 @@ def kernel_row(line: dict[str, Any]) -> Row:
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """Return a Markdown table."""
     rule = ["---", *("---:" for _ in header[1:])]
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *lines))
 
 
 def milliseconds(value: float) -> str:
-    """Milliseconds with three significant digits."""
+    """Format milliseconds with three significant digits."""
     return (
         f"{value:.0f}"
         if value >= 100
@@ -191,7 +190,7 @@ def milliseconds(value: float) -> str:
 
 
 def large(value: float) -> str:
-    """A number with a unit prefix."""
+    """Format a number with a unit prefix."""
     power, prefix = next(((prefix, name) for prefix, name in _PREFIXES if value >= prefix), (1e6, "M"))
     return f"{value / power:.{2 if value < 100 * power else 0}f} {prefix}"
 

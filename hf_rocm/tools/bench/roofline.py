@@ -1,8 +1,8 @@
-"""The roofline: the time for the necessary bytes and operations at the rates measured on this machine.
+"""The roofline: the time that the necessary bytes and operations take at the rates measured on this machine.
 
-A decode step reads each weight and each cached key and value once; a prefill multiplies every token with every weight.
-Embedding tables do not count, since only a few rows are read. With several ranks, each has its part of all this, and
-the time of its messages is added.
+A decode step reads every weight and every cached key and value once; a prefill multiplies every token by every weight.
+Embedding tables do not count, since only a few rows are read. With several ranks, the bytes and operations are those of
+one rank, and the time to send its messages is added.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hf_rocm.tools.bench.rates import Rates
 
 
 class Floor(NamedTuple):
-    """milliseconds, bytes, flops: of one timed unit. by: the limit, `memory` or `products`. exchange: the milliseconds
-    of the ranks' messages, by their bytes alone."""
+    """The lower bound of one timed unit: its milliseconds, bytes and FLOPs. by: what limits it, `memory` or `products`.
+    exchange: the milliseconds to send a rank's messages, computed from their size alone."""
 
     milliseconds: float
     bytes: float
@@ -27,10 +27,10 @@ class Floor(NamedTuple):
 
 
 def floor(model: Any, case: Case, rates: Rates, *, ranks: int = 1, exchange: float = 0.0) -> Floor:
-    """The floor of one unit of a case: a token (of every row) in decoding, else the whole forward.
+    """Return the lower bound of one unit of a case: one token per row in decoding, else the whole forward pass.
 
-    ranks: how many share the model, each with its part of the weights and heads. exchange: seconds for the messages of
-    each.
+    ranks: the number of ranks that share the weights and heads of the model. exchange: the seconds in which a rank
+    sends its messages.
     """
     read, flops = (decode_work if case.kind == "decode" else forward_work)(model, case, ranks)
     memory, products = read / rates.copy, flops / rates.matmul
@@ -39,7 +39,7 @@ def floor(model: Any, case: Case, rates: Rates, *, ranks: int = 1, exchange: flo
 
 
 def decode_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
-    """Bytes and operations of one step on one rank, halfway through the new tokens."""
+    """Return the bytes and FLOPs of one decode step on one rank, halfway through the new tokens."""
     context = case.prompt + case.new // 2
     cached = sum(_seen(context, window) for window in windows(model)) * _key_bytes(model) / ranks
     weights = Weights.of(model)
@@ -49,7 +49,7 @@ def decode_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
 
 
 def forward_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
-    """Bytes and operations of one forward over the prompt; a causal model's head runs on one position per row."""
+    """Return the bytes and FLOPs of a forward pass over the prompt. A causal head runs on one position per row."""
     length = case.prompt or _positions(model)
     causal = case.kind == "prefill"
     weights = Weights.of(model)
@@ -60,8 +60,10 @@ def forward_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
 
 
 class Weights(NamedTuple):
-    """The matrices of a model (of a shared one: this rank's), in elements. dense: read by every token. routed: of all
-    experts together; a token takes `share` of them. head: the part of dense that turns the last state into logits.
+    """The number of elements in the matrices of a model, or in this rank's part of them if the model is sharded.
+
+    dense: elements that every token uses, including the head. routed: elements of all experts together. share: the
+    fraction of the experts that a token uses. head: elements of the output embeddings. item: bytes per element.
     """
 
     dense: int
@@ -90,22 +92,22 @@ class Weights(NamedTuple):
         return cls(dense, routed, _expert_share(model), local(head.weight).numel() if head is not None else 0, item)
 
     def bytes(self, *, tokens: int) -> float:
-        """Elements read for this many tokens: of the experts, the number expected if tokens are spread evenly."""
+        """Return the bytes read for this many tokens, with the expected number of experts for even routing."""
         chosen = 1 - (1 - self.share) ** tokens
         return self.item * (self.dense + self.routed * chosen)
 
     def flops(self) -> float:
-        """The number of operations per token."""
+        """Return the number of FLOPs per token."""
         return 2 * (self.dense + self.routed * self.share)
 
 
 def local(parameter: Any) -> Any:
-    """This rank's part of a parameter, in the same memory; all of it if it is not sharded."""
+    """Return this rank's part of a parameter, without a copy; the whole parameter if it is not sharded."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def windows(model: Any) -> list[int | None]:
-    """The window of each attention layer in tokens; None for full attention."""
+    """Return the sliding window of every attention layer in tokens; None for full attention."""
     config = _text(model)
     layers = getattr(config, "num_hidden_layers", 0)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -114,7 +116,7 @@ def windows(model: Any) -> list[int | None]:
 
 
 def cache_bytes(model: Any, case: Case) -> int:
-    """Bytes of the keys and values of a whole decode case in a static cache."""
+    """Return the bytes of a static cache for the keys and values of a whole decode case."""
     length = case.prompt + case.new
     return int(case.batch * sum(_seen(length, window) for window in windows(model)) * _key_bytes(model))
 
@@ -124,7 +126,7 @@ def _seen(context: int, window: int | None) -> int:
 
 
 def _pairs(length: int, window: int | None, *, causal: bool) -> float:
-    """The number of visible pairs of query and key."""
+    """Return the number of (query, key) pairs in which the query attends to the key."""
     if not causal:
         return length * length
     width = _seen(length, window)
@@ -132,7 +134,7 @@ def _pairs(length: int, window: int | None, *, causal: bool) -> float:
 
 
 def _key_bytes(model: Any) -> int:
-    """Bytes of one position's keys and values in one layer."""
+    """Return the bytes of one position's keys and values in one layer."""
     config = _text(model)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * kv_heads * _head_dim(config) * next(model.parameters()).element_size()
@@ -154,7 +156,7 @@ def _expert_share(model: Any) -> float:
 
 
 def _positions(model: Any) -> int:
-    """The number of tokens of an image."""
+    """Return the number of tokens in an image."""
     config = model.config
     return int((config.image_size // config.patch_size) ** 2)
 

@@ -1,6 +1,6 @@
-"""The overhead of the router in an eager call: each operation, compared with the function that it calls.
+"""The overhead of the router in an eager call of an operation.
 
-That function is replaced by an empty one, so that only the routing is measured. The limit is 2 µs.
+The chosen implementation is replaced by an empty function, so that only the routing is timed. The limit is 2 µs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CALLS, ROUNDS = 5000, 7
 
 
 def routing() -> Iterator[Line]:
-    """One line per operation: the router's overhead in microseconds, the median of several rounds."""
+    """Yield one line per operation, with the router's overhead in microseconds: the median of several rounds."""
     x, row, weight, heads = torch.ones(1, 8), torch.ones(8), torch.ones(8, 8), torch.ones(1, 2, 1, 8)
     calls: dict[str, Callable[[], Any]] = {
         "attention": lambda: ops.attention(heads, heads, heads, scale=0.3, causal=True),

@@ -42,7 +42,7 @@ class Subject:
         return self.shape is not None and SHAPES[self.shape].encoder
 
     def load(self) -> Any:
-        """The stock model, in eval mode, on its device. bf16 on a GPU and fp32 on a CPU, unless a dtype is given."""
+        """Load the stock model on its device, in eval mode: in `dtype`, by default bf16 on a GPU and fp32 on a CPU."""
         dtype = self.dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         if self.shape is not None:
             return build(self.shape, device=self.device, dtype=dtype, layers=self.layers)
@@ -62,7 +62,7 @@ def bench(
     progress: Progress,
     parity: bool = True,
 ) -> Segment:
-    """Measure every case on every side, interleaved. Raises `Mismatch` if hf_rocm's numbers are wrong."""
+    """Measure every case on all sides in interleaved rounds. Raises `Mismatch` if hf_rocm's numbers are wrong."""
     progress(f"{subject.name}: building the model")
     model = subject.load()
     reference = Reference(model) if parity else None
@@ -79,7 +79,7 @@ def bench(
 
 
 def sides_of(model: Any, subject: Subject, names: Sequence[str]) -> tuple[list[Side], dict[str, str]]:
-    """The sides of a loaded model, and the reasons of those that are not available here."""
+    """Return the sides of a loaded model, and the reason for every side that is not available here."""
     made, missing = sides(model, list(names), encoder=subject.encoder)
     if not made:
         raise OptionError("none of these sides is available here", facts=missing, hint="name others with --sides")
@@ -87,7 +87,7 @@ def sides_of(model: Any, subject: Subject, names: Sequence[str]) -> tuple[list[S
 
 
 def describe(subject: Subject, model: Any) -> dict[str, Any]:
-    """The facts about the model that are reported with the numbers."""
+    """Return the facts about the model that are reported with the numbers."""
     weights = Weights.of(model)
     return {
         "name": subject.name,

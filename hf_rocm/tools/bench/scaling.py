@@ -1,8 +1,8 @@
-"""The data that tensor parallelism exchanges per token, and its effect on the speed-up: computed, not measured.
+"""Compute, without measuring, the data that tensor parallelism exchanges per token and its effect on the speed-up.
 
 Every decoder layer sums its activations over the ranks twice: after the attention's output projection and after the
-MLP's down projection. A message is [B, S, hidden]; at batch 1 that is a few kilobytes, too
-small to saturate a link, so the latency of an all-reduce matters, and so does the part of a step that can be divided.
+MLP's down projection. A message is [B, S, hidden]. At batch 1 it has a few kilobytes and is too small to saturate a
+link, so what matters is the latency of an all-reduce and the part of a step that can be divided.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Decoder:
-    """A dense decoder, in elements. matrices: read by each token (embeddings are looked up); keys: of one token's
-    keys and values; item: bytes of an element."""
+    """A dense decoder. matrices: the elements that every token reads (embeddings are looked up). keys: the elements of
+    one token's keys and values. item: bytes per element."""
 
     hidden: int
     layers: int
@@ -27,7 +27,7 @@ class Decoder:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, item: int = 2) -> Decoder:
-        """From the settings of a config, as in `bench`'s shapes; all layers are alike, and every MLP has a gate."""
+        """Create it from the settings of a config, as in `bench`'s shapes, for equal layers whose MLPs have a gate."""
         hidden, layers = settings["hidden_size"], settings["num_hidden_layers"]
         heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
         head = settings.get("head_dim") or hidden // heads
@@ -45,14 +45,14 @@ class Decoder:
 
     @property
     def weights(self) -> int:
-        """Bytes of all matrices, including the embedding table."""
+        """The bytes of all matrices, including the embedding table."""
         return self.item * (self.matrices + self.vocabulary * self.hidden)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchanges of one step. sums: all-reduces; message: bytes of each; gathered: bytes of the logits that the
-    ranks put together, where the head is divided too."""
+    """The exchanges of one step. sums: the number of all-reduces. message: bytes per all-reduce. gathered: bytes of the
+    all-gathered logits, if the head is sharded too."""
 
     ranks: int
     sums: int
@@ -61,20 +61,20 @@ class Exchange:
 
     @property
     def sent(self) -> float:
-        """Bytes that one rank sends in a step, with the ring algorithm.
+        """The bytes that one rank sends in a step with the ring algorithm.
 
-        2 (N − 1) / N of an all-reduce, (N − 1) / N of an all-gather. No algorithm without in-network reduction
-        sends less; a tree sends as much, in fewer and larger steps.
+        These are 2 (N − 1) / N of an all-reduce's message and (N − 1) / N of an all-gather's. No algorithm without
+        in-network reduction sends less; a tree sends as much in fewer and larger steps.
         """
         share = (self.ranks - 1) / self.ranks
         return share * (2 * self.sums * self.message + self.gathered)
 
 
 def exchange(decoder: Decoder, ranks: int, *, tokens: int = 1, embedding: bool = False, head: bool = False) -> Exchange:
-    """The communication of a forward with this number of tokens (batch × length).
+    """Return the exchanges of a forward pass over this number of tokens (batch × length).
 
-    embedding, head: whether the table and the head are divided too, which differs between releases of transformers.
-    The logits of one position are gathered.
+    embedding, head: whether the embedding table and the head are sharded too, which depends on the release of
+    transformers. The logits of one position are gathered.
     """
     if ranks == 1:
         return Exchange(1, 0, 0)
@@ -85,26 +85,26 @@ def exchange(decoder: Decoder, ranks: int, *, tokens: int = 1, embedding: bool =
 
 
 def step_seconds(decoder: Decoder, ranks: int, bandwidth: float, *, batch: int = 1, context: int = 0) -> float:
-    """Lower bound in seconds of a decode step on one rank, without the exchanges.
+    """Return a lower bound in seconds of a decode step on one rank, without the exchanges.
 
-    bandwidth: bytes a second of one GPU's memory.
+    bandwidth: that of one GPU's memory, in bytes per second.
     """
     read = decoder.item * (decoder.matrices + batch * context * decoder.keys)
     return read / ranks / bandwidth
 
 
 def wire_seconds(message: int, ranks: int, link: float) -> float:
-    """Lower bound in seconds of one all-reduce by its bytes, with the ring algorithm.
+    """Return a lower bound in seconds of one ring all-reduce, from its size alone.
 
-    link: bytes a second of each link, in each direction.
+    link: bytes per second of one link, in each direction.
     """
     return 2 * (ranks - 1) / ranks * message / link
 
 
 def nodes_wire_seconds(message: int, *, nodes: int, per_node: int, link: float, nic: float) -> float:
-    """The same over several nodes: scattered within each, summed across by as many NICs as GPUs, gathered within.
+    """Return the same bound for several nodes: reduce-scatter within a node, all-reduce across, all-gather within.
 
-    nic: bytes a second of one GPU's share of the network, in each direction.
+    nic: bytes per second of one GPU's share of the network, in each direction.
     """
     within = wire_seconds(message, per_node, link)
     across = wire_seconds(message, nodes, nic) / per_node
@@ -112,9 +112,9 @@ def nodes_wire_seconds(message: int, *, nodes: int, per_node: int, link: float, 
 
 
 def allowed_seconds(decoder: Decoder, fewer: int, more: int, bandwidth: float) -> float:
-    """The latency that an all-reduce over `more` ranks may add before the additional ranks make decoding slower.
+    """Return the latency that an all-reduce over `more` ranks may add before they make decoding slower than `fewer`.
 
-    Relative to an all-reduce over `fewer` ranks, at batch 1.
+    The latency is relative to an all-reduce over `fewer` ranks, at batch 1.
     """
     saved = step_seconds(decoder, fewer, bandwidth) - step_seconds(decoder, more, bandwidth)
     return saved / (2 * decoder.layers)

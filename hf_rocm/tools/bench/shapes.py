@@ -1,6 +1,6 @@
 """Models of known shapes with random weights, to measure without a checkpoint.
 
-Speed doesn't depend on the values of weights (except expert routing: random weights spread tokens evenly).
+Speed doesn't depend on the values of weights, except for expert routing: random weights spread tokens evenly.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hf_rocm.tools.bench.known_shapes import shape
 
 
 def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
-    """A model of that shape, created directly on the device in its dtype, stock and in eval mode.
+    """Create a stock model of that shape in eval mode, directly on the device and in its dtype.
 
-    layers: fewer (or more) layers than the shape has. Raises `OptionError` if this transformers lacks the model.
+    layers: use this many layers instead. Raises `OptionError` if this release of transformers lacks the model.
     """
     cls, config = architecture(name, layers=layers)
     with default_dtype(dtype), torch.device(device):
@@ -29,9 +29,9 @@ def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | 
 
 
 def architecture(name: str, *, layers: int | None = None, **settings: Any) -> tuple[Any, Any]:
-    """The model's class and a config of that shape. settings: of the config, instead of the shape's own.
+    """Return the model's class and a config of that shape. settings: override those of the shape.
 
-    Raises `OptionError` if this transformers lacks the model.
+    Raises `OptionError` if this release of transformers lacks the model.
     """
     import transformers
 
@@ -52,7 +52,7 @@ def _fill(model: torch.nn.Module) -> None:
 
 
 def deviation(inputs: int) -> float:
-    """The scale of weights whose products have the magnitude of their input, so that no depth over- or underflows."""
+    """Return the scale at which weights keep the magnitude of their input, so that no depth over- or underflows."""
     return 1 / math.sqrt(inputs)
 
 

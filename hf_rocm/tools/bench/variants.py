@@ -1,7 +1,7 @@
-"""The sides of a comparison: copies of one model that share its weights, each run in its own way.
+"""The sides of a comparison: copies of one model that share its weights but run in different ways.
 
-Because they share weights, two sides differ only in the code that runs, both fit into the memory of one, and no side
-needs a new warm-up because another one moved the weights.
+Because of the shared weights, two sides differ only in the code that runs, both fit in the memory of one, and no side
+needs a new warm-up because another side moved the weights.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ LABELS = {
     UNCAPTURED: "hf_rocm without graphs",
     PREPARED: "hf_rocm",
 }
-# torch.compile: over a static cache, as transformers compiles a decode step; in mode `default` unless named otherwise
+# torch.compile uses a static cache, as transformers does for a decode step, and mode `default` unless a label names one
 DEFAULT = (STOCK, COMPILE, PREPARED)
 
-# Sides that differ only in decoding and in encoders: neither transformers nor hf_rocm compiles or records a prefill.
+# Sides that differ only for decoding and encoders: neither transformers nor hf_rocm compiles or records a prefill.
 DECODE_ONLY = (COMPILE, OVERHEAD, UNCAPTURED)
 
 
 @dataclass
 class Side:
-    """One side. arguments: for `generate`. turn: a context manager that is active while this side runs."""
+    """One side. arguments: those of `generate`. turn: a context manager that is active while this side runs."""
 
     name: str
     model: Any
     arguments: dict[str, Any] = field(default_factory=dict)
     turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    forward: Callable[..., Any] | None = None  # instead of the model's own, for calls without `generate`
+    forward: Callable[..., Any] | None = None  # replaces the model's own in calls without `generate`
 
     def __call__(self, **inputs: Any) -> Any:
         return (self.forward or self.model)(**inputs)
@@ -58,15 +58,15 @@ class Side:
             _release_graphs(self.model)
 
     def note(self) -> str | None:
-        """How it ran, unless the name implies it."""
+        """Return how the side ran, unless its name implies that."""
         return _forwards_note(self.model) or _graph_note(self.model) if self.name == PREPARED else None
 
     def replay_alone(self) -> float | None:
-        """Milliseconds on the device for the last recorded step or forward; None if none was recorded."""
+        """Return the milliseconds on the device of the last recorded step or forward pass; None without a recording."""
         return _replay_alone(self.model) if self.name == PREPARED else None
 
     def forget(self) -> None:
-        """Also release compiled code, so that the next shape is compiled like a first one, not with dynamic sizes."""
+        """Also release compiled code, so that the next shape isn't compiled with dynamic sizes."""
         self.release()
         if self.name in (COMPILE, OVERHEAD):
             self.model.__dict__.pop("_compiled_call", None)
@@ -74,7 +74,7 @@ class Side:
 
 
 def _graph_note(model: Any) -> str | None:
-    """Report whether steps were replayed, and if not, why."""
+    """Report whether steps were replayed, and if not, the reason."""
     from hf_rocm.generation import state
 
     known = state.known(model)
@@ -87,7 +87,7 @@ def _graph_note(model: Any) -> str | None:
 
 
 def _forwards_note(model: Any) -> str | None:
-    """The same for forwards of an encoder."""
+    """Report the same for an encoder's forward passes."""
     from hf_rocm.forwards import state
 
     known = state.known(model)
@@ -99,7 +99,7 @@ def _forwards_note(model: Any) -> str | None:
     return f"{known.replayed} forwards replayed" + (f"; uncaptured: {turned_away}" if turned_away else "")
 
 
-_IN_A_ROW = 16  # replays that are timed together, so that the device never waits for the host
+_IN_A_ROW = 16  # consecutive replays that are timed together, so that the device never waits for the host
 
 
 def _replay_alone(model: Any) -> float | None:
@@ -117,9 +117,9 @@ def _replay_alone(model: Any) -> float | None:
 
 
 def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> tuple[list[Side], dict[str, str]]:
-    """Return the sides of these names over one stock model, and the reasons for the unavailable ones.
+    """Return the sides with these names over one stock model, and the reasons why others are unavailable.
 
-    `model` itself becomes the hf_rocm side, if that is among them. Raises `OptionError` on an unknown name.
+    `model` itself becomes the hf_rocm side if that is requested. Raises `OptionError` on an unknown name.
     """
     unknown = [name for name in names if name not in LABELS]
     if unknown:
@@ -142,8 +142,8 @@ def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> t
 def twin(model: Any) -> Any:
     """Return a copy of a stock model with the same parameter and buffer objects, so that it takes hardly any memory.
 
-    The copy also sees weights that are fused in the model later. A prepared model can't be copied: restoring it takes
-    the shared parameters out of the fused blocks.
+    If weights are fused in the model later, the copy uses the fused weights too. A prepared model can't be copied,
+    because restoring it takes the shared parameters out of the fused blocks.
     """
     from hf_rocm.loading.prepare import REPORT, restore
 
@@ -165,8 +165,8 @@ def _stock(name: str, model: Any, encoder: bool) -> Side:
 
 
 def _compiled(name: str, model: Any, encoder: bool) -> Side:
-    """Stock as transformers compiles it by default: only the decode step, over a static cache.
-    Encoders: the forward.
+    """Return stock as transformers compiles it by default: only the decode step, over a static cache. For an encoder,
+    compile the forward pass.
     """
     mode = "default" if name == COMPILE else "reduce-overhead"
     copied = twin(model)
@@ -185,7 +185,7 @@ def _prepared_side(name: str, model: Any, encoder: bool) -> Side:
 
 
 def _liger(name: str, model: Any, encoder: bool) -> Side:
-    """Liger's kernels in one copy. Its patches of transformers itself are active only while this side runs."""
+    """Return a copy with Liger's kernels. Liger's patches of transformers are active only while this side runs."""
     from liger_kernel.transformers import monkey_patch
 
     copied = twin(model)

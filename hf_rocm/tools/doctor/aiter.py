@@ -1,4 +1,4 @@
-"""The aiter installation on disk: its cache of compiled modules, its tuned table, and whether it can be imported."""
+"""The installed aiter: its cache of compiled modules, its table of tuned GEMMs, and whether it can be imported."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hf_rocm.tools.doctor.facts import Aiter, JitCache
 from hf_rocm.tools.doctor.machine import Machine
 
 IMPORT_SECONDS = 120.0
-# the module that `import aiter` itself needs, by release; without it the import starts a compiler
+# The module that `import aiter` needs (its name depends on the release). Without it, the import starts a compiler.
 CORE = ("module_aiter_core", "module_aiter_enum")
 TABLES = ("bf16_tuned_gemm.csv", "tuned_gemm.csv")
-# the architecture, in tables that have only the number of compute units
+# Compute units → architecture, for tables that only have the number of compute units.
 UNITS = {"304": "gfx942", "80": "gfx942", "256": "gfx950"}
 
 
@@ -23,7 +23,7 @@ def collect(machine: Machine) -> Aiter:
         return Aiter(package)
     cache = _cache(machine, package.path)
     built = any(name.startswith(CORE) for name in cache.modules)
-    # A build that is killed leaves locks behind, so aiter is imported only if its core modules are already compiled.
+    # aiter is only imported if its core module is already compiled: a killed build would leave locks behind.
     answer = machine.ask("aiter", timeout=IMPORT_SECONDS) if built else None
     return Aiter(
         package,
@@ -36,7 +36,7 @@ def collect(machine: Machine) -> Aiter:
 
 
 def _cache(machine: Machine, package: str) -> JitCache:
-    """aiter's cache: AITER_JIT_DIR, else the package's own folder if it is writable, else a folder in the home."""
+    """Return aiter's cache: AITER_JIT_DIR, else the package's folder if it is writable, else a folder in the home."""
     environment = machine.environment
     named, own = environment.get("AITER_JIT_DIR", ""), f"{package}/jit"
     home = f"{environment.get('HOME', '')}/.aiter/jit"
@@ -59,7 +59,7 @@ def _cache(machine: Machine, package: str) -> JitCache:
 
 
 def _creatable(machine: Machine, folder: str) -> bool:
-    """Whether the nearest existing parent folder is writable."""
+    """Return whether the nearest existing parent folder is writable."""
     while "/" in folder.rstrip("/"):
         folder = folder.rstrip("/").rsplit("/", 1)[0] or "/"
         node = machine.look(folder)
@@ -71,7 +71,7 @@ def _creatable(machine: Machine, folder: str) -> bool:
 
 
 def _rows(machine: Machine, package: str) -> dict[str, int]:
-    """The number of tuned GEMMs for each architecture in the table that aiter ships."""
+    """Return the number of tuned GEMMs per architecture in aiter's own table."""
     counted: Counter[str] = Counter()
     for name in TABLES:
         text = machine.text(f"{package}/configs/{name}")

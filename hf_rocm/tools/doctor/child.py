@@ -1,7 +1,7 @@
-"""Checks of torch and aiter that run in a child process, since they may crash, hang or write to the terminal.
+"""Checks of torch, aiter and other packages in a child process, since they may crash, hang or write to the terminal.
 
-Started as `python -m hf_rocm.tools.doctor.child TASK FILE`. The file is rewritten after every stage, so that the stage
-at which a child was killed is known.
+The process is started as `python -m hf_rocm.tools.doctor.child TASK FILE`. It rewrites the file after every stage, so
+that the stage in which it was killed is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from hf_rocm.tools.doctor import kernels
 
 MIB = 2**20
-# Functions that hf_rocm calls, in every release of aiter since 0.1.5. Some releases hide import errors and lack a few.
+# Functions that hf_rocm calls. All releases of aiter since 0.1.5 have them, unless a hidden import error removed some.
 AITER_NAMES = ("flash_attn_func", "flash_attn_varlen_func", "rms_norm", "silu_and_mul")
 FLAGS = (
     "backends.cuda.matmul.allow_tf32",
@@ -31,7 +31,7 @@ FLAGS = (
 
 
 class Diary:
-    """The facts so far, on disk."""
+    """A file with the facts that were collected so far."""
 
     def __init__(self, file: Path) -> None:
         self.facts: dict[str, Any] = {}
@@ -128,7 +128,7 @@ TASKS: dict[str, Callable[[Diary], None]] = {
 
 
 def _flag(torch: Any, name: str) -> object:
-    """A flag's value, after setting the flag to that value; the error's text if this build has no such flag."""
+    """Set a flag to its own value and return that value; if this build lacks the flag, return the error's text."""
     owner, attribute = torch, name
     try:
         *path, attribute = name.split(".")
@@ -159,7 +159,7 @@ def _device(torch: Any, index: int) -> dict[str, Any]:
 def _product(torch: Any, index: int) -> None:
     left = torch.arange(64 * 64, dtype=torch.float32, device=f"cuda:{index}").reshape(64, 64) % 7
     right = left.t().contiguous()
-    # small integers are exact in bf16 with fp32 accumulation, so the results must be equal
+    # products of small integers are exact in bf16 with fp32 accumulation, so the results must be equal
     actual = (left.bfloat16() @ right.bfloat16()).float().cpu()
     expected = (left.cpu() @ right.cpu()).bfloat16().float()
     if not torch.equal(actual, expected):
@@ -167,7 +167,7 @@ def _product(torch: Any, index: int) -> None:
 
 
 def _flash(torch: Any, index: int) -> str | None:
-    """PyTorch's reason why SDPA's flash kernel refuses a plain bf16 call; None if it accepts it."""
+    """Return PyTorch's reason why SDPA's flash kernel refuses a plain bf16 call; None if the kernel accepts it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     query = torch.randn(1, 4, 64, 64, dtype=torch.bfloat16, device=f"cuda:{index}")
@@ -180,7 +180,7 @@ def _flash(torch: Any, index: int) -> str | None:
 
 
 def _allocate(torch: Any) -> dict[str, Any]:
-    """Allocate and free large blocks next to one that stays: live values stay, freed memory is reused."""
+    """Allocate and free large blocks, to test that freed memory is reused and a live block is not overwritten."""
     device = "cuda:0"
     error = None
     canary = torch.ones(5 * MIB, device=device)
@@ -205,7 +205,7 @@ def _allocate(torch: Any) -> dict[str, Any]:
 
 
 def _loaded_collectives(maps: Path) -> dict[str, str] | None:
-    """Path and version of the RCCL (or NCCL) that is loaded; torch has only the version that it was built with."""
+    """Return the path and version of the loaded RCCL or NCCL. torch only reports the version that it was built with."""
     try:
         lines = maps.read_text(errors="replace").splitlines()
     except OSError:
@@ -221,7 +221,7 @@ def _loaded_collectives(maps: Path) -> dict[str, str] | None:
 
 
 def version_of(code: int) -> str:
-    """`22707` to `2.27.7`: two digits for each part, since 2.9."""
+    """Convert `22707` to `2.27.7`: since 2.9, every part has two digits."""
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 

@@ -1,4 +1,4 @@
-"""Collect the facts of a machine. A part that cannot be read counts as absent; the others are read anyway."""
+"""Collect the facts about a machine. A fact that can't be read counts as absent, and the others are still read."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Progress = Callable[[str], None]
 
 
 def collect(machine: Machine, *, model: str | None = None, progress: Progress | None = None) -> Facts:
-    """Collect all facts. Takes as long as the slower of `import torch` and `import aiter`, which run in parallel.
+    """Collect all facts. This takes as long as the slower of `import torch` and `import aiter`, which run in parallel.
 
-    A torch that is not built for ROCm is not imported, since it cannot use the GPU.
+    torch is not imported unless it was built for ROCm, since it could not use the GPU.
     """
     say = progress or (lambda text: None)
     system = machine.system
@@ -125,7 +125,7 @@ def _host(machine: Machine) -> Host:
 
 
 def _iommu(machine: Machine) -> str | None:
-    """The kernel's `iommu=`, empty if it is not set; None if it could not be read, or in a guest of Hyper-V."""
+    """Return the kernel's `iommu=`, empty if it is not set; None if it can't be read, or in a guest of Hyper-V."""
     line = machine.text("/proc/cmdline")
     bios = machine.text("/sys/devices/virtual/dmi/id/bios_version") or ""
     if line is None or bios.startswith("Hyper-V"):
@@ -148,7 +148,7 @@ def _container(machine: Machine, environment: dict[str, str]) -> str | None:
 
 
 def _files(machine: Machine) -> dict[str, bool]:
-    """Which build of a package is installed, judged by its files: the CUDA and ROCm builds share name and version."""
+    """Detect the installed builds of packages by their files: CUDA and ROCm builds have the same name and version."""
     torch = machine.torch().path
     if torch is None:
         return {}

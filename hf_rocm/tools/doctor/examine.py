@@ -1,4 +1,4 @@
-"""Doctor's entry point: examine a machine."""
+"""The entry point of doctor: examine a machine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hf_rocm.tools.doctor.report import Report
 
 
 def doctor(model: str | None = None, *, machine: Machine | None = None, progress: Progress | None = None) -> Report:
-    """Examine this machine (or `machine`), and whether `model`, a folder or a name on the hub, fits on it.
+    """Examine this machine (or `machine`), and check whether `model`, a folder or a name on the hub, fits on it.
 
-    Imports neither torch nor transformers nor aiter here; children do, and may crash. Raises nothing.
+    This process imports neither torch nor transformers nor aiter; child processes do, and may crash. Raises nothing.
     """
     return report(collect(machine or ThisMachine(), model=model, progress=progress))
 
 
 def report(facts: Facts) -> Report:
-    """The report of these facts."""
+    """Return the report on these facts."""
     findings = checks.findings(facts)
     return Report(
         tuple(finding for finding in findings if finding.shown),
@@ -28,7 +28,7 @@ def report(facts: Facts) -> Report:
 
 
 def summary(facts: Facts) -> dict[str, str]:
-    """The machine in a few words."""
+    """Describe the machine in a few words."""
     from hf_rocm import __version__
 
     parts = {

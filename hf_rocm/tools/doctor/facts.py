@@ -1,4 +1,4 @@
-"""The facts about a machine that the checks read, as plain records."""
+"""Plain records of the facts about a machine, which the checks read."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ AMD, NVIDIA = "0x1002", "0x10de"
 
 @dataclass(frozen=True)
 class Driver:
-    """The kernel driver. cards: PCI vendors of the graphics cards and accelerators; kfd, render: the device files;
-    gpus: the architectures that the driver reports, which no override changes. carved_out, mapped: for an integrated
-    GPU, the bytes of memory that the firmware reserved for it, and those of the host's memory that the driver may
-    map."""
+    """The kernel driver.
+
+    cards: PCI vendors of the graphics cards and accelerators. kfd, render: the device files. gpus: the architectures
+    that the driver reports, which no override changes. carved_out, mapped: for an integrated GPU, the bytes of memory
+    that the firmware reserved for it, and the bytes of the host's memory that the driver may map.
+    """
 
     loaded: bool = False
     version: str | None = None
@@ -39,7 +41,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Rocm:
-    """The user space of ROCm. rocminfo: its outcome, None if not installed; tools: whether aiter's tools exist."""
+    """ROCm's user space. rocminfo: its outcome, None if it is not installed. tools: whether aiter's tools exist."""
 
     version: str | None = None
     rocminfo: Ran | None = None
@@ -49,7 +51,7 @@ class Rocm:
 
 @dataclass(frozen=True)
 class JitCache:
-    """aiter's cache of compiled modules. modules, locks: the time of modification of each file, by name."""
+    """aiter's cache of compiled modules. modules, locks: file name → time of modification."""
 
     folder: str
     writable: bool
@@ -59,8 +61,8 @@ class JitCache:
 
 @dataclass(frozen=True)
 class Aiter:
-    """The aiter installation. installed: when its package was written; rows: the number of tuned rows by architecture,
-    such as `gfx942`; answer: the outcome of importing it in a child process, None if that was not tried."""
+    """The aiter installation. installed: when its package was written. rows: the number of tuned rows by architecture,
+    such as `gfx942`. answer: the outcome of importing it in a child process, None if that was not tried."""
 
     found: AiterFacts
     cache: JitCache | None = None
@@ -72,8 +74,8 @@ class Aiter:
 
 @dataclass(frozen=True)
 class Host:
-    """Settings of the host that matter with several GPUs. numa_balancing, iommu: None if unreadable; locked: bytes
-    that a process may lock, None for no limit; interfaces: network interfaces; networks: InfiniBand and RoCE devices;
+    """Settings of the host that matter with several GPUs. numa_balancing, iommu: None if unreadable. locked: bytes
+    that a process may lock, None for no limit. interfaces: network interfaces. networks: InfiniBand and RoCE devices.
     resolves: whether the host name resolves to an address of this host."""
 
     numa_balancing: bool | None = None
@@ -86,10 +88,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Facts:
-    """One machine.
+    """The facts about one machine.
 
-    graph_events: replays that differed from their uncaptured steps. bitsandbytes, patch_embedding: the outcome of
-    trying them in a child process; None if they were not tried.
+    graph_events: replays that differed from uncaptured steps. bitsandbytes, patch_embedding: the outcome of testing
+    them in a child process; None if they were not tested.
     """
 
     system: System
@@ -120,7 +122,7 @@ class Facts:
 
     @property
     def shares_memory(self) -> Mapping[str, object] | None:
-        """The first GPU that torch opened, if it is one of AMD's that shares the host's memory."""
+        """The first GPU that torch opened, if it is an AMD GPU that shares the host's memory."""
         if not self.devices or self.torch.hip is None:
             return None
         first = self.devices[0]
@@ -153,16 +155,16 @@ class Facts:
         return NVIDIA in self.driver.cards
 
     def set(self, name: str) -> str:
-        """A variable's stripped value, or the empty string."""
+        """Return a variable's stripped value, or the empty string."""
         return self.environment.get(name, "").strip()
 
     def version_of(self, package: str) -> Version | None:
-        """The version of an installed distribution, None if it is absent or has no readable one."""
+        """Return the version of an installed distribution; None if it is absent or its version can't be parsed."""
         return version(self.packages.get(package))
 
 
 def short(hip: str) -> str:
-    """`7.2.26015-4179531dcd`, as torch names its ROCm, to `7.2`."""
+    """Convert torch's name for its ROCm to the release: `7.2.26015-4179531dcd` to `7.2`."""
     return ".".join(hip.split("-")[0].split(".")[:2])
 
 

@@ -1,24 +1,24 @@
-"""Tests of other packages' kernels that were reported as wrong or slow; they run in doctor's child process."""
+"""Tests of other packages' kernels that were reported as wrong or slow. They run in doctor's child process."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-BLOCK = 64  # weights of one absmax in bitsandbytes
-# Half of the widest gap between two values of NF4 (-1 and -0.696), with room for the rounding of a 16-bit absmax.
+BLOCK = 64  # weights per absmax in bitsandbytes
+# Half of the widest gap between two values of NF4 (-1 and -0.696), plus the rounding error of a 16-bit absmax.
 WIDEST = 0.155
-PATCHES, CHANNELS, KERNEL, EMBEDDING = 1288, 3, (2, 16, 16), 1152  # an image of 460 × 726 in Qwen3-VL
+PATCHES, CHANNELS, KERNEL, EMBEDDING = 1288, 3, (2, 16, 16), 1152  # an image of 460 × 726 pixels in Qwen3-VL
 
 
 def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
-    """The numerical error of bitsandbytes' NF4 weights on a device; None if there is none.
+    """Test bitsandbytes' NF4 weights on a device. Returns a description of the numerical error, or None.
 
-    The unpacked weights are compared with the original ones. Products of 1 and of 8 rows, which are different kernels,
-    are compared with the exact products of the unpacked weights. The allowed error is twice that of PyTorch's bf16
-    product, plus a rounding step.
+    The unpacked weights are compared with the original ones. Products with 1 row and with 8 rows, which use different
+    kernels, are compared with the exact products of the unpacked weights. The allowed error is twice that of PyTorch's
+    bf16 product, plus a rounding step.
     """
-    from hf_rocm.tolerance import allowed_error  # imports torch, whose failure the child reports as its own stage
+    from hf_rocm.tolerance import allowed_error  # it imports torch, whose failure the child reports in another stage
 
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(256, 512, generator=generator).bfloat16().to(device)
@@ -39,13 +39,13 @@ def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
 
 
 def patch_embedding(torch: Any, device: str) -> tuple[float, float]:
-    """Seconds for the Conv3d of a vision tower's patch embedding, and for the GEMM with the same result."""
+    """Return the seconds for a vision tower's patch embedding by Conv3d, and by the GEMM with the same result."""
     weight = torch.randn(EMBEDDING, CHANNELS, *KERNEL, dtype=torch.bfloat16, device=device)
     patches = torch.randn(PATCHES, CHANNELS, *KERNEL, dtype=torch.bfloat16, device=device)
     flat, columns = patches.flatten(1), weight.flatten(1).t()
 
     def seconds(call: Any) -> float:
-        call().float().sum().item()  # the first call chooses and compiles a kernel
+        call().float().sum().item()  # the first call selects and compiles a kernel
         began = time.perf_counter()
         call().float().sum().item()
         return time.perf_counter() - began

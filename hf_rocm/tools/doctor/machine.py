@@ -29,7 +29,8 @@ from hf_rocm.tools.doctor.transformers import TransformersFacts, transformers_fa
 
 @dataclass(frozen=True)
 class System:
-    """name: `Linux`, `Windows`, …; release: the kernel's; python: the version of the interpreter."""
+    """The operating system. name: `Linux`, `Windows`, …. release: the kernel's release. python: the interpreter's
+    version."""
 
     name: str
     release: str
@@ -38,7 +39,7 @@ class System:
 
 @dataclass(frozen=True)
 class Node:
-    """A file with this user's access rights. group: name or number; modified: seconds since the epoch."""
+    """A file with this user's access rights. group: its name or number. modified: seconds since the epoch."""
 
     mode: str = ""
     group: str = ""
@@ -54,7 +55,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Ran:
-    """A command's outcome. code: None after a timeout."""
+    """The outcome of a command. code: the exit code, None after a timeout."""
 
     code: int | None
     out: str = ""
@@ -67,7 +68,8 @@ class Ran:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a child process. facts: those collected before it ended; stage: where it failed, if it did."""
+    """The result of a child process. facts: those that it collected before it ended. stage: the stage in which it
+    failed, if any."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -153,7 +155,7 @@ class ThisMachine:
             return None
 
     def resolves(self) -> bool | None:
-        """Whether the host name resolves to an address that a local socket can bind to, as gloo requires."""
+        """Return whether the host name resolves to an address that a local socket can bind to, as gloo requires."""
         try:
             addresses = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
         except OSError:
@@ -194,7 +196,7 @@ class ThisMachine:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "answer.json"
             command = [sys.executable, "-m", "hf_rocm.tools.doctor.child", task, str(file)]
-            # files in the working directory must not be imported as packages, and the child needs this process's
+            # files in the working directory must not be imported as modules, and the child needs this process's
             # import path
             path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)
             ran = _run(command, timeout, environment={**self.environment, "PYTHONPATH": path}, folder=folder)
@@ -202,10 +204,10 @@ class ThisMachine:
 
 
 def read_answer(text: str | None, ran: Ran) -> Answer:
-    """The facts that the child wrote before it ended, and its error."""
+    """Return the facts that the child wrote before it ended, and its error."""
     try:
         written: dict[str, Any] = json.loads(text or "{}")
-    except ValueError:  # killed while it wrote
+    except ValueError:  # the child was killed while it wrote
         written = {}
     facts, stage, error = written.get("facts", {}), str(written.get("stage", "start")), written.get("error")
     if ran.code is None:

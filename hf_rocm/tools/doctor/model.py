@@ -1,4 +1,4 @@
-"""The needs of a named model, read from its folder or from the hub's cache, without network access or loading."""
+"""What a named model needs, read from its folder or the hub's cache without network access or loading the model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One model. folder: None if it is not on this machine; weights: bytes on disk; dtype: the checkpoint's; per_token:
-    bytes of KV cache for one token in that dtype, None if the config lacks the sizes; free: free bytes on its disk;
-    conv3d: whether images are embedded by a Conv3d over frames; sinks: whether its attention has sinks."""
+    """One model.
+
+    folder: None if it is not on this machine. weights: bytes on disk. dtype: that of the checkpoint. per_token: bytes
+    of KV cache per token in that dtype, None if the config lacks the sizes. free: free bytes on its disk. memory: bytes
+    of available RAM. conv3d: whether a Conv3d over frames embeds images. sinks: whether its attention has sinks.
+    """
 
     name: str
     folder: str | None = None
@@ -31,7 +34,7 @@ class ModelFacts:
 
 
 def model_facts(name: str, *, cache: Path, memory: int | None) -> ModelFacts:
-    """cache: the hub's cache folder; memory: bytes of available RAM."""
+    """Read the facts about a model. cache: the hub's cache folder. memory: bytes of available RAM."""
     folder = Path(name) if Path(name).is_dir() else cached(name, cache)
     free = _free(folder or cache)
     if folder is None:
@@ -54,7 +57,7 @@ def model_facts(name: str, *, cache: Path, memory: int | None) -> ModelFacts:
 
 
 def cached(name: str, cache: Path) -> Path | None:
-    """The newest snapshot of a hub model in the cache."""
+    """Return the newest snapshot of a hub model in the cache."""
     snapshots = cache / f"models--{name.replace('/', '--')}" / "snapshots"
     candidates = [candidate for candidate in snapshots.glob("*") if (candidate / "config.json").is_file()]
     return max(candidates, key=lambda candidate: candidate.stat().st_mtime, default=None)
@@ -69,7 +72,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _weights(folder: Path) -> int:
-    """Bytes of the weights in one format: transformers reads safetensors if the checkpoint has them."""
+    """Return the bytes of the weights in the format that transformers reads: safetensors, if the checkpoint has it."""
     for suffix in WEIGHTS:
         sizes = [file.stat().st_size for file in folder.glob(f"*{suffix}")]
         if sizes:

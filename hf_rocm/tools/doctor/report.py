@@ -1,4 +1,4 @@
-"""Doctor's findings, on three levels, each with its meaning and its fix."""
+"""Doctor's findings. Every finding has one of three levels, a consequence and a fix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Level(str, Enum):
-    """Severity: fine; a loss of speed or a surprise; something that must be fixed."""
+    """The severity of a finding: fine, a loss of speed or a surprise, or a problem that must be fixed."""
 
     OK = "ok"
     WARNING = "warning"
@@ -20,9 +20,9 @@ class Level(str, Enum):
 class Finding:
     """One line of the report.
 
-    check: its name, also in docs/troubleshooting.md. what: the fact, one sentence without a full stop. means: the
-    consequence, for warnings and problems. fix: a command, or instructions where no command helps. link: the report of
-    the fault. shown: False for a known fault that this machine does not have, which only `--all` lists.
+    check: the name of the check, as in docs/troubleshooting.md. what: the fact, as a sentence without a full stop.
+    means: the consequence, for warnings and problems. fix: a command, or instructions if no command helps. link: the
+    report of the fault. shown: False for a known fault that this machine does not have, which only `--all` lists.
     """
 
     check: str
@@ -57,19 +57,19 @@ def problem(check: str, what: str, *, means: str, fix: str, link: str = "") -> F
 
 
 def counted(names: Iterable[str]) -> str:
-    """`2 × this, that`."""
+    """Join names with their counts: `2 × this, that`."""
     return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in Counter(names).items())
 
 
 def number(count: int, name: str) -> str:
-    """`1 lock`, `2 locks`."""
+    """Return a count with its noun: `1 lock`, `2 locks`."""
     return f"{count} {name}{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """All findings. machine: a summary of each part, for the heading and JSON. others: known faults that this machine
-    does not have.
+    """All findings. machine: a summary of every component, for the heading and JSON. others: known faults that this
+    machine does not have.
     """
 
     findings: tuple[Finding, ...]
@@ -81,12 +81,12 @@ class Report:
 
     @property
     def ready(self) -> bool:
-        """Whether the report has no problem."""
+        """Whether the report contains no problem."""
         return not self.of(Level.PROBLEM)
 
     @property
     def verdict(self) -> str:
-        """The last line: ready or not, with the number of findings of each level."""
+        """The last line: whether the machine is ready, and the number of findings per level."""
         parts = []
         for level in (Level.PROBLEM, Level.WARNING):
             names = list(dict.fromkeys(finding.check for finding in self.of(level)))
@@ -97,7 +97,7 @@ class Report:
         return f"{'ready' if self.ready else 'not ready'}: {', '.join(parts)}"
 
     def to_dict(self, *, everything: bool = False) -> dict[str, object]:
-        """everything: with the known faults that this machine does not have."""
+        """Convert the report to builtins. everything: include known faults that this machine does not have."""
         findings = self.findings + (self.others if everything else ())
         return {
             "ready": self.ready,

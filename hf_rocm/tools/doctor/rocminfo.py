@@ -1,4 +1,4 @@
-"""The output of `rocminfo`, parsed into agents."""
+"""Parse the output of `rocminfo` into agents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Agent:
-    """One GPU agent. name: the architecture that the runtime assumes; card: its marketing name."""
+    """One GPU agent. name: the architecture that the runtime assumes. card: the marketing name."""
 
     name: str
     card: str = ""
@@ -16,7 +16,7 @@ class Agent:
 
 
 def agents(text: str) -> tuple[Agent, ...]:
-    """The GPU agents of rocminfo's output, in its order; CPUs and NPUs are left out."""
+    """Return the GPU agents in rocminfo's output, in order. CPUs and NPUs are left out."""
     agents_read = []
     for part in re.split(r"^\*+\s*\nAgent \d+\s*\n\*+\s*$", text, flags=re.MULTILINE)[1:]:
         head = part.split("Pool Info", 1)[0]
@@ -28,7 +28,7 @@ def agents(text: str) -> tuple[Agent, ...]:
 
 
 def complaint(text: str) -> str | None:
-    """The error line of a rocminfo that could not list any agent, or None."""
+    """Return the error line if rocminfo could not list any agent, else None."""
     for line in text.splitlines():
         if "Unable to open /dev/kfd" in line or "is not loaded" in line or "api call failure" in line:
             return line.strip()

@@ -1,4 +1,4 @@
-"""The transformers of this environment and its overlays, read from files."""
+"""The installed transformers and its overlays, read from files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from hf_rocm.errors import HfRocmError
 
 @dataclass(frozen=True)
 class TransformersFacts:
-    """kernels: the required range of the `kernels` package. overlays: the number of files in each state, such as
-    `yes/verified`; refused: why they could not be read, with the hint. outlook: whether to use a release that is newer
-    than all that were checked. hub_rope: the version of the hub's rotary kernel that it uses on ROCm; hub_flash:
-    whether it uses flash attention from the hub there, to which it does not pass attention sinks."""
+    """The installed transformers.
+
+    kernels: the required versions of the `kernels` package. overlays: the number of files per state, such as
+    `yes/verified`. refused, hint: why the overlays could not be read. outlook: whether to use a release that is newer
+    than all checked ones. hub_rope: the version of the hub's rotary kernel that it uses on ROCm. hub_flash: whether it
+    uses flash attention from the hub on ROCm, to which it passes no attention sinks.
+    """
 
     version: str | None = None
     path: str = ""
@@ -58,7 +61,7 @@ def transformers_facts() -> TransformersFacts:
 
 
 def hub_facts(root: Path) -> dict[str, Any]:
-    """The hub kernels that this release uses on ROCm, read from its own tables."""
+    """Return the hub kernels that this release uses on ROCm, read from its own tables."""
     rope = re.search(r'"kernels-community/aiter-rope"[^)]*?version=(\d+)', _text(root / "integrations/hub_kernels.py"))
     flash = _text(root / "modeling_flash_attention_utils.py")
     return {
@@ -75,7 +78,7 @@ def _text(file: Path) -> str:
 
 
 def required(table: Path, package: str) -> str | None:
-    """The requirement of one package (`kernels>=0.18.2,<0.19`) in transformers' table of its dependencies."""
+    """Return the requirement of a package (`kernels>=0.18.2,<0.19`) in transformers' table of dependencies."""
     try:
         tree = ast.parse(table.read_bytes())
     except (OSError, SyntaxError):

@@ -1,4 +1,4 @@
-"""port-check: find code that breaks or is slow on ROCm, by reading it; nothing is run or imported."""
+"""port-check: read code and find what breaks or is slow on ROCm. Nothing is run or imported."""
 
 from hf_rocm.tools.porting.check import Report, check
 from hf_rocm.tools.porting.findings import Finding, Severity

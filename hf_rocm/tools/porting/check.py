@@ -1,4 +1,4 @@
-"""Read a file or a tree of files and collect what the rules find."""
+"""Read a file or a tree of files, and collect the findings of the rules."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SILENT = re.compile(r"hf-rocm:\s*ignore(?:\[([\w, -]+)\])?")
 class Report:
     """The findings under a path.
 
-    kinds: how many files of each kind were read. unread: path → why a file that belongs to a rule could not be read.
-    left_out: path → why a file, a part of one, or a folder (its path ends in a slash) was not read. suffixes: how many
-    files have no rules, by suffix.
+    kinds: kind → the number of files that were read. unread: path → why a file for which there are rules could not be
+    read. left_out: path → why a file, a part of a file, or a folder (the path ends in a slash) was not read. suffixes:
+    suffix → the number of files for which there are no rules.
     """
 
     path: str
@@ -58,11 +58,11 @@ class Report:
 
 
 def check(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> Report:
-    """Read a file or a folder; nothing in it is run or imported.
+    """Check a file or a folder, without running or importing anything in it.
 
     It reads Python, notebooks, shell scripts, Dockerfiles, compose files, CMake and Makefiles, files that declare
     packages (pyproject.toml, setup.cfg, requirements, conda environments), and C, C++ and CUDA. Virtual environments,
-    caches and links to folders are skipped. progress(done, total): called after each file.
+    caches and links to folders are skipped. progress(done, total) is called after each file.
     Raises HfRocmError if the path does not exist or contains no file of these kinds.
     """
     top = Path(path)
@@ -122,17 +122,17 @@ def _text(file: Path, largest: int) -> str:
 
 
 def _check_inside(file: Path, top: Path) -> None:
-    """Refuse a link to a file outside the tree: the user may not want that file to be quoted."""
+    """Refuse a link to a file outside the tree, since the user may not want that file to be quoted."""
     if file != top and file.is_symlink() and not file.resolve().is_relative_to(top.resolve()):
         raise ValueError("a link to a file outside")
 
 
 class _Silenced:
-    """The lines of a file that a comment silences. Every line is read only once."""
+    """The lines of a file on which a comment suppresses findings. Every line is read only once."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()
-        self._rules: dict[int, frozenset[str] | None] = {}  # by line; no names: every rule
+        self._rules: dict[int, frozenset[str] | None] = {}  # line → suppressed rules; None: all rules
 
     def has(self, place: Place) -> bool:
         if place.line not in self._rules:

@@ -1,24 +1,24 @@
-"""The findings of port-check: a place, a rule, and what to write instead."""
+"""The findings of port-check, which consist of a place, a rule, and what to write instead."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-_SHOWN = 80  # characters of a quoted line
+_SHOWN = 80  # the largest number of characters of a quoted line
 
 
 class Severity(Enum):
-    """The severity on ROCm, worst first."""
+    """The severity on ROCm, from worst to least."""
 
-    PROBLEM = "problem"  # it fails, or returns wrong results
-    WARNING = "warning"  # it can fail, or is slow
-    NOTE = "note"  # it works, but should be reviewed
+    PROBLEM = "problem"  # the code fails or returns wrong results
+    WARNING = "warning"  # the code can fail or is slow
+    NOTE = "note"  # the code works but should be reviewed
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that port-check reports. why: what happens on ROCm. instead: what to write there."""
+    """A rule of port-check. why: what happens on ROCm. instead: what to write instead."""
 
     name: str
     severity: Severity
@@ -28,8 +28,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that applies to a place in a file. what: the description of this place, such as the package.
-    why, instead: the texts for this place."""
+    """A rule that applies to a place in a file. what: what was detected there, such as a package. why, instead: the
+    texts for this place."""
 
     path: str
     line: int
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Place:
-    """A finding without its path. why, instead: replace the rule's texts if this place needs others."""
+    """A finding without its path. why, instead: texts that replace the rule's, if this place needs others."""
 
     rule: Rule
     line: int
@@ -67,9 +67,10 @@ class Place:
 
 
 def excerpt(text: str, start: int = 0, end: int = 0) -> str:
-    """At most 80 characters of a line, without surrounding spaces. `…` marks what was cut.
+    """Return at most 80 characters of a line, without surrounding spaces. `…` marks omitted text.
 
-    start, end: the part of `text` that must be visible, such as the span of a match; if it is too long, its start is.
+    start, end: the part of `text` that must be visible, such as the span of a match. If it is too long, its start is
+    visible.
     """
     left = len(text) - len(text.lstrip())
     line, start, end = text.strip(), max(0, start - left), max(0, end - left)

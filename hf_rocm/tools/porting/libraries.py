@@ -1,4 +1,4 @@
-"""NVIDIA's libraries and tools with their counterparts on ROCm: the one table that every rule and the docs use."""
+"""NVIDIA's libraries and tools with their counterparts on ROCm, in one table that all rules and the docs use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Library:
-    """cuda: the name of NVIDIA's library, or of one that only supports NVIDIA GPUs. rocm: its counterpart. headers:
-    prefixes of the paths that C and C++ include. packages: the Python modules that contain it. hipify: whether
-    PyTorch's extension builder translates the includes and calls automatically. note: the remaining differences.
+    """A library and its counterpart.
+
+    cuda: the name of a library from NVIDIA or for NVIDIA GPUs only. rocm: its counterpart. headers: prefixes of the
+    paths that C and C++ include. packages: the Python modules that contain it. hipify: whether PyTorch's extension
+    builder translates its includes and calls automatically. note: the remaining differences.
     """
 
     cuda: str
@@ -75,7 +77,7 @@ LIBRARIES = (
 )  # fmt: skip
 
 
-# Command-line tools: NVIDIA's, and AMD's counterpart.
+# Command-line tools: NVIDIA's → AMD's counterpart.
 TOOLS = {
     "nvidia-smi": "amd-smi, or rocm-smi",
     "nvcc": "hipcc, or PyTorch's extension builder",
@@ -88,7 +90,7 @@ TOOLS = {
     "nvidia-ctk": "nothing: pass --device=/dev/kfd --device=/dev/dri to docker",
 }  # fmt: skip
 
-# Shared objects that ctypes or dlopen load by name, without the prefix `lib` and the suffix.
+# Shared objects that ctypes or dlopen load by name: NVIDIA's without the prefix `lib` and suffix → AMD's.
 _OBJECTS = {
     "cudart": "libamdhip64.so", "cuda": "libamdhip64.so", "cublas": "libhipblas.so", "cublasLt": "libhipblaslt.so",
     "cudnn": "libMIOpen.so", "cufft": "libhipfft.so", "curand": "libhiprand.so", "cusparse": "libhipsparse.so",
@@ -103,13 +105,13 @@ _OBJECT = re.compile(
 
 
 def by_object(name: str) -> str | None:
-    """AMD's shared object in place of one such as `libcudart.so.12`, or None if it is not NVIDIA's."""
+    """Return AMD's counterpart of a shared object such as `libcudart.so.12`, or None if it is not from NVIDIA."""
     match = _OBJECT.search(name) or _OBJECT.search(f"lib{name}")
     return None if match is None else _OBJECTS[match[1]]
 
 
 def by_package(module: str) -> Library | None:
-    """The library that a dotted module name belongs to."""
+    """Return the library to which a dotted module name belongs, or None."""
     for library in LIBRARIES:
         if any(module == package or module.startswith(f"{package}.") for package in library.packages):
             return library
@@ -117,7 +119,7 @@ def by_package(module: str) -> Library | None:
 
 
 def by_header(header: str) -> Library | None:
-    """The library that an `#include` belongs to."""
+    """Return the library to which an included header belongs, or None."""
     for library in LIBRARIES:
         if any(header.startswith(beginning) for beginning in library.headers):
             return library

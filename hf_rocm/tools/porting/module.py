@@ -1,9 +1,9 @@
-"""A parsed Python file for the rules, with names resolved through its imports and the guards of each statement.
+"""A parsed Python file for the rules, with names resolved through its imports and the guards of every statement.
 
-A statement is guarded by the words in every condition that must hold for it to run: the `if`s around it, an earlier
-`if` in its block that ends with `return` or `raise`, an `assert`, a decorator. The rule decides which words count:
-`hip` guards against everything, `flash` only against a missing flash-attn. `torch.cuda.is_available()` is not a guard,
-because it is true on ROCm.
+The guards of a statement are the words in all conditions that must be true for it to run: in the `if`s around it, in an
+earlier `if` of its block that ends with `return` or `raise`, in an `assert`, or in a decorator. A rule decides which
+words count: `hip` guards against everything, `flash` only against a missing flash-attn. `torch.cuda.is_available()` is
+not a guard, because it is true on ROCm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKAGES = frozenset(
     word for library in LIBRARIES for name in library.packages for word in name.split(".")[0].split("_")
 )
 ASKED = frozenset(("flash", "fa", "checking", "trt", "nvml", "te", "smi", "numba", "cupy", "fnuz"))
-LONGEST_NAME = 300  # characters of an imported name; longer names are ignored, because every use would repeat them
+LONGEST_NAME = 300  # characters of an imported name; a longer name is ignored, because every use would repeat it
 
 PLATFORM = ("hip", "rocm", "amd", "amdgpu", "nvidia", "gfx", "hpu", "xpu", "npu", "mps", "musa")
 VOCABULARY = PACKAGES | ASKED | frozenset(PLATFORM)
@@ -36,9 +36,9 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 @dataclass(frozen=True)
 class Context:
-    """The context of a node. words: the words of the conditions around it. absence: it is in a `try` that handles a
-    missing module. captured: it runs while a graph is recorded. function: the innermost function, or None at module
-    level.
+    """The context of a node. words: the words in the conditions around it. absence: whether it is in a `try` that
+    handles a missing module. captured: whether it runs while a graph is captured. function: the innermost function, or
+    None at module level.
     """
 
     words: frozenset[str] = frozenset()
@@ -49,14 +49,14 @@ class Context:
 
 @dataclass
 class Module:
-    """The parsed file. Raises SyntaxError, or ValueError for null bytes, like Python."""
+    """A parsed file. Raises SyntaxError, or ValueError for null bytes, as Python does."""
 
     text: str
     names: dict[str, str] = field(default_factory=dict)  # local name → dotted name
     contexts: dict[ast.AST, Context] = field(default_factory=dict)
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
-    _values: dict[tuple[ast.AST | None, str], ast.expr] = field(default_factory=dict)  # last assigned, by function
-    _helpers: dict[str, bool] = field(default_factory=dict)  # private functions: whether every call is guarded
+    _values: dict[tuple[ast.AST | None, str], ast.expr] = field(default_factory=dict)  # last assigned, per function
+    _helpers: dict[str, bool] = field(default_factory=dict)  # private function → whether every call is guarded
     _words: dict[ast.AST, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,8 +78,8 @@ class Module:
         return ((node, context) for node, context in self.contexts.items() if isinstance(node, kinds))
 
     def name(self, node: ast.AST | None) -> str | None:
-        """Return the dotted name of an expression, with its first part resolved through the imports; None for anything
-        else.
+        """Return the dotted name of an expression, with its first part resolved through the imports. Returns None if
+        the expression is not a name.
         """
         if isinstance(node, ast.Name):
             return self.names.get(node.id, node.id)
@@ -93,17 +93,17 @@ class Module:
         return any(name.split(".")[0] == package for name in self.names.values())
 
     def called(self, node: ast.expr) -> str:
-        """Return the last part of a function's name, even if the object has no name: `run` for f().run; '' for anything
-        else.
+        """Return the last part of a function's name, even if its object has no name, such as `run` for f().run. Returns
+        '' for other expressions.
         """
         if isinstance(node, ast.Attribute):
             return node.attr
         return (self.name(node) or "").rpartition(".")[2]
 
     def guarded(self, context: Context, *words: str) -> bool:
-        """Return whether a condition around the node contains a word for the platform, or one of these words.
+        """Return whether a condition around the node contains one of these words or a word for the platform.
 
-        A node in a private function is also guarded if all calls of the function in this file are.
+        A node in a private function is also guarded if all calls of that function in this file are guarded.
         """
         assert VOCABULARY.issuperset(words), words
         if any(word in context.words for word in (*PLATFORM, *words)):
@@ -111,7 +111,7 @@ class Module:
         return self._helpers.get(getattr(context.function, "name", ""), False)
 
     def assigned(self, name: str, context: Context) -> ast.expr | None:
-        """Return the last value assigned to a variable, in the function of this context or at module level."""
+        """Return the last value that is assigned to a variable, in the function of this context or at module level."""
         return self._values.get((context.function, name)) or self._values.get((None, name))
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -135,7 +135,7 @@ class Module:
         return False
 
     def expected(self, node: ast.AST) -> list[str | None]:
-        """Return the exceptions that a `try` around the node catches, in its function; None for a bare `except`."""
+        """Return the exceptions that every `try` around the node in its function catches; None for a bare `except`."""
         caught: list[str | None] = []
         for parent in self.above(node):
             if isinstance(parent, ast.Try) and _in_body(node, parent):
@@ -220,7 +220,7 @@ class Module:
                 context = _with(context, words=context.words | self._words_of(statement.test))
 
     def _words_of(self, test: ast.AST) -> frozenset[str]:
-        """Return the words of the vocabulary in a condition. Every node is read once, even in nested conditions."""
+        """Return the words of VOCABULARY in a condition. Every node is read once, even in nested conditions."""
         words = self._words.get(test)
         if words is None:
             words = _own_words(test).union(*(self._words_of(child) for child in ast.iter_child_nodes(test)))
@@ -229,7 +229,7 @@ class Module:
 
 
 def _own_words(node: ast.AST) -> frozenset[str]:
-    """Return the words of the vocabulary in one name or string: `flash` for `is_flash_attn_2_available`."""
+    """Return the words of VOCABULARY in one name or string, such as `flash` for `is_flash_attn_2_available`."""
     text, words = "", set()
     if isinstance(node, ast.Name):
         text = node.id
@@ -266,7 +266,7 @@ def _expects_absence(node: ast.Try) -> bool:
 
 
 def _records(expression: ast.expr) -> bool:
-    """Return whether this context manager records a graph."""
+    """Return whether this context manager captures a graph."""
     if not isinstance(expression, ast.Call):
         return False
     called = expression.func

@@ -1,6 +1,4 @@
-"""Convert a notebook to Python: its code cells in order, with shell lines as the calls into which IPython translates
-them.
-"""
+"""Convert a notebook to Python: its code cells in order, in which shell lines are replaced by IPython's calls."""
 
 from __future__ import annotations
 
@@ -13,13 +11,13 @@ from dataclasses import dataclass, field
 _SHELL = re.compile(r"^(\s*)(?:[\w, ]+=\s*)?!(.*)$")
 _INSTALL = re.compile(r"^(\s*)%\s*((?:pip|conda|mamba|uv)\s.*)$")
 _MAGIC = re.compile(r"^(\s*)%\w.*$|^(\s*)(?:\?\w.*|[\w.]+\?{1,2})$")
-_TRANSPARENT = ("time", "timeit", "capture", "prun")  # cell magics whose cells are still Python
+_TRANSPARENT = ("time", "timeit", "capture", "prun")  # cell magics whose cells contain Python
 
 
 @dataclass
 class Notebook:
-    """text: Python, with one line for each line of a code cell. origins: for each line, the number of its cell (from 1)
-    and its line in the file. unread: the reason why a cell is left out, by its number.
+    """A notebook as Python. text: one line for each line of a code cell. origins: for each line, the number of its cell
+    (from 1) and its line in the file. unread: the number of a cell → the reason why it is left out.
     """
 
     text: str = ""
@@ -60,14 +58,14 @@ def read(text: str) -> Notebook:
 
 
 class _Positions:
-    """Find the line in the file for a line of a cell, which the JSON parser does not report."""
+    """Find the line number in the file for a line of a cell, which the JSON parser does not report."""
 
     def __init__(self, text: str) -> None:
         self._text, self._position, self._line = text, 0, 1
-        self._misses = 100  # lines with other escapes, for each of which a search reads the rest of the file
+        self._misses = 100  # how often a search may fail: every failure reads the rest of the file
 
     def find(self, line: str) -> int:
-        """Return the number of the next line in the file with this text, or the number of the previous line."""
+        """Return the number of the next line in the file with this text, or else that of the previous line."""
         for ascii_only in (False, True) if line.strip() and self._misses else ():
             start = self._text.find(json.dumps(line, ensure_ascii=ascii_only)[1:-1], self._position)
             if start >= 0:

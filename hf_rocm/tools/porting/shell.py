@@ -1,4 +1,4 @@
-"""Parse shell text into commands: words with their lines, and the platform tests around each command.
+"""Parse shell text into commands: their words and lines, and the platform tests around them.
 
 Quotes, comments, line continuations, here-documents and command substitutions are parsed, so that a name in a message
 or a comment is not mistaken for a command. Nothing is expanded.
@@ -14,7 +14,7 @@ PLATFORM = re.compile(
     r"rocm|\bhip|amd[-_]?(?:gpu|smi)|\bamd\b|nvidia|gfx\d|\bhas_cuda|cuda[-_]?(?:available|found)", re.IGNORECASE
 )
 
-DEPTH = 4  # the largest depth of nested command substitutions and `bash -c`
+DEPTH = 4  # the largest nesting depth of command substitutions and `bash -c`
 _PIECE = re.compile(
     r"""'[^']*'?|"(?:\\.|[^"\\])*"?|\\\n|\\.|\$\(|\d*[<>]+&?|\|\||&&|;;|[;&|()\n`#]|\{(?=\s)|(?<=[\s;])\}"""
     r"""|[ \t\r\f\v]+|[^\s'"\\;&|()`#<>]+|.""",
@@ -47,8 +47,9 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 
 @dataclass(frozen=True)
 class Command:
-    """One simple command. words: without quotes; the first is the program. assigned: `NAME=value` before it, or alone.
-    guarded: it is inside a check of the platform. tolerated: `|| …` follows it, which handles its failure.
+    """One simple command. words: its words without quotes; the first is the program. assigned: assignments
+    (`NAME=value`) before it, or alone. guarded: whether a test of the platform is around it. tolerated: whether `|| …`
+    follows, which handles its failure.
     """
 
     line: int
@@ -59,12 +60,12 @@ class Command:
 
     @property
     def program(self) -> str:
-        """The first word without its directory."""
+        """The name of the program, without its directory."""
         return self.words[0].rpartition("/")[2] if self.words else ""
 
 
 def commands(text: str, *, line: int = 1, depth: int = 0) -> Iterator[Command]:
-    """Yield every simple command of a shell text, in order. The text's first line has this number."""
+    """Yield all simple commands in a shell text, in order. line: the number of the text's first line."""
     blocks = _Blocks()
     parts = list(_simple(_without_documents(text), line))
     for (start, words, separator), (_, following, _) in zip(parts, [*parts[1:], (0, [], "")], strict=False):
@@ -88,11 +89,11 @@ class _Blocks:
     def __init__(self) -> None:
         # whether each enclosing block tests the platform, outermost first; a guard covers nested blocks
         self._guards = [False]
-        self._testing = False  # between `if` and `then`
-        self._listed = False  # a test of the platform, then `&&`
+        self._testing = False  # whether the parser is between `if` and `then`
+        self._listed = False  # whether a test of the platform and `&&` came before
 
     def read(self, line: int, words: list[str], separator: str, *, tolerated: bool) -> Command | None:
-        """Return the command of these words, or None if there is none, such as for a single keyword."""
+        """Return the command in these words, or None if they contain no command, such as a keyword alone."""
         assigned = []
         while words and (words[0] in _KEYWORDS or _ASSIGNMENT.match(words[0])):
             keyword = words.pop(0)
@@ -128,10 +129,10 @@ class _Blocks:
 
 
 def _simple(text: str, line: int) -> Iterator[tuple[int, list[str], str]]:
-    """Yield (line, words with their quotes, separator after them) for each simple command."""
+    """Yield (line, words with their quotes, the separator that follows) for each simple command."""
     words: list[str] = []
-    joined, start = False, line  # whether the next piece continues the last word; the line on which the command began
-    skipping = False  # in a comment
+    joined, start = False, line  # whether the next piece continues the last word; the first line of the command
+    skipping = False  # whether the parser is in a comment
     for match in _PIECE.finditer(text):
         piece = match[0]
         if skipping and piece != "\n":

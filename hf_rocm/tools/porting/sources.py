@@ -1,4 +1,4 @@
-"""Select the files of a tree that are read, and their readers, with a reason for every other file."""
+"""Select the files in a tree to read, and their readers, with a reason for every file that is left out."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_rocm.tools.porting.findings import Place
 from hf_rocm.tools.porting.module import Module
 from hf_rocm.tools.porting.rules import PYTHON, building, commands, containers, native, packaging, requirements
 
-LARGEST = 2 * 1024 * 1024  # bytes; larger files are usually generated
-LARGEST_NOTEBOOK = 16 * 1024 * 1024  # including images in the outputs
+LARGEST = 2 * 1024 * 1024  # the size limit in bytes; larger files are usually generated
+LARGEST_NOTEBOOK = 16 * 1024 * 1024  # the limit for notebooks, which may contain images
 
-# such as `sh`, in the first line of a file without a suffix
+# An interpreter such as `sh` in the first line of a file without a suffix.
 _SHELL = re.compile(rb"#!\s*\S*(?:/|env\s+)(?:ba|da|z)?sh\b")
 _FOREIGN = {".git", ".hg", ".svn", "__pycache__", "node_modules", "site-packages", ".venv", "venv", ".tox", ".eggs"}
 _OWN = re.compile(
@@ -29,8 +29,8 @@ _VENDOR = re.compile(r"[-_.]?(?:rocm|amdgpu|amd|hip|cuda|nvidia|gpu|cu1\d\d?)(?!
 
 @dataclass(frozen=True)
 class Reader:
-    """kind: its name in a report. places: returns the findings in a text. largest: the size limit in bytes. partly:
-    returns which parts of a text can't be read, or ''.
+    """How to read a kind of file. kind: the name of the kind in a report. places: returns the findings in a text.
+    largest: the size limit in bytes. partly: returns which parts of a text can't be read, or ''.
     """
 
     kind: str
@@ -41,8 +41,9 @@ class Reader:
 
 @dataclass
 class Sources:
-    """files: the files that are read, with their readers. left_out: path → why it is not read; the path of a folder
-    ends in a slash. suffixes: suffix, or name without one → the number of files for which there is no rule.
+    """The selected files. files: the files to read, with their readers. left_out: path → why it is not read; the path
+    of a folder ends in a slash. suffixes: suffix (or the name of a file without one) → the number of files for which
+    there are no rules.
     """
 
     files: dict[Path, Reader] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Sources:
 
 
 def collect(top: Path) -> Sources:
-    """Select the files in a folder, or this file."""
+    """Select the files in a folder, or a single file."""
     sources = Sources()
     if top.is_file():
         if (reader := reader_of(top)) is not None:
@@ -83,7 +84,7 @@ def collect(top: Path) -> Sources:
 
 
 def reader_of(file: Path) -> Reader | None:
-    """Return the reader for a file, by its name, or by its first line if the name has no suffix."""
+    """Return the reader for a file, selected by its name, or by its first line if the name has no suffix."""
     name = file.name
     for pattern, reader in _READERS:
         if pattern.fullmatch(name):
@@ -135,7 +136,7 @@ KINDS = tuple(dict.fromkeys(reader.kind for _, reader in _READERS))
 
 
 def _counterparts(names: list[str]) -> dict[str, str]:
-    """Return the names for ROCm by the name without a vendor: Dockerfile → Dockerfile.rocm, ops → ops-hip."""
+    """Return name without a vendor → name for ROCm, such as Dockerfile → Dockerfile.rocm or ops → ops-hip."""
     return {_VENDOR.sub("", name): name for name in sorted(names) if _ROCM.search(name)}
 
 

@@ -1,1 +1,1 @@
-"""Per-shape tuning: the GEMMs that a model runs, and tables with the fastest kernel for each."""
+"""Per-shape tuning: record the GEMMs that a model runs, and write tables with the fastest kernel for every GEMM."""

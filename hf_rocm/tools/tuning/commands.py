@@ -23,8 +23,9 @@ AITER, TUNABLE = "aiter", "tunableop"
 class Tuning:
     """A tuning job.
 
-    shapes: all recorded shapes that the engine supports; done: those that were tuned before; todo: the rest, or all if
-    they are tuned again. file: the file of the shapes. obstacle: why they cannot be tuned here, or None.
+    shapes: all recorded shapes that the engine supports. left_out: the other shapes. done: shapes that were tuned
+    before. todo: the remaining shapes, or all shapes if they are to be tuned again. file: the file with the shapes.
+    obstacle: why the shapes can't be tuned here, or None.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Tuning:
 
     @property
     def elsewhere(self) -> dict[str, list[str]]:
-        """The commands for a machine without the obstacle: with hf-rocm, and with aiter alone."""
+        """The commands for a machine without the obstacle: with hf-rocm, and with aiter's sources alone."""
         lines = {"with hf-rocm": ["hf-rocm", "tune", "--shapes", str(self.file)]}
         if self.engine == AITER:
             release = Release(self.release.version, self.release.layout)
@@ -66,7 +67,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a tuner run. variables: those to set for using the table, if hf_rocm does not set them itself."""
+    """The result of a tuner run. variables: what to set in order to use the table, unless hf_rocm sets it itself."""
 
     tuned: int
     missing: list[Gemm]
@@ -100,9 +101,9 @@ def prepare(
     gpu: str | None = None,
     progress: Progress | None = None,
 ) -> Tuning:
-    """Record the GEMMs of `model`, or read them from the file `shapes`, and determine which ones to tune.
+    """Record the GEMMs of `model`, or read them from the file `shapes`, and determine which of them to tune.
 
-    The shapes are written to the cache, where `explain` finds them, and to `output`.
+    The shapes are written to the cache, from which `explain` reads them, and to `output`.
     """
     meant, here = machine.release(release), machine.gpu(gpu)
     chosen = _engine(engine, here)
@@ -141,7 +142,7 @@ def prepare(
 
 
 def run(job: Tuning, *, progress: Progress | None = None) -> Result:
-    """Tune the job's remaining shapes. Only for a job without an obstacle."""
+    """Tune the job's remaining shapes. The job must not have an obstacle."""
     assert job.gpu is not None
     if job.engine == AITER:
         outcome = engines.tune(job.todo, job.gpu, job.release, progress=progress)
@@ -154,7 +155,7 @@ def run(job: Tuning, *, progress: Progress | None = None) -> Result:
 
 
 def no_gpu() -> str | None:
-    """Why nothing can be tuned on this machine, independent of the model."""
+    """Return why no model can be tuned on this machine, or None."""
     from hf_rocm.device import is_rocm
 
     return None if is_rocm() and machine.gpu() is not None else "there is no AMD GPU under ROCm here"
@@ -185,7 +186,7 @@ def _engine(named: str | None, gpu: Gpu | None) -> str:
 
 
 def _obstacle(job: Tuning, *, named: bool) -> str | None:
-    """Why this job cannot be tuned on this machine."""
+    """Return why this job can't be tuned on this machine, or None."""
     if (missing := no_gpu()) is not None or job.gpu is None:
         return missing or "there is no AMD GPU under ROCm here"
     if named and (machine.gpu(), machine.installed()) != (job.gpu, job.release):

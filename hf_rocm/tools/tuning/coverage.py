@@ -1,4 +1,4 @@
-"""The hit rate that `explain` reports: how many of a model's GEMMs are in the table that aiter uses."""
+"""The hit rate that `explain` reports: how many of a model's GEMMs are in the tables that aiter uses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hf_rocm.tools.tuning import shapes
 
 @dataclass(frozen=True)
 class Tuning:
-    """recorded: the number of shapes that `hf-rocm tune` recorded for this model. found: those with a tuned kernel of
-    aiter.
+    """The tuning state of a model.
 
-    found is None if that is unknown; the sentence has the reason.
+    recorded: the number of shapes that `hf-rocm tune` recorded for the model. found: how many of these shapes have a
+    tuned kernel in aiter; None if that is unknown. Then `sentence` contains the reason.
     """
 
     recorded: int
@@ -28,7 +28,7 @@ class Tuning:
 
 
 def tuning_of(model: nn.Module) -> Tuning | None:
-    """The tuning state of this model's GEMMs on this machine; None if there is nothing to tune."""
+    """Return the tuning state of this model's GEMMs on this machine; None if there is nothing to tune."""
     file = store.shapes(shapes.fingerprint(model))
     if not file.is_file():
         first = next(model.parameters(), None)

@@ -1,6 +1,6 @@
-"""Tuning with aiter: write its untuned table, run its own tuner, and save the results.
+"""Tuning with aiter: write an untuned table, run aiter's tuner, and save the results.
 
-The tuner runs for minutes to hours. If it is interrupted, the rows that it has written are kept.
+The tuner runs for minutes or hours. If it is interrupted, the rows that it has already written are saved.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hf_rocm.tools.tuning.shapes import Gemm
 
 Progress = Callable[[int, int], None]
 
-PATIENCE = 3  # failed attempts without a new row before the tuner is stopped; up to 0.1.15 it retries thirty times
-_GRACE = 30.0  # seconds to exit after an interrupt
+PATIENCE = 3  # failed attempts without a new row before the tuner is stopped; up to 0.1.15, it would make thirty
+_GRACE = 30.0  # seconds in which the tuner may exit after an interrupt
 _ATTEMPT_FAILED = "process exitcode is"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a tuner run. missing: shapes without a kernel, and shapes that were not reached."""
+    """The result of a tuner run. missing: shapes without a kernel, and shapes that the tuner did not reach."""
 
     tuned: int
     missing: list[Gemm]
@@ -54,26 +54,26 @@ class Outcome:
 
 
 def takes(shape: Gemm) -> bool:
-    """Whether hf_rocm may call aiter's `gemm_a16w16` for this GEMM."""
+    """Return whether hf_rocm may call aiter's `gemm_a16w16` for this GEMM."""
     return shape.dtype in ("torch.bfloat16", "torch.float16") and shape.k % 8 == 0
 
 
 def command(release: Release, untuned: Path | str, tuned: Path | str) -> list[str]:
-    """The command line of this release's tuner; relative to aiter's sources if the release is not installed."""
+    """Return the command line of a release's tuner, with a path in aiter's sources if the release isn't installed."""
     script = release.tuner or Path(release.layout.tuner)
     files = ["--input_file", str(untuned), "--tuned_file", str(tuned)]
     return [sys.executable if release.tuner else "python3", str(script), *files, *release.layout.options]
 
 
 def known(gpu: Gpu, release: Release) -> set[Key]:
-    """The keys of the table that was tuned here. Raises `TableError` if it is corrupt."""
+    """Return the keys in the table that was tuned here. Raises `TableError` if the table is corrupt."""
     if not store.tuned(gpu, release).is_file():
         return set()
     return {row.key._replace(gfx=gpu.gfx) for row in _kept(gpu, release).rows}
 
 
 def tune(shapes: Sequence[Gemm], gpu: Gpu, release: Release, *, progress: Progress | None = None) -> Outcome:
-    """Run the tuner on these shapes and save the results, also after an interrupt, which is re-raised.
+    """Run the tuner on these shapes and save the results, even after an interrupt, which is re-raised.
 
     Raises `TuningError` if the installed aiter has no tuner, or if the tuner fails on every shape.
     """
@@ -154,13 +154,13 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def _keep(tuned: Path, gpu: Gpu, release: Release) -> set[Key]:
-    """Put the new rows before those of earlier runs. Returns them by their full key."""
+    """Put the new rows before the rows of earlier runs. Returns the full keys of the new rows."""
     if not tuned.is_file():
         return set()
     new = read(tuned, release.layout, release.version)
     store.folder(gpu, release).mkdir(parents=True, exist_ok=True)
     with (store.folder(gpu, release) / ".lock").open("w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks; concurrent tuning is rare
+        with contextlib.suppress(OSError):  # the file system may not support locks; concurrent tuning is rare
             files.poll(partial(_lock, lock.fileno()), timeout=_GRACE)
         tables = [(TUNED, new)]
         if store.tuned(gpu, release).is_file():
@@ -188,7 +188,7 @@ def _rows(path: Path) -> int:
 
 
 def _tail(log: Path) -> str:
-    """The last non-empty line."""
+    """Return the last non-empty line of a log."""
     lines = log.read_bytes()[-4000:].decode("utf-8", "replace").splitlines() if log.is_file() else []
     words = [" ".join(line.split()) for line in lines if line.strip() and "retried num" not in line]
     return words[-1][:300] if words else "nothing"

@@ -1,6 +1,6 @@
-"""Run a model once for each batch and prompt length, and record its GEMMs.
+"""Run a model once for every batch size and prompt length, and record its GEMMs.
 
-If possible, the model is built from its config with tensors that have a shape but no memory, so that neither the
+If possible, the model is built from its config with fake tensors, which have a shape but no memory, so that neither the
 checkpoint nor a GPU is needed.
 """
 
@@ -24,15 +24,15 @@ from hf_rocm.tools.tuning.shapes import Gemm, Recording, fusable
 
 Progress = Callable[[int, int], None]
 
-MAX_ANSWERS = 10_000  # the number of truth values that a model without weights may read; more count as an endless loop
+MAX_ANSWERS = 10_000  # the most truth values that a model without weights may read; more mean an endless loop
 
 
 def record(
     model: nn.Module, batches: Sequence[int], prompts: Sequence[int], *, progress: Progress | None = None
 ) -> list[Gemm]:
-    """The GEMMs of a prefill of each [batch, prompt] and of a decode step of each batch, as in `generate`.
+    """Return the GEMMs of a prefill and a decode step as in `generate`, for every combination of batch and prompt.
 
-    Layers that the loader fuses count as one. Raises `TuningError` if the model takes no tokens.
+    Layers that the loader fuses count as one. Raises `TuningError` if the model does not take tokens.
     """
     runs = [(batch, prompt) for batch in batches for prompt in prompts]
     with Recording() as seen, torch.no_grad(), options.override(tiers={**options.current().tiers, "linear": "torch"}):
@@ -45,9 +45,9 @@ def record(
 
 @contextmanager
 def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Module]:
-    """The model of this folder or name, built without memory. Its tensors are valid for `record` inside the block only.
+    """Build the model in this folder or with this name, without memory. Its tensors are valid only inside the block.
 
-    dtype: such as bfloat16, by default the checkpoint's. Raises `LoadError` if there is no config.
+    dtype: its name, such as bfloat16; by default the checkpoint's. Raises `LoadError` if there is no config.
     """
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -74,7 +74,7 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
             with _no_initial_values():
                 built = build(config, **_with_dtype({"dtype": named})).eval()
             yield built
-        except Exception as error:  # torch raises many types where a value is needed
+        except Exception as error:  # torch raises exceptions of many types if it needs the value of a fake tensor
             if type(error).__module__.partition(".")[0] != "torch" and not isinstance(error, RuntimeError):
                 raise
             raise TuningError(
@@ -86,7 +86,7 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
 
 @contextmanager
 def loaded(model: str, *, dtype: str | None = None) -> Iterator[nn.Module]:
-    """The model itself, on the GPU if there is one."""
+    """Load the model with its weights, on the GPU if there is one."""
     from hf_rocm.tools.load import load
 
     instance = load(model)
@@ -101,7 +101,7 @@ def _named(dtype: str) -> torch.dtype:
 
 
 class _Answers(TorchDispatchMode):
-    """Returns True for every truth value: the masks that generate starts with are all ones."""
+    """Make every truth value True, since the masks with which generate starts are all ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def _run(model: Any, batch: int, prompt: int) -> None:
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """The groups of layers that the loader fuses in this model."""
+    """Yield the groups of layers that the loader fuses in this model."""
     from hf_rocm.loading.prepare import families
     from hf_rocm.overlay import catalog
     from hf_rocm.overlay.activate import activate
@@ -153,7 +153,7 @@ def _groups(model: nn.Module) -> Iterator[tuple[Any, ...]]:
         try:
             activate(name, everywhere=False)
         except OverlayError:
-            continue  # refused for this release: these layers stay separate
+            continue  # the overlay is refused for this release, so its layers stay separate
     for module in model.modules():
         binding = bind.binding_of(module)
         if binding is not None and binding.fuses:
@@ -172,7 +172,7 @@ def _class_for(model: str, config: Any) -> Any:
 
 
 def _no_initial_values() -> Any:
-    """Disable weight initialisation: some initial values are drawn until they lie in a range, an endless loop here."""
+    """Disable weight initialisation, in which drawing values until they lie in a range would be an endless loop."""
     try:
         module = importlib.import_module("transformers.initialization")
     except ModuleNotFoundError:  # before 5.0
@@ -181,7 +181,7 @@ def _no_initial_values() -> Any:
 
 
 def _dtype_of(config: Any) -> torch.dtype:
-    """The dtype in the checkpoint's config, or in its text part."""
+    """Return the dtype in the checkpoint's config, or in the text part of it."""
     parts = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     for part in parts:
         dtype = getattr(part, "dtype", None) or getattr(part, "torch_dtype", None)

@@ -1,6 +1,6 @@
 """The GEMMs that a model runs, recorded from the calls of its linear layers.
 
-A recording is a file in the format of aiter's untuned tables, which aiter's tuners read too.
+Recordings are files in the format of aiter's untuned tables, so that aiter's tuners can read them too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from hf_rocm.ops.aiter.tables.table import DTYPES, Key, text_of
 
 
 class Gemm(NamedTuple):
-    """[M, K] by [N, K]ᵀ. dtype: of inputs and output, as `torch.bfloat16`. shuffled: the weight has aiter's layout."""
+    """[M, K] times [N, K]ᵀ. dtype: that of inputs and output, such as `torch.bfloat16`. shuffled: whether the weight is
+    in aiter's layout."""
 
     m: int
     n: int
@@ -32,12 +33,12 @@ class Gemm(NamedTuple):
     shuffled: bool = False
 
     def key(self, gfx: str, units: int) -> Key:
-        """aiter's key for this GEMM on that GPU."""
+        """Return aiter's key for this GEMM on that GPU."""
         return Key(gfx, units, self.m, self.n, self.k, self.bias, self.dtype, self.dtype, False, self.shuffled)
 
 
 class Recording(TorchFunctionMode):
-    """A context that records every `F.linear`, also those called by other modules and libraries.
+    """A context manager that records every call of `F.linear`, including those in other modules and libraries.
 
     with Recording() as seen, torch.inference_mode():
         model.generate(...)
@@ -46,7 +47,7 @@ class Recording(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # weight → (M, bias) of its calls; the reference to the weight keeps its id unique
+        # id of a weight → the weight and (M, bias) of its calls; the reference to the weight keeps the id unique
         self._seen: dict[int, tuple[Any, dict[tuple[int, bool], None]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,13 +56,13 @@ class Recording(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def shapes(self, joined: Iterable[tuple[nn.Linear, ...]] = ()) -> list[Gemm]:
-        """Every GEMM once, the smallest first. joined: groups of layers that are fused."""
+        """Return every GEMM once, the smallest first. joined: groups of layers that are fused."""
         left = dict(self._seen)
         gemms: dict[Gemm, None] = {}
         for group in joined:
             calls = [left.get(id(linear.weight)) for linear in group]
             if None in calls or len({tuple(call[1]) for call in calls if call}) != 1:
-                continue  # they are not always called together
+                continue  # the layers are not always called together
             n = sum(linear.weight.shape[0] for linear in group)
             gemms.update(dict.fromkeys(_gemm(m, n, group[0].weight, bias) for m, bias in calls[0][1]))  # type: ignore[index]
             for linear in group:
@@ -77,7 +78,7 @@ class Recording(TorchFunctionMode):
 
 
 def fusable(group: tuple[Any, ...]) -> bool:
-    """Whether the loader can fuse these layers, judged by their shapes."""
+    """Return whether the loader can fuse layers with these shapes."""
     return (
         len(group) > 1
         and all(type(shape) is nn.Linear for shape in group)
@@ -86,7 +87,7 @@ def fusable(group: tuple[Any, ...]) -> bool:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of the linear layers and their dtypes; equal for a loaded, a fused and a built model."""
+    """Return a text that identifies the linear layers and their dtypes. Loading and fusing do not change it."""
     linears = sorted(
         f"{path} {module.out_features}x{module.in_features} {module.weight.dtype} {module.bias is not None}"
         for path, module in model.named_modules()
@@ -96,7 +97,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def write(shapes: Iterable[Gemm], layout: Layout = LAYOUTS[-1]) -> str:
-    """An untuned table of this layout, as text, without shuffled weights if the release does not support them."""
+    """Return the text of an untuned table in this layout, without shuffled weights if the layout lacks them."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(layout.untuned)
@@ -110,7 +111,7 @@ def write(shapes: Iterable[Gemm], layout: Layout = LAYOUTS[-1]) -> str:
 
 
 def read(path: Path) -> list[Gemm]:
-    """Read an untuned table of any release, of hf_rocm or of aiter. Raises `TableError` with line numbers."""
+    """Read an untuned table from any release of hf_rocm or aiter. Raises `TableError` with line numbers."""
     lines = csv.reader(io.StringIO(text_of(path), newline=""), strict=True)
     gemms: dict[Gemm, None] = {}
     try:

@@ -18,7 +18,7 @@ from hf_rocm.ops.aiter.tables.table import Problem, Row, Table, read
 
 @dataclass
 class Checked:
-    """The check of one file. error: why it cannot be read as a table."""
+    """The result of checking one file. error: why it can't be read as a table."""
 
     path: Path
     rows: int = 0
@@ -58,7 +58,7 @@ class Listed:
 
 @dataclass
 class Inventory:
-    """Every table, for `tune list`."""
+    """All tables, for `tune list`."""
 
     machine: dict[str, str]
     tables: list[Listed] = field(default_factory=list)
@@ -93,7 +93,7 @@ class MergedFile:
 
 
 def check(files: Sequence[Path], *, release: str | None, gpu: str | None) -> tuple[list[Checked], Release, Gpu | None]:
-    """Check each file for this release of aiter and, if known, this GPU."""
+    """Check every file for this release of aiter and, if known, this GPU."""
     meant, here = machine.release(release), machine.gpu(gpu)
     return [_checked(path, meant, here) for path in files], meant, here
 
@@ -101,7 +101,7 @@ def check(files: Sequence[Path], *, release: str | None, gpu: str | None) -> tup
 def merge(
     files: Sequence[Path] | None, *, output: Path | None, shipped: bool, release: str | None, gpu: str | None
 ) -> MergedFile:
-    """Merge tables into one. Raises `TableError` on a file with invalid lines. Never writes to an input file."""
+    """Merge tables into one. Raises `TableError` if a file has invalid lines. Never writes to an input file."""
     meant, here = machine.release(release), machine.gpu(gpu)
     named = options.tuned_files() if files is None else list(files)
     if here is None and output is None:
@@ -124,7 +124,7 @@ def merge(
 
 
 def inventory() -> Inventory:
-    """List all tables, with an error for each unusable file."""
+    """List all tables, with an error for every unusable file."""
     release, gpu = machine.release(), machine.gpu()
     installed = release.folder is not None
     inventory = Inventory(

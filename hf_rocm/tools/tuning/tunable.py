@@ -1,6 +1,6 @@
-"""Tuning with PyTorch's TunableOp, for GEMMs that aiter does not support: kernels of rocBLAS and hipBLASLt.
+"""Tuning with PyTorch's TunableOp, which selects kernels of rocBLAS and hipBLASLt, for GEMMs that aiter lacks.
 
-Its settings are global in the process and are restored afterwards.
+TunableOp's settings are global to the process and are restored afterwards.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Progress = Callable[[int, int], None]
 
 
 def file_for(gfx: str) -> Path:
-    """The file of results for this GPU, PyTorch and ROCm."""
+    """Return the path of the results for this GPU, PyTorch and ROCm."""
     return store.tunable(gfx, torch.__version__, torch.version.hip or "none")
 
 
 def variables(file: Path) -> dict[str, str]:
-    """The variables with which PyTorch uses the results and tunes nothing more."""
+    """Return the environment variables with which PyTorch uses the results without further tuning."""
     return {
         "PYTORCH_TUNABLEOP_ENABLED": "1",
         "PYTORCH_TUNABLEOP_TUNING": "0",
@@ -36,9 +36,9 @@ def variables(file: Path) -> dict[str, str]:
 
 
 def tune(shapes: Sequence[Gemm], file: Path, *, progress: Progress | None = None) -> list[Gemm]:
-    """Run each GEMM once with tuning enabled, and add the results to `file`.
+    """Run every GEMM once with tuning enabled, and add the results to `file`.
 
-    Returns the shapes that did not fit into memory. Raises `TuningError` without ROCm.
+    Returns the shapes that did not fit in memory. Raises `TuningError` without ROCm.
     """
     if torch.version.hip is None or not torch.cuda.is_available():
         raise TuningError("TunableOp needs an AMD GPU under ROCm")
@@ -58,14 +58,14 @@ def tune(shapes: Sequence[Gemm], file: Path, *, progress: Progress | None = None
 
 
 def results(settings: Any) -> str:
-    """TunableOp's results as the text of its own files, which some releases write only at exit."""
+    """Return TunableOp's results in the format of its own files, which some releases only write at exit."""
     lines = [("Validator", *validator) for validator in settings.get_validators()] + list(settings.get_results())
     return "".join(",".join(map(str, line)) + "\n" for line in lines)
 
 
 @contextmanager
 def scope(file: Path, *, tuning: bool) -> Iterator[Any]:
-    """Enable TunableOp with the results of this file, and restore its settings afterwards. The file is not changed."""
+    """Enable TunableOp with the results in this file, and restore its settings afterwards. The file is not changed."""
     import torch.cuda.tunable as settings
 
     before = (settings.is_enabled(), settings.tuning_is_enabled(), settings.get_filename())

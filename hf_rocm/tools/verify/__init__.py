@@ -1,7 +1,7 @@
-"""verify: compare hf_rocm with stock transformers, on the user's own machine and weights.
+"""verify: compare hf_rocm with stock transformers on the user's machine and weights.
 
-The reference is stock in a wider dtype. The allowed error is derived from the error of stock's own run in the model's
-dtype, never a chosen number.
+The reference is stock in a wider dtype. The allowed error is always derived from the error of stock's own run in the
+model's dtype.
 """
 
 from hf_rocm.tools.verify.run import record, verify

@@ -1,4 +1,4 @@
-"""The inputs of verify: one row, padded rows, calls on a filled cache, a sequence longer than the sliding window."""
+"""The inputs of verify: one row, padded rows, calls on a filled cache, and a row longer than the sliding window."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TITLES = {
     STATIC: "the same on a static cache",
     WINDOW: "a row past its sliding window",
 }
-KEPT = 96  # the number of positions of a call that are compared, the last ones
+KEPT = 96  # the number of positions that are compared per call: the last ones
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call. ids: [B, S]; mask: [B, keys so far] or None; positions: [B, S] or None; start: keys before it."""
+    """One call. ids: [B, S]. mask: [B, keys so far] or None. positions: [B, S] or None. start: keys before the call."""
 
     ids: Tensor
     mask: Tensor | None = None
@@ -35,7 +35,7 @@ class Step:
 
     @property
     def keep(self) -> Tensor:
-        """[B, S] bool: the positions that are compared. Those of padding tokens are not."""
+        """[B, S] bool: the positions to compare, without those of padding tokens."""
         real = torch.ones_like(self.ids, dtype=torch.bool)
         if self.mask is not None:
             real = self.mask[:, -self.ids.shape[1] :].bool()
@@ -51,7 +51,7 @@ class Case:
     steps: tuple[Step, ...]
     cache: str | None = None
     window: int | None = None
-    further: dict[str, Tensor] = field(default_factory=dict)  # arguments of every call
+    further: dict[str, Tensor] = field(default_factory=dict)  # additional arguments of every call
 
     @property
     def title(self) -> str:
@@ -67,8 +67,8 @@ class Case:
     ) -> None:
         """Call the model for every step.
 
-        dtype: that of the cache. seen: called with the number of the step and the model's output. within: a context for
-        each step.
+        dtype: the dtype of the cache. seen: is called with the number of each step and the model's output. within:
+        returns a context for a step.
         """
         model: Any = subject.model
         with torch.inference_mode(False), torch.no_grad(), _window(subject, self.window):
@@ -79,7 +79,7 @@ class Case:
                 seen(number, output)
 
     def final_keep(self, number: int) -> Tensor:
-        """[B, S] for the call's output, which has the decoder's positions in an encoder-decoder model."""
+        """Return [B, S] for the output of a call. An encoder-decoder's output has the decoder's positions."""
         decoder = self.further.get("decoder_input_ids")
         return self.steps[number].keep if decoder is None else torch.ones_like(decoder, dtype=torch.bool)
 
@@ -88,7 +88,7 @@ class Case:
 
 
 def cases(subject: Subject, ids: Tensor, *, quick: bool) -> dict[str, Case | str]:
-    """Every case by name, or the reason why it isn't run, in a sentence. ids: [S] tokens of a text."""
+    """Return name → case, or a sentence why the case isn't run. ids: [S] tokens of a text."""
     length = min(32 if quick else 64, max(8, len(ids) // 2))
     named: dict[str, Case | str] = {PROMPT: _prompt(subject, ids, length), PADDED: _padded(subject, ids, length)}
     if subject.kind != DECODER:
@@ -106,7 +106,7 @@ def _prompt(subject: Subject, ids: Tensor, length: int) -> Case:
 
 
 def _padded(subject: Subject, ids: Tensor, length: int) -> Case:
-    """Left padding for decoders, as generate needs it; right padding for other models."""
+    """Return rows with left padding for a decoder, as generate needs it, and with right padding for other models."""
     lengths = (length, length // 2 + 1, max(3, length // 5))
     rows = torch.stack([ids[place : place + length] for place in range(3)])
     mask = torch.zeros_like(rows)
@@ -126,7 +126,7 @@ def _padded(subject: Subject, ids: Tensor, length: int) -> Case:
 
 
 def _chunks(name: str, ids: Tensor, length: int, cache: str) -> Case:
-    """A prompt, then calls of 5, 1, 1, 3 and 1 tokens."""
+    """Return a prompt followed by calls with 5, 1, 1, 3 and 1 tokens."""
     steps, start = [], 0
     for size in (length - 11, 5, 1, 1, 3, 1):
         here = ids[None, start : start + size]
@@ -154,7 +154,7 @@ def _past_window(subject: Subject, ids: Tensor, *, quick: bool) -> Case | str:
 
 
 def window_of(subject: Subject) -> int | None:
-    """The sliding window that some layer of the model has."""
+    """Return the sliding window of the model's layers, or None if no layer has one."""
     config = subject.text_config
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -165,7 +165,7 @@ def window_of(subject: Subject) -> int | None:
 
 @contextmanager
 def _window(subject: Subject, window: int | None) -> Iterator[None]:
-    """Within the block, set a shorter window in the model's config and in the layers that copied it."""
+    """Set a shorter window within the block, in the model's config and in the layers that copied it."""
     owners: list[Any] = [subject.text_config, *subject.model.modules()] if window else []
     own = [(owner, value) for owner in owners if isinstance(value := vars(owner).get("sliding_window"), int)]
     try:
@@ -195,7 +195,7 @@ def _cache(subject: Subject, case: Case, dtype: torch.dtype) -> Any:
         return None
     if (
         case.cache == "dynamic"
-    ):  # with the config, newer releases cache only the window of sliding layers, as generate does
+    ):  # given the config, newer releases only cache the window of sliding layers, as generate does
         takes_config = "config" in inspect.signature(transformers.DynamicCache.__init__).parameters
         return transformers.DynamicCache(config=subject.text_config) if takes_config else transformers.DynamicCache()
     known = inspect.signature(transformers.StaticCache.__init__).parameters

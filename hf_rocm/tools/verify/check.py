@@ -1,4 +1,4 @@
-"""The result of one comparison: a check, the place where it failed, and the errors of a layer."""
+"""The result of one comparison: the check, the place where it failed, and the errors of layers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
 @dataclass(frozen=True)
 class Fault:
-    """The first place where the error of hf_rocm exceeds the bound.
+    """The first place where the error of hf_rocm exceeds its bound.
 
-    layer: its path, or empty if every layer by itself is within its bound and only the end result is not. operation: a
-    point inside the layer. error, allowed: relative errors.
+    layer: the path of the layer; empty if every layer alone is within its bound and only the end result is not.
+    operation: a point inside the layer. error, allowed: relative errors.
     """
 
     layer: str
@@ -36,7 +36,7 @@ class Fault:
 class Check:
     """One comparison.
 
-    error, allowed: the relative error of the worst position and its bound. numbers: other measurements by name. note:
+    error, allowed: the relative error at the worst position, and its bound. numbers: other measurements by name. note:
     why the check was not run, or a remark. fault: the first place that failed, or None.
     """
 
@@ -52,10 +52,10 @@ class Check:
 
 @dataclass(frozen=True)
 class LayerError:
-    """Relative errors of one layer's output at the worst position, compared with the reference.
+    """The errors of one layer's output at the worst position, relative to the reference.
 
-    travelled: end to end, with the errors of the layers before it; own: on stock's own input; each for hf_rocm and for
-    stock in the same dtype. allowed: the bound for own.
+    travelled, stock_travelled: end to end, including the errors of earlier layers, for hf_rocm and for stock in the
+    same dtype. own, stock_own: on stock's input. allowed: the bound for `own`.
     """
 
     layer: str
@@ -63,4 +63,4 @@ class LayerError:
     stock_travelled: float
     own: float
     stock_own: float
-    allowed: float  # for own
+    allowed: float  # the bound for `own`

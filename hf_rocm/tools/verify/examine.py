@@ -1,4 +1,4 @@
-"""Examine one case: run the reference and hf_rocm and compare them, in groups of layers that fit into memory."""
+"""Examine one case: run the reference and hf_rocm, and compare them in groups of layers that fit in memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hf_rocm.tools.verify.model_under_test import Subject
 from hf_rocm.tools.verify.points import OUTPUT
 from hf_rocm.tools.verify.reference import Reference, Run, reference_of, run
 
-ROOM = 4 << 30  # bytes of host memory for values inside layers that are compared at once
+ROOM = 4 << 30  # bytes of host memory for the values inside layers that are compared at the same time
 
 
 @dataclass(frozen=True, eq=False)
 class Examined:
-    """The result, and the runs that later checks use, without values inside layers."""
+    """The result of a case, and the runs that later checks use, without the values inside layers."""
 
     case: Case
     check: Check
@@ -39,8 +39,8 @@ def examine(
 ) -> Examined:
     """Compare hf_rocm with the reference in one case.
 
-    within: a context for each call of hf_rocm. recorded: a known reference, for example from a golden file, which has
-    the outputs of layers only. keep: keep the values inside layers in the reference for later, if they fit into memory.
+    within: returns a context for a call of hf_rocm. recorded: a known reference, for example from a golden file, which
+    only contains the outputs of layers. keep: keep the reference's values inside layers if they fit in memory.
     """
     faults: dict[str, Fault] = {}
     layers: tuple[LayerError, ...] = ()
@@ -48,11 +48,11 @@ def examine(
     groups = list(_groups(subject, case)) if recorded is None else [_looked_into(recorded)]
     for inside in groups:
         exact = recorded or reference_of(subject, case, inside)
-        free = free or run(subject, case, subject.dtype, within=within)  # only if stock can run the case
+        free = free or run(subject, case, subject.dtype, within=within)  # after stock, which may not run the case
         local = run(subject, case, subject.dtype, inside=inside, forced=exact.eager.inputs, within=within)
         bounds = bounds_of(subject, exact)
         off = faults_of(subject, exact, local, bounds)
-        # the fault from the group that recorded the layer's inside names the operation
+        # only the group that recorded the values inside a layer can name the operation at fault
         faults |= {layer: fault for layer, fault in off.items() if layer in inside or layer not in faults}
         layers = layers or layer_errors(subject, exact, free, local, bounds)
         reference = exact if keep and len(groups) == 1 else _outputs_alone(exact)
@@ -64,13 +64,13 @@ def examine(
 
 
 def _groups(subject: Subject, case: Case) -> Iterator[set[str]]:
-    """Groups of layers whose inside is recorded at once, as large as memory allows."""
+    """Yield groups of layers whose inner values are recorded together, as large as memory allows."""
     config = subject.text_config
     rows = sum(int(step.keep.sum()) for step in case.steps)
     hidden = int(getattr(config, "hidden_size", 1024))
     sizes = getattr(config, "intermediate_size", None) or 4 * hidden
-    wide = max(sizes) if isinstance(sizes, (list, tuple)) else int(sizes)  # some configs have one for each layer
-    nbytes = rows * (12 * hidden + 4 * wide) * 8  # an estimate for a layer: three runs, one of them in four bytes
+    wide = max(sizes) if isinstance(sizes, (list, tuple)) else int(sizes)  # some configs have one size per layer
+    nbytes = rows * (12 * hidden + 4 * wide) * 8  # an estimate per layer: three runs, one of them in four bytes
     size, names = max(1, ROOM // max(1, nbytes)), list(subject.blocks)
     for start in range(0, max(1, len(names)), size):
         yield set(names[start : start + size])

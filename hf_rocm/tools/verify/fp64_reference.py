@@ -1,7 +1,7 @@
 """The reference: the same stock model in a wider dtype, with one block's weights widened at a time.
 
-Weights are widened while their block is called, so that there is no second model in memory. Operations that stock runs
-in a narrower dtype (a norm in fp32, a softmax) run in the wide dtype too.
+Weights are widened only while their block is called, so that memory never contains a second model. Operations that
+stock runs in a narrower dtype, such as a norm in fp32 or a softmax, run in the wide dtype too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloa
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the reference: fp32 for 16 bits, fp64 for fp32."""
+    """Return the dtype of the reference: fp32 for a 16-bit model, fp64 for an fp32 model."""
     return torch.float64 if torch.finfo(dtype).bits > 16 else torch.float32
 
 
 @contextmanager
 def widened(model: nn.Module, blocks: dict[str, nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Within the block the model computes in `dtype`. blocks: the modules whose weights are widened as one."""
+    """Make the model compute in `dtype` within the block. blocks: modules whose weights are widened together."""
     inside = {id(module) for block in blocks.values() for module in block.modules()}
     arounds: dict[int, Around] = {}
     for module in model.modules():
@@ -41,7 +41,7 @@ def widened(model: nn.Module, blocks: dict[str, nn.Module], dtype: torch.dtype) 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights of a model to another dtype, in place.
 
-    Buffers of modules without weights (angles of rotary positions) have their own precision and stay unchanged.
+    Buffers of modules without weights, such as rotary angles, have a precision of their own and stay unchanged.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -54,11 +54,11 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Within the block, no operation narrows tensors of this dtype, and matmuls have the highest precision."""
+    """Within the block, keep operations from narrowing tensors of this dtype, and use the highest matmul precision."""
     default, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     if dtype == torch.float64:
-        torch.set_default_dtype(dtype)  # masks are created in it, and the smallest fp64 number overflows in fp32
+        torch.set_default_dtype(dtype)  # masks are created in the default dtype: fp64's smallest value overflows fp32
     try:
         with _Wide(dtype):
             yield
@@ -84,9 +84,9 @@ def _around(modules: list[nn.Module], dtype: torch.dtype) -> Around:
 
 
 def _widen(module: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Replace narrower parameters and buffers of a module by wide copies. Returns the originals."""
+    """Replace narrower parameters and buffers of a module with wide copies. Returns the originals."""
     parameters = {name: tensor for name, tensor in module._parameters.items() if _narrow(tensor, dtype)}
-    # buffers of modules without parameters (angles of rotary positions) have their own precision
+    # buffers of modules without parameters, such as rotary angles, have a precision of their own
     buffers = {name: tensor for name, tensor in module._buffers.items() if parameters and _narrow(tensor, dtype)}
     for name in parameters:
         module._parameters[name] = nn.Parameter(_tensor(parameters[name]).to(dtype), requires_grad=False)
@@ -105,7 +105,7 @@ def _narrow(tensor: Tensor | None, dtype: torch.dtype) -> bool:
 
 
 class _Wide(TorchFunctionMode):
-    """Skips conversions that would narrow a wide tensor."""
+    """Skip conversions that would narrow a wide tensor."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _wider(self, value: Any) -> Any:
-        """Replace a floating dtype, or a tensor that is passed for its dtype, by the wide dtype."""
+        """Replace a floating-point dtype, or a tensor that is passed for its dtype, with the wide dtype."""
         if isinstance(value, torch.dtype):
             return self.dtype if value.is_floating_point else value
         if isinstance(value, Tensor) and value.is_floating_point():

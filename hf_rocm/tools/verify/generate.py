@@ -1,4 +1,4 @@
-"""Check greedy tokens: each must be stock's or nearly the best in the reference, with recorded steps and without."""
+"""Check greedy tokens: every token must be stock's or almost the best in the reference, with and without recordings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GRAPHS = "graph replay", "generate over recorded steps compared with uncaptured 
 
 
 def greedy_tokens(subject: Subject, ids: Tensor, *, new: int) -> Check:
-    """Generate `new` tokens, and check every one of them with the reference's logits over the same text.
+    """Generate `new` tokens, and check every token against the reference's logits for the same text.
 
     If two tokens are almost equally likely, rounding decides between them, and the texts differ afterwards. So every
-    token of hf_rocm is checked on hf_rocm's own text. In the reference, its logit may be below the best one by the sum
-    of both errors, each of which may be twice stock's own error plus a rounding step.
+    token of hf_rocm is checked on hf_rocm's own text. Its logit in the reference may be below the best logit by the sum
+    of both logits' errors. Either error may be twice stock's own error plus a rounding step.
     """
     if not is_causal_lm(subject):
         return Check(*TOKENS, NOT_RUN, note="the model generates no text")
@@ -36,7 +36,7 @@ def greedy_tokens(subject: Subject, ids: Tensor, *, new: int) -> Check:
 
 
 def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
-    """Generate twice over recorded steps, the second time over the recordings of the first, and once without them."""
+    """Compare generation with and without recorded steps. A second call must replay the first call's recordings."""
     if not is_causal_lm(subject):
         return Check(*GRAPHS, NOT_RUN, note="the model generates no text")
     prompt, new = _prompt(subject, ids, new)
@@ -44,7 +44,7 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
     first, again = generate(subject, prompt, new), generate(subject, prompt, new)
     steps = _replayed(subject) - before
     reason = _wrong_replay(subject)
-    if reason is not None:  # the tokens are correct, because the call was repeated uncaptured
+    if reason is not None:  # the tokens are correct, because the call was repeated without recordings
         return Check(*GRAPHS, FAILED, numbers={"replayed": float(steps)}, note=reason)
     if not steps:
         return Check(*GRAPHS, NOT_RUN, note=_why_not(subject))
@@ -59,7 +59,7 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
 
 
 def generate(subject: Subject, prompt: Tensor, new: int, *, recorded: bool = True) -> Tensor:
-    """Generate greedily, ignoring the model's own generation config. prompt: [B, S]. Returns [B, S + new].
+    """Generate greedily, and ignore the model's generation config. prompt: [B, S]. Returns [B, S + new].
 
     recorded: False disables recorded steps.
     """
@@ -73,7 +73,7 @@ def generate(subject: Subject, prompt: Tensor, new: int, *, recorded: bool = Tru
 
 
 def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: Tensor, start: int, whose: str) -> Check:
-    """actual, expected: [1, S] tokens that agree up to `start`."""
+    """Check the tokens after `start`. actual, expected: [1, S] tokens that agree up to `start`."""
     with subject.stock():
         eager = _logits(subject, actual, start)
     with subject.reference():
@@ -93,8 +93,8 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
             f"the first {first} of {len(text)} are {whose}; there the reference's two best logits are "
             f"{numbers['margin']:.2e} apart, and that of hf_rocm is {numbers['behind']:.2e} behind the best"
         )
-    # with routed experts, a nearly equal choice of experts may change a token's logits by any amount: compare the
-    # median
+    # with routed experts, two almost equal router scores can change a token's logits by any amount, so the median
+    # is compared
     worst = (behind.median() if is_mixture(subject) else behind.max()).item()
     fault = None
     if not worst <= bound:
@@ -105,7 +105,7 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
 
 
 def _prompt(subject: Subject, ids: Tensor, new: int) -> tuple[Tensor, int]:
-    """(the prompt [1, S], the number of new tokens that fit after it)."""
+    """Return the prompt, [1, S], and the number of new tokens that fit after it."""
     prompt = ids[None, : max(1, min(24, len(ids) // 2))].to(subject.device)
     most = getattr(subject.text_config, "max_position_embeddings", None) or prompt.shape[1] + new
     return prompt, max(1, min(new, int(most) - prompt.shape[1] - 1))
@@ -125,7 +125,7 @@ def _plain_generation(model: Any) -> Iterator[None]:
 
 
 def _logits(subject: Subject, ids: Tensor, start: int) -> Tensor:
-    """The logits of every token from position `start` on: [N, V] in float64 on the CPU."""
+    """Return the logits of every token from position `start` on, [N, V] in float64 on the CPU."""
     with torch.no_grad():
         output = subject.model(input_ids=ids, use_cache=False)
     return subject.final(output)[0, start - 1 : -1].double().cpu()

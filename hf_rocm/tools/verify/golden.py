@@ -1,7 +1,7 @@
-"""Golden files: a reference that is recorded on one machine and compared with on another.
+"""Golden files: references that are recorded on one machine and used for comparison on another.
 
-A safetensors file with the inputs, the inputs and outputs of every layer in the reference and in stock's own dtype, and
-the end results. Its header has the model, the checksums of the weights, and the versions.
+A golden file is a safetensors file. It contains the inputs, the inputs and outputs of every layer in the reference and
+in stock's own dtype, and the end results. The header contains the model, the checksums of the weights, and versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RUNS = ("eager", "wide", "local")
 
 
 class Golden(NamedTuple):
-    """The contents of a file: the cases with their references, and the header."""
+    """The contents of a golden file: the cases with their references, and the header."""
 
     cases: dict[str, tuple[Case, Reference]]
     header: dict[str, Any]
@@ -36,7 +36,7 @@ class Golden(NamedTuple):
 def save(
     file: Path, subject: Subject, cases: dict[str, Case], references: dict[str, Reference] | None = None
 ) -> dict[str, Any]:
-    """Record the stock model on this machine. references: known ones, by case. Returns the header."""
+    """Record the stock model on this machine. references: case → reference, where known. Returns the header."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -63,7 +63,7 @@ def save(
 
 
 def check(file: Path) -> None:
-    """Raise `GoldenError` now if the file can't be written after the run."""
+    """Raise `GoldenError` if it won't be possible to write the file after the run."""
     try:
         files.check_output(file)
     except OSError as error:
@@ -78,7 +78,7 @@ def _unwritable(file: Path, error: Exception) -> GoldenError:
 
 
 def load(file: Path, subject: Subject) -> Golden:
-    """Read a file for this model and its weights. Raises `GoldenError` with what doesn't match."""
+    """Read a file for this model and its weights. Raises `GoldenError` with the facts that don't match."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -108,7 +108,7 @@ def load(file: Path, subject: Subject) -> Golden:
 
 
 def difference_in_versions(header: dict[str, Any], subject: Subject) -> str:
-    """The differences between the versions in the file and here, as part of a sentence."""
+    """Return, as part of a sentence, how the versions in the file differ from those here."""
     there, here = header["recorded with"], _versions(subject)
     other = [f"{name} {there.get(name)} there and {here[name]} here" for name in here if there.get(name) != here[name]]
     return "recorded with " + ("the same versions on the same kind of device" if not other else ", ".join(other))

@@ -1,7 +1,7 @@
 """Intercept the calls of modules without changing the modules.
 
-A hook or a forward on an instance would change the route, because layers with hooks don't run fused. So `__call__` of
-`nn.Module` is replaced during a run, and nothing on any instance.
+A hook or a forward on an instance would change the route, because layers with hooks don't run fused. So
+`nn.Module.__call__` is replaced during a run, and the instances stay unchanged.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from hf_rocm import patches
 from hf_rocm.patches import Change
 
-# (module, positional arguments, keyword arguments, the call itself) → what the call returns
+# (module, positional arguments, keyword arguments, original call) → the result
 Around = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
 
 
 @contextmanager
 def intercepted(arounds: Mapping[int, Around]) -> Iterator[None]:
-    """Within the block, calls of the modules with these ids go through the function for this module. Blocks nest."""
+    """Within the block, pass calls of a module to the function for its `id()`. Blocks can be nested."""
 
     def make(change: Change) -> Callable[..., Any]:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -38,14 +38,14 @@ def intercepted(arounds: Mapping[int, Around]) -> Iterator[None]:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The result of a module: the tensor itself, or the first element of a tuple."""
+    """Return a module's main result: the tensor itself, or the first element of a tuple or list."""
     if isinstance(value, (tuple, list)) and value:
         value = value[0]
     return value if isinstance(value, Tensor) else None
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The hidden states that a layer is called with."""
+    """Return the hidden states that are passed to a layer."""
     value = args[0] if args else kwargs.get("hidden_states")
     return value if isinstance(value, Tensor) else None
 
@@ -53,7 +53,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None
 def with_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with other hidden states."""
+    """Return the same arguments with other hidden states."""
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": hidden}

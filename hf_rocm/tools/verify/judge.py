@@ -1,4 +1,4 @@
-"""Compare hf_rocm with the reference: which layers are wrong, at which operation, and whether the end result is."""
+"""Compare hf_rocm with the reference, to determine which layers and operations are wrong, and whether the result is."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hf_rocm.tools.verify.model_under_test import Subject
 from hf_rocm.tools.verify.points import OUTPUT, label, same_point
 from hf_rocm.tools.verify.reference import Reference, Run
 
-# The names of the number of experts in configs, and of the router in models.
+# The names of the number of experts in configs, and of routers in models.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ROUTERS = ("gate", "router")
 
-LEAST = 8  # numbers at a position: with fewer, the relative error depends on chance
+LEAST = 8  # the fewest numbers per position; with fewer, the relative error depends on chance
 
-Bounds = dict[tuple[str, str], Allowed]  # by layer and point
+Bounds = dict[tuple[str, str], Allowed]  # (layer, point) → bounds
 
 
 def judge(
     subject: Subject, case: Case, reference: Reference, free: Run, faults: dict[str, Fault], note: str = ""
 ) -> Check:
-    """The check for one case. free: hf_rocm's run end to end; faults: the layers that exceed their own bounds."""
+    """Return the check of one case. free: hf_rocm's run end to end. faults: the layers that exceed their bounds."""
     final = _final(subject, reference, free)
     first = next(iter(faults.values()), None)
     if first is not None:
@@ -41,7 +41,7 @@ def judge(
 
 
 def bounds_of(subject: Subject, reference: Reference) -> Bounds:
-    """By layer and point: the bound from the eager run's error there, at least the median of this point in all layers.
+    """Return the bounds by layer and point: from the eager run's error there, but at least the median over all layers.
 
     The error of the eager run in a single layer may be small by chance, and larger with another order of summation.
     """
@@ -67,9 +67,9 @@ def bounds_of(subject: Subject, reference: Reference) -> Bounds:
 
 
 def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) -> dict[str, Fault]:
-    """By layer, in order: the first point, in stock's order, whose error exceeds its bound.
+    """Return layer → the first point, in stock's order, whose error exceeds its bound. Layers are in order.
 
-    run: a run in which every layer had the same input as stock's.
+    run: a run in which every layer had the same input as in stock.
     """
     order = {layer: place for place, layer in enumerate(dict.fromkeys(key for key, _ in bounds))}
     faults: dict[str, Fault] = {}
@@ -89,7 +89,7 @@ def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) 
 
 
 def _rerouted(subject: Subject, actual: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor | None:
-    """[N] bool: the rows that were routed to other experts, because two scores are nearly equal."""
+    """Return [N] bool: the rows that were routed to other experts, because two scores are almost equal."""
     config = subject.text_config
     experts = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
     top = int(getattr(config, "num_experts_per_tok", 0) or 0)
@@ -108,7 +108,7 @@ def _compared(actual: Tensor, expected: Tensor, rerouted: Tensor | None) -> Diff
 
 
 def _final(subject: Subject, reference: Reference, run: Run) -> Check:
-    """The check of the end result, from the runs end to end."""
+    """Check the end result of the runs end to end."""
     exact, eager, actual = finals(reference.wide, reference.eager, run)
     stock = difference(eager, exact)
     off, bound = end_to_end(subject, difference(actual, exact), stock)
@@ -123,15 +123,15 @@ def _final(subject: Subject, reference: Reference, run: Run) -> Check:
 
 
 def finals(*runs: Run) -> list[Tensor]:
-    """[N, V] of each run: the outputs of all its calls."""
+    """Return, for every run, the outputs of all its calls as [N, V]."""
     return [torch.cat([final.flatten(1) for final in run.finals]) for run in runs]
 
 
 def end_to_end(subject: Subject, off: Difference, stock: Difference) -> tuple[Difference, Allowed]:
-    """The difference of an end result that is compared with its bound, and the bound.
+    """Return the difference of an end result to compare with its bound, and the bound.
 
-    With routed experts, a token that is routed to another expert has a large error, and so have tokens that attend to
-    it. So the median over the positions is compared there.
+    With routed experts, a token that is routed to another expert has a large error, and so do the tokens that attend to
+    it. For such models the median over the positions is compared.
     """
     if not is_mixture(subject):
         return off, allowed([stock], subject.dtype)
@@ -139,14 +139,14 @@ def end_to_end(subject: Subject, off: Difference, stock: Difference) -> tuple[Di
 
 
 def is_mixture(subject: Subject) -> bool:
-    """Whether some of the model's layers route tokens to experts."""
+    """Return whether some of the model's layers route tokens to experts."""
     return any(isinstance(getattr(subject.text_config, name, None), int) for name in _EXPERTS)
 
 
 def layer_errors(
     subject: Subject, reference: Reference, free: Run, local: Run, bounds: Bounds
 ) -> tuple[LayerError, ...]:
-    """The errors of every layer's output, on stock's input and end to end."""
+    """Return the errors of every layer's output, on stock's input and end to end."""
 
     def worst(run: Run, exact: Run, layer: str) -> float:
         pairs = [

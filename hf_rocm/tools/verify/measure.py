@@ -1,7 +1,7 @@
 """The difference between two results, and its bound.
 
-The difference is relative to the norm of each position: in a language model the numbers of one position may be a
-thousand times those of another, and would dominate the largest absolute difference.
+The difference is relative to the norm at each position. In a language model, the numbers at one position may be a
+thousand times larger than at another position, and would dominate the largest absolute difference.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ GUIDES = 5e-2  # rtol and atol that porting guides use
 class Difference:
     """The difference between two tensors a and b, [N, D].
 
-    largest, mean: of the absolute differences. worst, typical, median: the maximum, mean and median over the positions
-    of ‖a − b‖ / ‖b‖, where ‖b‖ is at least the median norm of all positions.
+    largest, mean: the maximum and mean of the absolute differences. worst, typical, median: the maximum, mean and
+    median over the positions of ‖a − b‖ / ‖b‖, where ‖b‖ is at least the median norm of all positions.
     """
 
     finite: bool
@@ -46,7 +46,7 @@ class Allowed:
 
 
 def difference(actual: Tensor, expected: Tensor) -> Difference:
-    """actual, expected: [N, D]; compared in float64 on the CPU."""
+    """Compare two tensors in float64 on the CPU. actual, expected: [N, D]."""
     finite = bool(torch.isfinite(actual).all())
     off = actual.double().cpu() - expected.double().cpu()
     if not finite or not off.numel():
@@ -65,7 +65,7 @@ def difference(actual: Tensor, expected: Tensor) -> Difference:
 
 
 def allowed(eager: Iterable[Difference], dtype: torch.dtype) -> Allowed:
-    """The bounds from stock's own run in this dtype: twice its worst and its mean error, plus a rounding step each."""
+    """Return the bounds from stock's run in this dtype: twice its worst and mean error, both plus a rounding step."""
     errors = list(eager)
     return Allowed(
         allowed_error(max((error.worst for error in errors), default=0.0), dtype),
@@ -75,10 +75,10 @@ def allowed(eager: Iterable[Difference], dtype: torch.dtype) -> Allowed:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Logits [N, V] compared with those of the reference.
+    """A comparison of logits [N, V] with those of the reference.
 
-    kl: the mean of KL(reference ‖ these) in nats. same: the share of positions with the same most likely token.
-    within_guides: the share of elements within rtol = atol = 5e-2 of stock's.
+    kl: the mean of KL(reference ‖ logits) in nats. same: the fraction of positions with the same most likely token.
+    within_guides: the fraction of elements within rtol = atol = 5e-2 of stock's.
     """
 
     kl: float
@@ -87,7 +87,7 @@ class Predictions:
 
 
 def predictions(logits: Tensor, reference: Tensor, stock: Tensor) -> Predictions:
-    """logits, reference, stock: [N, V]."""
+    """Compare logits with the reference's and stock's. logits, reference, stock: [N, V]."""
     kl, same, within, count = 0.0, 0, 0, 0
     for actual, expected, plain in zip(logits.split(64), reference.split(64), stock.split(64), strict=True):
         p, q = expected.double().log_softmax(-1), actual.double().log_softmax(-1)

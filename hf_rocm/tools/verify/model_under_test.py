@@ -1,7 +1,7 @@
-"""The model that is verified: its parts, and how to run its stock forwards while it stays prepared.
+"""The model under test: its parts, and how to run its stock forwards while it stays prepared.
 
-There is one model in memory. Stock uses the same modules and parameters with every dispatcher switched off, so a fused
-weight that no longer matches its parameters is detected.
+There is only one model in memory. Stock runs with the same modules and parameters and with all dispatchers disabled, so
+a fused weight that no longer matches its parameters is detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DECODER, ENCODER, PAIR = "decoder", "encoder", "encoder-decoder"
 class Subject:
     """A loaded model and the facts that the checks need.
 
-    blocks: the repeated layers by path, in order; outside: other modules that compute something, by path.
+    blocks: path → repeated layer, in order. outside: path → other module with weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,7 +46,7 @@ class Subject:
         from hf_rocm.generation.decide import generator_of
 
         self.model = model
-        self.generator: Any = generator_of(model)  # whose steps are recorded
+        self.generator: Any = generator_of(model)  # the model whose steps are recorded
         self.config: Any = model.config
         self.device = first.device
         self.dtype = first.dtype
@@ -62,14 +62,14 @@ class Subject:
 
     @contextmanager
     def stock(self, *, plain: bool = True) -> Iterator[None]:
-        """Within the block, every forward is stock's. plain: with eager attention and experts, not the model's own."""
+        """Run stock's forwards within the block. plain: with eager attention and experts instead of the configured."""
         report = self.model.__dict__.get(REPORT) or {}
         if _replaced(report):
             restore(self.model)
         modes = {module: module.__dict__.get(bind.MODE) for module in self._bound()}
         for module in modes:
             bind.set_mode(module, bind.OFF)
-        own = self.generator.__dict__  # including the marks that generate reads: recorded steps, resident inputs
+        own = self.generator.__dict__  # including the attributes that generate reads: recorded steps, static inputs
         marks = {name: own.pop(name) for name in list(own) if name.startswith(_OURS) and name not in _KEPT}
         try:
             with _plain(self.model) if plain else nullcontext():
@@ -89,12 +89,12 @@ class Subject:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within the block, the model runs stock in the wider dtype."""
+        """Run stock in the wider dtype within the block."""
         with self.stock(), widened(self.model, self.blocks, self.wide):
             yield
 
     def final(self, output: Any) -> Tensor:
-        """The compared output of the model: its logits, or its last hidden states."""
+        """Return the part of the model's output to compare: its logits, or its last hidden states."""
         for name in ("logits", "last_hidden_state"):
             value = getattr(output, name, None)
             if isinstance(value, Tensor):
@@ -109,13 +109,13 @@ class Subject:
 
 
 def _replaced(report: dict[str, Any]) -> bool:
-    """Whether prepare made changes that affect stock forwards: weights in another order, or routed layers."""
+    """Return whether prepare made changes that affect stock forwards: shuffled weights or routed layers."""
     preshuffle = report.get("preshuffle") or {}
     return bool(report.get("routed") or (preshuffle.get("shuffled") and not preshuffle.get("threshold")))
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost elements of module lists that hold weights: layers, and nothing inside them."""
+    """Return the outermost elements of module lists that have weights: the layers, without the modules inside them."""
     blocks: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{block}.") for block in blocks):
@@ -126,7 +126,7 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _outside(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules with weights outside the blocks: embeddings, the last norm, the head."""
+    """Return the modules with weights outside the blocks: embeddings, the last norm, the head."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -158,7 +158,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 @contextmanager
 def _plain(model: nn.Module) -> Iterator[None]:
-    """Within the block, every config in the model selects the eager attention and experts."""
+    """Select eager attention and experts in every config of the model within the block."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     names = ("_attn_implementation_internal", "_experts_implementation_internal")
     own = [(config, name, vars(config)[name]) for config in configs.values() for name in names if name in vars(config)]
@@ -172,11 +172,11 @@ def _plain(model: nn.Module) -> Iterator[None]:
 
 
 def is_causal_lm(subject: Subject) -> bool:
-    """Whether the model generates text."""
+    """Return whether the model generates text."""
     can: Any = getattr(subject.model, "can_generate", None)
     return subject.kind == DECODER and can is not None and bool(can())
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the device, without the name of the machine."""
+    """Return the name of the device, without the name of the machine."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -17,7 +17,7 @@ NAME, TITLE = "padding", "rows of a padded batch compared with the same rows alo
 
 
 def padding_changes_nothing(subject: Subject, batch: Examined | None) -> Check:
-    """Compare hf_rocm on a batch with the reference on each row alone. The bound is the error of stock on the batch."""
+    """Compare hf_rocm on a batch with the reference on every row alone. Stock's error on the batch gives the bound."""
     if batch is None or subject.kind == PAIR:
         return Check(NAME, TITLE, NOT_RUN, note="no padded batch was run, or the rows are the encoder's")
     step, reference, free = batch.case.steps[0], batch.reference, batch.free
@@ -33,7 +33,7 @@ def padding_changes_nothing(subject: Subject, batch: Examined | None) -> Check:
 
 
 def _alone(subject: Subject, ids: Tensor, real: Tensor) -> Tensor:
-    """The final output of one row's real tokens, [S, V]."""
+    """Return the final output for one row's real tokens, [S, V]."""
     row = ids[real][None]
     case = Case("alone", (Step(row),))
     result: Run = run(subject, Case(case.name, case.steps), subject.wide)

@@ -1,4 +1,4 @@
-"""The chart of the error by layer, for hf_rocm and for stock in the same dtype."""
+"""The chart of the error per layer, for hf_rocm and for stock in the same dtype."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VERDICT = {True: "#2f855a", False: _OURS}
 
 
 def picture(result: Verification) -> Picture:
-    """Curves: the error end to end, up to each layer. Dots: each layer alone, on stock's own input."""
+    """Return the chart. Curves show the error end to end up to a layer; dots show a layer alone, on stock's input."""
     layers = [layer for layer in result.layers if math.isfinite(layer.stock_travelled)]
     scale, title = _Scale(layers), f"{result.model}: error by layer"
     parts: list[Part] = [
@@ -44,7 +44,7 @@ def picture(result: Verification) -> Picture:
 
 
 class _Scale:
-    """The axes: layers to the right, the relative error upward, in powers of ten."""
+    """The axes: layers from left to right, and the relative error upward on a logarithmic scale."""
 
     def __init__(self, layers: list[LayerError]) -> None:
         values = [
@@ -78,7 +78,7 @@ class _Scale:
         return Curve(tuple((self.x(place), self.y(value)) for place, value in enumerate(values)), colour, title)
 
     def bounds(self, values: list[float]) -> Iterator[Line]:
-        """The bound of each layer alone, as a short line."""
+        """Yield the bound for each layer alone, as a short line."""
         half = (self.x(1) - self.x(0)) * 0.4
         for place, value in enumerate(values):
             x, y = self.x(place), self.y(value)
@@ -87,7 +87,7 @@ class _Scale:
 
 def _legend() -> Iterator[Part]:
     y = _HEIGHT - 26
-    marks: dict[str, tuple[str, float]] = {  # radius 0: a line
+    marks: dict[str, tuple[str, float]] = {  # label → (colour, radius); radius 0 means a line
         "hf_rocm, end to end": (_OURS, 0),
         "stock, end to end": (_STOCK, 0),
         "hf_rocm, layer by itself": (_OURS, 3.5),

@@ -1,7 +1,7 @@
 """The points that are compared inside a layer: the results of its modules and operations, in stock's order.
 
-In a prepared model the projections are one product, and their modules are not called. So the results of hf_rocm's
-operations get the names of stock's modules.
+In a prepared model several projections are fused into one GEMM, and their modules are not called. So the results of
+hf_rocm's operations are recorded under the names of stock's modules.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.ops.registry import Route, watching
 from hf_rocm.tools.verify.intercept import Around, first_tensor, hidden_of, intercepted, with_hidden
 
-OUTPUT = "output"  # of the whole layer
+OUTPUT = "output"  # the output of the whole layer
 ENTERS = "in "  # the input of a linear layer: the result of attention or of the activation
 ROTATED = ("rotated query", "rotated key")
 ATTENTION = {"attention", "varlen_attention", "decode_attention"}
 
 
 class Recorder:
-    """Records the points of one run: by layer and name, [N, D] of the compared positions, on the CPU.
+    """Record the points of one run by layer and name: the compared positions as [N, D], on the CPU.
 
-    Names are paths below the layer. keeps: [B, S] masks of the current call, one for each length that its tensors may
-    have. inside: the layers whose inner points are recorded; for the others, only the output is. forced: by layer, the
-    input to use instead of its own.
+    Names are paths relative to the layer. keeps: [B, S] masks for the current call, one for each length that its
+    tensors may have. inside: the layers whose inner points are recorded; of other layers, only the output is recorded.
+    forced: layer → the input to use instead of its own.
     """
 
     def __init__(
         self, blocks: dict[str, nn.Module], outside: dict[str, nn.Module], *, inside: set[str], rotary: bool = False
     ) -> None:
         self._blocks, self._outside, self._inside, self._rotary = blocks, outside, inside, rotary
-        self._stack: list[tuple[str, str, nn.Module]] = []  # (layer, path below it, module)
-        self._given: list[Tensor | None] = []  # the layer's input and its modules' results, which are known as points
+        self._stack: list[tuple[str, str, nn.Module]] = []  # (layer, path inside it, module)
+        self._given: list[Tensor | None] = []  # the layer's input and its modules' results, which are points already
         self.keeps: tuple[Tensor, ...] = ()
         self.forced: dict[str, Tensor] = {}
         self.points: dict[str, dict[str, Tensor]] = {}
@@ -110,7 +110,7 @@ class Recorder:
         return None
 
     def _rotation(self, query: Tensor, key: Tensor) -> None:
-        """[B, H, S, D] each."""
+        """Record the rotated query and key, both [B, H, S, D]."""
         layer, path, _ = self._stack[-1] if self._stack else ("", "", None)
         if layer in self._inside and query.dim() == 4 and key.dim() == 4:
             for name, value in zip(ROTATED, (query, key), strict=True):
@@ -135,7 +135,7 @@ class Recorder:
 
 
 def label(layer: str, name: str, ran: dict[tuple[str, str], set[str]]) -> str:
-    """The readable name of a point: the input of a linear layer is named after the operation before it."""
+    """Return the readable name of a point. The input of a linear layer is named after the operation before it."""
     if not name.startswith(ENTERS):
         return name
     path = name.removeprefix(ENTERS).rpartition(".")[0]
@@ -146,7 +146,7 @@ def label(layer: str, name: str, ran: dict[tuple[str, str], set[str]]) -> str:
 
 
 def same_point(points: dict[str, Tensor], name: str) -> Tensor | None:
-    """The same point of another run. In a prepared model, attention's result replaces the next layer's input."""
+    """Return a point of another run. In a prepared model, attention's result replaces the next linear layer's input."""
     point = points.get(name)
     if point is None and name.startswith(ENTERS):
         point = points.get(_below(name.removeprefix(ENTERS).rpartition(".")[0], "attention"))
@@ -159,7 +159,7 @@ def _below(path: str, name: str) -> str:
 
 @contextmanager
 def _rotations_shown(blocks: list[nn.Module], show: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Within the block, pass the results of the model files' rotary functions to `show`."""
+    """Pass the results of the model files' rotary functions to `show` within the block."""
     homes = {type(module).__module__ for block in blocks for module in block.modules()}
     originals: list[tuple[dict[str, Any], str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""Runs of one case, and the reference that they are compared with."""
+"""The runs of one case, and the reference with which they are compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Points = dict[str, dict[str, Tensor]]  # layer → point → [N, D]
 
 @dataclass(eq=False)
 class Run:
-    """The results of one run of a case, by call. finals: [N, V]; inputs: the input of each layer."""
+    """The results of one run of a case, by call. finals: [N, V]. inputs: layer → its input."""
 
     finals: list[Tensor] = field(default_factory=list)
     points: list[Points] = field(default_factory=list)
@@ -31,15 +31,15 @@ class Run:
 
 
 class StockFailed(VerifyError):
-    """Stock can't run a case, so there is no reference for it."""
+    """Stock can't run a case, so the case has no reference."""
 
 
 @dataclass(eq=False)
 class Reference:
     """The reference runs of one case.
 
-    eager: stock in the model's dtype. wide: stock in the wider dtype. local: the wider dtype, where every layer gets
-    its input from the eager run, so that errors don't propagate from layer to layer.
+    eager: stock in the model's dtype. wide: stock in the wider dtype. local: stock in the wider dtype, where every
+    layer gets its input from the eager run, so that errors don't propagate from layer to layer.
     """
 
     eager: Run
@@ -48,7 +48,7 @@ class Reference:
 
 
 def reference_of(subject: Subject, case: Case, inside: set[str]) -> Reference:
-    """Run the reference. inside: the layers whose inner points are recorded. Raises `StockFailed` if stock fails."""
+    """Run the reference. inside: the layers whose inner points are recorded. Raises `StockFailed` on a failure."""
     try:
         with subject.stock():
             eager = run(subject, case, subject.dtype, inside=inside, rotary=True)
@@ -72,8 +72,8 @@ def run(
 ) -> Run:
     """Run a case in the model's current state.
 
-    inside: the layers whose inner points are recorded. forced: the inputs of layers, by call. within: a context for
-    each call.
+    inside: the layers whose inner points are recorded. forced: the inputs of layers, by call. within: returns a context
+    for a call.
     """
     result = Run()
     recorder = Recorder(subject.blocks, subject.outside, inside=inside or set(), rotary=rotary)

@@ -1,4 +1,4 @@
-"""The result of verify, as text, as an SVG chart and as builtins."""
+"""The result of verify, as text, as an SVG chart, and as builtins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_rocm.tools.verify.picture import picture
 from hf_rocm.tools.verify.text import text
 from hf_rocm.tools.wrapping import width
 
-VERSION = 1  # of the JSON
+VERSION = 1  # the version of the JSON format
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed. Checks that were not run don't count."""
+        """Whether all checks that were run passed."""
         return all(check.status != FAILED for check in self.checks)
 
     def check(self, name: str) -> Check:
@@ -37,11 +37,11 @@ class Verification:
         return {"version": VERSION, "passed": self.passed, **asdict(self)}
 
     def picture(self) -> str:
-        """The error by layer, as SVG."""
+        """Return the chart of the error per layer as SVG."""
         return svg(picture(self))
 
     def details(self) -> str:
-        """Every check, layer and result, wrapped at the columns of the terminal."""
+        """Return every check, layer and result, wrapped to the width of the terminal."""
         return text(self, width(), everything=True)
 
     def __str__(self) -> str:

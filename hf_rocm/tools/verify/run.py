@@ -1,4 +1,4 @@
-"""Run every check of verify, in order, on one model."""
+"""Run all checks of verify on one model, in order."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def verify(
     save_golden: str | PathLike[str] | None = None,
     progress: Progress = lambda what: None,
 ) -> Verification:
-    """Compare stock with hf_rocm in this model, on its device, in its dtype.
+    """Compare stock with hf_rocm in this model, on its device and in its dtype.
 
-    model: loaded by transformers or by `hf_rocm.from_pretrained`; its state is the same afterwards. ids: [S] int64
-    tokens of a text, at least 64; random tokens by default. quick: use fewer tokens and skip saving. train: also
-    compare gradients. force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to record.
-    progress: called with the name of each check. Returns a `Verification`. Raises `VerifyError` if there is nothing to
+    model: from transformers or `hf_rocm.from_pretrained`; its state is the same afterwards. ids: [S] int64 tokens of a
+    text, at least 64; random tokens by default. quick: use fewer tokens and skip saving. train: compare gradients too.
+    force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to record. progress: a function
+    that is called with the name of each check. Returns a `Verification`. Raises `VerifyError` if there is nothing to
     verify, `GoldenError` if a file can't be used, and `OptionError` if model is not a `torch.nn.Module`.
     """
     require_module(model, "verify")
@@ -68,7 +68,7 @@ def verify(
     ids = _tokens(subject, ids)
     if save_golden is not None:
         gold.check(Path(save_golden))
-    recorded = None if golden is None else gold.load(Path(golden), subject)  # raises before any check runs
+    recorded = None if golden is None else gold.load(Path(golden), subject)  # errors are raised before any check runs
     with _as_it_came(model, found_prepared):
         before = fingerprint(model)
         if found_prepared is None:
@@ -113,7 +113,7 @@ def verify(
 def record(
     model: nn.Module, file: str | PathLike[str], *, ids: Tensor | None = None, quick: bool = False
 ) -> dict[str, Any]:
-    """Record a golden file from a stock model, on any machine. Returns its header; raises `GoldenError`."""
+    """Record a golden file from a stock model, on any machine. Returns its header. Raises `GoldenError`."""
     subject = Subject(model)
     with _evaluating(model):
         wanted = _golden_cases(cases(subject, _tokens(subject, ids), quick=quick))
@@ -121,7 +121,7 @@ def record(
 
 
 def _on_one_row(session: Session, before: dict[str, str], *, quick: bool) -> None:
-    """The checks that run on one row: every tier, and saving."""
+    """Run the checks that use one row: every tier, and saving."""
     subject = session.subject
     session.progress("tiers")
     row = session.known.get(FILLED, session.known[PROMPT])
@@ -136,7 +136,7 @@ def _golden_cases(named: dict[str, Case | str]) -> dict[str, Case]:
 
 
 def _tokens(subject: Subject, ids: Tensor | None) -> Tensor:
-    """[S] tokens on the CPU: the user's, or random tokens that are the same in every run."""
+    """Return [S] tokens on the CPU: the user's, or random tokens that are the same in every run."""
     size = int(subject.text_config.vocab_size)
     if ids is None:
         length = min(256, int(getattr(subject.text_config, "max_position_embeddings", 256)) // 2)
@@ -174,7 +174,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _as_it_came(model: nn.Module, report: dict[str, Any] | None) -> Iterator[None]:
-    """Restore the model's state after the block: prepared or stock, even after an error."""
+    """Restore the model's state, prepared or stock, after the block, even after an error."""
     from hf_rocm.loading.prepare import restore
 
     modes = {module: module.__dict__[bind.MODE] for module in model.modules() if bind.MODE in module.__dict__}
@@ -197,7 +197,7 @@ def _as_it_came(model: nn.Module, report: dict[str, Any] | None) -> Iterator[Non
 
 
 def _served_by(free: Run) -> dict[str, str]:
-    """Operation → the tiers and kernels that served it, with their numbers of calls."""
+    """Return operation → the tiers and kernels that served it, with their numbers of calls."""
     counts: dict[str, dict[str, int]] = {}
     for route in free.routes:
         kernels = counts.setdefault(route.operation, {})

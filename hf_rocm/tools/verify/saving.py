@@ -26,12 +26,12 @@ RESTORED = "restore", "stock again: weights, modules and results"
 
 
 def weights_kept(subject: Subject, before: dict[str, str]) -> Check:
-    """Compare the prepared model's state dict with the checksums `before` preparing."""
+    """Compare the prepared model's state dict with `before`, the checksums from before it was prepared."""
     return _same(*WEIGHTS, differing(before, fingerprint(subject.model)), len(before))
 
 
 def saves_the_same(subject: Subject, case: Case, before: Run, *, quick: bool) -> Check:
-    """Save the prepared model and the stock model, compare the files, and run again. before: a run before saving."""
+    """Save the prepared and the stock model, compare the files, and run again. before: a run before saving."""
     if quick:
         return Check(*SAVED, NOT_RUN, note="left out by --quick")
     size = sum(value.nbytes for value in subject.model.state_dict().values() if isinstance(value, torch.Tensor))
@@ -52,7 +52,7 @@ def saves_the_same(subject: Subject, case: Case, before: Run, *, quick: bool) ->
 
 
 def comes_back(subject: Subject, case: Case, reference: Reference, before: dict[str, str]) -> Check:
-    """Restore the model in place, and compare it with stock. before: checksums."""
+    """Restore the model in place, and compare it with stock. before: the checksums of the stock model."""
     names = list(subject.model.state_dict())
     restore(subject.model)
     check = _same(*RESTORED, differing(before, fingerprint(subject.model)), len(names))
@@ -69,7 +69,7 @@ def comes_back(subject: Subject, case: Case, reference: Reference, before: dict[
     if again.routes:
         return Check(*RESTORED, FAILED, note=f"after restore hf_rocm still computes {again.routes[0].operation}")
     exact, eager, restored = finals(reference.wide, reference.eager, again)
-    # not bitwise: the last bit may depend on the address of a weight, and GPU kernels need not be deterministic
+    # not compared bitwise: the last bit may depend on a weight's address, and GPU kernels may be nondeterministic
     off, bound = end_to_end(subject, difference(restored, eager), difference(eager, exact))
     if bound.exceeded(off):
         note = "the restored model's results differ from stock's"
@@ -87,7 +87,7 @@ def _same(name: str, title: str, different: list[str], count: int) -> Check:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Disable transformers' progress bars within the block."""
+    """Disable the progress bars of transformers within the block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -100,7 +100,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _saved(model: Any, folder: Path) -> dict[str, str]:
-    """Save the model, compute the checksums of the files' tensors, and delete the files."""
+    """Save the model, return the checksums of the tensors in the files, and delete the files."""
     from safetensors import safe_open
 
     target = folder / "model"

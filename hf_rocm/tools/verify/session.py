@@ -16,11 +16,11 @@ from hf_rocm.tools.verify.reference import StockFailed
 Progress = Callable[[str], None]
 
 GOLDEN = (PROMPT, PADDED)  # the cases in a golden file
-TRIED_AGAIN = (PROMPT, FILLED)  # the cases that run again in every tier
+TRIED_AGAIN = (PROMPT, FILLED)  # the cases that are run again in every tier
 
 
 class Session:
-    """The results so far. known: the examined cases by name."""
+    """The results so far. known: name → examined case."""
 
     def __init__(self, subject: Subject, progress: Progress) -> None:
         self.subject, self.progress = subject, progress

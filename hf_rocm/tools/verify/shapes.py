@@ -1,4 +1,4 @@
-"""Models with random weights, for verifying without a checkpoint: of any config, or of a named small one."""
+"""Models with random weights, for verifying without a checkpoint, from any config or from a small named one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SMALL: dict[str, Any] = {
 _GROUPED = {**_SMALL, "num_key_value_heads": 2, "head_dim": 64}
 _SLIDING = {**_GROUPED, "sliding_window": 24}
 
-# name → (model type, arguments of its config); with head dims that kernels support, and windows shorter than the rows
+# name → (model type, arguments of its config). Kernels support the head dims, and windows are shorter than the rows.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-bert": ("bert", _SMALL),
     "tiny-gemma2": ("gemma2", {**_SLIDING, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0}),
@@ -34,9 +34,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_model(config: str, *, dtype: str, device: torch.device) -> Any:
-    """A model of this config, with the same random weights on every machine.
+    """Create a model from a config, with the same random weights on every machine.
 
-    config: a name of `SHAPES`, or a config.json, or a folder with one. dtype: as torch calls it. Raises `OptionError`.
+    config: a name in `SHAPES`, a config.json, or a folder with one. dtype: its name in torch. Raises `OptionError`.
     """
     import transformers
 
@@ -79,12 +79,12 @@ def _config(config: str) -> Any:
 
 @torch.no_grad()
 def _fill(model: nn.Module) -> None:
-    """Fill in weights that preserve the norm of activations, so that every part of the model affects its output."""
+    """Fill in weights that preserve the norm of activations, so that all parts of the model affect its output."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for parameter in model.parameters():
         if id(parameter) in embeddings:
             parameter.normal_(0, 0.5)
-        elif parameter.ndim == 1:  # norms and biases: keep their mean, add a spread
+        elif parameter.ndim == 1:  # norms and biases keep their mean, but their values are spread
             parameter.add_(torch.randn_like(parameter) * 0.2)
         else:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)

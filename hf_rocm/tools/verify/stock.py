@@ -1,4 +1,4 @@
-"""Compare stock as it was loaded with plain stock: attention implementations and hub kernels can be wrong too.
+"""Compare stock as it was loaded with plain stock, since attention implementations and hub kernels can be wrong too.
 
 The other checks compare hf_rocm with stock under eager attention. Without hf_rocm, and in layers that stay stock, the
 model runs as it was loaded: with another attention implementation, a rotary kernel from the hub, or padding.
@@ -23,8 +23,8 @@ NAME, TITLE = "stock", "stock as it was loaded, compared with plain stock and ea
 def stock_as_loaded(subject: Subject, batch: Examined | None) -> Check:
     """Check the rows of a padded batch in stock's own forwards, in the model's dtype.
 
-    The reference is each row alone, with eager attention, in the wider dtype: without other rows, padding and attention
-    kernels. The bound is twice the error of the same computation in the model's dtype.
+    The reference runs every row alone, with eager attention and in the wider dtype, so that other rows, padding and
+    attention kernels have no effect. The bound is twice the error of the same computation in the model's dtype.
     """
     if batch is None or subject.kind != DECODER:
         return Check(NAME, TITLE, NOT_RUN, note="no padded batch was run, or the model has no causal attention")
@@ -37,7 +37,7 @@ def stock_as_loaded(subject: Subject, batch: Examined | None) -> Check:
         with subject.stock(plain=False):
             together = difference(_together(subject, step), exact)
             alone = difference(_alone(subject, step, subject.dtype), exact)
-    except Exception as error:  # noqa: BLE001 - what stock can't do is reported, whatever it is
+    except Exception as error:  # noqa: BLE001 - any failure of stock is reported
         return Check(NAME, TITLE, NOT_RUN, note=f"stock as loaded fails: {' '.join(str(error).split())[:160]}")
     off, bound = end_to_end(subject, together, plain)
     if not bound.exceeded(off):
@@ -57,10 +57,10 @@ def _why(subject: Subject, together: Difference, *, alone_is_off: bool) -> str:
 
 
 def _shortest_first(step: Step) -> Step:
-    """The same rows, the most padded one first.
+    """Return the same rows with the shortest one first.
 
-    A kernel that uses the first row's positions for all rows would otherwise only shift the positions of the padded
-    rows, and attention does not depend on a shift.
+    Otherwise, a kernel that uses the first row's positions for all rows would only shift the positions of padded rows,
+    and attention does not depend on such a shift.
     """
     assert step.mask is not None
     order = step.mask.sum(-1).argsort()
@@ -69,12 +69,12 @@ def _shortest_first(step: Step) -> Step:
 
 
 def _together(subject: Subject, step: Step) -> Tensor:
-    """[N, V]: the compared positions of every row, in one batch, with positions as `generate` passes them."""
+    """Return [N, V]: the compared positions of all rows in one batch, with the positions that `generate` passes."""
     return run(subject, Case(NAME, (step,), "dynamic"), subject.dtype).finals[0].flatten(1)
 
 
 def _alone(subject: Subject, step: Step, dtype: torch.dtype) -> Tensor:
-    """[N, V]: the same positions, each row by itself and without its padding."""
+    """Return [N, V]: the same positions, with every row run alone and without its padding."""
     assert step.mask is not None
     rows = []
     for ids, mask, keep in zip(step.ids, step.mask.bool(), step.keep, strict=True):

@@ -1,4 +1,4 @@
-"""The result of verify as text: a line per check, the failures, the verdict last; the details add the layers."""
+"""The result of verify as text: one line per check, the failures, and the verdict. The details also list layers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hf_rocm.tools.wrapping import wrapped
 if TYPE_CHECKING:
     from hf_rocm.tools.verify.report import Verification
 
-_LAYERS = 12  # lines of layers: the worst ones
+_LAYERS = 12  # the number of layers to list: the worst ones
 
 
 def text(result: Verification, width: int, *, everything: bool = False) -> str:
-    """The report, wrapped at `width` columns. everything: with the layers, the end results and the kernels that ran."""
+    """Return the report, wrapped at `width` columns. everything: add the layers, the end results and the kernels."""
     machine = result.machine
     lines = wrapped(
         f"{result.model} in {machine['dtype']} on {machine['device']}, reference: {machine['reference']}", width
@@ -64,7 +64,7 @@ def _check_lines(check: Check, width: int, *, everything: bool) -> Iterator[str]
 
 
 def _final_lines(result: Verification, width: int) -> Iterator[str]:
-    """The end results compared with the reference, and with the fixed tolerance of porting guides."""
+    """Yield lines that compare the end results with the reference, and with the fixed tolerance of porting guides."""
     rows = [check for check in result.checks if "kl" in check.numbers]
     if not rows:
         return

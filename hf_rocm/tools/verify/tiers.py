@@ -1,4 +1,4 @@
-"""Check every tier: all operations that it can serve run in it, and the others are listed with the reason."""
+"""Check every tier: run all operations that it can serve in it, and list the other operations with the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Within = Callable[[int], AbstractContextManager[Any]]
 
 
 def each_tier(subject: Subject, known: Examined) -> list[Check]:
-    """One check for each tier. known: a case that ran without a named tier, which gives the operations in use."""
+    """Return one check per tier. known: a case that ran without a selected tier; its operations are checked."""
     every = operations()
     families = sorted({every[route.operation].family for route in known.free.routes} & set(options.OPERATIONS))
     return [_alone(subject, known, tier, families) for tier in TIERS]
@@ -31,7 +31,7 @@ def each_tier(subject: Subject, known: Examined) -> list[Check]:
 
 def _alone(subject: Subject, known: Examined, tier: str, families: list[str]) -> Check:
     name, case = f"{tier} tier", known.case
-    served: dict[str, int] = {}  # operation → the first call that it serves
+    served: dict[str, int] = {}  # operation → the first call in which the tier serves it
     refused: dict[str, str] = {}
     for family in families:
         for first in range(min(2, len(case.steps))):
@@ -51,7 +51,7 @@ def _alone(subject: Subject, known: Examined, tier: str, families: list[str]) ->
 
 
 def _refuses(subject: Subject, case: Case, served: dict[str, int], tier: str) -> str | None:
-    """Why the tier can't serve this operation, in the first calls of the case, or None."""
+    """Return why the tier can't serve this operation in the first calls of the case, or None."""
     try:
         run(subject, replace(case, steps=case.steps[:2]), subject.dtype, within=_naming(served, tier))
     except TierUnavailable as error:

@@ -23,9 +23,9 @@ NAME, TITLE = "training", "loss and gradients compared with a CPU reference"
 
 
 def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
-    """Compare one row's loss and every parameter's gradient with stock in fp32 on the CPU (fp64 for an fp32 model).
+    """Compare one row's loss and the gradients of all parameters with stock in fp32 on the CPU (fp64 if it is fp32).
 
-    The reference is a copy in host memory. A second copy, in stock's own dtype, gives the bound; the two copies don't
+    The reference is a copy in host memory. A second copy, in stock's own dtype, gives the bound. The two copies don't
     exist at the same time.
     """
     if subject.kind == PAIR or "logits" not in _returns(subject):
@@ -55,7 +55,7 @@ def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
 
 
 def _where(subject: Subject, wrong: list[str], errors: dict[str, Difference], limit: dict[str, float]) -> Fault:
-    """The last wrong layer: gradients are computed from the end, so the error began there."""
+    """Return the last wrong layer: gradients are computed backwards, so the error began there."""
 
     def layer_of(name: str) -> str:
         return next((block for block in subject.blocks if name.startswith(f"{block}.")), name.rpartition(".")[0])
@@ -77,7 +77,7 @@ def _reference(subject: Subject, ids: Tensor, dtype: torch.dtype) -> tuple[float
 
 
 def _gradients(model: Any, ids: Tensor, kind: str) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradient of every parameter, on the CPU. The model's own gradients stay unchanged."""
+    """Return the loss and every parameter's gradient, on the CPU. The model's own gradients stay unchanged."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     before = {name: (parameter.grad, parameter.requires_grad) for name, parameter in parameters.items()}
     try:
@@ -101,9 +101,9 @@ def _gradients(model: Any, ids: Tensor, kind: str) -> tuple[float, dict[str, Ten
 
 
 def _differences(actual: dict[str, Tensor], expected: dict[str, Tensor], step: float) -> dict[str, Difference]:
-    """By parameter, with its gradient as one vector.
+    """Return parameter → difference, with the gradient as one vector.
 
-    A gradient that is only rounding (that of a key's bias) has no meaningful norm: it is compared with the median norm.
+    A gradient that is only rounding error, such as a key bias's, has no meaningful norm, so the median norm is used.
     """
     sizes = {name: value.double().norm().item() for name, value in expected.items()}
     usual = statistics.median(sizes.values())

@@ -1,1 +1,1 @@
-"""hf-rocm bench serve: HTTP traffic to `transformers serve` on this machine, stock and with hf_rocm."""
+"""hf-rocm bench serve: send HTTP requests to `transformers serve` on this machine, without and with hf_rocm."""

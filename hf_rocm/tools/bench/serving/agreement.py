@@ -1,8 +1,8 @@
-"""Whether two servers give the same answers to the same greedy requests.
+"""Check that two servers return the same answers to the same greedy requests.
 
-In fp32 every answer must be equal. In bf16 and fp16 the two largest logits are often equal up to rounding: the order of
-sums decides which token is chosen, and the answers differ from there on. Stock differs from itself in this way between
-requests that run alone and in a batch, which gives the tolerance. Logits are compared by `hf-rocm verify`, not here.
+In fp32 all answers must be equal. In bf16 and fp16 the two largest logits are often equal up to rounding. Then the
+order of a summation decides which token is chosen, and the answers differ from there on. The tolerance is the
+difference between stock's own answers to requests that run alone and in a batch. `hf-rocm verify` compares logits.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 EXACT = "float32"
-_LEAST = 0.5  # share of the text that may differ in 16 bits, whatever stock itself does
+_LEAST = 0.5  # fraction of the text that may always differ in 16-bit dtypes
 
 
 class Agreement(NamedTuple):
-    """Two sides on the same requests. equal, total: answers. lost: the share of stock's text after the first
-    difference of each answer. stock: the same share between stock's requests alone and in a batch."""
+    """Two sides on the same requests. equal, total: numbers of answers. lost: the fraction of stock's text that comes
+    after the first difference in an answer. stock: this fraction for stock's own answers, alone and in a batch."""
 
     equal: int
     total: int
@@ -34,7 +34,7 @@ class Agreement(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The result, with the tolerance where one was needed."""
+        """The result, with the tolerance if an answer differs."""
         if self.equal == self.total:
             return f"parity: hf_rocm gave stock's text for all {self.total} greedy requests"
         return (
@@ -64,13 +64,13 @@ def _percent(share: float) -> str:
 
 
 def agreement(stock: Sequence[str], answers: Sequence[str], *, batched: Sequence[str], dtype: str) -> Agreement:
-    """Compare the answers of both sides. batched: those of stock to the same requests, sent at once."""
+    """Compare the answers of both sides. batched: stock's answers to the same requests, sent at the same time."""
     equal = sum(one == other for one, other in zip(stock, answers, strict=True))
     return Agreement(equal, len(stock), lost(stock, answers), lost(stock, batched), dtype)
 
 
 def lost(expected: Sequence[str], actual: Sequence[str]) -> float:
-    """The share of the expected characters that come after the first difference of their answer."""
+    """Return the fraction of the expected characters that come after the first difference in their answer."""
     total = sum(map(len, expected))
     kept = sum(_common(one, other) for one, other in zip(expected, actual, strict=True))
     return 1 - kept / total if total else 0.0

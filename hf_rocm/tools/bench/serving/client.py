@@ -1,4 +1,4 @@
-"""One completion over HTTP from a server on this machine: the text, and when each piece of it arrived."""
+"""Request a completion over HTTP from a server on this machine: its text, and the time at which each piece arrived."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 REFUSED, CLOSED = LOST = ("connection refused", "connection lost")  # errors that a dead server causes
 HOST, PATH = "127.0.0.1", "/v1/completions"
-_DETAIL = 200  # characters of an error that are kept
+_DETAIL = 200  # characters of an error message to keep
 _LONGEST_LINE = 2**20
 
 
@@ -23,7 +23,7 @@ class Question(NamedTuple):
     stream: bool
 
     def body(self, model: str) -> dict[str, Any]:
-        """The request as JSON: greedy, and an end-of-sequence token does not end the answer."""
+        """Return the JSON of a greedy request whose answer does not stop at an end-of-sequence token."""
         settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": self.new}
         return {
             "model": model,
@@ -37,9 +37,11 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back. sent, ended, pieces: seconds of `time.perf_counter`; pieces: when each piece of text arrived.
+    """The answer to a request.
 
-    prompt, tokens: tokens of the prompt and of the answer, as the server counted them. error: its kind, or None.
+    sent, ended: when it was sent and when the answer ended, in seconds of `time.perf_counter`. pieces: when each piece
+    of text arrived. prompt, tokens: the numbers of tokens in the prompt and in the answer, as the server counted them.
+    error: the kind of an error, or None. detail: the error's message.
     """
 
     sent: float
@@ -53,7 +55,7 @@ class Answer:
 
 
 class _Failure(Exception):
-    """kind: of the error, by which errors are counted."""
+    """A request failed. kind: the kind of error, by which errors are counted."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
@@ -61,7 +63,7 @@ class _Failure(Exception):
 
 
 async def ask(port: int, model: str, question: Question, *, timeout: float) -> Answer:
-    """Send one request and return its answer; a failure is an answer with an error. timeout: seconds in all."""
+    """Send one request and return its answer, with an error if it failed. timeout: seconds for the whole request."""
     sent = time.perf_counter()
     try:
         answer = await asyncio.wait_for(_exchange(port, model, question, sent), timeout)
@@ -93,7 +95,7 @@ async def _exchange(port: int, model: str, question: Question, sent: float) -> A
             return await _streamed(parts, sent)
         whole = _parsed(b"".join([part async for part in parts]))
         return _finished(Answer(sent, time.perf_counter(), _text(whole)), whole)
-    except ValueError as error:  # a status line, header, or size that is none, or an endless line
+    except ValueError as error:  # an invalid status line, header or size, or an endless line
         raise _Failure("malformed answer", str(error)) from error
     finally:
         writer.close()
@@ -114,7 +116,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
 
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    """The parts of a body as they arrive: chunks, or what was there. Raises `IncompleteReadError` if it is cut off."""
+    """Yield the chunks of a body as they arrive, or the data read. Raises `IncompleteReadError` if it is cut off."""
     if headers.get("transfer-encoding", "").lower() == "chunked":
         while size := int((await reader.readuntil(b"\n")).split(b";")[0], 16):
             yield await reader.readexactly(size)
@@ -127,7 +129,7 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncI
 
 
 async def _streamed(parts: AsyncIterator[bytes], sent: float) -> Answer:
-    """An answer in server-sent events. The last one has the reason why it ended, and the numbers of tokens."""
+    """Read an answer from server-sent events. The last one contains the finish reason and the numbers of tokens."""
     texts, pieces, rest = [], [], b""
     last: dict[str, Any] | None = None
     async for part in parts:

@@ -1,5 +1,5 @@
-"""Runs in the server with hf_rocm: prepares the models that it loads, and writes `explain`'s text about steps on a
-signal.
+"""Code that runs in the server with hf_rocm. It prepares the models that the server loads and, on a signal, writes what
+`explain` reports about decode steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def begin(file: str) -> None:
 
 
 def lines() -> list[str]:
-    """The sentences of `explain` about batches and recorded steps, for each prepared model of this process."""
+    """Return `explain`'s sentences about batches and recorded steps, for every prepared model in this process."""
     from hf_rocm.loading.prepare import REPORT
     from hf_rocm.tools.explain import explain
 

@@ -1,4 +1,4 @@
-"""The figures of a case: tokens per second, times to the first token and between tokens, errors by kind."""
+"""The figures of a case: tokens per second, times to the first token and between tokens, and errors by kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_rocm.tools.bench.serving.client import Answer
 from hf_rocm.tools.bench.serving.traffic import Load, Traffic
 from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
-# The times of a case: the key in its figures, and the label in tables and charts.
+# The times of a case: key in its figures → label in tables and charts.
 TIMES = {
     "first": "time to first token",
     "between": "time between tokens",
@@ -22,11 +22,11 @@ TIMES = {
 
 
 def figures(load: Load, side: str, traffic: Traffic) -> dict[str, Any]:
-    """One case on one side as plain data. Failed answers count as errors only.
+    """Return the figures of one case on one side as plain data. A failed answer counts only as an error.
 
-    rate: tokens per second over all requests, from the first request to the last answer. first: from sending a request
-    to the first piece of text of a streamed answer. between: from one piece to the next. whole: from sending a request
-    to the end of its answer, streamed or not.
+    rate: tokens per second over all requests, from the first request to the last answer. first: the time from a request
+    to the first piece of text in a streamed answer. between: the time from one piece to the next. whole: the time from
+    a request to the end of its answer, streamed or not.
     """
     answered = [answer for answer in traffic.answers if answer.error is None]
     tokens = sum(answer.tokens for answer in answered)
@@ -57,7 +57,7 @@ def figures(load: Load, side: str, traffic: Traffic) -> dict[str, Any]:
 
 
 def _errors(answers: Iterable[Answer]) -> dict[str, dict[str, Any]]:
-    """For each kind of error: how many, and the detail of the first."""
+    """Return the number of errors of each kind, and the detail of the first one."""
     errors: dict[str, dict[str, Any]] = {}
     for answer in answers:
         if answer.error is not None:
@@ -66,7 +66,7 @@ def _errors(answers: Iterable[Answer]) -> dict[str, dict[str, Any]]:
 
 
 def by_case(cases: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The figures of each load together, stock first."""
+    """Group the figures by load, with stock first."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
         groups.setdefault(case["title"], []).append(case)
@@ -74,7 +74,7 @@ def by_case(cases: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def table(group: Sequence[dict[str, Any]]) -> tuple[Row, list[Row]]:
-    """The header and rows of one load: a column for each side, and how many times better hf_rocm is."""
+    """Return the header and rows for one load: a column per side, and how many times better hf_rocm is."""
     both = len(group) == 2
     rows = [_row("tokens a second", [f"{case['rate']:.{0 if case['rate'] >= 100 else 1}f}" for case in group],
                  _ratio(group[-1]["rate"], group[0]["rate"]) if both else "")]  # fmt: skip
@@ -94,7 +94,7 @@ def table(group: Sequence[dict[str, Any]]) -> tuple[Row, list[Row]]:
 
 
 def notes(group: Sequence[dict[str, Any]]) -> list[str]:
-    """Errors by kind, requests that were not sent, and tokens that came without a piece of their own."""
+    """Return notes on errors by kind, on requests that were not sent, and on pieces with more than one token."""
     lines = []
     for case in group:
         side = case["side"]

@@ -1,6 +1,6 @@
-"""One run of `hf-rocm bench serve`: both servers answer the same requests first, and then each gets the traffic.
+"""One run of `hf-rocm bench serve`: compare both servers' answers to the same requests, and measure every load on both.
 
-One server runs at a time, since each fills the GPU's memory with its cache.
+Only one server runs at a time, since a server fills the GPU's memory with its cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
 PARITY_REQUESTS, PARITY_NEW = 8, 16
 _WATCH = 0.2  # seconds between two checks of the server's process
-_LAST_WORDS = 2.0  # seconds for a process to end after it has closed its connections
+_LAST_WORDS = 2.0  # seconds in which a process must end after it has closed its connections
 _DURING = "while it answered requests"
 
 T = TypeVar("T")
@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """How servers are started and queried. arguments: additional ones for `transformers serve`. timeout: seconds for
-    one answer; start_timeout: seconds to load the model.
+    """How servers are started and queried. arguments: additional arguments of `transformers serve`. timeout: the
+    seconds for one answer. start_timeout: the seconds for loading the model.
     """
 
     batching: bool = True
@@ -53,7 +53,7 @@ def bench_serving(
     """Measure every load on both servers.
 
     Raises `LoadError` if there is no such model, `OptionError` if requests are too long for it, `ServeError` if a
-    server fails, and `Mismatch` if hf_rocm's answers are not stock's.
+    server fails, and `Mismatch` if hf_rocm's answers differ from stock's.
     """
     assert subject.model is not None
     tokenizer, config = _files(subject.model)
@@ -112,7 +112,7 @@ class _Run:
         )
 
     def texts(self, server: Server, load: Load, questions: Sequence[Question]) -> list[str]:
-        """Return the answers to these requests, none of which may fail."""
+        """Return the answers to these requests. Raises `ServeError` if one fails."""
         traffic = self.drive(server, load, questions, "checking answers")
         for answer in traffic.answers:
             if answer.error is not None:
@@ -124,7 +124,7 @@ class _Run:
         return [answer.text for answer in traffic.answers]
 
     def cases(self, server: Server, loads: Sequence[Load], questions: Sequence[list[Question]]) -> list[dict[str, Any]]:
-        """The figures of every load on this server, each after a warm-up that is not timed."""
+        """Return the figures of every load on this server, each measured after an untimed warm-up."""
         rows = []
         for load, asked in zip(loads, questions, strict=True):
             at_once = load.clients or max(1, round(load.rate or 1))
@@ -147,7 +147,7 @@ class _Run:
 
 
 async def _watched(server: Server, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, unless the server ends before it."""
+    """Return the result of `work`. Raises `ServeError` if the server ends first."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=_WATCH))[0]:
@@ -159,7 +159,7 @@ async def _watched(server: Server, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _files(model: str) -> tuple[Any, Any]:
-    """The tokenizer and the config of a model. Raises `LoadError`."""
+    """Return the tokenizer and the config of a model. Raises `LoadError` if there are none."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:

@@ -1,7 +1,7 @@
 """`transformers serve` as a child process on a free port of this machine, stock or with hf_rocm.
 
-The stock server runs as if hf_rocm were not installed: it can't import it, so that installed overlays stay inert. The
-other one prepares its model as `HF_ROCM_AUTO=1` does, also where no overlay is installed and without ROCm.
+The stock server can't import hf_rocm, so that installed overlays stay inert. The other server prepares its model as
+`HF_ROCM_AUTO=1` does, even without installed overlays or ROCm.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from hf_rocm.tools.bench.measure import Progress
 from hf_rocm.tools.bench.serving.client import HOST
 from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
-NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # of the extra transformers[serving]
+NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # packages of the extra transformers[serving]
 _INSTALL = "pip install 'transformers[serving]'"
 _CLI = "transformers.cli.transformers"
 _PAUSE = 0.1
-_POLITE = 3.0  # seconds for the server to end by itself; with continuous batching it does not
+_POLITE = 3.0  # seconds in which the server may end after SIGTERM; with continuous batching it does not
 _LISTENS = re.compile(rf"Uvicorn running on http://{re.escape(HOST)}:(\d+)")
 _SERVE = f"""
 sys.argv = ["transformers", "serve", *sys.argv[2:]]
 from {_CLI} import main
 main()
 """
-# What runs in the child of each side.
+# side → the code that runs in its child process
 CODE = {
     STOCK: "sys.modules['hf_rocm'] = None\n" + _SERVE,
     PREPARED: "from hf_rocm.tools.bench.serving.explained import begin\nbegin(sys.argv[1])\n" + _SERVE,
@@ -45,11 +45,11 @@ CODE = {
 
 
 class ServeError(HfRocmError):
-    """A server did not start, has ended, or does not answer."""
+    """A server did not start, has ended or does not answer."""
 
 
 class Server:
-    """A running server. port: where it listens."""
+    """A running server. port: the port on which it listens."""
 
     def __init__(self, side: str, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.side, self.process, self.folder = side, process, folder
@@ -69,7 +69,7 @@ class Server:
         return children.tail(self.log)
 
     def explained(self, *, timeout: float = 30.0) -> list[str]:
-        """The lines of `explain` about batches and recorded steps in this server's model; empty for stock."""
+        """Return `explain`'s sentences about batches and recorded steps in this server's model; none for stock."""
         file = self.folder / "explained.json"
         if self.side != PREPARED or not hasattr(signal, "SIGUSR1"):
             return []
@@ -84,7 +84,7 @@ class Server:
 
 
 def check() -> None:
-    """Raise `OptionError` if this transformers has no server that takes completions, or its packages are missing."""
+    """Raise `OptionError` if this transformers can't serve completions, or if packages that it needs are missing."""
     import transformers
 
     missing = [name for name in NEEDS if find_spec(name) is None]
@@ -111,13 +111,13 @@ def check() -> None:
 def serving(
     side: str, arguments: Sequence[str], folder: Path, *, gpu: bool, timeout: float, progress: Progress
 ) -> Iterator[Server]:
-    """Start a server and wait until it listens. At the end of the block, end it and everything that it started.
+    """Start a server and wait until it listens. At the end of the block, end it and all processes that it started.
 
-    arguments: of `transformers serve`. folder: a new folder for its log. timeout: seconds to load the model.
-    Raises `ServeError` if it ends or does not listen in time.
+    arguments: those of `transformers serve`. folder: a new folder for its log. timeout: the seconds for loading the
+    model. Raises `ServeError` if the server ends or does not listen in time.
     """
     folder.mkdir(parents=True)
-    own = ["--host", HOST, "--port", "0"]  # the last arguments take precedence
+    own = ["--host", HOST, "--port", "0"]  # they come last, so that they take precedence
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             children.command(CODE[side], str(folder / "explained.json"), *arguments, *own),
@@ -125,7 +125,7 @@ def serving(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # so that the whole group can be ended, and an interrupt from the keyboard reaches only this process
+            # a session of its own: the whole group can be ended, and a keyboard interrupt reaches only this process
             start_new_session=True,
         )
     try:
@@ -153,7 +153,7 @@ def _port(server: Server, timeout: float, progress: Progress) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its group: politely, then at once."""
+    """End the process and its group, first with SIGTERM, then with SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         if process.poll() is None:
             process.terminate()

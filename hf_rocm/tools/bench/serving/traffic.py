@@ -1,4 +1,4 @@
-"""The traffic of a case: random prompts of mixed lengths from a seed, sent by a number of clients or at a rate."""
+"""The traffic of a case: seeded random prompts of mixed lengths, sent by several clients or at a given rate."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ANSWERS = ("streamed", "whole", "both")
 
 @dataclass(frozen=True)
 class Load:
-    """One case. clients: the number of clients in a closed loop, each with one request at a time; None: an open loop
-    with `rate` requests per second on average, which does not wait for answers.
+    """One case. clients: the number of clients in a closed loop, each of which sends one request at a time. None: an
+    open loop with `rate` requests per second on average, which does not wait for answers.
 
-    shortest, longest: tokens of a prompt. new: tokens of an answer. answers: `streamed`, `whole`, or `both` in
-    alternation. seconds: no request is sent after this time.
+    shortest, longest: the range of prompt lengths in tokens. new: tokens per answer. answers: `streamed`, `whole`, or
+    `both` in alternation. seconds: the time after which no request is sent.
     """
 
     clients: int | None
@@ -47,8 +47,8 @@ class Load:
 
 
 class Traffic(NamedTuple):
-    """The answers in the order of the requests, the seconds from the first request to the last answer, and how many
-    requests were not sent for lack of time."""
+    """The answers in the order of the requests, the seconds from the first request to the last answer, and the number
+    of requests that were not sent in time."""
 
     answers: tuple[Answer, ...]
     seconds: float
@@ -60,7 +60,7 @@ Count = Callable[[int, int], None]
 
 
 def plan(load: Load, tokenizer: Any) -> list[Question]:
-    """The requests of a case; the same load and tokenizer give the same requests."""
+    """Return the requests of a case. The same load and tokenizer always give the same requests."""
     chance = random.Random(load.seed)
     words = _words(tokenizer, chance)
     lengths = [chance.randint(load.shortest, load.longest) for _ in range(load.requests)]
@@ -74,7 +74,7 @@ def plan(load: Load, tokenizer: Any) -> list[Question]:
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """The times of Poisson arrivals in seconds, the first at 0: gaps are exponential with the mean 1 / rate."""
+    """Return Poisson arrival times in seconds, the first at 0. The gaps are exponential with the mean 1 / rate."""
     chance = random.Random(seed)
     times = [0.0]
     while len(times) < count:
@@ -83,7 +83,7 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 async def drive(load: Load, questions: list[Question], send: Send, *, progress: Count = lambda *_: None) -> Traffic:
-    """Send the requests as the load describes, and wait for the answers of all that were sent in time."""
+    """Send the requests as the load describes, and wait for the answers to all requests that were sent in time."""
     answers: list[Answer | None] = [None] * len(questions)
     began = time.perf_counter()
     finished = 0
@@ -125,7 +125,7 @@ async def _open_loop(load: Load, count: int, one: Callable[[int], Awaitable[None
 
 
 class _Tasks:
-    """Tasks that are awaited at the end of the block, and cancelled if it fails. (TaskGroup needs Python 3.11.)"""
+    """Tasks that are awaited at the end of the block, or cancelled if it fails. (TaskGroup needs Python 3.11.)"""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Future[None]] = []
@@ -143,11 +143,11 @@ class _Tasks:
         await asyncio.gather(*self._tasks, return_exceptions=kind is not None)
 
 
-_TRIED, _WANTED = 20_000, 500  # tokens that are examined, and words that suffice
+_TRIED, _WANTED = 20_000, 500  # the number of tokens to examine, and the number of words that suffices
 
 
 def _words(tokenizer: Any, chance: random.Random) -> list[str]:
-    """Words that are a single token, if the tokenizer has any."""
+    """Return words that are a single token, if the tokenizer has any."""
     size = len(tokenizer)
     tried = chance.sample(range(size), min(size, _TRIED))
     words: list[str] = []
@@ -161,7 +161,7 @@ def _words(tokenizer: Any, chance: random.Random) -> list[str]:
 
 
 def _prompt(tokenizer: Any, words: list[str], length: int, chance: random.Random) -> str:
-    """Random words with at most `length` tokens, and at least one word."""
+    """Return random words with at most `length` tokens in total, but at least one word."""
     chosen = [chance.choice(words) for _ in range(length)]
     low, high = 1, length
     while low < high:

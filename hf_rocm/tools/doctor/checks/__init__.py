@@ -1,4 +1,4 @@
-"""The checks, functions from facts to findings, in display order."""
+"""The checks in the order in which they are shown. A check is a function from facts to findings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """The findings of all checks."""
+    """Return the findings of all checks."""
     return tuple(finding for check in CHECKS for finding in _guarded(check, facts))
 
 

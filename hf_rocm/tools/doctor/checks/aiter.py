@@ -1,4 +1,4 @@
-"""aiter: whether the right package is installed and importable, its cache writable, its table tuned for this GPU."""
+"""aiter: whether AMD's package is installed and importable, its cache usable, and its table tuned for this GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hf_rocm.tools.doctor.report import Finding, number, ok, problem, warning
 
 GET = "scripts/install-aiter, in a clone of hf_rocm, picks the release that fits (or: pip install amd-aiter)"
 RADEON_SINCE = Version("0.1.19")
-# releases whose import hides failures and then lacks functions
+# Releases whose import hides errors and then lacks functions.
 TRUNCATES = (Version("0.1.12"), Version("0.1.14.post1"))
-MINUTE, HOUR = 60.0, 3600.0  # the time in which an installation writes its files; longer than any build takes
+MINUTE, HOUR = 60.0, 3600.0  # an installation writes its files within a minute, and no build takes an hour
 
 
 def aiter(facts: Facts) -> Iterator[Finding]:

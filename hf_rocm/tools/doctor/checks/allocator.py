@@ -1,4 +1,4 @@
-"""PyTorch's allocator: which of its variables takes effect, and whether the settings work."""
+"""PyTorch's allocator: which of its environment variables takes effect, and whether its settings work."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def allocator(facts: Facts) -> Iterator[Finding]:
 
 
 def blamed(facts: Facts) -> bool:
-    """Whether the settings made torch fail, while they were tested or when it opened the GPU."""
+    """Return whether the settings made torch fail, either in their test or when torch opened the GPU."""
     answer = facts.torch_answer
     return bool(answer.error) and ("allocator" in answer.stage or "allocator config" in str(answer.error).lower())
 
 
 def _tried(facts: Facts, settings: str) -> Iterator[Finding]:
-    """Findings of a child process run with these settings."""
+    """Yield the findings of the child process that ran with these settings."""
     answer = facts.torch_answer
     words = f"with {settings}" if settings else "with its defaults"
     tried = answer.facts.get("allocator")

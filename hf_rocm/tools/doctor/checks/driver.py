@@ -1,4 +1,4 @@
-"""Access to the GPU: the driver, its device files and their permissions."""
+"""Access to the GPU: the driver, its device files, and their permissions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hf_rocm.tools.doctor.facts import Facts
 from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
 
 PASS_ON = "--device=/dev/kfd --device=/dev/dri --security-opt seccomp=unconfined --ipc=host"
-# names of the host's groups in a container that does not map them
+# Names of the host's groups in a container that does not map them.
 NOBODY = frozenset({"nogroup", "nobody", "65534"})
 VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
@@ -29,7 +29,7 @@ def driver(facts: Facts) -> Iterator[Finding]:
 
 
 def _no_gpu(facts: Facts) -> Finding:
-    """A problem, since there is no GPU to use; only a warning for a user who forces the ROCm path."""
+    """Report a problem, or only a warning if the user forces the ROCm path without a GPU."""
     what = "no AMD GPU: " + ("the GPU here is NVIDIA's" if facts.nvidia else "no such card on the PCI bus, no /dev/kfd")
     if facts.set("HF_ROCM_FORCE") == "1":
         return warning(
@@ -107,7 +107,7 @@ def _permissions(facts: Facts) -> Finding:
 
 
 def _numbers(groups: list[str]) -> list[str]:
-    """Group numbers: in a container the host's group may have another name, or none, but the number is the same."""
+    """Return group numbers: a container may have other names for the host's groups, but the numbers are the same."""
     return [group if group.isdecimal() else f"$(getent group {group} | cut -d: -f3)" for group in groups]
 
 

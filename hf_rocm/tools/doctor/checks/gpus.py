@@ -1,4 +1,4 @@
-"""The architectures of the GPUs, the tiers that support them, and overrides that make them pass for others."""
+"""The architectures of the GPUs, the tiers that support them, and overrides that report another architecture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def gpus(facts: Facts) -> Iterator[Finding]:
-    """The tiers of each architecture, and problems of different architectures in one machine."""
+    """Yield the tiers of each architecture, and the problems of different architectures in one machine."""
     if facts.system.name != "Linux":
         return
     different = tuple(dict.fromkeys(facts.gpus))
@@ -56,7 +56,7 @@ def _mixed(facts: Facts, different: tuple[str, ...]) -> Finding:
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """How much of the host's memory an integrated GPU can use."""
+    """Report how much of the host's memory an integrated GPU can use."""
     gpu = facts.shares_memory
     if gpu is None:
         return

@@ -1,6 +1,6 @@
-"""Known faults of machines like this one: a rule for each, with the report and the fix.
+"""Known faults of machines like this one: one rule per fault, with a link to its report, and the fix.
 
-The line of a rule that does not apply is shown only with `--all`.
+A rule that does not apply is listed only with `--all`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ ROPE = (
 SINKS = "https://github.com/huggingface/kernels-community/pull/992"
 PADDED_ROWS = "https://github.com/unslothai/unsloth/pull/9848"
 
-# The newest version of the hub's rotary kernel that is known to rotate every row by the first row's positions.
+# The newest version of the hub's rotary kernel that is known to use the first row's positions for every row.
 ROPE_OF_ONE_ROW = 2
-# From this major release on, masks are not corrected for rows without a visible key, for any torch release.
+# From this major release of transformers on, masks are never corrected for rows without a visible key.
 MASKS_UNCORRECTED = 5
-# A Conv3d counts as slow if it takes SLOWER times as long as the equivalent GEMM, and more than NOTICEABLE seconds.
+# A Conv3d is slow if it takes more than SLOWER times as long as the equivalent GEMM and more than NOTICEABLE seconds.
 SLOWER, NOTICEABLE = 20.0, 0.2
 
 
 class Rule(NamedTuple):
-    """One reported fault. name: the check's name; topic: its description, for machines without it; link: the report."""
+    """A reported fault. name: the name of its check. topic: its description if this machine isn't affected. link: its
+    report."""
 
     name: str
     topic: str
@@ -54,7 +55,7 @@ def known(facts: Facts) -> Iterator[Finding]:
 
 
 def _graphs(facts: Facts) -> Iterator[Finding]:
-    """Releases of ROCm whose graph replays return wrong results."""
+    """Check for releases of ROCm whose graph replays return wrong results."""
     if not facts.torch.hip:
         return
     release = facts.rocm_release
@@ -76,7 +77,7 @@ def _graphs(facts: Facts) -> Iterator[Finding]:
 
 
 def graph_events(facts: Facts) -> Iterator[Finding]:
-    """Replays that differed from their steps on this machine, from the ledger."""
+    """Report the recorded replays on this machine that differed from uncaptured steps."""
     if facts.graph_events:
         last = facts.graph_events[-1]
         yield warning(
@@ -96,7 +97,7 @@ def _without_fault(gfx: str) -> str:
 
 
 def _mapped_copies(facts: Facts) -> Iterator[Finding]:
-    """Copies from a mapped file to the GPU."""
+    """Check for slow copies from a mapped file to the GPU."""
     fault = mapped_copy_fault(facts.system.release, facts.gpus)
     if fault is None:
         return
@@ -117,7 +118,7 @@ def _mapped_copies(facts: Facts) -> Iterator[Finding]:
 
 
 def _four_bit(facts: Facts) -> Iterator[Finding]:
-    """Numerical errors of bitsandbytes' products of 4-bit weights."""
+    """Check for wrong results in bitsandbytes' products with 4-bit weights."""
     answer = facts.bitsandbytes
     if answer is None:
         return
@@ -148,7 +149,7 @@ def _four_bit(facts: Facts) -> Iterator[Finding]:
 
 
 def _conv3d(facts: Facts) -> Iterator[Finding]:
-    """MIOpen's Conv3d as vision towers use it, for a named model that has one."""
+    """Check the speed of MIOpen's Conv3d if the named model embeds images with it."""
     answer, named = facts.patch_embedding, facts.model
     if answer is None or named is None:
         return
@@ -180,7 +181,7 @@ def _conv3d(facts: Facts) -> Iterator[Finding]:
 
 
 def _backward(facts: Facts) -> Iterator[Finding]:
-    """AOTriton's backward kernel of ROCm 10."""
+    """Check for ROCm 10, in which AOTriton's backward kernel is slower."""
     release = version(facts.rocm_release)
     if "gfx950" not in facts.gpus or release is None or release.major != 10:
         return
@@ -194,7 +195,7 @@ def _backward(facts: Facts) -> Iterator[Finding]:
 
 
 def _rope(facts: Facts) -> Iterator[Finding]:
-    """The hub's rotary kernel, which applies the first row's positions to all rows."""
+    """Check for versions of the hub's rotary kernel that apply the first row's positions to all rows."""
     pinned = facts.transformers.hub_rope
     if pinned is None or pinned > ROPE_OF_ONE_ROW or not hub_is_on(facts):
         return
@@ -209,7 +210,7 @@ def _rope(facts: Facts) -> Iterator[Finding]:
 
 
 def _sinks(facts: Facts) -> Iterator[Finding]:
-    """The hub's flash attention, to which transformers passes no attention sinks."""
+    """Check for the hub's flash attention, to which transformers passes no attention sinks."""
     if not facts.transformers.hub_flash or not hub_is_on(facts):
         return
     named = facts.model
@@ -226,7 +227,7 @@ def _sinks(facts: Facts) -> Iterator[Finding]:
 
 
 def _padded_rows(facts: Facts) -> Iterator[Finding]:
-    """Left-padded query rows without a visible key, which become NaN in fp16."""
+    """Check for left-padded query rows without a visible key, which become NaN in fp16."""
     named = facts.model
     here = version(facts.transformers.version)
     if named is None or named.dtype != "float16" or here is None or here.major < MASKS_UNCORRECTED:
@@ -241,7 +242,7 @@ def _padded_rows(facts: Facts) -> Iterator[Finding]:
 
 
 def hub_is_on(facts: Facts) -> bool:
-    """Whether hub kernels can be used: `kernels` is installed, in the range that transformers accepts."""
+    """Return whether hub kernels can be used: `kernels` is installed, in a version that transformers accepts."""
     here, wanted = facts.version_of("kernels"), facts.transformers.kernels
     try:
         return (

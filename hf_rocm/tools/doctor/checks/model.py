@@ -1,4 +1,4 @@
-"""Whether a named model fits on the disk, in the host's memory and on the GPU."""
+"""Check whether a named model fits on the disk, in the host's memory and on the GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_rocm.tools.doctor.model import BYTES, ModelFacts
 from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
 
 GIB = 2**30
-# memory for the runtime, its libraries' workspaces and the activations of a short prompt
+# Memory for the runtime, the workspaces of its libraries, and the activations of a short prompt.
 RUNTIME = 2 * GIB
 
 
@@ -42,7 +42,7 @@ def model(facts: Facts) -> Iterator[Finding]:
 
 
 def _needed(facts: Facts, named: ModelFacts) -> int:
-    """Bytes after a plain from_pretrained, which converts to fp32 in releases before 5."""
+    """Return the size in bytes after a plain from_pretrained, which converts to fp32 in releases before 5."""
     here = version(facts.transformers.version)
     width = BYTES.get(named.dtype or "", 4)
     if here is not None and here.major < 5 and width < 4 and not named.quantized:

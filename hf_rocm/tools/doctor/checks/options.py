@@ -1,4 +1,4 @@
-"""hf_rocm's own variables: whether they are valid, and whether they disable something."""
+"""hf_rocm's environment variables: whether they are valid, and whether they disable something."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
 from hf_rocm.tools.redact import SECRET
 from hf_rocm.variables import unknown
 
-# values that disable something which is on by default
+# Values that disable something that is enabled by default.
 RESTRICTING = {
     "HF_ROCM_PROBE": ("0", "kernels are used without a check on this machine"),
     "FORCE_EAGER_ATTENTION": ("1", "attention runs in plain PyTorch, slowly"),
@@ -34,7 +34,7 @@ def options(facts: Facts) -> Iterator[Finding]:
             fix=error.hint or f"unset {error.message.split('=')[0]}",
         )
         return
-    names = [name for name in facts.environment if not SECRET.search(name)]  # such names are left out of the report
+    names = [name for name in facts.environment if not SECRET.search(name)]  # secrets are left out of the report
     strange = unknown(names, (variable.name for variable in settings.VARIABLES))
     if strange:
         yield warning(

@@ -1,4 +1,4 @@
-"""Packages that are made for NVIDIA GPUs, and their effect on a machine with AMD GPUs."""
+"""Packages for NVIDIA GPUs, and their effect on a machine with AMD GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from packaging.version import Version
 from hf_rocm.tools.doctor.facts import Facts
 from hf_rocm.tools.doctor.report import Finding, ok, warning
 
-# package → the problem, the alternative
+# package → the problem and the alternative
 NVIDIA_ONLY = {
     "transformer-engine": ("its kernels are for CUDA", "pip uninstall transformer-engine; AMD has its own build"),
     "xformers": ("builds from PyPI are for CUDA", "pip uninstall xformers; SDPA replaces it"),
@@ -73,7 +73,7 @@ def _bitsandbytes(facts: Facts) -> Iterator[Finding]:
             means="4-bit and 8-bit loading through it fails",
             fix=f"pip install --upgrade 'bitsandbytes>={BITSANDBYTES_ROCM}', or quantize= of hf_rocm.from_pretrained",
         )
-    elif here < BITSANDBYTES_ROCM and facts.bitsandbytes is None:  # else its products were tested
+    elif here < BITSANDBYTES_ROCM and facts.bitsandbytes is None:  # its products were not tested
         yield warning(
             "packages",
             f"bitsandbytes {here} is older than {BITSANDBYTES_ROCM}",
@@ -83,7 +83,7 @@ def _bitsandbytes(facts: Facts) -> Iterator[Finding]:
 
 
 def _leftovers(facts: Facts) -> Iterator[Finding]:
-    """CUDA libraries that `pip install torch` installed: harmless with a ROCm torch, but gigabytes."""
+    """Report the CUDA libraries of another torch, which are harmless but take gigabytes."""
     left = [
         name for name in facts.packages if name.startswith("nvidia-") and name.endswith(("-cu11", "-cu12", "-cu13"))
     ]

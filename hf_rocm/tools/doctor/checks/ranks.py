@@ -1,4 +1,4 @@
-"""The variables that a launcher sets for a rank: whether they are complete, and whether the rank has a GPU."""
+"""The environment variables of a rank: whether the launcher set all of them, and whether the rank has a GPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-# prefixes of interfaces that other machines cannot reach
+# Prefixes of network interfaces that other machines can't reach.
 OWN = ("lo", "docker")
 
 
 def ranks(facts: Facts) -> Iterator[Finding]:
-    """Findings on the ranks' variables; none if no launcher has set any."""
+    """Yield findings on the ranks' variables; none if no launcher has set them."""
     there = [name for name in NEEDED if facts.set(name)]
     if facts.system.name == "Linux":
         yield from _interfaces(facts)
@@ -51,7 +51,7 @@ def _mistaken(what: str) -> Finding:
 
 
 def _gpus(facts: Facts) -> Iterator[Finding]:
-    """A rank uses the GPU with its local number."""
+    """Check that every rank has a GPU: a rank uses the GPU with its local number."""
     count = len(facts.devices)
     if not count:
         return
@@ -81,7 +81,7 @@ def _names(settings: list[str]) -> str:
 
 
 def _interfaces(facts: Facts) -> Iterator[Finding]:
-    """Variables that name a missing interface, on which gloo and RCCL fail."""
+    """Check for variables that name a missing network interface, which makes gloo and RCCL fail."""
     there = facts.host.interfaces
     if not there:
         return
@@ -101,14 +101,14 @@ def _interfaces(facts: Facts) -> Iterator[Finding]:
 
 
 def _matches(interface: str, wanted: str) -> bool:
-    """RCCL matches prefixes; `=eth0` is an exact name."""
+    """Return whether an interface matches a list as in RCCL: by prefix, or by its whole name after `=`."""
     if wanted.startswith("="):
         return interface in wanted[1:].split(",")
     return any(part and interface.startswith(part) for part in wanted.split(","))
 
 
 def _elsewhere(facts: Facts) -> Iterator[Finding]:
-    """A host name that does not resolve to this host, with ranks on others: gloo then offers its loopback address."""
+    """Check that the host name resolves to this host, since gloo would offer other hosts its loopback address."""
     here, everywhere = facts.set("LOCAL_WORLD_SIZE"), facts.set("WORLD_SIZE")
     several = here.isdecimal() and int(here) < int(everywhere)
     if facts.host.resolves is False and several and not facts.set("GLOO_SOCKET_IFNAME"):

@@ -1,4 +1,4 @@
-"""ROCm's user space: its release, and whether the tools that aiter runs are installed."""
+"""ROCm's user space: its release, and whether the tools that aiter calls are installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hf_rocm.tools.doctor import rocminfo
 from hf_rocm.tools.doctor.facts import Facts, short, version
 from hf_rocm.tools.doctor.report import Finding, counted, ok, problem, warning
 
-# the oldest ROCm of the builds of PyTorch 2.6, the oldest release that hf_rocm supports
+# The oldest ROCm for which PyTorch 2.6 was built, the oldest release of PyTorch that hf_rocm supports.
 OLDEST = "6.1"
 
 

@@ -1,7 +1,7 @@
 """Several GPUs: whether they reach each other, whether torch has RCCL, and whether the ranks' variables are valid.
 
-The checks are RCCL's own warnings at startup, which its log shows with NCCL_DEBUG=WARN only, and the advice of its
-documentation and NCCL's on the variables.
+The checks come from RCCL's warnings at startup, which it logs only with NCCL_DEBUG=WARN, and from what RCCL's and
+NCCL's documentation recommends for the variables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SWITCHES = (
     "RCCL_MSCCL_ENABLE",
     "RCCL_MSCCL_FORCE_ENABLE",
 )
-# for debugging, according to NCCL's documentation; and their effect
+# Variables that NCCL's documentation recommends only for debugging → their effect.
 TAKING = {
     "NCCL_SHM_DISABLE": "GPUs that cannot read each other's memory exchange data through the network instead of host "
     "memory",
@@ -78,7 +78,7 @@ def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
 
 
 def _library(facts: Facts) -> Iterator[Finding]:
-    """The RCCL that torch was built with, and the one that was loaded, which may be another."""
+    """Report the RCCL that torch was built with and the one that is loaded, which may differ."""
     built, loaded = facts.torch_answer.facts.get("collectives"), facts.torch_answer.facts.get("collectives_loaded")
     if not built or not loaded:
         return

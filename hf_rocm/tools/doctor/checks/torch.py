@@ -1,4 +1,4 @@
-"""Whether the installed torch supports this GPU and works on it."""
+"""Check whether the installed torch supports this GPU and works on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_rocm.tools.doctor.facts import Facts, short, version
 from hf_rocm.tools.doctor.report import Finding, counted, ok, problem, warning
 
 INDEX = "https://download.pytorch.org/whl/rocm"
-# PyTorch's own builds for ROCm, the one to prefer first
+# ROCm releases of PyTorch's own builds, the preferred one first.
 INDEXES = ("7.2", "7.1")
 OLDEST = "2.6"
 FLASH = "https://github.com/unslothai/unsloth/pull/8821"
@@ -31,8 +31,8 @@ def torch(facts: Facts) -> Iterator[Finding]:
 
 
 def install(*gpus: str, force: bool = True) -> str:
-    """The command that installs PyTorch's build for these GPUs, if possible with a ROCm release without known faults
-    of graph replays on them."""
+    """Return the command that installs PyTorch's build for these GPUs, if possible with a ROCm release whose graph
+    replays have no known faults on them."""
     sound = (release for release in INDEXES if not any(graph_faults(gfx, release) for gfx in gpus))
     again = "--force-reinstall " if force else ""
     return f"pip install {again}torch --index-url {INDEX}{next(sound, INDEXES[0])}"
@@ -120,7 +120,7 @@ def _not_built(facts: Facts, missing: list[str]) -> Finding:
 
 
 def _missing(facts: Facts) -> list[str]:
-    """The architectures of this machine for which torch has no kernels."""
+    """Return the architectures in this machine for which torch has no kernels."""
     built = facts.torch_answer.facts.get("built_for")
     if not built:
         return []
@@ -130,7 +130,7 @@ def _missing(facts: Facts) -> list[str]:
 
 
 def _generic(gfx: str, built: set[str]) -> bool:
-    """Newer builds may contain `gfx11-generic`, which supports all of gfx11xx."""
+    """Return whether a generic target supports this GPU, such as `gfx11-generic`, which supports all of gfx11xx."""
     return any(arch.endswith("-generic") and gfx.startswith(arch.split("-")[0]) for arch in built)
 
 
@@ -144,7 +144,7 @@ def _wrong(index: int, device: Mapping[str, Any]) -> Finding:
 
 
 def _flash(facts: Facts) -> Iterator[Finding]:
-    """SDPA's flash kernel is AOTriton's, which some builds lack, or enable for some architectures only on request."""
+    """Check SDPA's flash kernel from AOTriton, which some builds lack or only enable on request for some GPUs."""
     reasons = {str(device["arch"]): device.get("flash", "") for device in facts.devices if "flash" in device}
     for gfx, reason in reasons.items():
         if not reason:

@@ -1,4 +1,4 @@
-"""torch settings that cost speed, or that affect NVIDIA GPUs only."""
+"""Settings of torch that make it slower, or that only affect NVIDIA GPUs."""
 
 from __future__ import annotations
 

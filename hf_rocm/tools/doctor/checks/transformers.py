@@ -1,4 +1,4 @@
-"""transformers, its overlays, and other packages that replace parts of its models."""
+"""The installed transformers, its overlays, and other packages that replace parts of its models."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _count(states: Mapping[tuple[str, ...], int], meant: object) -> int:
 
 
 def _kernels(facts: Facts) -> Iterator[Finding]:
-    """transformers requires a narrow range of `kernels`, and uses no hub kernel with another version."""
+    """Check the version of `kernels`: outside a narrow range, transformers uses no hub kernels."""
     here, wanted = facts.version_of("kernels"), facts.transformers.kernels
     if here is None or wanted is None:
         return
@@ -145,7 +145,7 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
 
 
 def _others(facts: Facts) -> Iterator[Finding]:
-    """Precedence among packages that replace the same part; the user installed them, so they take precedence."""
+    """Report other packages that replace parts of models. They take precedence, because the user installed them."""
     wins = []
     if facts.version_of("kernels"):
         wins.append("use_kernels=True: the hub's kernels take precedence for the layers that they replace")

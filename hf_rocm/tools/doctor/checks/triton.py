@@ -1,4 +1,4 @@
-"""Triton, which is installed with torch; hf_rocm's kernels, torch.compile and parts of aiter need it."""
+"""Triton, which is installed with torch and which hf_rocm's kernels, torch.compile and parts of aiter need."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from packaging.version import Version
 from hf_rocm.tools.doctor.facts import Facts
 from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
 
-# the distributions that contain Triton
+# The distributions that contain Triton.
 NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm")
-OLDEST = Version("3.2")  # for hf_rocm's kernels
-NEWEST_FOR_AITER = Version("3.6")  # all of aiter can be imported with it
+OLDEST = Version("3.2")  # the oldest release with which hf_rocm's kernels work
+NEWEST_FOR_AITER = Version("3.6")  # the newest release with which all of aiter can be imported
 
 
 def triton(facts: Facts) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The rules, one file per family. A rule for Python takes a `Module`, the others take text; each yields `Place`s."""
+"""The rules, one file per family. Rules for Python take a `Module`, other rules take text; all yield `Place`s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls to aiter (AMD's kernels) that guides describe, but that no release has."""
+"""Calls to aiter (AMD's kernels) that guides describe but no release supports."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ _NAMES = {
     "__version__": "importlib.metadata.version('amd-aiter')",
     "tuned_gemm.gemm_a8w8": "aiter.gemm_a8w8",
 }
-_MODULES = ("attention",)  # is a module (aiter.ops.attention), so only a call of it is wrong
+_MODULES = ("attention",)  # aiter.ops.attention is a module, so only calling it is wrong
 _VARIABLES = ("AITER_CACHE_SIZE", "AITER_ENABLE_FUSION")
 
-# The number of leading tensors; the positions of later arguments differ between releases.
+# Function → the number of leading tensors. The positions of later arguments differ between releases.
 _MOVED = {"mha_fwd": 3, "fmha_v3_fwd": 3, "flash_attn_func": 3, "flash_attn_varlen_func": 7, "mha_batch_prefill": 3,
           "mha_batch_prefill_func": 3, "rmsnorm2d_fwd_with_add": 6}  # fmt: skip
 
 
 def unknown_names(module: Module) -> Iterator[Place]:
-    """aiter.matmul(…), `from aiter import linear`, os.environ['AITER_CACHE_SIZE']."""
+    """Find aiter.matmul(…), `from aiter import linear`, and os.environ['AITER_CACHE_SIZE']."""
     if not any(name.split(".")[0] == "aiter" for name in module.names.values()):
         return
     for node, _ in module.nodes(ast.Attribute, ast.ImportFrom, ast.Constant):
@@ -81,7 +81,7 @@ def _named(name: str, line: int, *, called: bool) -> Iterator[Place]:
 
 
 def positional_arguments(module: Module) -> Iterator[Place]:
-    """aiter.mha_fwd(q, k, v, 0.0, scale, True, …)."""
+    """Find positional arguments after the tensors, as in aiter.mha_fwd(q, k, v, 0.0, scale, True, …)."""
     for node, _ in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         name = module.name(node.func) or ""
@@ -93,7 +93,7 @@ def positional_arguments(module: Module) -> Iterator[Place]:
 
 
 def expected_import_error(module: Module) -> Iterator[Place]:
-    """try: import aiter, except ImportError alone."""
+    """Find an import of aiter in a `try` that only handles ImportError."""
     for node, context in module.nodes(ast.Try):
         assert isinstance(node, ast.Try)
         imported = [line for line in node.body if isinstance(line, ast.Import | ast.ImportFrom) and _of_aiter(line)]

@@ -1,4 +1,4 @@
-"""Attention that is written for NVIDIA, or that loses the savings of grouped heads."""
+"""Attention code that only works on NVIDIA GPUs, or that loses the savings of grouped-query attention."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ NAMED = Rule(
 )
 
 _NAMES = {"flash_attention_2", "flash_attention_3", "flash_attention"}
-_PORTABLE = ("flash_attn.ops.triton", "flash_attn.utils", "flash_attn.bert_padding")  # Triton and plain torch
+_PORTABLE = ("flash_attn.ops.triton", "flash_attn.utils", "flash_attn.bert_padding")  # use Triton or plain torch
 _SDPA = "scaled_dot_product_attention"
 
 
 def flash_attention_calls(module: Module) -> Iterator[Place]:
-    """Calls of flash_attn's functions where neither the call nor the import is guarded."""
+    """Find calls of flash_attn's functions where neither the call nor the import is guarded."""
     careful = _carefully_imported(module)
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
@@ -55,7 +55,7 @@ def flash_attention_calls(module: Module) -> Iterator[Place]:
 
 
 def flash_attention_names(module: Module) -> Iterator[Place]:
-    """attn_implementation='flash_attention_2', as an argument, a default, an entry of a dict, or an attribute."""
+    """Find attn_implementation='flash_attention_2' as an argument, a default, a dict entry, or an attribute."""
     for name, given in _given(module):
         for value in [given.body, given.orelse] if isinstance(given, ast.IfExp) else [given]:
             if not isinstance(value, ast.Constant) or module.guarded(module.contexts[value], "flash", "fa"):
@@ -67,7 +67,7 @@ def flash_attention_names(module: Module) -> Iterator[Place]:
 
 
 def _given(module: Module) -> Iterator[tuple[str, ast.expr]]:
-    """(name, value) of every argument, default, assignment and entry of a dict."""
+    """Yield (name, value) for every argument, default, assignment and dict entry."""
     for node, _ in module.nodes(ast.keyword, ast.Assign, ast.AnnAssign, ast.Dict, ast.arguments):
         if isinstance(node, ast.keyword):
             yield (_option(module, node) if node.arg == "default" else node.arg or ""), node.value
@@ -88,8 +88,8 @@ def _given(module: Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _option(module: Module, node: ast.keyword) -> str:
-    """The name of the option that a `default=` belongs to: add_argument('--attn', default=…), or `attn: str =
-    field(default=…)`.
+    """Return the name of the option to which a `default=` belongs, as in add_argument('--attn', default=…) or in
+    `attn: str = field(default=…)`.
     """
     call = module.parents[node]
     if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
@@ -99,7 +99,7 @@ def _option(module: Module, node: ast.keyword) -> str:
 
 
 def _last(node: ast.expr) -> str:
-    """The last part of a target: `attn` of model.attn and of options['attn']."""
+    """Return the last part of an assignment's target: `attn` for model.attn and options['attn']."""
     if isinstance(node, ast.Subscript):
         node = node.slice
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -109,7 +109,7 @@ def _last(node: ast.expr) -> str:
 
 
 def expanded_before_sdpa(module: Module) -> Iterator[Place]:
-    """repeat_kv(k, n), or k.repeat_interleave(n, 1), whose result goes to SDPA in the same function."""
+    """Find repeat_kv(k, n) or k.repeat_interleave(n, 1) whose result is passed to SDPA in the same function."""
     assigned: dict[tuple[ast.AST | None, str], list[tuple[int, bool]]] = {}
     for node, context in module.nodes(ast.Assign):
         assert isinstance(node, ast.Assign)
@@ -126,7 +126,7 @@ def expanded_before_sdpa(module: Module) -> Iterator[Place]:
             line = argument.lineno if _expands(module, argument) else None
             if isinstance(argument, ast.Name):
                 history = assigned.get((context.function, argument.id), [])
-                latest = bisect_left(history, (node.lineno, False)) - 1  # in line order
+                latest = bisect_left(history, (node.lineno, False)) - 1  # the last assignment before the call
                 line = history[latest][0] if latest >= 0 and history[latest][1] else None
             if line is not None and line not in seen:
                 seen.add(line)
@@ -143,14 +143,14 @@ def _expands(module: Module, node: ast.expr) -> bool:
         return False
     dims = [keyword.value for keyword in node.keywords if keyword.arg == "dim"]
     dims += node.args[2:3] if (module.name(node.func) or "").startswith("torch.") else node.args[1:2]
-    # the head dim, in [B, H, S, D] and in [H, S, D]
+    # the dim of the heads in [B, H, S, D] or [H, S, D]
     return any(isinstance(dim, ast.Constant) and dim.value in (0, 1) for dim in dims) or any(
         isinstance(dim, ast.UnaryOp) and getattr(dim.operand, "value", 0) == 3 for dim in dims
     )
 
 
 def _carefully_imported(module: Module) -> set[str]:
-    """Local names from an import that handles its failure, or that is behind a condition."""
+    """Return the local names from imports whose failure is handled or that are guarded."""
     careful: set[str] = set()
     for node, context in module.nodes(ast.Import, ast.ImportFrom):
         assert isinstance(node, ast.Import | ast.ImportFrom)

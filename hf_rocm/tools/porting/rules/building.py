@@ -1,4 +1,4 @@
-"""Compiler flags, architecture lists and paths of CUDA in Python, shell scripts and CMake."""
+"""CUDA's compiler flags, architecture lists and paths in Python, shell scripts and CMake."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _TARGET = re.compile(r"\bCUDA::\w+")
 
 
 def of_setting(name: str, value: str, line: int) -> Iterator[Place]:
-    """An environment variable that is set in a shell, a Dockerfile or Python."""
+    """Check an environment variable that is set in a shell, a Dockerfile or Python."""
     if name in allocator.VARIABLES:
         yield from allocator.read(value, line)
     elif name in _VARIABLES and value:
@@ -64,7 +64,7 @@ def of_setting(name: str, value: str, line: int) -> Iterator[Place]:
 
 
 def of_arguments(words: Iterable[str], line: int) -> Iterator[Place]:
-    """Arguments of a command that are nvcc's, or that name CUDA architectures or folders."""
+    """Find arguments of a command that are flags of nvcc, or that name CUDA architectures or folders."""
     for word in words:
         if _FLAG.match(word):
             yield Place(FLAG, line, word)
@@ -75,7 +75,7 @@ def of_arguments(words: Iterable[str], line: int) -> Iterator[Place]:
 
 
 def in_python(module: Module) -> Iterator[Place]:
-    """extra_cuda_cflags=["-arch=sm_80"], os.environ["TORCH_CUDA_ARCH_LIST"], ctypes.CDLL("libcudart.so")."""
+    """Find extra_cuda_cflags=["-arch=sm_80"], os.environ["TORCH_CUDA_ARCH_LIST"] and CDLL("libcudart.so")."""
     seen: set[tuple[int, str]] = set()
     for node, context in module.nodes(ast.Constant, ast.Call, ast.Assign):
         if module.guarded(context):
@@ -112,7 +112,7 @@ def _in_python(module: Module, node: ast.AST) -> Iterator[Place]:
 
 
 def _set(name: ast.expr | None, value: ast.expr) -> Iterator[Place]:
-    empty = isinstance(value, ast.Constant) and not value.value  # removes a list
+    empty = isinstance(value, ast.Constant) and not value.value  # an empty value removes the list
     if isinstance(name, ast.Constant) and name.value in _VARIABLES and not empty:
         shown = str(value.value) if isinstance(value, ast.Constant) else "…"
         yield Place(ARCHITECTURES, value.lineno, f"{name.value!s}={shown}")
@@ -125,9 +125,7 @@ def _in_code(module: Module, node: ast.Constant) -> bool:
 
 
 def _compiling(module: Module, node: ast.AST) -> bool:
-    """Return whether a string is in a position for flags: in a list, an addition or an argument, but not in a
-    comparison.
-    """
+    """Return whether a string can be a flag: it is in a list, an addition or an argument, but not in a comparison."""
     parent = module.parents.get(node)
     return isinstance(parent, ast.List | ast.Tuple | ast.BinOp | ast.Assign | ast.keyword) or (
         isinstance(parent, ast.Call) and getattr(parent.func, "attr", "") in ("append", "extend", "insert", "add")
@@ -135,7 +133,7 @@ def _compiling(module: Module, node: ast.AST) -> bool:
 
 
 def of_cmake(text: str) -> Iterator[Place]:
-    """Findings in CMakeLists.txt and *.cmake, except in an `if` that tests the platform."""
+    """Yield findings in CMakeLists.txt and *.cmake, except in an `if` that tests the platform."""
     text = _CMAKE_COMMENT.sub(lambda match: match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0]), text)
     # whether each enclosing condition tests the platform, outermost first; a guard covers nested conditions
     guards = [False]
@@ -152,7 +150,7 @@ def of_cmake(text: str) -> Iterator[Place]:
             guards.pop()
         elif not guards[-1]:
             for place in _of_cmake_command(name, arguments, line):
-                if place.rule is not ARCHITECTURES or not listed:  # once per file: later commands change the same list
+                if place.rule is not ARCHITECTURES or not listed:  # only the first command that changes the list
                     yield place
                 listed = listed or place.rule is ARCHITECTURES
 

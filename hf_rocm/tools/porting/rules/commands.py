@@ -1,4 +1,4 @@
-"""Shell commands of scripts, Dockerfiles, notebooks and Python: NVIDIA's tools, packages and containers."""
+"""Shell commands in scripts, Dockerfiles, notebooks and Python: NVIDIA's tools, packages and containers."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ _VALUES = {"--no-binary", "--only-binary", "-r", "-c", "-t",
            "--log"}  # fmt: skip
 _VARIABLE = re.compile(r"^\s*(?:override\s+|export\s+)?(\w+)\s*[:?+]*=\s*(.*)$")
 _MAKE_PLATFORM = re.compile("rocm|hip(?:cc|blas)?|amd|nvidia", re.IGNORECASE)
-# only look for a path or print it, so a missing path is not an error
+# Commands that only test or print a path, so that a missing path is not an error.
 _LOOKS = {"[", "[[", "test", "for", "echo", "printf"}
 _INDEXES = ("--index-url", "--extra-index-url", "--find-links", "-i", "-f", "--index", "--default-index")
 
 
 def of_shell(text: str) -> Iterator[Place]:
-    """Findings in a shell script."""
+    """Yield findings in a shell script."""
     for command in commands(text):
         yield from of_command(command)
 
 
 def of_command(command: Command) -> Iterator[Place]:
-    """Findings in one shell command, wherever it was written."""
+    """Yield findings in one shell command from any kind of file."""
     if command.guarded:
         return
     for setting in _settings(command):
@@ -96,7 +96,7 @@ def of_command(command: Command) -> Iterator[Place]:
 
 
 def of_makefile(text: str) -> Iterator[Place]:
-    """Findings in recipes and variables of a Makefile, except in a condition that tests the platform."""
+    """Yield findings in a Makefile's recipes and variables, except in a condition that tests the platform."""
     # whether each enclosing condition tests the platform, outermost first; a guard covers nested conditions
     guards = [False]
     for number, line in enumerate(text.splitlines(), 1):
@@ -119,7 +119,7 @@ def of_makefile(text: str) -> Iterator[Place]:
 
 
 def started(module: Module) -> Iterator[Place]:
-    """subprocess.run(["nvidia-smi"]), os.system("nvcc …"), a notebook's `!pip install …`."""
+    """Find subprocess.run(["nvidia-smi"]), os.system("nvcc …"), and `!pip install …` in a notebook."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         name = _called(module, node)
@@ -144,7 +144,7 @@ def _called(module: Module, node: ast.Call) -> str:
 
 
 def _argument(module: Module, node: ast.Call, context: Context) -> ast.expr | None:
-    """Return the command that is started, also if a variable of the function contains it."""
+    """Return the command that is started, even if it is in a variable of the function."""
     argument = node.args[0] if node.args else next((word.value for word in node.keywords if word.arg == "args"), None)
     if isinstance(argument, ast.Call) and module.name(argument.func) == "shlex.split" and argument.args:
         argument = argument.args[0]
@@ -164,7 +164,7 @@ def _commands_of(node: ast.expr | None, line: int) -> Iterator[Command]:
 
 
 def _text(node: ast.expr) -> str:
-    """Return the text of a string, with `…` for the values in an f-string; '' for other expressions."""
+    """Return the text of a string, with `…` for the values in an f-string; '' for any other expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -185,7 +185,7 @@ def _settings(command: Command) -> Iterator[tuple[str, str]]:
 
 
 def _pip(words: tuple[str, ...]) -> list[str] | None:
-    """Return the arguments of `pip install`, `uv pip install`, `uv add` or `python -m pip install`; None for others."""
+    """Return the arguments of `pip install`, `uv pip install`, `uv add` or `python -m pip install`, or else None."""
     names = [word.rpartition("/")[2] for word in words[:5]]
     if names[:2] == ["uv", "add"]:
         return [*words[2:]]

@@ -1,4 +1,4 @@
-"""Settings of torch.compile and of graph capture that differ on ROCm."""
+"""Settings of torch.compile and of graph capture that behave differently on ROCm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STATE = ("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_
 
 
 def modes(module: Module) -> Iterator[Place]:
-    """torch.compile(…, mode='reduce-overhead'), as a call or a decorator, and through functools.partial."""
+    """Find torch.compile(…, mode='reduce-overhead') as a call, as a decorator, and through functools.partial."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         if not _compiles(module, node) or module.guarded(context):
@@ -49,7 +49,7 @@ def modes(module: Module) -> Iterator[Place]:
 
 
 def inductor_settings(module: Module) -> Iterator[Place]:
-    """torch._inductor.config.triton.cudagraphs = True, and similar settings."""
+    """Find torch._inductor.config.triton.cudagraphs = True, and similar settings."""
     for node, context in module.nodes(ast.Assign):
         assert isinstance(node, ast.Assign)
         for target in node.targets:
@@ -60,7 +60,7 @@ def inductor_settings(module: Module) -> Iterator[Place]:
 
 
 def random_state_in_capture(module: Module) -> Iterator[Place]:
-    """torch.cuda.get_rng_state(), and similar calls, within `with torch.cuda.graph(…)`."""
+    """Find torch.cuda.get_rng_state() and similar calls in a `with torch.cuda.graph(…)` block."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         name = module.name(node.func) or ""

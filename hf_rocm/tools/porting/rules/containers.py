@@ -30,7 +30,7 @@ _COMPOSE = re.compile(r"^\s*(?:-\s+)?(runtime|driver|image):\s*[\"']?([^\"'#\s]+
 
 
 def of_dockerfile(text: str) -> Iterator[Place]:
-    """FROM, ARG and ENV, and the shell commands in RUN, CMD and ENTRYPOINT."""
+    """Check FROM, ARG and ENV, and the shell commands in RUN, CMD and ENTRYPOINT."""
     instructions = list(_instructions(text))
     variants = any(word == "FROM" and _ROCM.search(body) for word, body, _ in instructions)
     for word, body, line in instructions:
@@ -64,7 +64,7 @@ def _of_run(body: str, line: int) -> Iterator[Command]:
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str, int]]:
-    """Yield (word, rest, line) for each instruction, with its line breaks; comments are replaced by spaces."""
+    """Yield (word, rest, line) for each instruction, with its line breaks. Comments are replaced by empty lines."""
     kept: list[str] = []
     start, end = 0, ""  # the current instruction, and the word that ends its here-document
     for number, line in enumerate(text.splitlines(), 1):
@@ -96,7 +96,7 @@ def _instruction(lines: list[str], start: int) -> Iterator[tuple[str, str, int]]
 
 
 def of_compose(text: str) -> Iterator[Place]:
-    """Images and device reservations of a compose file."""
+    """Check the images and device reservations in a compose file."""
     for number, line in enumerate(text.splitlines(), 1):
         if match := _COMPOSE.match(line):
             if match[1] == "image" and _IMAGE.match(match[2]) and not _ROCM.search(match[2]):
@@ -106,7 +106,7 @@ def of_compose(text: str) -> Iterator[Place]:
 
 
 def of_environment(text: str) -> Iterator[Place]:
-    """The packages of a conda environment, including those from pip."""
+    """Check the packages in a conda environment, including those from pip."""
     for number, line in enumerate(text.splitlines(), 1):
         if match := _ENTRY.match(line):
             entry = match[1].strip()

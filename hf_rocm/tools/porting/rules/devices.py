@@ -1,4 +1,4 @@
-"""Queries about the GPU whose results mean something else on ROCm: compute capability, CUDA's version, NVML."""
+"""GPU queries whose results have a different meaning on ROCm: compute capability, CUDA's version, and NVML."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NUMBERS = ("major", "minor")
 
 
 def capabilities(module: Module) -> Iterator[Place]:
-    """torch.cuda.get_device_capability()[0] >= 9, get_device_properties(0).major, 'sm_90' in get_arch_list()."""
+    """Find get_device_capability()[0] >= 9, get_device_properties(0).major, and 'sm_90' in get_arch_list()."""
     for node, context in module.nodes(ast.Call, ast.Attribute, ast.Compare):
         if module.guarded(context) or module.shown(node):
             continue
@@ -54,7 +54,7 @@ def capabilities(module: Module) -> Iterator[Place]:
 
 
 def versions(module: Module) -> Iterator[Place]:
-    """`if torch.version.cuda:`, torch.version.cuda >= '12', torch.version.cuda.split('.')."""
+    """Find `if torch.version.cuda:`, torch.version.cuda >= '12', and torch.version.cuda.split('.')."""
     for node, context in module.nodes(ast.Attribute):
         if module.name(node) != "torch.version.cuda" or module.guarded(context) or module.shown(node):
             continue
@@ -63,7 +63,7 @@ def versions(module: Module) -> Iterator[Place]:
 
 
 def nvml(module: Module) -> Iterator[Place]:
-    """The first NVML call in a function or at module level, unless its failure is handled."""
+    """Find the first NVML call in a function or at module level, unless its failure is handled."""
     seen: set[ast.AST | None] = set()
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
@@ -81,12 +81,12 @@ def _ends(module: Module, node: ast.expr, names: tuple[str, ...]) -> bool:
 
 
 def _of_torch(module: Module, node: ast.expr) -> bool:
-    """Return whether a function is torch's own, not a wrapper of the project that may support ROCm."""
+    """Return whether a function is torch's own, and not a wrapper in the project that may support ROCm."""
     return (module.name(node) or "").startswith(("torch.cuda.", "cuda."))
 
 
 def _decides(module: Module, node: ast.AST) -> bool:
-    """Return whether a value is compared, stored or passed on, not only reported."""
+    """Return whether a value is compared, stored or returned, and not only reported."""
     for parent in module.above(node):
         if isinstance(parent, ast.Dict):
             return False
@@ -105,7 +105,7 @@ def _names_architecture(node: ast.Compare) -> bool:
 
 
 def _uses(module: Module, node: ast.AST) -> bool:
-    """Return whether None would make a difference: the version is tested, compared, split or stored."""
+    """Return whether it matters that the version is None: it is tested, compared, split or stored."""
     parent = module.parents.get(node)
     if isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.Or) and parent.values[0] is node:
         return any(isinstance(above, ast.Assert) for above in module.above(node))  # `… or ""` handles None

@@ -1,4 +1,4 @@
-"""Kernels that are written in Python for NVIDIA GPUs: Numba, CuPy, CUDA sources in strings, Triton with PTX, FP8."""
+"""Python kernels for NVIDIA GPUs: Numba, CuPy, CUDA sources in strings, Triton with PTX, and FP8."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _GCN = re.compile(r"\b[vs]_\w+|\bds_\w+|\bglobal_(?:load|store|atomic)")
 
 
 def numba_cuda(module: Module) -> Iterator[Place]:
-    """`from numba import cuda` and `import numba.cuda`."""
+    """Find `from numba import cuda` and `import numba.cuda`."""
     if any(name.startswith("numba.hip") for name in module.names.values()):
         return
     for node, context in module.nodes(ast.Import, ast.ImportFrom):
@@ -63,7 +63,7 @@ def numba_cuda(module: Module) -> Iterator[Place]:
 
 
 def cupy(module: Module) -> Iterator[Place]:
-    """`import cupy`, unless its failure is handled."""
+    """Find `import cupy`, unless its failure is handled."""
     for node, context in module.nodes(ast.Import, ast.ImportFrom):
         if context.absence or module.guarded(context, "cupy") or "checking" in context.words:
             continue
@@ -72,7 +72,7 @@ def cupy(module: Module) -> Iterator[Place]:
 
 
 def triton(module: Module) -> Iterator[Place]:
-    """PTX in tl.inline_asm_elementwise, triton.language.extra.cuda, and num_warps=32."""
+    """Find PTX in tl.inline_asm_elementwise, triton.language.extra.cuda, and num_warps=32."""
     for node, context in module.nodes(ast.Call, ast.Import, ast.ImportFrom, ast.Attribute):
         if module.guarded(context) or context.absence:
             continue
@@ -104,7 +104,7 @@ def _triton_call(module: Module, node: ast.Call, context: Context) -> Iterator[P
 
 
 def fp8(module: Module) -> Iterator[Place]:
-    """torch.float8_e4m3fn where a tensor is created or converted, in files without an FNUZ type."""
+    """Find torch.float8_e4m3fn where a tensor is created or converted, in files without an FNUZ type."""
     if "fnuz" in module.text:
         return
     seen: set[int] = set()
@@ -119,7 +119,7 @@ def fp8(module: Module) -> Iterator[Place]:
 
 
 def _makes(module: Module, node: ast.AST) -> bool:
-    """Return whether a type is used, not only compared or listed in a table of all types."""
+    """Return whether a type is used, and not only compared or listed in a table of types."""
     for parent in module.above(node):
         if isinstance(parent, ast.Compare | ast.Dict | ast.Set | ast.List | ast.Tuple | ast.Subscript):
             return False
@@ -129,7 +129,7 @@ def _makes(module: Module, node: ast.AST) -> bool:
 
 
 def lanes(module: Module) -> Iterator[Place]:
-    """WARP_SIZE = 32 in a file with kernels, and `cuda.threadIdx.x % 32` of Numba."""
+    """Find WARP_SIZE = 32 in a file with kernels, and Numba's `cuda.threadIdx.x % 32`."""
     if not any(module.imports(package) for package in ("triton", "numba", "cupy", "cutlass", "tilelang", "pycuda")):
         return
     for node, context in module.nodes(ast.Assign, ast.BinOp):
@@ -146,7 +146,7 @@ def lanes(module: Module) -> Iterator[Place]:
 
 
 def sources(module: Module) -> Iterator[Place]:
-    """CUDA C++ in strings that load_inline or CuPy compile, checked like a source file."""
+    """Check CUDA C++ in strings that load_inline or CuPy compile, as in a source file."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         called = module.called(node.func)
@@ -167,7 +167,7 @@ def _resolved(module: Module, node: ast.expr | None, context: Context) -> str | 
 
 
 def _imported(node: ast.AST) -> list[str]:
-    """Return every dotted name that an import may refer to: for `from numba import cuda`, numba and numba.cuda."""
+    """Return every dotted name that an import may refer to: numba and numba.cuda for `from numba import cuda`."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -176,12 +176,12 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def _shown(node: ast.AST, name: str) -> str:
-    """Return the statement on one line, in which `name` stays visible."""
+    """Return the statement on one line, shortened so that `name` stays visible."""
     text = " ".join(ast.unparse(node).split())
     word = re.search(rf"\b{name}", text)
     return excerpt(text, *word.span()) if word else excerpt(text)
 
 
 def _end_of(text: str) -> str:
-    """Return an expression whose end must stay visible, such as `& 31`."""
+    """Return an expression, shortened so that its end stays visible, such as `& 31`."""
     return excerpt(text, len(text), len(text))

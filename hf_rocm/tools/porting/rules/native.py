@@ -1,4 +1,4 @@
-"""C, C++ and CUDA sources: a table of includes, and code that hipify can't translate to HIP."""
+"""C, C++ and CUDA sources: includes of NVIDIA's libraries, and code that hipify can't translate to HIP."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hh", ".hpp", ".i
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
 _CONDITION = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b(.*)")
 _PLATFORM = re.compile(r"HIP|ROCM|AMD|__gfx")
-# asm with a PTX mnemonic: dotted words of small letters, which no GCN mnemonic has
+# asm with a PTX mnemonic: dotted lower-case words, which GCN mnemonics do not contain.
 _ASM = re.compile(r"\basm\s*(?:(?:volatile|__volatile__)\s*)?\(")
 _MNEMONIC = re.compile(r'"(?:\{|\\n|\\t|\s)*(?:@!?%?p\s+)?\.?[a-z][a-z0-9]*(?:\.[a-z0-9:]+)+[\s\\%"]')
-# only in CUDA and HIP: SYCL, Metal and the CPU count lanes differently
+# Words that only occur in CUDA and HIP: SYCL, Metal and the CPU count lanes differently.
 _CUDA = re.compile(
     r"\b(?:threadIdx|__global__|__device__|__host__|__shfl\w*|cuda\w*)\b|(?<!\w)k?warp_?size", re.IGNORECASE
 )
 _SHUFFLE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+__shfl\w*_sync\b", re.MULTILINE)
-# strings, characters and comments; an unclosed one also matches, so that nothing is read twice
+# Strings, characters and comments. An unclosed one also matches, so that no text is read twice.
 _COMMENT = re.compile(r""""(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])'|//[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
 _MASK = re.compile(r"_sync\s*\(\s*(0xffffffff|-1u|FULL_MASK\b|~0u?)(?![0-9a-f])", re.IGNORECASE)
-# a thread index divided by 32: `threadIdx.x & 31`, `tid % 32`, `threadIdx.x >> 5`
+# A thread index divided by 32, such as `threadIdx.x & 31`, `tid % 32` or `threadIdx.x >> 5`.
 _LANES = re.compile(
     r"\b(?:threadIdx\.[xyz]|t(?:hread)?_?id_?x?|tx)\s*(?:&\s*(?:31|0x1[fF])|%\s*32|/\s*32|>>\s*5)[uU]?\b"
     r"|#\s*define\s+\w*WARP_?SIZE\w*\s+\(?32\b"
@@ -86,9 +86,9 @@ _NARROW = re.compile(r"\b(unsigned( int)?|uint32_t|int)\s+\w+\s*=\s*__(ballot|ac
 
 
 def of_native(text: str) -> Iterator[Place]:
-    """Findings in a source file, except in a preprocessor condition on HIP or ROCm."""
+    """Yield findings in a source file, except in a preprocessor condition on HIP or ROCm."""
     conditions: list[bool] = []
-    platform = 0  # how many of them name the platform
+    platform = 0  # the number of conditions that name the platform
     text = _without_comments(text)
     lines, cuda = text.splitlines(), _CUDA.search(text) is not None and "sycl::" not in text
     for number, line in enumerate(lines, 1):
@@ -126,7 +126,7 @@ def defines_shuffles(text: str) -> bool:
 
 
 def _step(conditions: list[bool], word: str, platform: bool) -> int:
-    """Enter, change or leave a condition. Returns the change in the number of conditions that name the platform."""
+    """Enter, change or leave a condition. Returns by how much the number of conditions on the platform changes."""
     if word in ("if", "ifdef", "ifndef"):
         conditions.append(platform)
         return int(platform)

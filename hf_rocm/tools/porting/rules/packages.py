@@ -16,12 +16,12 @@ IMPORT = Rule(
     "import it inside `try: … except ImportError`, or only `if torch.version.hip is None`",
 )
 
-# Words of a test for the package itself: `is_flash_attn_2_available`, `HAS_TRT`, `args.wandb`, ….
+# Package → words in a test for it, such as `is_flash_attn_2_available`, `HAS_TRT` or `args.wandb`.
 _ASKED = {"tensorrt": ("trt",), "torch_tensorrt": ("trt",), "pynvml": ("nvml",), "transformer_engine": ("te",)}
 
 
 def imports(module: Module) -> Iterator[Place]:
-    """`import pynvml` at module level, unless its failure is handled."""
+    """Find imports such as `import pynvml` at module level, unless their failure is handled."""
     for node, context in module.nodes(ast.Import, ast.ImportFrom):
         assert isinstance(node, ast.Import | ast.ImportFrom)
         if context.function is not None or context.absence or "checking" in context.words:

@@ -12,7 +12,7 @@ from hf_rocm.tools.porting.rules import requirements
 
 
 def setup_calls(module: Module) -> Iterator[Place]:
-    """setup(install_requires=[…]), also if the list is a variable."""
+    """Check setup(install_requires=[…]), even if the list is a variable."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         if (module.name(node.func) or "").rpartition(".")[2] != "setup":
@@ -30,7 +30,7 @@ def _required(module: Module, node: ast.expr, context: Context) -> Iterator[Plac
 
 
 def of_setup_cfg(text: str) -> Iterator[Place]:
-    """Findings in a setup.cfg. Raises ValueError if `text` can't be parsed."""
+    """Yield findings in a setup.cfg. Raises ValueError if `text` can't be parsed."""
     parser = configparser.ConfigParser(interpolation=None, strict=False)
     try:
         parser.read_string(text)

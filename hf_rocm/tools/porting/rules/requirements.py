@@ -1,4 +1,4 @@
-"""Requirements of pyproject.toml, requirements files, setup.cfg and `pip install`."""
+"""Requirements in pyproject.toml, requirements files, setup.cfg and `pip install`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _EXTRAS = {"jax": ("cuda", "cuda11", "cuda12", "cuda13"), "tensorflow": ("and-cu
 
 
 def of_pyproject(text: str) -> Iterator[Place]:
-    """Findings in a pyproject.toml. Raises ValueError if `text` is not TOML."""
+    """Yield findings in a pyproject.toml. Raises ValueError if `text` is not TOML."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -95,7 +95,7 @@ def of_pyproject(text: str) -> Iterator[Place]:
     for required in _strings(project.get("dependencies")):
         yield from of_requirement(required, lines.of(required))
     for name, extra in {**groups, **optional}.items():
-        if not re.search("cuda|cu1|nvidia|gpu|trt|flash|cpu|rocm|amd", name):  # an extra for one vendor
+        if not re.search("cuda|cu1|nvidia|gpu|trt|flash|cpu|rocm|amd", name):  # not an extra for one vendor
             for required in _strings(extra):
                 yield from of_requirement(required, lines.of(required))
     python = project.get("requires-python")
@@ -107,7 +107,7 @@ def of_pyproject(text: str) -> Iterator[Place]:
 
 
 def of_requirements(text: str) -> Iterator[Place]:
-    """Findings in a requirements file."""
+    """Yield findings in a requirements file."""
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.split(" #")[0].strip()
         if stripped.startswith(("--index-url", "--extra-index-url", "-i ", "-f ", "--find-links")):
@@ -117,7 +117,7 @@ def of_requirements(text: str) -> Iterator[Place]:
 
 
 class _Sources:
-    """uv's indexes by URL, and whether all packages from an index are in an extra or a group."""
+    """uv's package indexes by URL, and whether packages from an index are only in an extra or a group."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         uv = _table(_table(content, "tool"), "uv")
@@ -132,7 +132,7 @@ class _Sources:
                     self._always.add(str(source.get("index")))
 
     def only_in_an_extra(self, line: str) -> bool:
-        """Return whether uv uses the index in this line only for an extra that names it."""
+        """Return whether uv only uses the index in this line for extras or groups."""
         urls = {url for part in _QUOTED.finditer(line) for url in part.groups() if url}
         indexes = [index for url in urls for index in self._indexes.get(url, ())]
         if not indexes or not all(index.get("explicit") for index in indexes):
@@ -141,13 +141,13 @@ class _Sources:
 
 
 def of_index(text: str, line: int) -> Iterator[Place]:
-    """A package index, as in pip's options."""
+    """Check a package index, as in pip's options."""
     if _CUDA_INDEX.search(text):
         yield Place(CUDA_PIN, line, text)
 
 
 def of_requirement(text: str, line: int) -> Iterator[Place]:
-    """One requirement in pip's syntax: a name with extras, versions and a marker, or the URL of a repository."""
+    """Check a requirement in pip's syntax: a name with extras, versions and a marker, or the URL of a repository."""
     if match := _REPOSITORY.match(text):
         text = match[1]
     try:
@@ -199,7 +199,7 @@ def _strings(values: Any) -> list[str]:
 
 
 class _Lines:
-    """Finds the line of a value in the text, which the TOML parser does not report."""
+    """Find the line number of a value in the text, which the TOML parser does not report."""
 
     def __init__(self, text: str) -> None:
         self._lines: dict[str, deque[int]] = {}

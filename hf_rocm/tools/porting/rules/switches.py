@@ -1,4 +1,4 @@
-"""TF32 and cuDNN flags, which mean something else on ROCm, or nothing."""
+"""TF32 and cuDNN flags, which have a different effect on ROCm, or none."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FLAGS = {
 
 
 def flags(module: Module) -> Iterator[Place]:
-    """Assignments of a flag that are not guarded by a test of the platform."""
+    """Find assignments to a flag that are not guarded by a test of the platform."""
     for node, context in module.nodes(ast.Assign):
         assert isinstance(node, ast.Assign)
         for target in node.targets:

@@ -166,7 +166,7 @@ def test_a_loss_is_not_padded(pair):
 
 
 def test_local_attention_that_sees_no_token(pair):
-    """Masked tokens that are far from all others attend to everything in some releases, which depends on the length."""
+    """In some releases, masked tokens far from all others attend to everything, so the length changes their results."""
     prepared, stock = pair("modernbert")
     for seed, length in enumerate((12, 13, 14, 15, 12, 13)):
         given = inputs("modernbert", length=length, seed=seed, padded=8)

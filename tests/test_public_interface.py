@@ -83,7 +83,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def compare(recording: bool) -> Callable[..., None]:
-    """Compare the outputs of one command, `(exit code, data)` each, with the recorded keys and types."""
+    """Compare the outputs of one command, pairs of `(exit code, data)`, with the recorded keys and types."""
 
     def compare(command: str, *outputs: tuple[int, Any]) -> None:
         shapes: dict[str, set[str]] = {"exit code": {str(code) for code, _ in outputs}}

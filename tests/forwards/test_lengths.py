@@ -229,7 +229,7 @@ def test_every_padded_class_exists():
 
 
 def test_a_forward_that_depends_on_the_length(pair):
-    """Its results differ from those of the unpadded forward at once: padding ends, and the caller gets stock's."""
+    """Its results differ from the unpadded forward's at once: padding ends, and the caller gets stock's results."""
 
     def mean(module, args, output):
         return output + args[0].mean(1)

@@ -47,7 +47,7 @@ def build(name, **changes):
 
 
 def generate(model):
-    """(tokens, logits of the new ones [B, new, V])."""
+    """(tokens, logits of the new tokens [B, new, V])."""
     with torch.no_grad():
         made = model.generate(
             PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True

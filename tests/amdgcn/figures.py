@@ -1,4 +1,4 @@
-"""Figures about speed that are computed from the machine code, for GPUs on which nobody has run it.
+"""Performance figures that are computed from the machine code, for GPUs on which nobody has run it.
 
     python -m tests.amdgcn.figures [ARCH ...]
 

@@ -33,7 +33,7 @@ _RANKS = {"RANK", "WORLD_SIZE"}
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one rank (or of torchrun, with the output of all its ranks), and its seconds.
+    """The result of one rank (or of torchrun, with the output of all its ranks), and its duration in seconds.
 
     code: the exit status; −9 is SIGKILL; None means that it was killed at the time-out.
     left: command lines of other processes of the run that were still running; they were killed.

@@ -1,4 +1,4 @@
-"""Vision towers, and language models with one, with every feature of their files enabled."""
+"""Vision towers and language models that contain one, with every feature of their files enabled."""
 
 from tests.coverage import inputs
 from tests.coverage.case import SMALL, Case

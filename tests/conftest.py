@@ -1,4 +1,4 @@
-"""Fixtures of all tests: one thread, no network, hardware tests that are reported if they did not run, a checkpoint."""
+"""Fixtures for all tests: one thread, no network, a report of the hardware tests that did not run, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# a shell starts background processes with interrupts ignored, which child processes of tests would inherit
+# a shell starts background processes with SIGINT ignored; the tests' child processes would inherit this
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -54,8 +54,8 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests without their hardware, with reasons that scripts/test lists as not run.
 
-    Tests that compare all loaded objects run first, before other tests prepare models in the process, and so do tests
-    that measure the allocator's memory, before recordings of other tests keep some of it.
+    Tests that compare all loaded objects run first, before other tests prepare models in the process. Tests that
+    measure the allocator's memory also run first, because the recordings of other tests keep some of it.
     """
     items.sort(key=lambda item: item.path.name != "test_reversal.py" and item.get_closest_marker("first") is None)
     for marker, present, reason in (
@@ -77,7 +77,7 @@ def scratch_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def keep_the_ledger(request: pytest.FixtureRequest, scratch_cache: Path) -> Iterator[None]:
     """Keep injected faults of replays out of the user's ledger, which `hf-rocm doctor` reports.
 
-    Module scope: a module's fixture may start processes before its first test.
+    The scope is the module, because a module's fixture may start processes before its first test.
     """
     folders = request.path.relative_to(ROOT).parts[1:] if request.path.is_relative_to(ROOT) else ()
     with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +105,7 @@ def no_network() -> Iterator[None]:
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """scripts/test tests the wheel in isolation, so child processes must not start in the checkout."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # commands print as into a pipe
+        for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # commands print as they do to a pipe
             patch.delenv(name, raising=False)
         if sys.flags.isolated:
             patch.chdir(tmp_path_factory.mktemp("elsewhere"))
@@ -114,7 +114,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def manifests_parsed_once() -> Iterator[None]:
-    """Parse equal manifests once per process: every catalog that a test loads reads those of all overlays."""
+    """Parse identical manifests once per process: every catalog that a test loads reads all overlays' manifests."""
     from hf_rocm.overlay import manifest
 
     parsed: dict[str, manifest.Manifest] = {}

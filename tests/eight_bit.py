@@ -1,6 +1,6 @@
-"""The 8-bit GEMMs of this PyTorch on this CPU: private functions, which differ by release and CPU.
+"""The 8-bit GEMMs of this PyTorch release on this CPU: private functions, which differ by release and CPU.
 
-The functions are called directly, without the package: expected routes must not depend on the package's choice.
+The functions are called directly, without the package, so that expected routes don't depend on the package's choice.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SIZES = ((33, 64, 128), (1, 5, 63))  # M, N, K
 
 
 def rounding_error(x: Tensor, format: torch.dtype) -> Tensor:
-    """The largest error that `quantize_rows` may make at each element of x. x: [..., K]. Returns [..., K] in fp64.
+    """The largest error that `quantize_rows` may make in an element of x. x: [..., K]. Returns [..., K] in fp64.
 
-    Half a step: int8 has steps of one scale; fp8 has 3 bits after the leading one, so 2⁻⁴ of the number itself, but no
-    less than half of its smallest step (2⁻¹⁰ of the scale, 2⁻¹¹ on MI300).
+    The error is half a step. An int8 step is one scale. An fp8 number has 3 bits after the leading one, so half a step
+    is 2⁻⁴ of the number itself, but at least half of the smallest step (2⁻¹⁰ of the scale, 2⁻¹¹ on MI300).
     """
     scale = quantize_rows(x.double(), format)[1]
     if format == INT8:

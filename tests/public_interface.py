@@ -1,7 +1,7 @@
 """The public interface as data: `tests/public_interface.json` records it, and `test_public_interface.py` compares it.
 
-A removed key or a changed value breaks programs. A new key breaks none, but must be recorded, so that it is compared
-from then on.
+A removed key or a changed value breaks programs. A new key breaks nothing, but must be recorded so that later runs
+compare it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 Record = dict[str, Any]
 
-# Objects whose keys are data, such as names of layers: their values have one path, `{}`.
+# Objects whose keys are data, such as names of layers. All their values have the same path, `{}`.
 DATA_KEYS = frozenset({"commands", "expected", "facts", "left", "missing", "patterns", "stock", "unread", "variables"})
 
 
@@ -39,7 +39,7 @@ def save(section: str, value: Record) -> None:
 
 
 def differences(recorded: Record, now: Record) -> list[str]:
-    """One line per entry that was removed, has changed, or is not recorded yet."""
+    """One line per entry that was removed, was changed or is not recorded yet."""
     gone = [f"gone: {name}: {recorded[name]!r}" for name in recorded.keys() - now.keys()]
     new = [f"not recorded: {name}: {now[name]!r}" for name in now.keys() - recorded.keys()]
     changed = [
@@ -91,7 +91,7 @@ def _signature(function: Any) -> str:
 
 
 def commands() -> Record:
-    """Every command with its arguments and options: name, type, default, whether it is required, and its count."""
+    """Every command with its arguments and options: name, type, default, and whether it is required or repeatable."""
     from hf_rocm import check_version
     from hf_rocm.cli.app import build
 

@@ -9,7 +9,7 @@ import torch
 
 @contextmanager
 def replaced(holder, name, change):
-    """Replace an entry by change(entry) within the block. holder: a class, a module, a mapping or a registry."""
+    """Replace an entry with change(entry) within the block. holder: a class, a module, a mapping or a registry."""
     before = holder[name] if hasattr(holder, "keys") else getattr(holder, name)
     own = name in getattr(holder, "_local_mapping", holder if hasattr(holder, "keys") else vars(holder))
     put(holder, name, change(before))

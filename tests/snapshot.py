@@ -47,10 +47,10 @@ def take() -> Snapshot:
 
 
 def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[str, tuple[Any, Any]]:
-    """The entries that were replaced by another object, or are new and refer to hf_rocm: "path.name" → (before, now).
+    """The entries that were replaced, or are new and refer to hf_rocm: "path.name" → (before, now).
 
     New entries count only if they refer to hf_rocm, because transformers and torch import, register and cache at run
-    time. ignored: prefixes of modules whose caches PyTorch replaces; entries that refer to hf_rocm count there too.
+    time. ignored: prefixes of modules whose caches PyTorch replaces; their entries count only if they refer to hf_rocm.
     """
     wrong = {}
     for path, (owner, entries) in before.items():
@@ -77,7 +77,7 @@ def references() -> Iterator[str]:
 
 
 def is_hf_rocm(value: Any, depth: int = 4) -> bool:
-    """Whether a function is defined in hf_rocm or an overlay, or contains one that is: wrapped, bound, in a closure."""
+    """Whether a function is defined in hf_rocm or an overlay, or wraps, binds or closes over one that is."""
     if depth == 0:
         return False
     if _is(value, types.FunctionType):

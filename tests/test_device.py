@@ -1,4 +1,4 @@
-"""The helpers on this machine, and on a simulated ROCm build."""
+"""The device helpers on this machine, and on a simulated ROCm build."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ BOTH = "max_split_size_mb:128,expandable_segments:True"
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch):
-    """Simulate a torch for ROCm (with hip=None: without). Returns the result and the effective settings."""
+    """Simulate a ROCm build of torch (another build if hip is None). Returns (result, effective settings)."""
     for name in environment.ALLOCATOR:
         monkeypatch.setenv(name, "")  # so that the settings below are restored
         monkeypatch.delenv(name)
@@ -91,7 +91,7 @@ def test_flags_that_the_build_lacks_are_skipped(monkeypatch: pytest.MonkeyPatch)
         torch.backends.cudnn.benchmark = before
 
     class Bare:
-        """A build whose GEMMs have no such flag."""
+        """The GEMM settings of a build that lacks the flag."""
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Bare())
     text = hf_rocm.setup_environment(tf32=torch.backends.cudnn.allow_tf32)

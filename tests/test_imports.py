@@ -22,7 +22,7 @@ CEILING = 400  # lines
 CHEAP = ("hf_rocm", "hf_rocm.__main__", "hf_rocm.check_version", "hf_rocm.cli", "hf_rocm.options", "hf_rocm.overlay")
 MAY_PRINT = ("hf_rocm.cli", "hf_rocm.check_version", "hf_rocm.__main__")
 
-# The order of packages and top-level modules: imports, also inside functions, go to the same row or to a later one.
+# The order of packages and top-level modules. Imports, including those inside functions, go to the same or a later row.
 ORDER = (
     ("__main__", "check_version", "cli"),
     ("tools",),
@@ -186,7 +186,7 @@ def test_only_the_command_line_prints_or_exits() -> None:
         }
         for node in ast.walk(tree):
             if id(node) in caught:
-                continue  # failed builds of aiter exit, which must not end the user's program
+                continue  # a failed build of aiter raises SystemExit, which must not end the user's program
             if isinstance(node, ast.Name) and node.id in ("print", "exit", "quit", "SystemExit"):
                 wrong.append(f"{name}:{node.lineno} {node.id}")
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.exit", "os._exit", "sys.stdout"):
@@ -246,7 +246,7 @@ def _all_imports() -> list[Import]:
 
 
 def _graph() -> dict[str, set[str]]:
-    """The graph of imports. `from hf_rocm.ops import probe` counts as the module; packages may be imported."""
+    """The import graph. `from hf_rocm.ops import probe` is an edge to the module only; parent packages are omitted."""
     graph: dict[str, set[str]] = {name: set() for name, _ in _trees()}
     statements: dict[tuple[str, int], set[str]] = {}
     for edge in _all_imports():
@@ -279,7 +279,7 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def _package(module: str) -> str:
-    """The row entry of a module: the package or module right below hf_rocm."""
+    """The row entry of a module: the package or module directly below hf_rocm."""
     return _short(module).partition(".")[0]
 
 

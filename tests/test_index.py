@@ -1,4 +1,4 @@
-"""Every module of hf_rocm has a test file: one of its name, one that imports it, or one listed in tests/index.toml."""
+"""Every module of hf_rocm has a test file: one of the same name, one that imports it, or one in tests/index.toml."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def matches(listed: str, module: str) -> bool:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module with code, by its dotted name; an __init__.py with a docstring only is left out."""
+    """Every module with code, by its dotted name. An __init__.py with only a docstring is omitted."""
     named = {}
     for path in sorted((ROOT / "hf_rocm").rglob("*.py")):
         if any(not isinstance(statement, ast.Expr) for statement in ast.parse(path.read_bytes()).body):

@@ -1,4 +1,4 @@
-"""The GPUs and ROCm releases that are known to replay graphs wrongly, and the ROCm release of a build of torch."""
+"""The GPUs and ROCm releases that are known to replay graphs incorrectly, and the ROCm release of a torch build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executor of changes in memory: applied once, undone with the last user, in any order, under other wrappers."""
+"""Changes in memory are applied once and undone with their last user, in any order and under other wrappers."""
 
 from __future__ import annotations
 

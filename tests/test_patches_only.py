@@ -16,18 +16,18 @@ THREAD_LOCALS = ("_thread", "_loading", "_watched")
 # Attributes that an hf_rocm class declares may be set on its objects. Exceptions for other attributes: file → names.
 # The name `()` means setattr, delattr or a call that registers a hook.
 ALLOWED = {
-    # requested by the user: PyTorch's flags, as code for NVIDIA sets them
+    # PyTorch's flags, set at the user's request, as code for NVIDIA sets them
     "hf_rocm/environment.py": {"()"},
     # a child process sets each flag to its current value, to check whether the build has it
     "hf_rocm/tools/doctor/child.py": {"()"},
-    # tensors are data: their memory, and marks of aiter or hf_rocm
+    # tensors are data: their memory is replaced, or aiter or hf_rocm marks them
     "hf_rocm/generation/static_buffers.py": {"()"},
     "hf_rocm/layers/attention.py": {"()"},
     "hf_rocm/ops/mask_patterns.py": {"()"},
     "hf_rocm/ops/aiter/linear.py": {"is_shuffled"},
     "hf_rocm/ops/aiter/moe.py": {"is_shuffled"},
     "hf_rocm/weights/sharded.py": {"_local_tensor"},
-    # an object for one call: a log record, a foreign function of ctypes, a config, a stand-in module
+    # an object that exists for one call: a log record, a foreign function of ctypes, a config, a stand-in module
     "hf_rocm/distributed/rank_logging.py": {"msg", "args"},
     "hf_rocm/generation/continuous_batching.py": {"use_cuda_graph"},
     # the output of generate, before it is returned

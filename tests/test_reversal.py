@@ -28,7 +28,7 @@ KINDS = ("llama", "mixtral", "gemma2")
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 NEW = 4
 
-# Attributes that others may patch, too: the owner's name in transformers or torch, and the attribute.
+# Attributes that other libraries may patch too: (the owner's name in transformers or torch, the attribute).
 WRAPPED = (
     ("LlamaForCausalLM", "generate"),
     ("LlamaForCausalLM", "get_compiled_call"),
@@ -133,7 +133,7 @@ def test_the_snapshot_has_every_change_while_models_are_prepared():
 def can_shuffle():
     try:
         shuffled_copy.ShuffledCopy(nn.Linear(64, 32).weight, [nn.Linear(64, 32).weight], 1)
-    except Exception:  # noqa: BLE001 - whatever this machine lacks
+    except Exception:  # noqa: BLE001 - the error depends on what this machine lacks
         return False
     return True
 
@@ -213,7 +213,7 @@ class Reversal(RuleBasedStateMachine):
         try:
             hf_rocm.quantize(entry[1], "int8", keep="cpu", force=True)
         except HfRocmError:
-            return  # it is quantised already
+            return  # it is already quantised
         entry[2] = False
 
     @precondition(lambda self: self.models)

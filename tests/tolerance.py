@@ -45,12 +45,12 @@ def assert_run_as_good_as_eager(
     least: float = 0.0,
     rounded: Iterable[dict[str, torch.Tensor]] = (),
 ) -> None:
-    """The same for all results of one run: every part is compared with the largest error of any part of the eager run.
+    """Apply the tolerance to all results of one run, with the largest error of any part of the eager run.
 
-    Among hundreds of parts some are accurate by chance in the eager run, on one machine or another, and would not be
-    with another order of the same sums. Errors are relative to each part's largest value; least: its minimum, as a
-    share of the run's largest value. rounded: float64 runs whose weights were rounded once in eager's dtype. They show
-    the effect of a rounding in any order of the sums, and are run only if the eager run is not enough.
+    Among hundreds of parts, some are accurate by chance in the eager run. Which parts these are depends on the machine
+    and on the order of the sums. Errors are relative to the largest value of the part; least: its minimum, as a share
+    of the run's largest value. rounded: float64 runs whose weights have one rounding error of eager's dtype. They show
+    the effect of a rounding whatever the order of the sums, and run only if the eager run is not enough.
     """
     assert actual and actual.keys() == eager.keys() == expected.keys()
     floor = least * max(value.abs().max().item() for value in expected.values())

@@ -73,7 +73,7 @@ def break_kernel(kernels: ModuleType) -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def recorded_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Any release of aiter, by its recorded declarations, on a simulated MI300X. amd-aiter is not needed."""
+    """Any release of aiter, built from its recorded declarations, on a simulated MI300X. amd-aiter is not needed."""
     from hf_rocm.ops.aiter import detect
     from tests.aiter import recorded
     from tests.aiter.machine import pretend

@@ -31,7 +31,7 @@ FILES = {
     "flash_attn_varlen_func": ("ops/mha.py",),
     "ops.triton.attention.mha:flash_attn_func": ("ops/triton/attention/mha.py",),
 }
-# Decorators that register an operator; the first returns a function with another signature than the operator.
+# Decorators that register an operator; the first returns a function whose signature differs from the operator's.
 OPERATORS = ("compile_ops", "torch_compile_guard")
 
 

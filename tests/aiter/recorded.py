@@ -1,4 +1,4 @@
-"""Stand-ins for every release of aiter from 0.1.5 on: they check calls against its declarations and compute references.
+"""Stand-ins for every release of aiter since 0.1.5: they check calls against its declarations and compute references.
 
 releases.json holds names, order and defaults of arguments, read from the public repository.
 """
@@ -93,7 +93,7 @@ def _flash_attn_func(version: Version, a: dict[str, Any]) -> Any:
 def _triton_flash_attn_func(version: Version, a: dict[str, Any]) -> Tensor:
     left, right = a["window_size"]
     assert right == -1  # refused by the real kernel
-    tile = a["config"]  # the real kernel has no table for most Radeons, and 64 KiB of LDS for Q, K and V
+    tile = a["config"]  # the real kernel has no table for most Radeon GPUs, and Q, K and V must fit in 64 KiB of LDS
     assert (tile["BLOCK_M"] + 2 * tile["BLOCK_N"] * tile["num_stages"]) * a["q"].shape[-1] * 2 <= 2**16
     how = (a["softmax_scale"], a["causal"], left, 0 if a["causal"] else -1)
     output, lse = kernels.attend(a["q"], a["k"], a["v"], *how, name="triton")

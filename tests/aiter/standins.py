@@ -86,7 +86,7 @@ class Loader:
 
 
 def load_kernels() -> ModuleType:
-    """Import the folder `native`, which imports torch: at the first use of a kernel, once per process."""
+    """Import the folder `native` once per process, at the first use of a kernel, because it imports torch."""
     name = "aiter_standin_kernels"
     if name not in sys.modules:
         folder = HERE / "native"

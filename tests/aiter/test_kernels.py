@@ -124,7 +124,7 @@ def test_gradients(kernels, shape, dtype, window):
 
 
 def test_strides_that_kernels_cannot_read_are_copied(kernels):
-    """Sliced keys, and a query with a strided last dim: the stand-ins raise on what the kernel would misread."""
+    """Sliced keys, and a query with a strided last dim: the stand-ins raise if the kernel would misread them."""
     query, key, value = qkv(SHAPES["chunk"], torch.bfloat16)
     odd = random(2, 2, 63, 25, dtype=torch.bfloat16)[..., 1:]  # misaligned by 2 bytes
     column = query.transpose(2, 3).contiguous().transpose(2, 3)  # the last dim has stride S
@@ -232,7 +232,7 @@ def test_varlen_attention(kernels, dtype, softcap, window, d, kernel):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_decode_attention_never_reads_unwritten_keys(kernels, dtype, sinks, kv_heads):
-    """A static cache of 9 slots with 1, 4 and 9 keys; the other slots have huge values."""
+    """A static cache of 9 slots with 1, 4 and 9 keys; the other slots contain huge values."""
     query = random(3, 1, 4, 16, dtype=dtype).transpose(1, 2)
     key, value = (random(3, kv_heads, 9, 16, dtype=dtype, seed=seed) for seed in (1, 2))
     for row, length in enumerate((1, 4, 9)):
@@ -301,7 +301,7 @@ def test_compiled_without_a_graph_break(kernels):
     torch._dynamo.reset()
     compiled = torch.compile(every_operation, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), options.override(tier="aiter", probe=False):
-        for length in (7, 9, 12):  # dynamic from the second on
+        for length in (7, 9, 12):  # dynamic from the second length on
             arguments = (
                 random(2, 4, length, 16, dtype=torch.bfloat16),
                 random(2, 2, length, 16, dtype=torch.bfloat16),

@@ -47,7 +47,7 @@ def build(name, **changes):
 
 
 def generate(model):
-    """(tokens, logits of the new ones [B, new, V])."""
+    """(tokens, logits of the new tokens [B, new, V])."""
     with torch.no_grad():
         made = model.generate(
             PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
@@ -168,13 +168,13 @@ def test_models_with_softcap_windows_and_sinks(kernels, interface, name, changes
     assert {(route.operation, route.tier) for route in routes} == {("attention", "aiter")}
     assert [call.kernel for call in kernels.CALLS] == [kernel] * 2 * NEW_TOKENS
     lefts = [call.arguments["window_size_left"] for call in kernels.CALLS]
-    assert lefts == [4, -1] * NEW_TOKENS  # a window of 5 keys is 4 to the left
+    assert lefts == [4, -1] * NEW_TOKENS  # a window of 5 keys extends 4 to the left
     if name == "Gemma2":
         assert {call.arguments["logits_soft_cap"] for call in kernels.CALLS} == {2.0}
 
 
 def test_warmup_builds_and_checks_kernels_in_advance(kernels, tmp_path, capsys, monkeypatch):
-    """The next process uses kernels that `hf-rocm warmup` has checked without another check."""
+    """The next process uses the kernels that `hf-rocm warmup` has checked, and does not check them again."""
     from hf_rocm.cli import main
     from hf_rocm.ops import probe, probe_worker, registry
 

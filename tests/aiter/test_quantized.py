@@ -112,7 +112,7 @@ class TestRealPackage:
         is_right(output, x, weight, scale, bias)
 
     def test_a_model_is_shuffled_in_place_and_runs_the_kernel(self, kernels):
-        """The kernel is first checked in a child process, which has the stand-in, too."""
+        """The kernel is first checked in a child process, which also has the stand-in."""
         import hf_rocm
         from hf_rocm.ops import registry
         from hf_rocm.weights import eight_bit as quantizing

@@ -1,7 +1,8 @@
 """Barriers that a wave can reach while its stores to LDS are in flight, in the compiled text.
 
-A barrier orders what has completed, so the compiler has every wave wait for its stores to LDS first. Without this wait
-another wave may read the bytes too early. Launches notice only if one runs the path and two waves use the bytes.
+A barrier orders only completed operations, so the compiler makes every wave wait for its stores to LDS first. Without
+this wait, another wave may read the bytes too early. A launch detects this only if it runs the path and two waves use
+the bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tests.amdgcn.machine import Program
 
 
 def unwaited(program: Program) -> Iterator[tuple[int, int]]:
-    """(barrier, store) of every barrier that a path leads to from a store to LDS without a wait for it."""
+    """Yield (barrier, store) for every barrier that a path reaches from a store to LDS without a wait for the store."""
     counter = program.target.counters["lds"]
     seen = set[int]()
     for store, instruction in enumerate(program.instructions):

@@ -1,4 +1,4 @@
-"""Faults that change nothing but that `equivalent.py` cannot prove, with a proof by hand."""
+"""Faults that change nothing, with proofs by hand, because `equivalent.py` cannot prove it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _PAGE = 4096
 
 # Triton uses buffer instructions for tensors of at most 2³¹ - 1 bytes. Masked lanes get a larger offset.
 RECORDS, MASKED = 0x7FFFFFFE, 0x80000000
-FLAGS = {True: 0x27000, False: 0x31027000}  # of CDNA, of RDNA
+FLAGS = {True: 0x27000, False: 0x31027000}  # for CDNA, for RDNA
 
 
 class Code:
@@ -43,11 +43,11 @@ class Code:
         self.checked: Program | None = None
 
     def check_text(self) -> None:
-        """Raise for what is wrong in the text, whether a launch reaches it or not.
+        """Raise for errors in the text, whether a launch reaches them or not.
 
-        `Rounding` for a division that is not the compiler's sequence, and for a planted fault in a conversion: one that
-        continues after a label is not recognised, so those of the compiled program are only counted. `Race` for a
-        barrier without the wait before it.
+        `Rounding` for a division that is not the compiler's sequence, and for a planted fault in a conversion. A
+        conversion that continues after a label is not recognised, so as many errors as in the compiled program are
+        allowed. `Race` for a barrier without the wait before it.
         """
         if self.checked is self.program:
             return
@@ -177,7 +177,7 @@ _PATTERNS = [0, *_CLEARED, *(one | other for place, one in enumerate(_CLEARED) f
 class Space:
     """The address space of one launch. tensors: the tensors of every storage, by the storage's address on the CPU.
 
-    turn: index of the launch among those of its form.
+    turn: index of the launch among the launches of its form.
     """
 
     def __init__(self, cdna: bool, turn: int = 0) -> None:

@@ -1,6 +1,6 @@
 """Prove that a one-instruction fault changes nothing in a compiled form.
 
-If no case detects a fault, either the cases are incomplete or the fault has no effect. The second can be proven here,
+If no case detects a fault, either the cases are incomplete or the fault has no effect. The latter can be proven here,
 always for one compiled form and for all data and sizes, in one of these ways:
 
 - the instruction computes the same value as before, from constants and the thread's index alone;

@@ -2,8 +2,8 @@
 
 `pytest tests/triton --machine-code gfx942 --machine-code-faults 60 --machine-code-report FILE` first runs the selected
 cases without faults and records which compiled forms they execute. Then it draws faults by seed: a kernel, one of its
-forms, an instruction that a case reached, a change. The cases that execute the form run until one fails. Faults that no
-case detects are listed. `--machine-code-again FILE` plants the faults of an earlier report instead.
+forms, an instruction that a case reached, and a change. The cases that execute the form run until one fails. Faults
+that no case detects are listed. `--machine-code-again FILE` plants the faults of an earlier report instead.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Faults:
                 launches.append(kept)
 
     def survey(self) -> list[str]:
-        """Run every case without faults. Returns the names of those that fail; they are excluded."""
+        """Run every case without faults. Returns the names of the cases that fail; they are excluded."""
         good = []
         with _listed(driver.WATCHERS, self.watch), _listed(driver.KEEPERS, self.keep):
             for number in range(len(self.items)):

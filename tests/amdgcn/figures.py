@@ -1,4 +1,4 @@
-"""Figures about speed that are computed from the machine code, for GPUs on which nobody has run it.
+"""Performance figures that are computed from the machine code, for GPUs on which nobody has run it.
 
     python -m tests.amdgcn.figures [ARCH ...]
 
@@ -27,7 +27,7 @@ class Memory:
     """A GPU's memory. bandwidth: bytes per second of one die; latency: seconds, assumed; units: compute units as HIP
     counts them.
 
-    simds, lds: per unit (a pair on RDNA). waves: the maximum per SIMD.
+    simds, lds: per unit (a pair of compute units on RDNA). waves: the maximum per SIMD.
     """
 
     bandwidth: float
@@ -65,7 +65,7 @@ _WAIT = re.compile(r"s_waitcnt.*\bvmcnt\((\d+)\)|s_wait_loadcnt(?:_dscnt)? (0x[0
 @dataclass(frozen=True)
 class Case:
     """An operation with a model's sizes but fewer weight rows. larger: the ratio of the model's number of programs to
-    this one."""
+    this one's."""
 
     name: str
     run: Callable[[], Any]

@@ -73,7 +73,7 @@ def draw(index: int, instruction: str, rng: random.Random) -> Fault | None:
 
 
 def _wait(text: str, rng: random.Random) -> str | None:
-    """Omit a wait, or let it wait for one operation less."""
+    """Omit a wait."""
     if text.startswith(("s_waitcnt_depctr", "s_wait_alu")):
         return None
     if text.startswith("s_wait_") or text.startswith("s_waitcnt"):
@@ -130,7 +130,7 @@ def _address(text: str, rng: random.Random) -> str | None:
 
 
 def _operand(text: str, rng: random.Random) -> str | None:
-    """Replace a source by another register."""
+    """Replace a source with another register."""
     if text.startswith(("s_wait", "s_branch", "s_cbranch", "s_load", "s_nop", "s_barrier")) or "::" in text:
         return None
     first = text.find(",")
@@ -143,7 +143,7 @@ def _operand(text: str, rng: random.Random) -> str | None:
 
 
 def _result(text: str, rng: random.Random) -> str | None:
-    """Replace the destination by another register."""
+    """Replace the destination with another register."""
     match = re.match(r"(v_\w+ )v(\d+)(?=,)", text)
     if match is None or "::" in text:
         return None
@@ -151,7 +151,7 @@ def _result(text: str, rng: random.Random) -> str | None:
 
 
 def _constant(text: str, rng: random.Random) -> str | None:
-    """Another constant."""
+    """Change a constant."""
     if text.startswith(("s_wait", "s_nop", "s_clause", "s_delay", "s_setprio", "s_sendmsg", "s_barrier")):
         return None
     operands = text.split(" offset", 1)[0]
@@ -165,7 +165,7 @@ def _constant(text: str, rng: random.Random) -> str | None:
 
 
 def _opcode(text: str, rng: random.Random) -> str | None:
-    """Replace the operation, with the same operands."""
+    """Replace the operation, but keep the operands."""
     name, space, rest = text.partition(" ")
     encoding = next((suffix for suffix in _ENCODINGS if name.endswith(suffix)), "")
     plain = name[: len(name) - len(encoding)]

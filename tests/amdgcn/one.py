@@ -14,7 +14,7 @@ from .machine.run import Launch
 from .machine.state import State
 from .machine.targets import TARGETS
 
-# one target per instruction set; except for scalar floats, the others are equal to one of these
+# one target per instruction set; all others equal one of these, except for scalar floats
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 CDNA = tuple(name for name in ARCHITECTURES if TARGETS[name].cdna)
 RDNA = tuple(name for name in ARCHITECTURES if not TARGETS[name].cdna)

@@ -1,4 +1,4 @@
-"""Records what was executed of every compiled kernel: the launches, and the instructions that a case reached."""
+"""Record what was executed of every compiled kernel: the launches, and the instructions that a case reached."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from tests.amdgcn.machine.operands import SCALAR, VCC, parse
 from tests.amdgcn.machine.text import Instruction
 from tests.amdgcn.values import Values
 
-_WITH_CONSTANTS = {"product": None, "plus": None, "masked": 0xFFFF0000, "shifted": 16}  # and their constants
+_WITH_CONSTANTS = {"product": None, "plus": None, "masked": 0xFFFF0000, "shifted": 16}  # the constant; None: any
 DIVISION = "the division that ends here is not rounded correctly"
-_NAN = (0x7FFF, 0x7FFF0000)  # of bfloat16, and the same before the shift
+_NAN = (0x7FFF, 0x7FFF0000)  # NaN in bfloat16, and the same bits before the shift
 
 
 def wrong(program: Program) -> Iterator[tuple[int, str]]:

@@ -31,7 +31,7 @@ ELSEWHERE: Mapping[str, str] = {
 # They run only with all cases.
 LONG = frozenset({"test_models", "test_experts_models", "test_quantized_models", "test_trained", "test_probe_cases"})
 
-# Names of functions that test the host, some without a reference for the kernel's result. A share excludes them.
+# Names of functions that test the host; some have no reference for the kernel's result. A share excludes them.
 HOST = re.compile(
     r"refus|operators?_(of|in)_|is_needed|alone_are_ours|served_with|tile_is_whole|for_nothing|no_tokens|unknown"
     r"|compiled_ahead|pairs_are_few|users_own|one_graph|one_launch|tier_was_named|says_the_truth"
@@ -140,8 +140,8 @@ def plants_faults(config: pytest.Config) -> bool:
 
 
 def _drawn(items: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
-    """Select `count` cases of every module, ordered by a checksum of architecture and name, so that every run is the
-    same.
+    """Select `count` cases of every module, ordered by a checksum of architecture and name, so that every run selects
+    the same ones.
 
     The order starts with one case of every function, then a second one of every function, and so on.
     """

@@ -1,4 +1,4 @@
-"""A barrier with stores to LDS in flight is an error in the text, whether a launch meets a race or not."""
+"""A barrier with stores to LDS in flight is an error in the text, whether or not a launch causes a race."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_stores_are_waited_for_before_a_barrier(arch):
 
 @each_architecture
 def test_every_path_is_followed(arch):
-    """The fault of gfx1100: the barrier at the start of a loop is reached again, behind the stores of an iteration."""
+    """The fault of gfx1100: the barrier at the start of a loop is reached again, after the stores of an iteration."""
     store, wait, barrier = STORE[arch], WAIT[arch], BARRIER[arch]
     loop = [wait, "again:", *barrier, store, "s_cbranch_scc1 again", wait, *barrier]
     end = len(barrier)

@@ -1,4 +1,4 @@
-"""The properties of a presented AMD GPU, and that the process is restored afterwards."""
+"""The properties of a presented AMD GPU, and the restored state of the process afterwards."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_storages_are_far_apart_and_views_lie_inside():
 
 
 def test_every_bit_of_an_address_and_every_carry_matters():
-    """For a storage at any position, in one of two consecutive launches: 8 GiB between storages, 48 bits, same
-    alignment."""
+    """One of two consecutive launches sets a given address bit, and one crosses a multiple of 2³². Storages are far
+    apart and keep their alignment."""
     for place in range(12):
         bases = [base(place, turn, 10_000, 0x1230) for turn in range(2)]
         assert {start >> 32 != start + 9_999 >> 32 for start in bases} == {True, False}

@@ -44,8 +44,8 @@ def loaded():
 
 @pytest.mark.parametrize("kind", mutate.KINDS)
 def test_a_planted_fault_is_found(kind, loaded):
-    """At least one of the first three applicable faults is detected. A single one may have no effect, such as a
-    redundant wait."""
+    """At least one of the first three applicable faults is detected. A single one may have no effect, such as omitting
+    a redundant wait."""
     check, code, reached = loaded
     whole, rng, planted = code.program, random.Random(kind), 0
     order = rng.sample(reached, len(reached))

@@ -42,7 +42,7 @@ def test_what_was_not_reached_is_counted(tmp_path, capsys):
 
 
 def test_the_other_entry_is_explained():
-    """What a launch with preloaded arguments skips, if it is nothing but the loads of these arguments."""
+    """The instructions that a launch with preloaded arguments skips, if they only load these arguments."""
     (share,) = unreached.shares("gfx942", [form(reached=[2], entry=2)])
     assert (share.reached, share.explained, dict(share.places)) == (1, 2, {"norm.py:28": 1})
     (share,) = unreached.shares("gfx942", [form(reached=[0, 1, 2, 3], entry=2)])
@@ -50,7 +50,7 @@ def test_the_other_entry_is_explained():
     instructions = ["v_mov_b32_e32 v1, 0", *INSTRUCTIONS[1:]]
     (share,) = unreached.shares("gfx942", [form(reached=[2], entry=2, instructions=instructions)])
     assert share.explained == 0 and share.missed == pytest.approx(3 / 4)
-    instructions = [INSTRUCTIONS[0], "s_waitcnt lgkmcnt(0)", *INSTRUCTIONS[2:]]  # it goes on where the other starts
+    instructions = [INSTRUCTIONS[0], "s_waitcnt lgkmcnt(0)", *INSTRUCTIONS[2:]]  # it continues where the other starts
     (share,) = unreached.shares("gfx942", [form(reached=[2], entry=2, instructions=instructions)])
     assert share.explained == 0
 

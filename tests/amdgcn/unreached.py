@@ -29,7 +29,7 @@ _INSTRUCTION = re.compile(r"(?:[.\w$]+:\s*)?(?:s|v|ds|global|buffer|flat|scratch
 class Share:
     """The share of a kernel's compiled forms on one architecture that was reached.
 
-    explained: instructions that were not reached for a reason that holds for every launch. places: of all others.
+    explained: instructions that no launch can reach. places: the source lines of all others that were not reached.
     """
 
     arch: str
@@ -63,14 +63,14 @@ def source_lines(text: str) -> list[str]:
 def other_entry(instructions: Sequence[str], entry: int) -> range:
     """The instructions of the entry that a launch with preloaded arguments skips: they load the arguments.
 
-    entry: where such a launch starts, or 0. Nothing if there are other instructions before it.
+    entry: where such a launch starts, or 0. The range is empty if there are other instructions before it.
     """
     first = instructions[:entry]
     return range(entry if all(map(_ENTRY.fullmatch, first)) and any("branch" in text for text in first) else 0)
 
 
 def shares(arch: str, forms: Iterable[Mapping[str, Any]]) -> Iterator[Share]:
-    """Yield one `Share` for every kernel. forms: as `record.Executed` has them."""
+    """Yield one `Share` for every kernel. forms: the fields of `record.Executed`."""
     kernels: dict[str, list[Mapping[str, Any]]] = {}
     for form in forms:
         kernels.setdefault(form["kernel"], []).append(form)
@@ -86,7 +86,7 @@ def shares(arch: str, forms: Iterable[Mapping[str, Any]]) -> Iterator[Share]:
 
 
 def missed(shares: Sequence[Share]) -> float:
-    """The share of the instructions of all these kernels that was not reached without an explanation."""
+    """The share of the instructions of all these kernels that were not reached and have no explanation."""
     return sum(share.places.total() for share in shares) / max(1, sum(share.instructions for share in shares))
 
 

@@ -43,7 +43,7 @@ def test_it_takes_less_than_a_second_and_imports_nothing_heavy(site: Site) -> No
     install(transformers_path=site.path)
 
     def took(*command: str) -> tuple[float, subprocess.CompletedProcess[str]]:
-        began = resource.getrusage(resource.RUSAGE_CHILDREN)  # processor time, because of other load
+        began = resource.getrusage(resource.RUSAGE_CHILDREN)  # CPU time, which depends little on other load
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime, done
@@ -132,7 +132,7 @@ def package(folder: Path, name: str, files: dict[str, str]) -> None:
 
 @pytest.fixture
 def bare_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Reduce the search path to this folder, for packages that must not be the real ones."""
+    """Reduce the search path to this folder, so that the installed torch and aiter are not found."""
     for name in ("torch", "aiter"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])

@@ -22,7 +22,7 @@ Command = Callable[..., Outcome]
 
 
 def grouped(shown: str) -> dict[str, list[str]]:
-    """The state of every model in a table of groups. A row that begins with blanks continues the previous one."""
+    """The state of every model in a table of groups. A row that begins with spaces continues the previous one."""
     result, state = {}, []
     for line in shown.splitlines():
         first = re.match(r"(.*)transformers-\S+ (.*)", line)

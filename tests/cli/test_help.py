@@ -79,7 +79,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_option_is_named_only_by_its_placeholder():
-    """typer 0.26.8 to 0.27.2 uses a placeholder as the option's name if it is the parameter's name in capitals."""
+    """typer 0.26.8 to 0.27.2 use a placeholder as the option's name if it is the parameter's name in capitals."""
 
     def commands(group, path=()):
         for name, command in getattr(group, "commands", {}).items():

@@ -1,4 +1,5 @@
-"""Text on narrow and wide terminals and in pipes: nothing is cut, words stay whole, colours only on terminals."""
+"""Text on narrow and wide terminals and in pipes: nothing is truncated, words are not split, and only terminals get
+colours."""
 
 from __future__ import annotations
 

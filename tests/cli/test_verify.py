@@ -31,7 +31,7 @@ def verify(*arguments):
 
 @pytest.fixture(scope="module")
 def golden(tiny_checkpoint, tmp_path_factory):
-    """Recorded without ROCm and without force: only stock."""
+    """A golden file of the stock model, recorded without ROCm and without force."""
     file = tmp_path_factory.mktemp("golden") / "tiny.safetensors"
     assert verify(tiny_checkpoint, "--save-golden", file) == 0
     return file

@@ -32,12 +32,12 @@ SMALL: dict[str, Any] = {
 class Case:
     """A model type in one tiny configuration, with every feature of its family enabled.
 
-    overlay: the folder of the stock file. model, config: class names in transformers. arguments: of the config; a
-    callable gets the transformers module (for nested configs). attention: the stock classes whose forward is replaced;
-    each must be called in every layer that has it. older: the same for releases below a version, where the model had
-    other classes. since, until: the releases that have the model with an overlay; until is the first one without. kind:
-    the kind of inputs, see `inputs.py`. experts: of a mixture-of-experts model, the stock class whose forward runs the
-    experts, by the release below which it is this class.
+    overlay: the folder of the stock file. model, config: class names in transformers. arguments: the config's
+    arguments; a callable receives the transformers module (for nested configs). attention: the stock classes whose
+    forward is replaced; each must be called in every layer that has it. older: maps a version to these classes in
+    earlier releases. since, until: the first release that has the model with an overlay, and the first one after it
+    that does not. kind: the kind of inputs, see `inputs.py`. experts: for a mixture-of-experts model, maps a version to
+    the stock class whose forward runs the experts in earlier releases.
     """
 
     overlay: str
@@ -110,6 +110,6 @@ class Case:
 
 
 def params(cases: list[Case], without: str | None = None) -> Any:
-    """Parametrise a test by the cases of this release. without: a scenario that some models don't support in stock."""
+    """Parametrise a test with the cases of this release. without: a scenario; omit cases that stock can't run in it."""
     chosen = [case for case in cases if case.here and without not in case.stock_can_not]
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in chosen])

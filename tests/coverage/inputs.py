@@ -83,9 +83,9 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
 def in_float64() -> Iterator[None]:
     """Patch stock for float64 models, where it uses float32 in four places.
 
-    Some masks are made in the default dtype, in which float64's minimum overflows. So it does in the softmax of eager
-    attention, which computes in float32, and in CodeGen's float32 scores up to 5.1: these masks use float32's minimum.
-    Position tables are interpolated in float32, at points in float64.
+    Some masks are made in the default dtype, the softmax of eager attention is computed in float32, and so are
+    CodeGen's scores up to 5.1. float64's minimum overflows in float32, so masks use float32's minimum. Position tables
+    are interpolated in float32, at points in float64.
     """
     kept, stock, sample, finfo = torch.get_default_dtype(), functional.softmax, functional.grid_sample, torch.finfo
     least = {name: getattr(finfo(torch.float64), name) for name in ("bits", "eps", "max", "tiny", "resolution")}

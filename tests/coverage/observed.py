@@ -3,7 +3,7 @@
     python -m tests.coverage.observed docs/support              write <release>.json for the installed transformers
     python -m tests.coverage.observed docs/support mistral …    only the rows of these overlays
 
-Nothing is declared: a mark is set if an operation ran inside a replaced forward, in every module of its class.
+Marks are not declared: each is set if an operation ran inside a replaced forward, in every module of its class.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _ran(operations: set[str], every: set[str], has: bool, why_stock: str) -> st
 def record(models: Iterable[str] = (), known: dict[str, Row] | None = None) -> dict[str, Row]:
     """Every overlay of the installed release, from every case that uses it.
 
-    models: the overlays to observe, by default all. known: the recorded rows of the others.
+    models: the overlays to observe, by default all. known: the recorded rows of the other overlays.
     """
     from tests.coverage.cases import CASES
 

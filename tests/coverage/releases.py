@@ -1,4 +1,4 @@
-"""The cases that run in each tested release: a case that would test the same in two releases runs in the newer one."""
+"""The cases that run in each tested release: a case that would test the same code in two releases runs in the newer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """With torch.compile a model is one graph with hf_rocm's operations, if stock is one graph.
 
-Tracing a model takes seconds. So every overlay is traced once, in the newest tested release that has it, with one layer
+Tracing a model takes seconds, so every overlay is traced once, in the newest tested release that has it, with one layer
 of each kind. One model of each kind of input, mask and cache is traced in every release, with all layers.
 """
 

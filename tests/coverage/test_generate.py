@@ -1,7 +1,7 @@
 """generate() returns stock's tokens with caches of every kind, padding, beams, an assistant, and moving windows.
 
 In releases between the oldest and the newest, only one model of each kind is tested if a newer release has the same
-overlay. Their forwards, including those on a filled cache, are compared with stock's in every release.
+overlay. The forwards of all models, including those on a filled cache, are compared with stock's in every release.
 """
 
 from __future__ import annotations

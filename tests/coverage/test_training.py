@@ -31,7 +31,7 @@ def gradients(case, model):
 
 
 def rounded_once(case, exact, *, times=4):
-    """Gradients in float64 with weights that differ from the real ones as rounding to fp32 makes them differ."""
+    """Gradients in float64 of models whose weights are perturbed by as much as rounding to fp32 perturbs them."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(times):
         model = copy.deepcopy(exact)
@@ -47,7 +47,7 @@ def rounded_once(case, exact, *, times=4):
 def test_loss_and_gradients(case, trio):
     prepared, stock, exact = trio()
     embedding = patch_embeddings.in_force(prepared)
-    patch_embeddings.detach(prepared)  # tests/weights compares its gradients: here sums in another order would decide
+    patch_embeddings.detach(prepared)  # tests/weights compares its gradients; here the order of sums would decide
     try:
         with counted() as hits:
             actual = gradients(case, prepared)

@@ -1,7 +1,7 @@
 """Run by `accelerate launch` in each of two processes: split prompts, and a prepared model in an Accelerator.
 
-Arguments: the checkpoint, and a folder to save to. `cpu=True` is for these tests: otherwise a GPU would be used if
-there is one.
+Arguments: the checkpoint, and a folder to save to. This script passes `cpu=True`, because accelerate would otherwise
+use a GPU if there is one.
 """
 
 from __future__ import annotations

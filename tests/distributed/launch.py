@@ -1,7 +1,7 @@
 """Start N ranks over gloo on the CPU, as plain processes or under torchrun, and read their output.
 
-Every process has a mark in its environment, so that remaining processes are found under any parent, and killed after a
-failed test, too.
+Every process has a mark in its environment, so that remaining processes are found under any parent and killed, even
+after a failed test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RANKS = {"RANK", "WORLD_SIZE"}
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one rank (or of torchrun, with the output of all its ranks), and its seconds.
+    """The result of one rank (or of torchrun, with the output of all its ranks), and its duration in seconds.
 
     code: the exit status; −9 is SIGKILL; None means that it was killed at the time-out.
     left: command lines of other processes of the run that were still running; they were killed.
@@ -137,7 +137,7 @@ class _Started:
 
 def _start(command: Sequence[object], environ: Mapping[str, str], mark: str) -> _Started:
     # files instead of pipes: a rank with much output must not block while another one is read
-    out, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+    out, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - stays open as long as the process
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],
         env={**_base(), **environ, MARK: mark},

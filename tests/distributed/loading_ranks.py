@@ -1,4 +1,4 @@
-"""Run by test_ranks.py in each of two ranks: the agreement when they load, and the log messages.
+"""Run by test_ranks.py in each of two ranks: the handshake before they load, and the log messages.
 
 Arguments: a checkpoint, and one whose heads can't be divided. Prints a line of JSON: check → observation.
 """

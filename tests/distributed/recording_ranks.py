@@ -151,7 +151,7 @@ def stops_together_where_one_rank_has_another_model(checkpoint):
     assert "in different states" in refused(model)
     state = known(model)
     before = state.replayed
-    generate(model)  # both ranks count from there
+    generate(model)  # the counts of both ranks are equal again
     assert state.replayed > before
 
 
@@ -171,7 +171,7 @@ def other_groups_end_without_them(checkpoint):
     assert all(now is place for now, place in zip(places(), before, strict=True))
     group = dist.new_group()
     dist.barrier()  # under load, the other rank may still be connecting to this one
-    dist.destroy_process_group(group)  # as at the start
+    dist.destroy_process_group(group)  # only the initial group remains
 
 
 def recordings_go_before_their_group_does(checkpoint):
@@ -220,7 +220,7 @@ def main(checkpoint: str) -> None:
         try:
             check(checkpoint)
             results[check.__name__] = ""
-        except Exception:  # noqa: BLE001  one check's failure is that check's
+        except Exception:  # noqa: BLE001  a failed check must not stop the others
             results[check.__name__] = traceback.format_exc()
         if check is not CHECKS[-1]:
             dist.barrier()

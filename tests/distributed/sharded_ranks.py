@@ -152,7 +152,7 @@ class Sharded:
         with torch.no_grad():
             block = [live(module) for module, _ in groups(model)]
         assert all(group is not None and group.weight.dtype == torch.float64 for group in block)
-        if self.checkpoint.name != "mixtral":  # stock runs its experts in fp32 and lower precision
+        if self.checkpoint.name != "mixtral":  # stock runs its experts only in fp32 and lower precision
             twin = self.kind.from_pretrained(self.checkpoint, tp_plan="auto", **self.asked).double()
             same(run(model), run(twin))
 
@@ -174,7 +174,7 @@ class Sharded:
         same(run(self.model), run(self.stock))
 
     def leaves_nothing(self):
-        """No references in transformers, torch or accelerate, except those of the compiler to a traced model."""
+        """transformers, torch and accelerate keep no references to hf_rocm, except the compiler's to a traced model."""
         hf_rocm.deactivate()
         gc.collect()
         patches.sweep()
@@ -191,7 +191,7 @@ def plain(gradient):
 
 
 def groups_of_names(stock, prepared, module):
-    """The stock module with the same name as this one of the prepared model."""
+    """The stock module with the same name as this module of the prepared model."""
     name = next(name for name, named_module in prepared.named_modules() if named_module is module)
     return stock.get_submodule(name)
 
@@ -247,7 +247,7 @@ def main(checkpoints: str, out: str) -> None:
             try:
                 check(models)
                 results[check.__name__] = ""
-            except Exception:  # noqa: BLE001  one check's failure is that check's
+            except Exception:  # noqa: BLE001  a failed check must not stop the others
                 results[check.__name__] = traceback.format_exc()
         print(json.dumps({checkpoint.name: results}), flush=True)
     dist.barrier()

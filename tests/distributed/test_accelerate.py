@@ -269,7 +269,7 @@ class Counts(ModelHook):
 
 
 def test_a_user_hook_in_addition_to_accelerates(model, stock):
-    """It is called in order, and the group of its layer runs unfused until it is removed."""
+    """The hook is called in order, and the group of its layer runs unfused until the hook is removed."""
     messages = {}
     for variant in (model, stock):
         _dispatch_in_place(variant, None)

@@ -114,7 +114,7 @@ def test_the_rank_with_the_store_waits_until_the_others_have_read_it():
     store, gone = HashStore(), threading.Event()
 
     class Far:
-        """A slow store that exists as long as the first rank."""
+        """A slow store that is lost when the first rank ends."""
 
         def __getattr__(self, name):
             time.sleep(0.2)

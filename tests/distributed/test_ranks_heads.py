@@ -1,4 +1,4 @@
-"""Indivisible heads are refused only if the plan divides them."""
+"""Heads that can't be divided are refused only if the plan divides them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pytest
 from hf_rocm.ops import probe, probe_lock, probe_worker
 from tests.distributed.launch import run_ranks, succeeded
 
-# The checking rank continues until the others have arrived, too.
+# The rank that checks does not finish before the others have arrived.
 RANK = """
 import json, os, sys, time, warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training in two processes equals stock: gradients, updated weights, files. The scripts have the checks."""
+"""Training in two processes equals stock: gradients, updated weights, files. The checks are in the scripts."""
 
 from __future__ import annotations
 

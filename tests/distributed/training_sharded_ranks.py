@@ -32,9 +32,9 @@ from tests.weights.models import blocks, live, logits
 
 
 def steps_like_stock(shard, gather, words: tuple[str, ...]) -> None:
-    """Train and evaluate sharded models, prepared before or after sharding, and stock: equal weights and logits.
+    """Train and evaluate sharded models: stock, prepared before and prepared after sharding. The results are equal.
 
-    words: one of them is part of the reason why nothing is fused.
+    words: every reason why nothing is fused contains one of them.
     """
     results = []
     for when in ("stock", "float64", "before", "after"):

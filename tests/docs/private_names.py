@@ -1,7 +1,7 @@
 """The private names of torch, transformers, Triton and accelerate in the package's sources, found in the syntax trees.
 
-A name is private if it begins with an underscore. It counts as an attribute of anything, as an imported name and as a
-string (`getattr(x, "_name")`, a key of `__dict__`, a name to replace), unless a class of the package has such a member.
+A name is private if it begins with an underscore. Attributes, imported names and strings count (`getattr(x, "_name")`,
+a key of `__dict__`, a name to replace), unless a class of the package has a member of that name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READERS = "hf_rocm/tools/porting/"
 
 @dataclass
 class Names:
-    """The uses of private names; `members`: names that a class of the package has too."""
+    """The uses of private names; `members`: names that a class of the package also has."""
 
     used: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     members: set[str] = field(default_factory=set)

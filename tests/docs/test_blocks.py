@@ -81,7 +81,7 @@ def commands() -> list[object]:
 
 @pytest.fixture
 def page_names(tiny_checkpoint, monkeypatch, tmp_path):
-    """The names that a page's code may use: a loaded model with its tokenizer and inputs, with the path forced."""
+    """The names that a page's code may use: a loaded model with its tokenizer and inputs. hf_rocm is forced."""
     import transformers
 
     import hf_rocm

@@ -1,4 +1,4 @@
-"""The documentation site: the effect of its hook on pages, and a navigation that fits on one line."""
+"""The documentation site: what its hook does to pages, and a navigation bar that fits on one line."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def reasons(model):
 
 
 def recorder_with(fault, *, first):
-    """A recorder whose replays have this fault in a linear layer, from the first one on that is named."""
+    """A recorder whose replays have this fault in a linear layer, starting with replay number `first`."""
 
     def of_linear(kept, memory):
         return fault([(_named(operator), *rest) for operator, *rest in kept], memory)
@@ -92,7 +92,7 @@ def recorder_with(fault, *, first):
 
 
 def _named(operator):
-    """Compute linear layers with `addmm`."""
+    """Name the operator of a linear layer `aten.mm`, as the faults expect."""
     if str(operator) not in ("aten.addmm.default", "aten.linear.default"):
         return operator
 

@@ -89,7 +89,7 @@ def inputs(name: str, rows: int = 2, length: int = 7, seed: int = 0, padded: int
 
 
 def random_kind(name: str, draw: random.Random) -> dict[str, Any]:
-    """A kind of call: shapes and flags, repeated with other values."""
+    """A kind of call: the shapes and flags of calls that differ only in their values."""
     flags: dict[str, Any] = draw.choice(({}, {}, {"output_hidden_states": True}, {"return_dict": False}))
     rows, length = draw.choice(((1, 7), (2, 7), (2, 9)))
     masked = draw.random() < 0.8

@@ -22,12 +22,12 @@ from tests.forwards.families import make, random_call, random_kind
 from tests.releases import RELEASE, TESTED
 
 CALLS = 200
-KINDS = 40  # calls of the same kinds
+KINDS = 40  # consecutive calls of the same kinds
 MODES = (torch.no_grad, torch.inference_mode)
 MASKS = (torch.long, torch.long, torch.int32, torch.bool)
 ADAPTERS = ("first", "second", None)
 
-# Share of the calls: when the models change.
+# The share of the calls after which the models change, and the change.
 CHANGES = {
     0.1: lambda models: models.each(_write),
     0.2: lambda models: models.each(_move),
@@ -141,13 +141,13 @@ def _results(models, batch):
 
 
 def _may_be_concurrent(call):
-    """Earlier releases set forwards on the modules to collect hidden states: concurrent calls collect each other's."""
+    """Earlier releases set forwards on modules to collect hidden states, so concurrent calls collect each other's."""
     return max(TESTED) == RELEASE or "output_hidden_states" not in call.given
 
 
 def _agree(models, call, result, same, *, strictly):
     agree = same(result, call(models.twin), models.dtype)
-    if not agree:  # an observed call: PyTorch computes some operators by other kernels there, and rounds differently
+    if not agree:  # in an observed call, PyTorch runs some operators with other kernels, which round differently
         with Observed():
             agree = same(result, call(models.twin), models.dtype)
     return agree and (not strictly or close(result, call(models.stock), models.dtype))

@@ -64,7 +64,7 @@ def events(monkeypatch):
 
 
 def test_a_number_suggests_no_replay(pair, events, monkeypatch):
-    """An index may be out of the range of a recording for another number."""
+    """The recording for another number is not replayed first: an index may be out of its range."""
     prepared, stock = pair()
     monkeypatch.setattr(host_reads, "typed", lambda value: (int, value))
     for number in range(12):

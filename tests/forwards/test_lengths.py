@@ -166,7 +166,7 @@ def test_a_loss_is_not_padded(pair):
 
 
 def test_local_attention_that_sees_no_token(pair):
-    """Masked tokens that are far from all others attend to everything in some releases, which depends on the length."""
+    """In some releases, masked tokens far from all others attend to everything, so the length changes their results."""
     prepared, stock = pair("modernbert")
     for seed, length in enumerate((12, 13, 14, 15, 12, 13)):
         given = inputs("modernbert", length=length, seed=seed, padded=8)
@@ -229,7 +229,7 @@ def test_every_padded_class_exists():
 
 
 def test_a_forward_that_depends_on_the_length(pair):
-    """Its results differ from those of the unpadded forward at once: padding ends, and the caller gets stock's."""
+    """Its results differ from the unpadded forward's at once: padding ends, and the caller gets stock's results."""
 
     def mean(module, args, output):
         return output + args[0].mean(1)

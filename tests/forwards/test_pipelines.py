@@ -46,7 +46,7 @@ def both(task, stock, **parts):
 
 
 def numbers(result):
-    """Every number in a result, in order; and everything else, as text."""
+    """Every number in a result, in order, and everything else as text."""
     if isinstance(result, dict):
         return [item for key, value in result.items() for item in (key, *numbers(value))]
     if isinstance(result, (list, tuple)):

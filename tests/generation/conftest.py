@@ -129,7 +129,7 @@ def ends_asked_late(recorded_on_cpu, monkeypatch):
 
 
 class _NoEvent:
-    """An event that does nothing, for a CPU."""
+    """A no-op event, for a CPU."""
 
     def __init__(self, **_):
         pass
@@ -156,7 +156,7 @@ def generate(model, inputs=None, *, new=12, seed=None, **arguments):
 
 
 def alike_from_threads(call, inputs, expected):
-    """Whether each input's result is the expected one in calls from a thread for each input, two one after another."""
+    """Whether concurrent calls return the expected results. Every input has a thread, which calls twice."""
     results = [None] * len(inputs)
 
     def run(index):
@@ -180,7 +180,7 @@ def counted(model):
 def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
     """Check that a step's outputs are still intact when transformers reads them after steps of another model.
 
-    Another thread may run such steps, and recordings share memory. first: record our step before the other one.
+    Another thread may run such steps, and recordings share memory. first: record our step before the other model's.
     """
     between = []
     stocks = prepared._update_model_kwargs_for_generation  # runs between the step and the read

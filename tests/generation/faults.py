@@ -10,7 +10,7 @@ from tests.generation.emulator import EmulatedRecorder
 def recorder_with(fault, *, first, last=10**9, reorderings=False):
     """A recorder class whose replays `first` to `last`, counted from 1, have this fault.
 
-    reorderings: whether the fault is one of reordering a cache for beams, and not of a step.
+    reorderings: whether the fault is in reordering a cache for beams instead of in a step.
     """
 
     class Faulty(EmulatedRecorder):

@@ -14,7 +14,7 @@ from hf_rocm.generation.state import known
 from tests.generation.conftest import assistant_of, prompt
 
 _STATIC = Version(transformers.__version__) >= Version("4.54")
-# stock's caches with sliding windows can't forget drafts
+# stock's caches with sliding windows can't remove drafts
 _WINDOWS_FORGET_NOTHING = Version(transformers.__version__) < Version("5.14")
 
 

@@ -108,7 +108,7 @@ def test_a_wrong_replay_is_noticed_and_the_search_begins_again(fault, pair, monk
 
 
 def test_other_calls_of_the_model_during_a_search_are_not_its_steps(pair):
-    """A processor of the user's that calls the model, as one for guidance does."""
+    """A user's logits processor calls the model, as a processor for guidance does."""
     from transformers import LogitsProcessor, LogitsProcessorList
 
     prepared, stock = pair()

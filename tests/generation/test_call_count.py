@@ -51,7 +51,7 @@ def generate(model: Any, new: int) -> torch.Tensor:
 
 
 def calls(function: Callable[[], object]) -> Counter[str]:
-    """The calls of Python functions, by file."""
+    """The number of calls of Python functions, by file."""
     counts: Counter[str] = Counter()
 
     def profile(frame: Any, event: str, argument: object) -> None:
@@ -68,7 +68,7 @@ def calls(function: Callable[[], object]) -> Counter[str]:
 
 
 def calls_of_a_step(model: Any) -> int:
-    """Measured as the difference of a longer and a shorter call, after a warm-up of both."""
+    """Measured as the difference between a longer and a shorter call, after two warm-up calls."""
     for _ in range(2):
         generate(model, 9)
     return calls(lambda: generate(model, 9)).total() - calls(lambda: generate(model, 8)).total()

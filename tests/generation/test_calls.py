@@ -1,4 +1,4 @@
-"""The calls that are recorded, the reasons why others are not, and the state kept between calls."""
+"""The calls that are recorded, the reasons why others are not, and the state that is kept between calls."""
 
 from __future__ import annotations
 

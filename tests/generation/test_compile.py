@@ -1,4 +1,5 @@
-"""torch.compile: hf_rocm's settings are passed to the compiler, the user's take precedence, restore removes them."""
+"""torch.compile: hf_rocm's settings reach the compiler, the user's settings take precedence, and restore removes
+them."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_streaming(late, pair, request):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18), (99, 99)])
 def test_rows_end_at_different_steps(at, late, pair, request):
-    """At different steps, at the same, at the last, never. The late check returns no extra token."""
+    """At different steps, at the same step, at the last step, or never. The late check returns no extra token."""
     if late:
         request.getfixturevalue("ends_asked_late")
     prepared, stock = pair()
@@ -109,7 +109,7 @@ def test_rows_end_at_different_steps(at, late, pair, request):
 
 
 def test_the_late_check_is_disabled_where_the_extra_step_is_observable(pair, ends_asked_late):
-    """A user's criterion is called once per token, and sampling draws as many numbers as stock."""
+    """A user's criterion is called once per token, and sampling draws as many numbers as in stock."""
     prepared, stock = pair()
 
     class Counting(transformers.StoppingCriteria):

@@ -1,4 +1,4 @@
-"""Recorded steps of a model with recurrent states: stock's tokens, in place, and wrong states are noticed."""
+"""Recorded steps of a model with recurrent states: stock's tokens, updates in place, and detection of wrong states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_step_is_the_operation_and_replays_run_no_python(pair):
     with torch.no_grad(), ops.recording() as routes:
         generate(prepared, new=30)
     calls = sum(route.operation == "gated_delta_step" for route in routes)
-    assert 0 < calls < 2 * 29  # two layers, of 29 steps
+    assert 0 < calls < 2 * 29  # two recurrent layers in 29 steps
 
 
 @recorded
@@ -96,7 +96,7 @@ def test_rows_that_end_early(pair, ends_asked_late):
 @recorded
 @pytest.mark.parametrize("name", ["recurrent_states", "conv_states"])
 def test_a_wrong_state_is_noticed(name, pair, monkeypatch):
-    """A replay that changes a state otherwise than its step does: the call's tokens are the step's own."""
+    """If a replay changes a state differently from the step itself, the call returns the step's tokens."""
     prepared, stock = pair("qwen3_next", graphs=None)
     replay = Operators.replay
 

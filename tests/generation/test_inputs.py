@@ -73,7 +73,7 @@ CALLS = {
 def test_tokens_equal_stock(name, pair, steps):
     prepared, stock = pair("llama", graphs=None)
     got, wanted = (generate(model, prompt(padded=2), new=NEW, **CALLS[name]) for model in (prepared, stock))
-    assert steps[0] > 1  # an early end of the call
+    assert steps[0] > 1  # the call may end early
     if name == "scores":
         inputs.switch_off(prepared)
         same = generate(prepared, prompt(padded=2), new=NEW, **CALLS[name])
@@ -171,7 +171,7 @@ def test_restored_copied_and_pickled_models(pair, steps):
 
 
 def test_a_step_reads_the_same_tensors(pair):
-    """Two calls with one cache read the same tensors. With padding they are different tensors."""
+    """Two calls with one cache read the same tensors. A call with padding reads different ones."""
     given = []
     prepared, _ = pair("llama", graphs=False)
     prepared.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)

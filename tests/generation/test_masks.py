@@ -41,12 +41,12 @@ def steps(monkeypatch):
         step = inputs._step_of(arguments.get("past_key_values"))
         if step is not None:
             step.stock = lambda ids: inherited(ids, **given)
-            # in a call that verifies drafts, with the arguments that are kept from transformers
+            # a call that verifies drafts withholds arguments from transformers: restore them
             given = step.restored(arguments, input_ids.shape[1]) if step.lacks(arguments) else arguments
         return prepare(model, inherited, input_ids, *positional, **arguments)
 
     monkeypatch.setattr(inputs.Step, "inputs", checked)
-    # those of the first step are
+    # the inputs of the first step are transformers' own
     monkeypatch.setattr(inputs.Step, "stock", lambda step, ids: step._inputs, raising=False)
     gc.collect()
     patches.sweep()
@@ -137,7 +137,7 @@ def test_while_buffers_grow(pair, steps, monkeypatch):
 
 
 def test_key_lengths_agree_with_the_mask(pair, monkeypatch):
-    """Attention with lengths, for a kernel, and with the mask, for PyTorch, is equal in every layer."""
+    """Attention with lengths (for a kernel) and with the mask (for PyTorch) is equal in every layer."""
     seen = []
 
     def compare(rows, query, key, value, *, softcap, sinks):

@@ -262,7 +262,7 @@ def empty_calls(check):
 
 
 def test_budgets(pair):
-    """The cost of the checks of a recorded step, and of a layer of an uncaptured one. An empty call takes 35 ns."""
+    """The cost of the checks in a recorded step, and in a layer of an uncaptured step. An empty call takes 35 ns."""
     prepared, _ = pair(graphs=None)
     generate(prepared)
     watches = watches_of(prepared)

@@ -230,7 +230,7 @@ def test_the_cost_of_comparisons_in_short_calls():
             compared.append(call)
         for _ in range(100):
             plan.agreed() if plan.due else plan.count()
-    # from then on, the cost of comparing the first replay: an uncaptured step and a replay
+    # from then on, comparing the first replay costs an uncaptured step and a replay
     assert compared[:3] == [1, 2, 3] and (3.6 + 1) / schedule.BETWEEN_CALLS < 0.01
     assert all(later - call > 1 for call, later in itertools.pairwise(compared[3:])) and len(compared) > 5
 
@@ -248,7 +248,7 @@ def test_the_schedule():
     gaps = [two - one for one, two in itertools.pairwise(compared)]
     assert gaps == sorted(gaps) and gaps[-1] == schedule.LONGEST
     assert plan.replays == 19_999 and plan.since < schedule.LONGEST
-    # asymptotic cost in uncaptured steps per replay; an uncaptured step takes at most 3.6 times as long
+    # asymptotic cost in uncaptured steps per replay; an uncaptured step takes at most 3.6 times as long as a replay
     assert (schedule.BACK + 1) / schedule.LONGEST * 3.6 < 0.01
 
 
@@ -267,7 +267,7 @@ def test_the_number_of_uncaptured_steps_of_comparisons(pair):
     generate(prepared, new=25)
     # the recording on a CPU is a call too
     assert first == 1 + 2 + 1 + 1 + 13
-    # the prompt, the first replay, and the 17th of the call, with four steps before
+    # the prompt, the first replay, and the 17th of the call with four steps before it
     assert len(calls) - first == 1 + 1 + 1 + schedule.BACK
     generate(prepared, new=10)
     second = len(calls)

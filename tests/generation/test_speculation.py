@@ -110,11 +110,11 @@ def test_every_step_reads_its_inputs_in_place(kind, pair, drafted, in_place):
             assert alike_greedy(looked_up(prepared, call), stock, call)
             assert in_place == [drafts + 1 for drafts in drafted[1:]]  # all but the prompt
         recorded.append(counted(prepared)[0])
-    assert recorded[1] == recorded[2] > 1  # calls with other padding between them don't record again
+    assert recorded[1] == recorded[2] > 1  # alternating the padding records nothing again
 
 
 def test_single_steps_that_transformers_prepares(pair, monkeypatch, drafted, in_place):
-    """While a function that makes masks is replaced, transformers gets the arguments that it would have grown."""
+    """While a mask function is replaced, transformers receives the arguments as it would have extended them."""
     prepared, stock = pair(graphs=None)
     for seed in range(3):
         answers = itertools.cycle((None, None, "replaced"))
@@ -128,7 +128,7 @@ def test_single_steps_that_transformers_prepares(pair, monkeypatch, drafted, in_
 
 
 def test_a_call_whose_masks_are_transformers(pair, in_place):
-    """A mask with a hole: transformers prepares every step of that call, and none of the next one but the first."""
+    """A mask with a hole: transformers prepares every step of that call, and only the first step of the next."""
     prepared, stock = pair()
     call = repeating()
     call["attention_mask"][0, 4] = 0
@@ -292,12 +292,12 @@ def test_calls_that_run_as_in_stock(pair):
     expected = looked_up(stock, inputs)
     assert torch.equal(looked_up(prepared, inputs, past_key_values=DynamicCache()), expected)
     assert "the call passes a cache, and rejected drafts are removed from it" in known(prepared).turned_away
-    if before("5.0") or not before("5.3"):  # stock fails in these
+    if before("5.0") or not before("5.3"):  # stock fails in 5.0 to 5.2
         assert torch.equal(generate(prepared, inputs, new=NEW, assistant_early_exit=1), expected)
         assert "the model's first layers draft, which changes its config during the call" in known(prepared).turned_away
     sliding, _ = pair("mistral", graphs=None)
     if before("4.54"):
-        return  # without layers that forget
+        return  # no cache layer of this release discards keys
     if before("4.56") or not before("5.14"):
         result = generate(sliding, inputs, new=NEW, assistant_model=assistant_of(stock))
         assert torch.equal(result, generate(sliding, inputs, new=NEW))
@@ -325,7 +325,7 @@ def test_the_class_is_stocks_again_after_a_call(pair):
 
 
 def test_rejected_drafts_leave_room_in_windows(pair, monkeypatch):
-    """Drafts longer than the rows that a window's buffer has in reserve."""
+    """Drafts are longer than the number of spare rows in a window's buffer."""
     monkeypatch.setattr(cache_layer, "SLACK", 2)
     prepared, stock = pair("mistral")
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""States of models: one for each, created once, freed with the model."""
+"""Every model has one state, which is created once and freed with the model."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def handed_over(monkeypatch):
     """The tensors for which `record_stream` was called."""
     calls = []
     monkeypatch.setattr(pool, "record_current_stream", lambda tensors: calls.append(list(tensors)))
-    other = Stream()  # streams of other devices in this thread, including the current one
+    other = Stream()  # the stream of every other device, including the current device
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device=None: Stream.current if device == Stream.device else other
     )
@@ -45,7 +45,7 @@ def memory(tensors):
 
 
 def like(cache):
-    """The key of a call that such a cache serves."""
+    """The key of a call that this cache can serve."""
     windows = [layer.window for layer in cache.layers]
     return {"windows": windows, "batch": cache.max_batch_size, "prompt": 1, "limit": cache.capacity - 2}
 

@@ -1,4 +1,4 @@
-"""Caches that a call names, passes or returns: steps are recorded, and the user's object ends as in stock."""
+"""Caches that a call names, passes or returns: steps are recorded, and the user's cache ends up as in stock."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def contents(cache):
 
 
 def close(one, two):
-    """Equal up to rounding: two layers sum in another order. Tolerance: rounding steps of the largest value.
+    """Compare up to rounding, because two layers sum in another order. Tolerance: rounding steps of the largest value.
 
-    These random weights amplify a rounding, T5's the most (45 steps were seen): it doesn't scale its scores.
+    These random weights amplify a rounding error. T5's amplify it most (45 steps were seen), because T5 doesn't scale
+    its scores.
     """
     assert one.isfinite().all() and two.isfinite().all()
     assert (one - two).abs().max() <= 512 * torch.finfo(two.dtype).eps * two.abs().max()
@@ -43,7 +44,7 @@ def _pairs(layers):
 
 
 def alike(prepared, stock):
-    """Keys are computed with other masks than in stock, so they agree up to rounding."""
+    """Keys are computed with masks that differ from stock's, so they agree only up to rounding."""
     (kind, length, tensors), (other, others_length, others) = contents(prepared), contents(stock)
     assert kind is other and length == others_length and len(tensors) == len(others)
     for one, two in zip(tensors, others, strict=True):
@@ -93,7 +94,7 @@ def test_a_chat_with_a_passed_cache(kind, how, pair):
     caches = [brought(kind, how, model) for model in (prepared, stock)]
     sequences = [prompt(padded=2)["input_ids"]] * 2
     mask = prompt(padded=2)["attention_mask"]
-    for more in (0, 5, 1):  # a turn of the user, a single token
+    for more in (0, 5, 1):  # no new tokens, a user's turn, a single token
         further = torch.randint(3, 61, (2, more), generator=torch.Generator().manual_seed(more))
         sequences = [torch.cat((tokens, further), 1) for tokens in sequences]
         mask = torch.cat((mask, mask.new_ones((2, sequences[0].shape[1] - mask.shape[1]))), 1)

@@ -1,4 +1,4 @@
-"""Imported through PYTHONPATH by the child processes that check kernels: installs the stand-ins there too."""
+"""Imported through PYTHONPATH by the child processes that check kernels, to install the stand-ins there too."""
 
 import importlib.util
 from pathlib import Path

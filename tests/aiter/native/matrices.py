@@ -1,4 +1,4 @@
-"""Stand-ins for aiter's norms, gated activations, GEMMs and rotary embedding, which read dense rows unchecked."""
+"""Stand-ins for aiter's norms, gated activations, GEMMs and rotary embedding, which read dense rows without checks."""
 
 from __future__ import annotations
 

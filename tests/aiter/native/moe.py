@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .strict import need
 
-SLOT = 24  # bits of a sorted id below its index among a token's experts
+SLOT = 24  # a sorted id is the token in the low 24 bits, and an index among the token's experts above
 
 
 def moe_sorting_fwd(
@@ -24,7 +24,7 @@ def moe_sorting_fwd(
     num_local_tokens: Tensor | None = None,
     dispatch_policy: int = 0,
 ) -> None:
-    """The (token, index) pairs of every expert, padded to whole blocks with a token that doesn't exist."""
+    """Write the (token, index) pairs of every expert, padded to whole blocks with a token that doesn't exist."""
     need(topk_ids.dtype == torch.int32 and topk_weights.dtype == torch.float32, "int32 ids and fp32 weights")
     need(topk_ids.is_contiguous() and topk_weights.is_contiguous(), "dense ids and weights")
     tokens, top = topk_ids.shape
@@ -55,7 +55,7 @@ def _pairs(sorted_ids: Tensor, expert_ids: Tensor, valid: Tensor, tokens: int, b
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """The order that the kernels read: tiles of 16 rows by 32 columns, runs of 8."""
+    """Undo the order that the kernels read: tiles of 16 rows by 32 columns, in runs of 8."""
     need(weight.is_contiguous(), "dense weights")
     experts, n, k = weight.shape
     tiles = weight.reshape(experts, n // 16, k // 32, 4, 16, 8)

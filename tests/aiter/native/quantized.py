@@ -1,4 +1,4 @@
-"""Stand-ins for aiter's 8-bit GEMMs, which don't check shapes, dtypes and the order of the weight."""
+"""Stand-ins for aiter's 8-bit GEMMs, which don't check shapes, dtypes or the order of the weight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .matrices import check_rows
 from .strict import need
 
 FP8 = (torch.float8_e4m3fnuz, torch.float8_e4m3fn)
-TILE = 256  # the largest tile for any number of rows; there is no padding
+TILE = 256  # the largest tile that any number of rows uses; nothing is padded
 
 
 def _check(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, Y: Tensor) -> None:

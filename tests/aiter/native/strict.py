@@ -59,7 +59,7 @@ def leaf(function: Any) -> Any:
                     argument.fill_(torch.nan)
         return result
 
-    called.__doc__ = "Members:"  # aiter compares the signatures of functions with another start of the docstring
+    called.__doc__ = "Members:"  # aiter compares signatures only if the docstring starts differently
     return called
 
 

@@ -66,7 +66,8 @@ def compile_compare(c: Compiling) -> Step | None:
 
 
 def _target(c: Compiling, executes: bool) -> tuple[Callable[[State, np.ndarray], None], list[str]]:
-    """A function that writes the mask, and the texts of the sources. v_cmpx writes EXEC, and on CDNA a register too."""
+    """A function that writes the mask, and the texts of the sources. v_cmpx writes EXEC and, on CDNA, also a
+    register."""
     texts = list(c.instruction.operands)
     if not executes:
         return mask_writer(c, c.operands[0]), texts[1:]

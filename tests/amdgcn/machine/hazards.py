@@ -1,4 +1,4 @@
-"""Wait states that CDNA hardware does not insert. The compiler must separate the instructions, with s_nop or others.
+"""Wait states that CDNA hardware does not insert. The compiler must insert s_nop or other instructions.
 
 The table is from the chapter on manually inserted wait states in the ISA documents, reduced to what occurs in compute
 kernels. Only the fall-through path in the text is checked, because the compiler inserts the wait states there; no rule

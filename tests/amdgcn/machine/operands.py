@@ -113,8 +113,8 @@ def _register(text: str, kind: str, first: int, count: int, modified: dict[str, 
 
 
 def constant(operand: Operand, letter: str) -> np.ndarray:
-    """A constant operand as an array of one element. A float constant is converted to the operand's float type, 16 or
-    64 bits too."""
+    """A constant operand as an array of one element. A float constant is converted to the operand's float type,
+    including those of 16 and 64 bits."""
     if letter == "h" and operand.number is not None:
         return np.array([operand.number], np.float16)
     if letter == "D":

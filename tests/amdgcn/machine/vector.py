@@ -1,4 +1,4 @@
-"""Vector instructions that compute every lane from the same lane of their sources: a table with one line per
+"""Vector instructions that compute every lane from the same lane of their sources: a table with one row per
 instruction."""
 
 from __future__ import annotations

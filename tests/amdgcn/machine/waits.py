@@ -113,8 +113,8 @@ def compile_wait(c: Compiling) -> Step | None:
 
 
 def limits(c: Compiling) -> list[tuple[str, int]] | None:
-    """The counters that an instruction waits for and the number of operations it leaves, or None if it is not a
-    wait."""
+    """The counters that an instruction waits for and the number of operations that it leaves in flight, or None if it
+    is not a wait."""
     name, generation = c.base, c.target.generation
     if name == "s_waitcnt":
         return _old_counters(c)

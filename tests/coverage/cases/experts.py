@@ -48,7 +48,7 @@ CROPS = {"assisted": "some releases can't crop a cache of sliding windows"}
 
 
 def mixture(name: str, new: str = "Experts") -> dict[str, str]:
-    """Lists of modules up to 4.57, stacked parameters in later releases."""
+    """Experts are lists of modules up to 4.57, and stacked parameters in later releases."""
     return {"5.0": f"{name}SparseMoeBlock", "99": f"{name}{new}"}
 
 

@@ -1,4 +1,4 @@
-"""Vision towers, and language models with one, with every feature of their files enabled."""
+"""Vision towers and language models that contain one, with every feature of their files enabled."""
 
 from tests.coverage import inputs
 from tests.coverage.case import SMALL, Case
@@ -154,7 +154,7 @@ MULTIMODAL = [
         since="5.2",
         kind="images in text",
         variant="images",
-        # with seed 0, an fp32 error of 1e-7 grows to 1e-5 in one layer, on both sides, by chance more on one of them
+        # with seed 0, an fp32 error of 1e-7 grows to 1e-5 in one layer of both models, by chance more in one of them
         seed=1,
     ),
     Case(

@@ -1,4 +1,4 @@
-"""A step that reads the random state, recorded on a GPU."""
+"""Record a step that reads the random state on a GPU."""
 
 from __future__ import annotations
 

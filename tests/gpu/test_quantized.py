@@ -172,7 +172,7 @@ def test_a_model_moves_to_the_gpu_and_back():
     del output
     model.cpu()
     gc.collect()
-    assert memory()[0] - before < WORKSPACE  # the 8-bit weights took 900 MB
+    assert memory()[0] - before < WORKSPACE  # the 8-bit weights took up 900 MB
 
 
 # N, K: whole tiles, the sizes of a small model, a K that is not a multiple of a step
@@ -227,7 +227,7 @@ def test_few_rows(kind, dtype, form, n, k):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "int4-g32"])
 def test_many_rows_use_a_dequantised_weight(kind, dtype, n, k):
-    """The weight is bitwise equal to PyTorch's result, and the GEMM is as accurate as that of an eager layer."""
+    """The weight is bitwise equal to PyTorch's result, and the GEMM is as accurate as an eager layer."""
     weight = (random(n, k, dtype=dtype, seed=1) * k**-0.5).cuda()
     weight[1] = 0
     weight[2] *= 2.0**-8

@@ -1,4 +1,4 @@
-"""A release that is newer than the tested ones: only models whose definitions changed are refused and reported."""
+"""With a release newer than the tested ones, only models whose definitions changed are refused and reported."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ IMPORTED = (
 
 
 def test_an_inert_block_is_cheap_and_imports_only_the_dispatcher(blocks: str, tmp_path: Path) -> None:
-    """The first block takes at most 5 ms, and any other 1 ms; on slower machines, limits scale with asyncio's import."""
+    """The first block takes at most 5 ms, any other 1 ms; on slower machines, limits scale with asyncio's import."""
     unwanted = ("HF_ROCM", "PYTHONDONTWRITEBYTECODE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     runs = []

@@ -1,4 +1,4 @@
-"""Whole models with the elementwise Triton kernels, interpreted: stock's logits and greedy tokens, and the route."""
+"""Whole models with the elementwise Triton kernels, interpreted: logits, greedy tokens equal to stock's, and routes."""
 
 from __future__ import annotations
 

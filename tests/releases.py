@@ -9,7 +9,7 @@ import transformers
 from packaging.version import Version
 
 RELEASE = Version(transformers.__version__)
-# every tested release has a record
+# every tested release has a record in docs/support
 TESTED = [Version(path.stem) for path in (Path(__file__).resolve().parents[1] / "docs" / "support").glob("*.json")]
 
 at_the_ends = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""`setup_environment`: the allocator's settings and the flags, correct on every build."""
+"""`setup_environment`: the allocator's settings and PyTorch's flags are correct with every build."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BOTH = "max_split_size_mb:128,expandable_segments:True"
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch):
-    """Simulate a torch for ROCm (with hip=None: without). Returns the result and the effective settings."""
+    """Simulate a ROCm build of torch (hip=None: another build). Returns the result and the effective settings."""
     for name in environment.ALLOCATOR:
-        monkeypatch.setenv(name, "")  # so that the settings below are restored
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the settings below
         monkeypatch.delenv(name)
 
     def call(*, hip: str | None = "7.2", users: dict[str, str] | None = None, **actual: object):
@@ -91,7 +91,7 @@ def test_flags_that_the_build_lacks_are_skipped(monkeypatch: pytest.MonkeyPatch)
         torch.backends.cudnn.benchmark = before
 
     class Bare:
-        """A build whose GEMMs have no such flag."""
+        """A build that has no such flag for GEMMs."""
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Bare())
     text = hf_rocm.setup_environment(tf32=torch.backends.cudnn.allow_tf32)

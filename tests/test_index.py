@@ -1,4 +1,4 @@
-"""Every module of hf_rocm has a test file: one of its name, one that imports it, or one listed in tests/index.toml."""
+"""Every module of hf_rocm has a test file, which has its name, imports it, or is listed in tests/index.toml."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def covering(module: str, path: Path) -> set[str]:
 
 
 def mirrored(path: Path) -> set[str]:
-    """The test files named after a module: hf_rocm/a/b/c.py has tests/a/b/test_c.py or tests/a/test_c.py."""
+    """The test files named after a module: for hf_rocm/a/b/c.py, tests/a/b/test_c.py or tests/a/test_c.py."""
     relative = path.relative_to(ROOT / "hf_rocm")
     name, parent = relative.stem, relative.parent
     if name == "__init__":
@@ -78,7 +78,7 @@ def matches(listed: str, module: str) -> bool:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module with code, by its dotted name; an __init__.py with a docstring only is left out."""
+    """All modules with code by their dotted names, without any __init__.py that has only a docstring."""
     named = {}
     for path in sorted((ROOT / "hf_rocm").rglob("*.py")):
         if any(not isinstance(statement, ast.Expr) for statement in ast.parse(path.read_bytes()).body):
@@ -88,7 +88,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def importers() -> dict[str, set[str]]:
-    """The test files that import a module of hf_rocm, by its dotted name."""
+    """The test files that import a module of hf_rocm, by the module's dotted name."""
     files: dict[str, set[str]] = {}
     for path in TESTS:
         for node in ast.walk(ast.parse(path.read_bytes())):

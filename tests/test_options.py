@@ -1,4 +1,4 @@
-"""Options: valid and invalid environment variables."""
+"""Options from valid and invalid environment variables."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_override_is_limited_to_its_block():
 
 
 def test_every_variable_that_is_read_is_listed():
-    """The README's table is made from VARIABLES; a variable that is read but not listed would be missing there."""
+    """The README's table is generated from VARIABLES, so a variable that is not listed would be missing there."""
     import inspect
     import re
 

@@ -1,4 +1,4 @@
-"""The public interface equals `public_interface.json`; docs/testing.md explains how to record it."""
+"""The public interface equals `public_interface.json`. docs/testing.md explains how to record it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def compare(recording: bool) -> Callable[..., None]:
-    """Compare the outputs of one command, `(exit code, data)` each, with the recorded keys and types."""
+    """Compare the outputs of one command, pairs of (exit code, data), with the recorded keys and types."""
 
     def compare(command: str, *outputs: tuple[int, Any]) -> None:
         shapes: dict[str, set[str]] = {"exit code": {str(code) for code, _ in outputs}}
@@ -188,8 +188,8 @@ def test_bench(run: Run, compare: Callable[..., None]) -> None:
     kernels = run("bench", "ops", *rows, "--refused")
     for _, data in (models, kernels):
         assert isinstance(data["commit"], (str, type(None)))
-        data["commit"] = None  # a string where hf_rocm is imported from a git checkout
-        data["machine"].pop("triton", None)  # its release, if there is one
+        data["commit"] = None  # a string if hf_rocm is imported from a git checkout
+        data["machine"].pop("triton", None)  # Triton's release, if it is installed
     compare("bench", models)
     compare("bench ops", kernels)
 
@@ -214,7 +214,7 @@ def test_tune(
 
 
 def test_exit_codes(site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """0: done, 1: refused, 2: usage, 3: a bug, 128 + n: signal n."""
+    """Exit codes are 0 (done), 1 (refused), 2 (usage), 3 (a bug), and 128 + n (signal n)."""
     from hf_rocm.overlay.install import Interrupted
 
     where = ["--transformers-path", str(site.path)]

@@ -1,8 +1,8 @@
-"""The tolerance of every numerical test: derived from the accuracy of the same dtype, never chosen.
+"""The tolerance of all numerical tests, which is derived from the accuracy of the same dtype, never chosen.
 
 The error of an implementation may be at most twice that of the eager run in the same dtype, plus one rounding step of
-the largest value, because a result that is rounded once cannot be closer. If sums cancel, as in a mean of values of
-both signs, the largest value is the largest summand.
+the largest value, because a result that is rounded once can't be more accurate. If sums cancel, as in a mean of values
+with both signs, the largest value is the largest summand.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hf_rocm import tolerance
 
 
 def allowed_error(eager: torch.Tensor, expected: torch.Tensor, summed: torch.Tensor | None = None) -> float:
-    """The largest allowed absolute error, from the error of the eager run in the same dtype.
+    """The largest allowed absolute error, derived from the error of the eager run in the same dtype.
 
-    expected: the float64 reference. The rounding step is eps of eager's dtype times the largest expected magnitude, or
-    times that of the summands.
+    expected: the float64 reference. summed: the summands. The rounding step is eps of eager's dtype times the largest
+    magnitude in `expected`, or in `summed` if given.
     """
     eager_error = (eager.double() - expected).abs().max().item()
     largest = (expected if summed is None else summed).abs().max().item()
@@ -45,12 +45,12 @@ def assert_run_as_good_as_eager(
     least: float = 0.0,
     rounded: Iterable[dict[str, torch.Tensor]] = (),
 ) -> None:
-    """The same for all results of one run: every part is compared with the largest error of any part of the eager run.
+    """Check all results of one run. The largest error of any part of the eager run is the basis for every part.
 
-    Among hundreds of parts some are accurate by chance in the eager run, on one machine or another, and would not be
-    with another order of the same sums. Errors are relative to each part's largest value; least: its minimum, as a
-    share of the run's largest value. rounded: float64 runs whose weights were rounded once in eager's dtype. They show
-    the effect of a rounding in any order of the sums, and are run only if the eager run is not enough.
+    Among hundreds of parts, some are accurate by chance in the eager run on some machine, and would not be if the same
+    sums had another order. Errors are relative to the largest value of a part, which counts as at least the share
+    `least` of the run's largest value. rounded: float64 runs whose weights were rounded once to eager's dtype. They
+    show the effect of rounding in any order of the sums, and run only if the eager run is not enough.
     """
     assert actual and actual.keys() == eager.keys() == expected.keys()
     floor = least * max(value.abs().max().item() for value in expected.values())

@@ -1,4 +1,4 @@
-"""Record a step that reads the random state on a GPU."""
+"""A step that reads the random state can be recorded on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device maps over GPUs and the CPU: stock's tokens with the same map, and fused layers where nothing is offloaded."""
+"""Device maps over GPUs and the CPU: tokens equal stock's with the same map, and layers on a GPU are fused."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_another_librarys_wrapper_stays_and_is_reported(llama, caplog):
 
 @pytest.mark.parametrize(("wanted", "prepared"), [("1", True), ("yes", False)])
 def test_the_environment_switches_it_on_from_an_installed_block(llama, wanted, prepared):
-    """In a child process whose modeling file ends with an installed block."""
+    """A child process imports a modeling file that ends with an installed block."""
     program = textwrap.dedent(
         f"""
         import sys, warnings

@@ -103,7 +103,7 @@ def test_loaded_weights_are_not_a_mapped_file(on, folder, kernel, gpus, copied, 
     else:
         model = hf_rocm.from_pretrained(folder, force=True)
     assert mmap_pages.is_mapped(model.get_input_embeddings().weight) is not copied
-    assert vars(modeling_utils)["safe_open"] is stock  # restored
+    assert vars(modeling_utils)["safe_open"] is stock  # the stock function is restored
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name

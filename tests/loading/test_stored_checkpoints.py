@@ -211,7 +211,7 @@ def test_weights_that_are_not_in_safetensors(folder, caplog):
 
 
 def test_stock_without_the_force_option(folder, monkeypatch):
-    """If the model stays stock, `stored_checkpoints.load` is not called; a call of the None in its place would fail."""
+    """If the model stays stock, `stored_checkpoints.load` must not be called. The test replaces it by None."""
     monkeypatch.setattr(stored_checkpoints, "load", None)
     path = folder()
     assert outcome(lambda: hf_rocm.from_pretrained(path)) == outcome(lambda: LlamaForCausalLM.from_pretrained(path))

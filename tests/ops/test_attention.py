@@ -28,7 +28,7 @@ SHAPES = {  # B, H, Hkv, S_q, S_k, D, D_v
 
 
 def reference(query, key, value, *, scale, causal=False, mask=None, window=None, softcap=None, sinks=None):
-    """The reference, one query at a time, in float64."""
+    """Compute the reference in float64, one query at a time."""
     query, key, value = query.double(), key.double(), value.double()
     b, h, s_q, _ = query.shape
     s_k, group = key.shape[2], h // key.shape[1]

@@ -108,7 +108,7 @@ def test_every_implementation(name, dtype, layout):
 
 
 def test_the_oracle_follows_the_formula():
-    """Two experts computed manually: silu(gate) · up, down, weighted, summed."""
+    """Compute two experts manually: silu(gate) · up, the down projection, the routing weights, and the sum."""
     x = torch.tensor([[1.0, 2.0]])
     gate_up = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 1.0]]])
     down = torch.tensor([[[1.0], [0.0]], [[0.5], [2.0]]])
@@ -210,7 +210,7 @@ def test_a_check_is_small_and_has_the_divisibility_of_the_model(size, smaller):
 
 @needs_grouped_mm
 def test_nothing_is_read_back_from_the_device():
-    """A read-back raises on the meta device: without one, the call can be recorded in a graph."""
+    """On the meta device, a read-back would raise. Calls without read-backs can be recorded in a graph."""
     tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
     on_meta = arguments_of([tensor.to("meta") for tensor in tensors], {})
     for name in ("grouped_mm", "gathered weights, bmm"):

@@ -140,7 +140,7 @@ def test_no_more_files():
 
 
 def test_a_process_with_thousands_of_open_files(monkeypatch):
-    """select.select fails on a descriptor from 1024 on."""
+    """select.select fails for descriptors of 1024 and above."""
 
     def refuse(*arguments):
         raise ValueError("filedescriptor out of range in select()")

@@ -51,7 +51,7 @@ def run(site: Site | None, *arguments: str, **environment: str) -> subprocess.Co
 def report(
     site: Site, checkpoints: dict[str, Path], body: str, first: str = "", **environment: str
 ) -> dict[str, object]:
-    """Run a script that fills `facts` for each model, and return them."""
+    """Run a script that fills `facts` for every model. Returns the facts."""
     script = (
         first
         + textwrap.dedent(

@@ -52,7 +52,7 @@ def environment(folder: Path, *distributions: tuple[str, str, str]) -> Path:
 def would_install(python: Path, requirement: str, report: Path, *options: str) -> dict[str, str]:
     """Returns name → version of the packages that pip would install.
 
-    Nothing is installed. An empty constraints file overrides pip's configuration on this machine.
+    Nothing is installed. An empty file overrides the constraints that pip is configured with on this machine.
     """
     unconstrained = report.with_name("no-constraints.txt")
     unconstrained.touch()
@@ -79,7 +79,8 @@ def test_a_rocm_torch_and_its_triton_are_left_alone(naming: str, wheel: Path, tm
 def test_without_a_torch_one_would_be_installed(wheel: Path, tmp_path: Path) -> None:
     """Proves that the test above can fail, because pip reports torch if it would install it.
 
-    torch is an empty wheel with a newer version. pip would download the index's wheel with gigabytes of libraries.
+    The test provides torch as an empty wheel with a newer version. Otherwise pip would download the index's wheel with
+    gigabytes of libraries.
     """
     with zipfile.ZipFile(tmp_path / "torch-99.0-py3-none-any.whl", "w") as made:
         information = "torch-99.0.dist-info"

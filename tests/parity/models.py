@@ -39,7 +39,7 @@ ATTENTION = {"llama": "LlamaAttention", "qwen3": "Qwen3Attention", "gemma": "Gem
 
 
 def bert_attention() -> str:
-    """The class that BERT builds for sdpa: up to 4.57 a subclass, selected through a table."""
+    """The class that BERT builds for sdpa. Up to 4.57, it is a subclass that a table selects."""
     return "BertSdpaSelfAttention" if transformers.__version__.startswith("4.") else "BertSelfAttention"
 
 

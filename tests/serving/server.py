@@ -1,4 +1,4 @@
-"""transformers' own server in a separate process, on a free port of this machine, and what ran in it."""
+"""Runs transformers' own server in a separate process on a free port of this machine, and records what ran in it."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_on_a_cpu_older_releases_fail_without_a_memory_size(real_memory):
 @pytest.mark.parametrize("graphs", [False, True], ids=["uncaptured", "graphs"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_on_a_gpu_a_prepared_model_returns_stocks_tokens(kind, graphs):
-    """graphs: whether transformers records graphs around hf_rocm's layers. Releases that can't run uncaptured."""
+    """graphs: whether transformers records graphs around hf_rocm's layers. Releases without graphs run uncaptured."""
     stock = make(kind, **KINDS[kind]).to("cuda")
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     with paged(stock):

@@ -114,7 +114,7 @@ def test_it_compiles_into_one_graph(kind):
 
 @pytest.mark.parametrize("format", [FP8, INT8], ids=str)
 def test_the_rows_that_are_not_rounded(format):
-    """fp8 rounds x only for so many rows that this is faster, int8 never does, and aiter's GEMMs take precedence."""
+    """fp8 rounds x if there are enough rows for this to be faster; int8 never does. aiter's GEMMs take precedence."""
     x, weight = random(ROUNDED_FROM, 64, dtype=BF16), random(32, 64, dtype=BF16)
     data, scale = rounded(weight, format)
     arguments = (data, scale, None, False)

@@ -30,7 +30,7 @@ GATE_UP, DOWN = experts.gate_up_tile, experts.down_tile
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Use small blocks along K, so that there are several, and wide ones along N, because programs are slow here."""
+    """Use several small blocks along K, and wide ones along N, because the interpreter is slow per program."""
     monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(8, 16, 64, 2))
     monkeypatch.setattr(
         experts, "down_tile", lambda tokens, top, transposed, rocm: experts.ExpertsTile(8, 8, 64, 2, gcd(top, 4))

@@ -1,4 +1,4 @@
-"""Whole models with the elementwise Triton kernels, interpreted: logits, greedy tokens equal to stock's, and routes."""
+"""Whole models with the interpreted elementwise Triton kernels: stock's logits and greedy tokens, and the routes."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_saving_peaks_no_higher_than_stock_by_more_than_one_layer(tmp_path):
 def test_converting_frees_the_old_blocks(tmp_path):
     model, traffic = count(lambda model: model.bfloat16(), tmp_path, prepared=True)
     assert live(model) == 6
-    assert abs(traffic.change + size(model)) <= size(model) * 0.02  # half of the memory is free
+    assert abs(traffic.change + size(model)) <= size(model) * 0.02  # half of the memory is freed
     # an old block is freed before the new one is allocated, so the peak includes only its parts in the new dtype
     assert traffic.peak <= one_layer(model) / 4
 

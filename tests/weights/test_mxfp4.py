@@ -57,7 +57,7 @@ def prepared(folder, **arguments):
 
 def same_as(reference, model):
     wide = copy.deepcopy(reference).double()
-    wide.config._experts_implementation = "eager"  # the default of transformers 5 has no float64
+    wide.config._experts_implementation = "eager"  # the default of transformers 5 does not support float64
     assert_as_good_as_eager(logits(model), logits(reference), logits(wide))
 
 
@@ -93,7 +93,7 @@ def test_results_and_tokens(tmp_path, experts):
 def test_what_transformers_dequantises_to(tmp_path):
     mxfp4.write(tmp_path, torch.bfloat16)
     model = prepared(tmp_path)
-    stock = GptOssForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")  # bf16 in every release
+    stock = GptOssForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")  # loads in bf16 in every release
     for path, experts in [(path, one) for path, one in model.named_modules() if isinstance(one, StoredExperts)]:
         tensors, loaded = experts.tensors(), stock.get_submodule(path)
         for name in ("gate_up_proj", "down_proj"):

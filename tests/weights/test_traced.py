@@ -1,4 +1,4 @@
-"""The fused GEMM under torch.compile and torch.export: one graph that is correct after any change to the weights."""
+"""The fused GEMM under torch.compile and torch.export: one graph stays correct after any change to the weights."""
 
 from __future__ import annotations
 

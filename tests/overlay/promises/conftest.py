@@ -1,4 +1,4 @@
-"""Fixtures for the promises: small sites, wheels of the stock files, real uv and pip."""
+"""Fixtures for the promises: small sites, wheels of the stock files, and the real uv and pip."""
 
 from __future__ import annotations
 

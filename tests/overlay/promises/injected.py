@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hf_rocm.errors import HfRocmError
 from hf_rocm.overlay import catalog as catalogs
-from hf_rocm.overlay import commands, integrity  # noqa: F401 (imported now: children are to import nothing)
+from hf_rocm.overlay import commands, integrity  # noqa: F401 (imported here, so that children import nothing)
 from hf_rocm.overlay.install import Interrupted
 
 NO_DESCRIPTOR = 2**20

@@ -47,7 +47,7 @@ class Killed(Disk):
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """A model of the content of each file: the stock bytes, the version of the block, and edits."""
+    """Models the content of every file: the stock bytes, the version of the block, and edits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ def test_03_an_edit_is_refused_by_name_and_never_overwritten(
     file.unlink()
     file.write_bytes(edited)
     before = fingerprint(site.path)
-    gone = b"hf-rocm overlay" not in edited  # then there is nothing to uninstall
+    gone = b"hf-rocm overlay" not in edited  # if so, there is nothing to uninstall
     for command in ["install-overlays"] if gone else ["install-overlays", "uninstall-overlays"]:
         assert main([command, "--transformers-path", str(site.path)]) == 1
         shown = capsys.readouterr()
@@ -208,7 +208,7 @@ def test_20_files_that_root_installs_keep_their_owner(farm: Farm) -> None:
     folder, file = site.model("bert").parent, site.model("bert")
     os.chown(file, 12345, 54321)
     os.chown(folder, 12345, 11111)
-    folder.chmod(0o2775)  # new files get the folder's group by default
+    folder.chmod(0o2775)  # setgid: by default, new files get the folder's group
     for command in (install, uninstall):
         command(["bert"], transformers_path=site.path)
         assert (file.stat().st_uid, file.stat().st_gid) == (12345, 54321)

@@ -1,4 +1,4 @@
-"""Every injected fault is found, and its layer and operation are named."""
+"""Every injected fault is detected, and its layer and operation are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public interface as data: `tests/public_interface.json` records it, and `test_public_interface.py` compares it.
+"""The public interface as data. `tests/public_interface.json` records it, and `test_public_interface.py` compares it.
 
 A removed key or a changed value breaks programs. A new key breaks nothing, but must be recorded so that later runs
 compare it.
@@ -51,7 +51,7 @@ def differences(recorded: Record, now: Record) -> list[str]:
 
 
 def names(module_name: str) -> Record:
-    """The public names of a module, with their signatures; classes with their bases and public members."""
+    """The public names of a module with their signatures, and classes with their bases and public members."""
     module = importlib.import_module(module_name)
     listed = getattr(module, "__all__", None) or [
         name for name, value in vars(module).items() if getattr(value, "__module__", None) == module_name
@@ -108,7 +108,7 @@ def _add_commands(path: str, command: Any, result: Record) -> None:
     result[path] = "command"
     hints = get_type_hints(inspect.unwrap(command.callback)) if command.callback else {}
     for parameter in command.params:
-        if parameter.name in hints:  # typer's type objects differ between releases
+        if parameter.name in hints:  # typer's type objects depend on its release
             spelling = " ".join([*parameter.opts, *parameter.secondary_opts])
             result[f"{path} {spelling}"] = {
                 "argument": parameter.param_type_name == "argument",
@@ -190,7 +190,7 @@ def _doctor_findings() -> set[str]:
 
 
 def shape(value: Any, path: str = "") -> dict[str, set[str]]:
-    """Every path of a JSON value with its types; `[]` is any item of an array."""
+    """Returns every path of a JSON value with its types. `[]` stands for any item of an array."""
     result = {path: {_type(value)}}
     if isinstance(value, Mapping):
         data = path.rpartition(".")[2] in DATA_KEYS

@@ -1,4 +1,4 @@
-"""Marks for tests that only run in some of the tested releases; docs/testing.md gives the reasons."""
+"""Marks for tests that only run in some of the tested releases. docs/testing.md gives the reasons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import transformers
 from packaging.version import Version
 
 RELEASE = Version(transformers.__version__)
-# every tested release has a record
+# every tested release has a record in docs/support
 TESTED = [Version(path.stem) for path in (Path(__file__).resolve().parents[1] / "docs" / "support").glob("*.json")]
 
 at_the_ends = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Replacements of functions of transformers and torch, as users make them."""
+"""Replacements of transformers and torch functions, as users make them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def take_away(holder, name):
 
 
 def scaled(function):
-    """A user's wrapper: multiply the tensor, or the first of several, by 1.25."""
+    """A user's wrapper that multiplies the tensor, or the first of several, by 1.25."""
 
     def wrapper(*args, **kwargs):
         result = function(*args, **kwargs)

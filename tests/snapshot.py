@@ -1,7 +1,7 @@
 """A snapshot of all entries of every module of transformers, torch and accelerate, compared by identity.
 
-It does not use hf_rocm's own list of changes. Namespaces are modules, their classes, objects in modules (registries,
-function tables), and nested dictionaries and lists.
+The snapshot does not use hf_rocm's own list of changes. Namespaces are modules, their classes, objects in modules
+(registries, function tables), and nested dictionaries and lists.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 ROOTS = ("transformers", "torch", "accelerate")
 ABSENT = object()
 CACHES = ("torch._dynamo", "torch._guards", "torch.fx", "torch._higher_order_ops", "torch._opaque_base")
-_DEPTH = 3  # nesting of containers and objects in an entry of a module or class
+_DEPTH = 3  # maximum nesting of containers and objects in an entry of a module or class
 
-# Caches of look-ups, and attributes that the import system and `inspect` set.
+# Lookup caches, and attributes that the import system and `inspect` set.
 _WRITTEN_BY_PYTHON = {"__warningregistry__", "__abstractmethods__", "_abc_impl", "__weakref__", "__annotations__"}
 
 Snapshot = dict[tuple[str, ...], tuple[Any, dict[Any, Any]]]
 
 
 def take() -> Snapshot:
-    """Path of a namespace → (owner, entries). Keeps references to all objects, so that identities stay unique."""
+    """Returns path of a namespace → (owner, entries). References to all objects keep identities unique."""
     snapshot: Snapshot = {}
     seen: set[int] = set()
     waiting: list[tuple[tuple[str, ...], Any, int]] = [
@@ -61,7 +61,7 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
             if old is new:
                 continue
             if _is(new, types.ModuleType) and str(name).startswith("__import_"):
-                continue  # the compiler's names for modules in the globals of compiled code
+                continue  # the compiler adds such names for modules to the globals of compiled code
             if ((cache or old is ABSENT) and not is_hf_rocm(new)) or (_is_plain(old) and _is_plain(new)):
                 continue
             wrong[".".join((*path, str(name)))] = old, new
@@ -97,7 +97,7 @@ def is_hf_rocm(value: Any, depth: int = 4) -> bool:
 
 
 def _is(value: Any, *kinds: type) -> bool:
-    """Compare the type itself: `isinstance` reads `__class__`, which warns in torch."""
+    """Compare the type itself, because `isinstance` reads `__class__`, which warns in torch."""
     return issubclass(type(value), kinds)
 
 
@@ -117,7 +117,7 @@ def _entries(owner: Any) -> dict[Any, Any]:
         own = object.__getattribute__(owner, "__dict__") if _has_attributes(owner) else {}
     entries = {name: value for name, value in list(own.items()) if name not in _WRITTEN_BY_PYTHON}
     if _is(owner, dict):
-        # without the methods of lazy mappings, which import modules
+        # `dict.items` avoids the methods of lazy mappings, which import modules
         entries.update((f"[{key!r}]", value) for key, value in list(dict.items(owner)))
     return entries
 
@@ -129,7 +129,7 @@ def _has_attributes(value: Any) -> bool:
 
 def _is_namespace(value: Any) -> bool:
     if _is(value, types.ModuleType):
-        return False  # reached through sys.modules
+        return False  # modules are reached through sys.modules
     if _is(value, dict, list):
         return True
     if _is(value, type):

@@ -1,4 +1,4 @@
-"""Budgets: bytes, shares of the weights, and invalid values."""
+"""Budgets in bytes or as shares of the weights, and invalid values."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_an_invalid_budget_is_refused_with_the_valid_forms(budget):
 @pytest.mark.parametrize(
     ("gpu", "host", "carved_out", "expected"),
     [
-        (94, 120, 0.5, 94),  # pages that the driver may map
-        (94, 40, 0.5, 40.5),  # used by the host
-        (48, 48, 48, 48),  # the carve-out
-        (135, 32, 96, 128),  # both, and more pages than the host has
+        (94, 120, 0.5, 94),  # limited by the pages that the driver may map
+        (94, 40, 0.5, 40.5),  # limited by the host's memory and the carve-out
+        (48, 48, 48, 48),  # only the carve-out
+        (135, 32, 96, 128),  # the carve-out and all of the host's memory
     ],
 )
 def test_memory_shared_by_host_and_gpu(gpu, host, carved_out, expected):

@@ -17,7 +17,7 @@ from hf_rocm.architectures import least_of_cards
 
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A ROCm torch with an MI300X and a Radeon. Returns the list of queried devices."""
+    """Simulate a ROCm torch with an MI300X and a Radeon. Returns the list of queried devices."""
     requested: list[object] = []
     names = {0: "gfx942:sramecc+:xnack-", 1: "gfx1100"}
 
@@ -49,7 +49,7 @@ def test_the_architecture_has_no_flags_and_is_that_of_the_current_device(rocm: l
     ) * 3
     assert hf_rocm.gpu_arch() == hf_rocm.gpu_arch("cuda") == hf_rocm.gpu_arch(1) == "gfx1100"
     assert hf_rocm.gpu_arch("cpu") is None
-    assert rocm == [0, 1]  # each device is opened once
+    assert rocm == [0, 1]  # every device is opened only once
 
 
 def test_a_rocm_build_without_a_gpu_has_no_architecture(rocm: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ GIB = 2**30
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A GPU and a host with these amounts of memory (GiB)."""
+    """Returns a function that simulates a GPU and a host with given amounts of memory (GiB)."""
 
     def pretend(
         arch: str, flag: int | None, *, total: float, free: float, host: float, available: float, carved: float
@@ -90,8 +90,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     device.describe.cache_clear()
 
 
-# the first three: https://github.com/ROCm/legacy-rocm-build/issues/6004 (2026-08-09), https://github.com/vllm-project/
-# vllm/pull/54776, https://github.com/pytorch/pytorch/issues/107605 (2026-04-27)
+# sources of the first three: https://github.com/ROCm/legacy-rocm-build/issues/6004 (2026-08-09),
+# https://github.com/vllm-project/vllm/pull/54776, https://github.com/pytorch/pytorch/issues/107605 (2026-04-27)
 @pytest.mark.parametrize(
     ("machine", "total", "free"),
     [

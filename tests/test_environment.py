@@ -1,4 +1,4 @@
-"""`setup_environment`: the allocator's settings and the flags, correct on every build."""
+"""`setup_environment`: the allocator's settings and PyTorch's flags are correct with every build."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOTH = "max_split_size_mb:128,expandable_segments:True"
 def settings(monkeypatch: pytest.MonkeyPatch):
     """Simulate a ROCm build of torch (another build if hip is None). Returns (result, effective settings)."""
     for name in environment.ALLOCATOR:
-        monkeypatch.setenv(name, "")  # so that the settings below are restored
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the settings below
         monkeypatch.delenv(name)
 
     def call(*, hip: str | None = "7.2", users: dict[str, str] | None = None, **actual: object):

@@ -1,4 +1,4 @@
-"""Files are replaced as a whole, and waiting for a lock has a time limit."""
+"""Files are replaced atomically, and waiting for a lock has a time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Import rules, checked in the sources: `import hf_rocm` is cheap, and packages are layered."""
+"""Import rules, checked in the source: `import hf_rocm` is cheap, and packages are layered."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_rocm"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "transformers", "accelerate", "aiter", "triton"}
-KERNELS = "hf_rocm.ops.triton.kernels"  # the only package whose modules import triton at the top
-# subclasses of transformers' classes, which need their bases at import time
+KERNELS = "hf_rocm.ops.triton.kernels"  # the only package that imports triton at module level
+# modules with subclasses of transformers' classes, which need their bases at import time
 CACHES = ("hf_rocm.generation.cache", "hf_rocm.generation.encoder_decoder", "hf_rocm.loading.stored_quantizer")
 CEILING = 400  # lines
 
-# code that runs without a model: the import, the command line, an installed block
+# modules that run without a model: the import, the command line, and installed blocks
 CHEAP = ("hf_rocm", "hf_rocm.__main__", "hf_rocm.check_version", "hf_rocm.cli", "hf_rocm.options", "hf_rocm.overlay")
 MAY_PRINT = ("hf_rocm.cli", "hf_rocm.check_version", "hf_rocm.__main__")
 
@@ -45,7 +45,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Import:
-    """One import: the importing module, the line, and whether it runs when that module is imported."""
+    """One import: the importing module, the line, and whether importing that module runs it."""
 
     importer: str
     imported: str
@@ -77,7 +77,7 @@ def test_packages_import_downwards_only() -> None:
     upward = {
         (_short(importer), _short(imported))
         for importer, targets in graph.items()
-        if importer != "hf_rocm"  # provides every public name lazily
+        if importer != "hf_rocm"  # it provides every public name lazily
         for imported in targets
         if rows[_package(imported)] < rows[_package(importer)]
     }
@@ -259,7 +259,7 @@ def _graph() -> dict[str, set[str]]:
 
 
 def _circles(graph: dict[str, set[str]]) -> Iterator[set[str]]:
-    """The groups of modules that import each other."""
+    """Groups of modules that import each other."""
     reached = {start: _reachable(graph, start) for start in graph}
     waiting = {module for module in graph if module in reached[module]}
     while waiting:

@@ -61,7 +61,7 @@ def covering(module: str, path: Path) -> set[str]:
 
 
 def mirrored(path: Path) -> set[str]:
-    """The test files named after a module: hf_rocm/a/b/c.py has tests/a/b/test_c.py or tests/a/test_c.py."""
+    """The test files named after a module: for hf_rocm/a/b/c.py, tests/a/b/test_c.py or tests/a/test_c.py."""
     relative = path.relative_to(ROOT / "hf_rocm")
     name, parent = relative.stem, relative.parent
     if name == "__init__":
@@ -88,7 +88,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def importers() -> dict[str, set[str]]:
-    """The test files that import a module of hf_rocm, by its dotted name."""
+    """The test files that import a module of hf_rocm, by the module's dotted name."""
     files: dict[str, set[str]] = {}
     for path in TESTS:
         for node in ast.walk(ast.parse(path.read_bytes())):

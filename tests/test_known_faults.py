@@ -37,7 +37,7 @@ def test_the_faults_of_a_gpu_and_a_release(gfx: str | None, rocm: str | None, na
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
-        ({"torch": "2.9.0", "hip": "7.2.26015-4179531dcd"}, "7.2"),  # the third number is the build number of HIP
+        ({"torch": "2.9.0", "hip": "7.2.26015-4179531dcd"}, "7.2"),  # the third number is HIP's build number
         ({"rocm": "7.2.3", "torch": "2.10.0+rocm7.2", "hip": "7.2.26015"}, "7.2.3"),
         ({"torch": "2.10.0+rocm7.2.4.git1a2b3c4d", "hip": "7.2.53211-e1a6bc5663"}, "7.2.4"),
         ({"torch": "2.11.0+rocm7.2", "hip": "7.2.26015-4179531dcd"}, "7.2"),

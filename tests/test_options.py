@@ -1,4 +1,4 @@
-"""Options: valid and invalid environment variables."""
+"""Options from valid and invalid environment variables."""
 
 from __future__ import annotations
 

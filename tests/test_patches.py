@@ -170,7 +170,7 @@ def test_another_wrapper_around_a_change_stays_and_the_change_becomes_inert(owne
 
 
 def test_the_same_change_under_a_wrapper_is_reactivated_in_place(owner):
-    """If it were applied above the wrapper, which calls it, the recursion would be infinite."""
+    """If the change were applied above the wrapper, which calls it, the recursion would be infinite."""
     change, first, second = Change(owner, "own", labelled("a")), User(), User()
     stock = vars(owner)["own"]
     patches.apply(change, user=first)
@@ -253,7 +253,7 @@ def test_nothing_is_printed_at_exit():
 
 
 class Stack(RuleBasedStateMachine):
-    """A method that is changed by hf_rocm and wrapped by others in all orders."""
+    """A method that hf_rocm changes and other libraries wrap, in any order."""
 
     @initialize(inherited=st.booleans())
     def make(self, inherited):
@@ -265,7 +265,7 @@ class Stack(RuleBasedStateMachine):
         self.owner, self.stock = Owner, vars(Owner).get("method", ABSENT)
         self.users = [User() for _ in range(3)]
         self.needs = [set() for _ in self.users]
-        self.theirs = []  # (label, wrapper, previous attribute) in the order of their installation
+        self.theirs = []  # (label, wrapper, previous attribute) in the order of installation
         self.orderly, self.count = True, 0
 
     @rule(user=st.integers(0, 2), keys=st.sets(st.sampled_from("abc"), min_size=1))

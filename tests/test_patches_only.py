@@ -1,4 +1,4 @@
-"""Only `hf_rocm.patches` sets attributes of classes, modules and objects of other packages; checked in the sources."""
+"""Only `hf_rocm.patches` sets attributes of other packages' classes, modules and objects. The test reads the source."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ EXECUTOR = ROOT / "hf_rocm" / "patches.py"
 
 THREAD_LOCALS = ("_thread", "_loading", "_watched")
 
-# Attributes that an hf_rocm class declares may be set on its objects. Exceptions for other attributes: file → names.
-# The name `()` means setattr, delattr or a call that registers a hook.
+# Attributes that an hf_rocm class declares may be set on its objects. Exceptions for other attributes are listed here:
+# file → names. The name `()` stands for setattr, delattr or a call that registers a hook.
 ALLOWED = {
     # PyTorch's flags, set at the user's request, as code for NVIDIA sets them
     "hf_rocm/environment.py": {"()"},
-    # a child process sets each flag to its current value, to check whether the build has it
+    # a child process sets every flag to its current value, to check whether the build has it
     "hf_rocm/tools/doctor/child.py": {"()"},
     # tensors are data: their memory is replaced, or aiter or hf_rocm marks them
     "hf_rocm/generation/static_buffers.py": {"()"},
@@ -35,13 +35,13 @@ ALLOWED = {
     "hf_rocm/weights/mmap_pages.py": {"argtypes"},
     "hf_rocm/weights/experts.py": {"_modules"},
     "hf_rocm/overlay/activate.py": {"__file__"},
-    # an attribute of hf_rocm's function that torch.compile reads
+    # attributes of hf_rocm's functions, which torch.compile reads
     "hf_rocm/ops/registry.py": {"_dynamo_marked_constant"},
     "hf_rocm/overlay/replacements.py": {"_dynamo_marked_constant"},
     "hf_rocm/overlay/bind.py": {"__hf_rocm_binding__"},
     # a cache belongs to one call, and stock sets this attribute if it is missing
     "overlays/transformers-4.53/models/gemma3n/modeling_gemma3n.py": {"shared_layers"},
-    # copies of a model made by tools, and settings of the model under test, which are restored if it is the user's
+    # copies that tools make of a model, and settings of the model under test, which are restored if it is the user's
     "hf_rocm/tools/bench/parity.py": {"()"},
     "hf_rocm/tools/bench/variants.py": {
         "_compile_all_devices",
@@ -101,7 +101,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _sets(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every attribute that is set on, or deleted from, an object other than `self`."""
+    """Attributes that are set on, or deleted from, an object other than `self`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", *THREAD_LOCALS)):

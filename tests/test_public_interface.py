@@ -1,4 +1,4 @@
-"""The public interface equals `public_interface.json`; docs/testing.md explains how to record it."""
+"""The public interface equals `public_interface.json`. docs/testing.md explains how to record it."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_tune(
 
 
 def test_exit_codes(site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """0: done, 1: refused, 2: usage, 3: a bug, 128 + n: signal n."""
+    """Exit codes are 0 (done), 1 (refused), 2 (usage), 3 (a bug), and 128 + n (signal n)."""
     from hf_rocm.overlay.install import Interrupted
 
     where = ["--transformers-path", str(site.path)]

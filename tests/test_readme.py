@@ -1,4 +1,4 @@
-"""The README agrees with the sources."""
+"""The README agrees with the source code."""
 
 from __future__ import annotations
 

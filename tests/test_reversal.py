@@ -1,4 +1,4 @@
-"""After any changes in any order are undone, transformers, torch and accelerate have their original objects."""
+"""After any sequence of changes is undone, transformers, torch and accelerate have their original objects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tokens_of(model):
 
 @pytest.fixture(scope="module", autouse=True)
 def world(tmp_path_factory):
-    """Models, their stock tokens, a checkpoint, and the snapshot, taken after all lazy initialisation has run."""
+    """Models, their stock tokens, a checkpoint, and a snapshot that is taken after all lazy initialisation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(recorder.factories, "cpu", EmulatedRecorder)
         patch.setattr(cache_layer, "LEAST", 16)
@@ -98,7 +98,7 @@ def changed():
 
 
 def test_the_snapshot_has_every_change_while_models_are_prepared():
-    """Proves that the other tests can fail."""
+    """This proves that the other tests can fail."""
     assert sum(len(entries) for _, entries in World.before.values()) > 100_000
     assert not changed() and not list(snapshot.references())
     model = hf_rocm.prepare(copy.deepcopy(World.models["llama"]), force=True)
@@ -176,7 +176,7 @@ def test_restoring_one_of_two_models_keeps_the_other_and_its_copies_working():
 
 
 class Reversal(RuleBasedStateMachine):
-    """Prepare, run, copy, route, compile, quantise, patch and restore models in random order."""
+    """Prepares, runs, copies, routes, compiles, quantises, patches and restores models in random order."""
 
     @initialize()
     def start(self):

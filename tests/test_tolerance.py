@@ -1,4 +1,4 @@
-"""The constants of the tolerance: changing them would weaken every numerical test and every check on a machine."""
+"""The tolerance's constants. Changing them would weaken every numerical test and every first-use check."""
 
 from __future__ import annotations
 

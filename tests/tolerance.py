@@ -1,8 +1,8 @@
-"""The tolerance of every numerical test: derived from the accuracy of the same dtype, never chosen.
+"""The tolerance of all numerical tests, which is derived from the accuracy of the same dtype, never chosen.
 
 The error of an implementation may be at most twice that of the eager run in the same dtype, plus one rounding step of
-the largest value, because a result that is rounded once cannot be closer. If sums cancel, as in a mean of values of
-both signs, the largest value is the largest summand.
+the largest value, because a result that is rounded once can't be more accurate. If sums cancel, as in a mean of values
+with both signs, the largest value is the largest summand.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hf_rocm import tolerance
 
 
 def allowed_error(eager: torch.Tensor, expected: torch.Tensor, summed: torch.Tensor | None = None) -> float:
-    """The largest allowed absolute error, from the error of the eager run in the same dtype.
+    """The largest allowed absolute error, derived from the error of the eager run in the same dtype.
 
-    expected: the float64 reference. The rounding step is eps of eager's dtype times the largest expected magnitude, or
-    times that of the summands.
+    expected: the float64 reference. summed: the summands. The rounding step is eps of eager's dtype times the largest
+    magnitude in `expected`, or in `summed` if given.
     """
     eager_error = (eager.double() - expected).abs().max().item()
     largest = (expected if summed is None else summed).abs().max().item()

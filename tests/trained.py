@@ -1,4 +1,4 @@
-"""Checks of the trained model on any device: stock's greedy tokens, and logits as accurate as eager's."""
+"""Checks of the trained model on any device: greedy tokens equal stock's, and logits are as accurate as eager's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KERNELS = {"rms_norm", "act_and_mul", "rope"}
 
 
 class Trained:
-    """Models of one checkpoint: stock with eager attention, and prepared."""
+    """Two models of one checkpoint: stock with eager attention, and prepared."""
 
     def __init__(self, checkpoint: Path, device: str = "cpu", *, graphs: bool) -> None:
         self.checkpoint, self.device, self.graphs = checkpoint, device, graphs
@@ -42,7 +42,7 @@ class Trained:
 
 
 def generates_stocks_tokens(trained: Trained, new: int = NEW) -> tuple[Any, set[str]]:
-    """Returns the prepared model, and the operations that the Triton tier served."""
+    """Check the greedy tokens. Returns the prepared model, and the operations that the Triton tier served."""
     prepared = trained.prepared()
     with torch.no_grad(), ops.recording() as routes:
         actual = trained.greedy(prepared, new)

@@ -1,4 +1,4 @@
-"""Run by test_tensor_parallel.py in each of two ranks on separate GPUs: recorded steps with collectives.
+"""Recorded steps with collectives. test_tensor_parallel.py runs this script in two ranks on separate GPUs.
 
 Arguments: a checkpoint, and a folder where each rank writes its results as JSON.
 """

@@ -1,4 +1,4 @@
-"""A step that reads the random state, recorded on a GPU."""
+"""A step that reads the random state can be recorded on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device maps over GPUs and the CPU: stock's tokens with the same map, and fused layers where nothing is offloaded."""
+"""Device maps over GPUs and the CPU: tokens equal stock's with the same map, and layers on a GPU are fused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOVED = "run by a hook (AlignDevicesHook) that may move its weights"
 
 @pytest.fixture(autouse=True)
 def unprobed():
-    with options.override(probe=False):  # other tests check the kernels, which takes seconds
+    with options.override(probe=False):  # first-use checks take seconds, and other tests cover them
         yield
 
 
@@ -42,7 +42,7 @@ def checkpoint(tmp_path):
 
 
 def placed(*devices, tied=False):
-    """One device per layer; the embedding and the head are with the first and the last layer on a GPU.
+    """One device per layer. The embedding and the head are on the devices of the first and the last layer on a GPU.
 
     tied: the head shares the embedding's weight and device.
     """
@@ -63,7 +63,7 @@ def asked(**arguments):
 
 
 def joined_products(model, inputs):
-    """The number of fused GEMMs of one prompt."""
+    """The number of fused GEMMs that run for one prompt."""
     layer = model.model.layers[0]
     qkv = sum(getattr(layer.self_attn, name).out_features for name in ("q_proj", "k_proj", "v_proj"))
     shapes = {(qkv, SIZES["hidden_size"]), (2 * SIZES["intermediate_size"], SIZES["hidden_size"])}
@@ -113,7 +113,7 @@ def test_layers_offloaded_to_the_cpu(kind, checkpoint, tmp_path):
 def test_limited_by_memory(checkpoint):
     """accelerate places the first layers on the GPU and the others on the CPU."""
     embeddings, layer = 4 * 503 * 256, 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)
-    memory = {0: embeddings + 7 * layer // 2, "cpu": "4GiB"}  # it may reserve memory for an offloaded layer
+    memory = {0: embeddings + 7 * layer // 2, "cpu": "4GiB"}  # accelerate may reserve memory for an offloaded layer
     folder = checkpoint("llama")
     prepared, stock = (load(folder, prepared=which, device_map="auto", max_memory=memory) for which in (True, False))
     on_gpu = sum(not layer.mlp.up_proj.weight.is_meta for layer in stock.model.layers)
@@ -123,7 +123,7 @@ def test_limited_by_memory(checkpoint):
 
 @pytest.mark.parametrize("mapping", ["auto", {"": 0}])
 def test_one_gpu_for_all_layers(mapping, checkpoint):
-    """There are no hooks, and steps are recorded as without a map."""
+    """There are no hooks, and steps are recorded as they are without a device map."""
     folder = checkpoint("llama")
     memory = {"max_memory": {0: "4GiB"}} if mapping == "auto" else {}
     prepared, stock = (load(folder, prepared=which, device_map=mapping, **memory) for which in (True, False))

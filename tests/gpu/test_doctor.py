@@ -27,5 +27,5 @@ def test_either_setting_of_the_allocator_is_effective_in_its_test(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
     answer = ThisMachine().ask("torch", timeout=240)
     assert answer.error is None and answer.facts["allocator"]["error"] is None
-    if torch.version.hip is None:  # some ROCm builds ignore it, which doctor reports
+    if torch.version.hip is None:  # some ROCm builds ignore the setting, and doctor reports this
         assert answer.facts["allocator"]["expandable"] is ("expandable" in settings)

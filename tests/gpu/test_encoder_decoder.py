@@ -1,4 +1,4 @@
-"""Encoder-decoder models on a GPU: recorded decoder steps give stock's tokens."""
+"""Encoder-decoder models on a GPU: recorded decoder steps return stock's tokens."""
 
 from __future__ import annotations
 

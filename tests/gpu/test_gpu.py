@@ -37,7 +37,7 @@ def test_forward(name, padded, dtype, checkpoint):
         with ops.recording() as routes:
             actual = prepared(input_ids=ids, attention_mask=mask).logits
         served(name, prepared, routes, calls=1)
-        fused_ran(prepared, routes)  # moving to the GPU fused again
+        fused_ran(prepared, routes)  # the move to the GPU fused the weights again
         expected = exact(input_ids=ids, attention_mask=mask).logits
         same_dtype = stock(input_ids=ids, attention_mask=mask).logits
     keep = mask.bool()
@@ -85,9 +85,9 @@ def memory():
 
 @pytest.mark.first
 def test_memory_of_preparing_and_saving_on_the_gpu(tmp_path):
-    """After preparing: stock ± 1 %, allocated and reserved. The peak is at most one layer's fused weights above."""
+    """Allocated and reserved memory stay within 1 % of stock. The peak is at most one layer's fused weights higher."""
     model = large_llama("cuda")
-    # the workspace of the BLAS library is not a leak
+    # the BLAS library keeps its workspace, which is not a leak
     torch.mm(*[torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)] * 2)
     torch.cuda.empty_cache()
     allocated, reserved = memory()
@@ -120,4 +120,4 @@ def test_memory_of_a_prepared_model_that_moves_to_the_gpu():
     assert abs(memory()[0] - before - size) <= 0.01 * size
     with torch.inference_mode(), ops.recording() as routes:
         model(input_ids=torch.arange(10, device="cuda")[None])
-    fused_ran(model, routes)  # it was fused again by the move
+    fused_ran(model, routes)  # the move fused the weights again

@@ -1,4 +1,4 @@
-"""Decode steps in recorded graphs on a GPU: replays return stock's tokens, also with concurrent work."""
+"""Decode steps in recorded graphs on a GPU: replays return stock's tokens, even with concurrent work."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FIRST = 3  # steps before the first replay
 
 @pytest.fixture
 def pair(monkeypatch):
-    """(prepared, stock) models of a kind on the GPU. Windows move and buffers grow after a few tokens."""
+    """Build (prepared, stock) models on the GPU. Windows move and buffers grow after only a few tokens."""
     monkeypatch.setattr(cache_layer, "SLACK", 5)
     monkeypatch.setattr(cache_layer, "LEAST", 16)
     monkeypatch.setattr(pool, "_AHEAD", 32)
-    with options.override(probe=False):  # other tests check the kernels, which takes seconds
+    with options.override(probe=False):  # first-use checks take seconds, and other tests cover them
         yield build
 
 
@@ -74,9 +74,9 @@ def test_ends_with_the_late_check(at, pair):
         )
 
 
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # a warning of PyTorch about its first graph
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # PyTorch warns about its first graph
 def test_together_with_graphs_of_torch_compile(pair):
-    """Its graphs make PyTorch free the workspaces of BLAS libraries, which recorded steps must not depend on."""
+    """torch.compile's graphs make PyTorch free the BLAS workspaces, so recorded steps must not depend on them."""
     prepared, _ = pair(dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2816, num_attention_heads=16)
     expected = generate(prepared, asked())
     layer = torch.nn.Linear(1024, 1024, device="cuda", dtype=torch.bfloat16)
@@ -122,7 +122,7 @@ def test_four_threads_on_separate_streams_while_one_samples(pair):
             for _ in range(2000):
                 try:
                     torch.multinomial(torch.ones(8, device="cuda"), 2)
-                except RuntimeError as error:  # at the moment when a capture begins
+                except RuntimeError as error:  # raised at the moment when a capture begins
                     assert "Offset increment outside graph capture" in str(error)
                     caught.append(error)
         except Exception as error:  # noqa: BLE001  shown by the test
@@ -145,7 +145,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(pair):
     def wait(module, args, out):
         return out * (1 + bool(out.isnan().any()))
 
-    wait.__module__ = "transformers"  # a user's own class would be refused
+    wait.__module__ = "transformers"  # a user's own hook would be refused
     handle = prepared.lm_head.register_forward_hook(wait)
     assert torch.equal(generate(prepared, asked()), generate(stock, asked()))
     assert "can't be recorded" in known(prepared).disabled
@@ -160,7 +160,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(pair):
 
 
 def test_memory_is_freed_with_the_model(pair):
-    generate(pair()[0], asked())  # permanent allocations exist from here on
+    generate(pair()[0], asked())  # makes the permanent allocations
     gc.collect()
     before = torch.cuda.memory_allocated()
     prepared, stock = pair()

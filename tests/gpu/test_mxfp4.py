@@ -70,7 +70,7 @@ def test_it_is_selected_and_checked_in_a_child():
 
 
 def test_a_checkpoint(tmp_path):
-    """The packed size on the device, the results of the weights that it stands for, and recorded steps."""
+    """The weights stay packed on the device, the results match the dequantised weights, and steps are recorded."""
     from tests.weights import mxfp4_checkpoints as mxfp4
 
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 16, "num_experts_per_tok": 4}
@@ -83,7 +83,7 @@ def test_a_checkpoint(tmp_path):
     before = torch.cuda.memory_allocated()
     model = hf_rocm.from_pretrained(tmp_path, force=True, device_map="cuda", attn_implementation="eager")
     gc.collect()
-    assert abs(torch.cuda.memory_allocated() - before - file) < 0.03 * file + 2**20  # blocks of the allocator
+    assert abs(torch.cuda.memory_allocated() - before - file) < 0.03 * file + 2**20  # the allocator rounds up to blocks
     ids = torch.arange(3, 35, device="cuda").view(2, 16)
     for given in (ids, ids[:, :1]):
         assert_as_good_as_eager(model(given).logits, stock(given).logits, wide(given).logits)

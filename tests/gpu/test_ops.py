@@ -1,4 +1,4 @@
-"""Attention on a GPU, whose kernels return other strides than the CPU's, against the float64 definition."""
+"""Attention on a GPU, whose kernels return other strides than on a CPU, compared with the float64 definition."""
 
 from __future__ import annotations
 

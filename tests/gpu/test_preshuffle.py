@@ -21,7 +21,7 @@ from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = pytest.mark.gpu
 
-WIDTH, LAYERS = 2048, 12  # 8 MiB a layer in bf16
+WIDTH, LAYERS = 2048, 12  # 8 MiB per layer in bf16
 LAYER = 2 * WIDTH * WIDTH
 MARGIN = 2 * 2**20  # rounding of the allocator
 SEGMENT = 20 * 2**20  # reserved for a tensor of 1 to 10 MiB
@@ -32,9 +32,9 @@ def machine(monkeypatch):
     release = recorded.release(recorded.RELEASES[-1])
     monkeypatch.setattr(detect, "load", lambda: release)
     pretend(monkeypatch, "gfx942")
-    with options.override(probe=False):  # a check would run in a child process, which has no aiter
+    with options.override(probe=False):  # a first-use check would run in a child process, which has no aiter
         yield
-    recorded.kernels.CALLS.clear()  # they keep the tensors alive
+    recorded.kernels.CALLS.clear()  # the recorded calls keep their tensors alive
     shuffled_copy.unwatch()
     options._forget_choices()
 
@@ -66,7 +66,7 @@ def test_in_place_costs_no_memory_and_peaks_at_one_layer(machine):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     state = model.state_dict()
-    assert torch.cuda.max_memory_allocated() - before <= 2 * LAYER + MARGIN  # saving makes no second copy of the model
+    assert torch.cuda.max_memory_allocated() - before <= 2 * LAYER + MARGIN  # saving does not copy the whole model
     assert all(torch.equal(tensor, weight) for tensor, weight in zip(state.values(), build().parameters(), strict=True))
 
 

@@ -1,7 +1,7 @@
 """8-bit GEMMs on a GPU: errors within the format's bound in every tier and dtype, whole models, and memory.
 
-On an NVIDIA GPU the torch tier must run: fp8 in bf16 with the scales inside the GEMM and in fp16 with the scales after
-it, int8 in every dtype. fp8 in fp32, and sizes that the vendor library doesn't support, run in the eager tier.
+On an NVIDIA GPU, the torch tier must serve int8 in every dtype, fp8 in bf16 with the scales inside the GEMM, and fp8 in
+fp16 with the scales after it. fp8 in fp32, and sizes that the vendor library doesn't support, run in the eager tier.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def test_a_model_moves_to_the_gpu_and_back():
     del output
     model.cpu()
     gc.collect()
-    assert memory()[0] - before < WORKSPACE  # the 8-bit weights took 900 MB
+    assert memory()[0] - before < WORKSPACE  # the 8-bit weights took up 900 MB
 
 
 # N, K: whole tiles, the sizes of a small model, a K that is not a multiple of a step
@@ -227,7 +227,7 @@ def test_few_rows(kind, dtype, form, n, k):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "int4-g32"])
 def test_many_rows_use_a_dequantised_weight(kind, dtype, n, k):
-    """The weight is bitwise equal to PyTorch's result, and the GEMM is as accurate as that of an eager layer."""
+    """The weight is bitwise equal to PyTorch's result, and the GEMM is as accurate as an eager layer."""
     weight = (random(n, k, dtype=dtype, seed=1) * k**-0.5).cuda()
     weight[1] = 0
     weight[2] *= 2.0**-8
@@ -251,7 +251,7 @@ def test_many_rows_use_a_dequantised_weight(kind, dtype, n, k):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_a_prompt_is_not_rounded(kind):
-    """GEMMs of 100 rows read the packed weights instead of rounding x, in a whole model."""
+    """In a whole model, GEMMs with 100 rows read the packed weights instead of rounding x."""
     torch.manual_seed(0)
     model = hf_rocm.quantize(hf_rocm.prepare(large_llama("cuda"), force=True), kind, force=True)
     ids = torch.arange(100, device="cuda")[None]
@@ -263,7 +263,7 @@ def test_a_prompt_is_not_rounded(kind):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_a_recorded_step_reads_the_packed_weights(kind):
-    """Greedy tokens of recorded and uncaptured steps are equal; 4 bits take a quarter of the memory."""
+    """Greedy tokens of recorded and uncaptured steps are equal, and 4-bit weights take a quarter of the memory."""
     torch.manual_seed(0)
     model = hf_rocm.prepare(large_llama("cuda"), force=True)
     linear = sum(

@@ -1,4 +1,4 @@
-"""Encoder forwards in recorded graphs on a GPU: replays return stock's results, also with concurrent work."""
+"""Encoder forwards in recorded graphs on a GPU: replays return stock's results, even with concurrent work."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.forwards.families import FAMILIES, inputs, make, padded_families
 
 pytestmark = pytest.mark.gpu
 
-# Families whose forward copies host tensors to the GPU, which can't be recorded: they run uncaptured.
+# Families whose forward copies host tensors to the GPU. Such copies can't be recorded, so these models run uncaptured.
 COPIES = ("mpnet",)
 
 
 @pytest.fixture(autouse=True)
 def unprobed(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "cache"))
-    with options.override(probe=False):  # other tests check the kernels, which takes seconds
+    with options.override(probe=False):  # first-use checks take seconds, and other tests cover them
         yield
 
 
 def build(name, dtype=torch.float32):
-    """(the recorded model, its twin that is never recorded, stock)"""
+    """Returns (a model that is recorded, a prepared model that is never recorded, the stock model)."""
     stock = make(name).to("cuda", dtype)
     prepared, twin = copy.deepcopy(stock), copy.deepcopy(stock)
     return hf_rocm.prepare(prepared, force=True), hf_rocm.prepare(twin, force=True, graphs=False), stock
@@ -44,7 +44,7 @@ def on_gpu(given, dtype=torch.float32):
 
 
 def close(result, expected, dtype):
-    """Equal up to rounding: uncaptured, a padded batch may run in a kernel without masks, while a replay uses masks."""
+    """Compare up to rounding: an uncaptured padded batch may run in a kernel without masks, while replays use masks."""
     scale = 32 * torch.finfo(dtype).eps
     for one, other in zip(tensors(result), tensors(expected), strict=True):
         torch.testing.assert_close(one, other, rtol=scale, atol=scale * float(other.abs().max()))
@@ -96,7 +96,7 @@ def test_a_call_without_a_mask():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_mask_that_is_computed_just_before_the_call(mode):
-    """It is read on another stream, while the replay that earlier calls suggest runs on the current one."""
+    """The mask is read on a side stream, while the replay predicted from earlier calls runs on the current stream."""
     prepared, twin, _ = build("bert")
     slow = torch.randn(4096, 4096, device="cuda")
     with mode(), options.override(pad_tokens=0):
@@ -104,7 +104,7 @@ def test_a_mask_that_is_computed_just_before_the_call(mode):
             given = on_gpu(inputs("bert", seed=seed, padded=2 * (seed % 7 == 6)))
             for _ in range(20):
                 slow = torch.tanh(slow @ slow)
-            zero = (slow.sum() * 0).long()  # after the products
+            zero = (slow.sum() * 0).long()  # available only after the matrix products
             given["attention_mask"] = given["attention_mask"] + zero
             close(prepared(**given), twin(**given), torch.float32)
     assert known(prepared).disabled is None

@@ -1,4 +1,4 @@
-"""Random calls of `generate` with real recordings: stock's tokens in fp32, and constant memory."""
+"""Random calls of `generate` with real recordings return stock's tokens in fp32 and use constant memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.generation.soak import same_tokens
 
 pytestmark = [
     pytest.mark.gpu,
-    # warnings of the compiler, which stock runs if a call names a static cache
+    # stock runs the compiler, which warns, if a call requests a static cache
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
     pytest.mark.filterwarnings(
         "ignore:(TensorFloat32 tensor cores|The CUDA Graph is empty|\\s*Online softmax):UserWarning"

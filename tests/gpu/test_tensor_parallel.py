@@ -1,4 +1,4 @@
-"""A model sharded over two GPUs: stock's tokens from recorded steps that include the all-reduces."""
+"""A model sharded over two GPUs returns stock's tokens from recorded steps that include the all-reduces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trained model on a GPU: hf_rocm's kernels in recorded steps."""
+"""The trained model on a GPU runs hf_rocm's kernels in recorded steps."""
 
 from __future__ import annotations
 

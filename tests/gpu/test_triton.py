@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a GPU: the interpreter's results, rounding, and recorded graphs."""
+"""Triton kernels compiled for a GPU: results equal to the interpreter's, rounding, and recorded graphs."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_recorded_graph_writes_at_the_position_on_the_device(counted, b):
         return ops.rope_into_cache(query, key, value, *tables, keys=keys, values=values, position=position)
 
     with options.override(tier="triton"), torch.no_grad():
-        step()  # compiles
+        step()  # compiles the kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

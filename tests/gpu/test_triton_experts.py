@@ -1,4 +1,4 @@
-"""Routed experts by the Triton kernels on a GPU: every layout at the sizes of models, and in a recorded graph."""
+"""Routed experts in the Triton kernels on a GPU: every layout at the sizes of real models, and in a recorded graph."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_experts(tokens, sizes, layout, dtype):
 @pytest.mark.parametrize("layout", ["plain", "gpt_oss"])
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_replayed_with_other_selections(tokens, layout):
-    """Nothing is read on the host: a replay uses the experts of its current ids."""
+    """Nothing is read on the host, so a replay uses the experts that its current ids select."""
     (x, gate_up, down, ids, weights), keywords = on_gpu((tokens, 16, 4, 1024, 512), torch.bfloat16, LAYOUTS[layout])
     ops.experts(x, gate_up, down, ids, weights, **keywords)
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Attention of many queries and paged attention by the Triton kernels on a GPU, and batches of a prepared model."""
+"""Prefill attention and paged attention in the Triton kernels on a GPU, and batches of a prepared model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_dense(s_q, s_k, causal):
 @pytest.mark.parametrize("page", [16, 256])
 @pytest.mark.parametrize("terms", [{}, {"softcap": 30.0}, {"sinks": True, "window": 100}], ids=str)
 def test_pages_inside_a_recorded_graph(terms, page):
-    """Lengths and tables change in place between replays; rows without a request write nothing."""
+    """Lengths and page tables change in place between replays. Rows without a request write nothing."""
     draw = drawing(BF16)
     rows, columns = 5, -(-700 // page)
     pages = [draw(rows * columns + 1, page, 8, 128) for _ in range(2)]
@@ -131,7 +131,7 @@ def test_batches_run_on_pages_with_graphs_and_return_the_tokens_of_single_runs(k
     assert attention == {("varlen_attention", "triton"), ("paged_attention", "triton")}
     actual = {tuple(result.prompt_ids): list(result.generated_tokens) for result in results}
     expected = one_by_one(stock, prompts())
-    # bf16 rounds differently, so that close decisions may differ, but not most tokens
+    # bf16 rounds differently, so near ties may give other tokens, but most tokens are equal
     equal = [
         a == b
         for prompt, row in zip(prompts(), expected, strict=True)

@@ -1,4 +1,4 @@
-"""GEMMs of few rows by the Triton kernels on a GPU: every variant, compiled, and in a recorded graph."""
+"""GEMMs with few rows in the Triton kernels on a GPU: every variant, compiled, and in a recorded graph."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_fused_norm_activation_and_residual(form, m, k, dtype):
 
 @pytest.mark.parametrize("m", [1, 8])
 def test_replayed_with_other_inputs(m):
-    """Nothing is read on the host: a replay uses the current values of its tensors."""
+    """Nothing is read on the host, so a replay uses the current values of its tensors."""
     dtype = torch.bfloat16
     x, weight, by = (
         random(m, 1024, dtype=dtype),

@@ -1,4 +1,4 @@
-"""Fused weights on a real GPU: memory and time of loading, and moves of the model."""
+"""Fused weights on a real GPU: the memory and time of loading, and moves of the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 SHAPE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 1000}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 LAYER = 2 * (2 * 6144 * 2048 + (2048 + 2 * 512) * 2048)  # bytes of one layer's fused weights in bf16
-SLACK = 8 * 2**20  # the allocator reserves in steps of 2 MiB, and rounds
+SLACK = 8 * 2**20  # the allocator reserves in steps of 2 MiB and rounds sizes up
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def model(tmp_path):
     """A small model, loaded by hf_rocm and moved to the GPU, with fused weights."""
     models.build().save_pretrained(tmp_path)
     loaded = hf_rocm.from_pretrained(tmp_path, force=True).eval().cuda()
-    assert blocks(loaded) == GROUPS  # fused by the move, before any call
+    assert blocks(loaded) == GROUPS  # the move fused them, before any call
     return loaded
 
 
@@ -61,8 +61,8 @@ def load(folder, *, prepared):
 
 
 def follows(model, groups):
-    """Equal to stock with the current weights, with this number of fused GEMMs."""
-    twin = models.stock_with_weights_of(model).cuda()  # and with its rotary frequencies, which `.half()` rounds
+    """Check that the results equal stock's with the current weights, and that this number of fused GEMMs ran."""
+    twin = models.stock_with_weights_of(model).cuda()  # also copies the rotary frequencies, which `.half()` rounds
     with torch.inference_mode(), ops.recording() as routes:
         actual = model(IDS.cuda(), use_cache=False).logits
     with torch.no_grad():
@@ -79,7 +79,7 @@ def follows(model, groups):
 
 
 def measure(folder, tmp_path, *, prepared):
-    """(allocated, reserved) after loading, the peaks of loading, and those of saving, above the initial memory."""
+    """(allocated, reserved) bytes above the initial memory: after loading, at its peak, and at the peak of saving."""
     gc.collect()
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -96,13 +96,13 @@ def measure(folder, tmp_path, *, prepared):
 
 
 def test_memory_of_loading_and_saving(large, tmp_path, monkeypatch):
-    """After loading: stock ± 1 %, allocated and reserved.
+    """After loading, allocated and reserved memory are within 1 % of stock's.
 
-    Peaks of loading and saving: stock's plus one layer. The weights are loaded in the order of the checkpoint. The
-    threads of transformers 5 may swap neighbours in its single allocation; then some blocks are allocated separately,
-    which only increases the reserved memory.
+    The peaks of loading and saving exceed stock's by at most one layer. The test loads the weights in the checkpoint's
+    order. The threads of transformers 5 may swap neighbours in its single allocation. Some blocks are then allocated
+    separately, which only increases the reserved memory.
     """
-    load(large, prepared=True)  # kernels, handles and the like
+    load(large, prepared=True)  # loads kernels and creates library handles
     print("in threads", measure(large, tmp_path, prepared=True))
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     stock, prepared = measure(large, tmp_path, prepared=False), measure(large, tmp_path, prepared=True)
@@ -138,7 +138,7 @@ def test_loading_to_the_gpu_takes_at_most_a_tenth_longer(large):
 
 
 def test_weights_on_the_cpu_wait_for_the_gpu(tmp_path, monkeypatch):
-    """As on ROCm without force: nothing is fused on the CPU, and everything by the move."""
+    """On ROCm without force, nothing is fused on the CPU, and the move to the GPU fuses everything."""
     models.build().save_pretrained(tmp_path)
     monkeypatch.setattr(preparing, "is_rocm", lambda: True)
     monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
@@ -199,7 +199,7 @@ def test_replays_see_writes_and_a_stale_group_is_not_used_while_capturing():
         torch.cuda.synchronize()
         again = torch.cuda.CUDAGraph()
         with torch.cuda.graph(again):
-            outputs = group(x)  # drops the block; its parts are moved later
+            outputs = group(x)  # drops the fused block, whose parts are moved later
         assert group.a.weight.data_ptr() == kept
         again.replay()
         for actual, wanted in zip(outputs, one_by_one(group, x), strict=True):
@@ -218,6 +218,6 @@ def test_compiled(model):
             change()
             expected = model(IDS.cuda(), attention_mask=mask, use_cache=False).logits
             torch.testing.assert_close(run(IDS.cuda()), expected, rtol=1e-3, atol=1e-3)
-    # the eager run drops the moved block, which causes one recompilation
+    # the eager run drops the fused block of the changed weight, which causes one recompilation
     assert counter.frame_count <= 2
     torch._dynamo.reset()

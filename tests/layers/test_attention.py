@@ -34,7 +34,7 @@ def test_the_kernel_runs_if_the_dtypes_are_equal(case):
 
 
 def test_the_models_function_runs_if_the_dtypes_differ(case):
-    """As under autocast: the projections are bf16, and cos and sin are fp32."""
+    """This happens under autocast: the projections are bf16, while cos and sin are fp32."""
     query, key, position_embeddings = case
     query, key = query.bfloat16(), key.bfloat16()
     with ops.recording() as routes:
@@ -46,7 +46,7 @@ def test_the_models_function_runs_if_the_dtypes_differ(case):
 
 @pytest.mark.parametrize("s", [1, 63])
 def test_heads_of_fused_layers_equal_those_of_separate_layers(s):
-    """Values, sizes and strides, with fewer key heads than query heads."""
+    """Compares values, sizes and strides, with fewer key heads than query heads."""
     names, heads = ("q_proj", "k_proj", "v_proj"), (6, 2, 2)
     module = torch.nn.Module()
     for name, count in zip(names, heads, strict=True):
@@ -57,7 +57,7 @@ def test_heads_of_fused_layers_equal_those_of_separate_layers(s):
         assert fuse.fuse(module, names) is None
         actual = layers.heads(module, x, *names, head_dim=D)
         plain = layers.split_heads(layers.project(module, x, *names), D)
-    assert len({part.untyped_storage().data_ptr() for part in actual}) == 1  # one product
+    assert len({part.untyped_storage().data_ptr() for part in actual}) == 1  # views of one GEMM's output
     for left, reference, view, count in zip(actual, expected, plain, heads, strict=True):
         assert left.shape == (B, count, s, D) and left.storage_offset() == view.storage_offset()
         assert s == 1 or left.stride() == view.stride()

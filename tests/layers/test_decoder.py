@@ -44,7 +44,7 @@ TOUCHABLE = {
 
 
 def build(name: str) -> Any:
-    further = {"attn_logit_softcapping": None} if name == "Gemma2" else {}  # old releases omit it under sdpa
+    further = {"attn_logit_softcapping": None} if name == "Gemma2" else {}  # old releases ignore it under sdpa
     config = getattr(transformers, f"{name}Config")(**SMALL, **further)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -68,13 +68,13 @@ def pair():
 
 @pytest.fixture
 def few(monkeypatch):
-    """As on a GPU whose GEMMs include norms and residual sums; on the CPU the parts run one by one."""
+    """Behave as on a GPU whose GEMMs include norms and residual sums. On the CPU the parts run one by one."""
     monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
 
 
 @torch.no_grad()
 def run(model: Any, **arguments: Any) -> tuple[Any, list[str]]:
-    """The model's output, with the results of all layers as `layers`, and the operations that ran."""
+    """Returns the model's output, with the results of all layers as `layers`, and the operations that ran."""
     returned: list[torch.Tensor] = []
     hooks = [
         layer.register_forward_hook(lambda module, args, output: returned.append(_hidden(output)))
@@ -94,7 +94,7 @@ def _hidden(output: Any) -> torch.Tensor:
 
 
 def assert_same(actual: Any, stock: Any) -> None:
-    """Compare the output of every layer. Sums may be computed in another order."""
+    """Compare the outputs of every layer. Sums may be computed in a different order."""
     assert len(actual.layers) == len(stock.layers) == LAYERS
     for left, its in zip((actual.logits, *actual.layers), (stock.logits, *stock.layers), strict=True):
         torch.testing.assert_close(left, its, rtol=1e-4, atol=1e-4)
@@ -140,7 +140,7 @@ def test_norms_after_the_branches_are_one_operation_with_the_sum(few, monkeypatc
     [("post_attention_layernorm", 1), ("pre_feedforward_layernorm", 2), ("post_feedforward_layernorm", 1)],
 )
 def test_a_hooked_norm_is_called_once_beside_the_operation(few, part, operations, monkeypatch):
-    """operations: how many `norm_add` are left in the changed layer."""
+    """operations: the number of `norm_add` calls that remain in the changed layer."""
     monkeypatch.setattr(decoder, "one_kernel", lambda *norms: True)
     model = build("Gemma2")
     pair = model, hf_rocm.prepare(copy.deepcopy(model), force=True)
@@ -159,7 +159,7 @@ def test_a_hooked_norm_is_called_once_beside_the_operation(few, part, operations
 @pytest.mark.parametrize("part", TOUCHABLE)
 @pytest.mark.parametrize("how", ["hook", "forward"])
 def test_a_changed_module_takes_effect(pair, few, part, how):
-    """Replace every part of the first layer in turn: it is called once, and its result is used."""
+    """Change every part of the first layer in turn: the part is called once, and its result is used."""
     outputs = []
     for model in pair:
         calls: list[int] = []
@@ -181,7 +181,7 @@ def _changed(output: Any, calls: list[int]) -> Any:
 
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
 def test_a_wrapped_projection_is_called(pair, few, name):
-    """As adapters do."""
+    """Adapters wrap projections like this."""
 
     class Wrapped(nn.Module):
         def __init__(self, base: nn.Module) -> None:
@@ -268,6 +268,6 @@ def test_a_restored_model_is_stock(pair, few):
 
 def test_nothing_is_fused_on_a_cpu_or_with_gradients():
     x = torch.randn(1, 1, 64)
-    assert not norm.can_fuse(x)  # gradients are on
+    assert not norm.can_fuse(x)  # gradients are enabled
     with torch.no_grad():
         assert not norm.can_fuse(x)

@@ -1,4 +1,4 @@
-"""Layers with the gated delta rule: steps of one token are one operation, in place; every other call is stock's."""
+"""Layers with the gated delta rule: a step of one token is one operation, in place. All other calls run stock code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def states_of(cache):
 
 
 def run(model, ids, cache=None):
-    """A prompt of five tokens, then one token at a time: the logits of every call, and the cache."""
+    """Run a prompt of five tokens, then one token at a time. Returns the logits of every call, and the cache."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad():
         logits = [model(ids[:, :5], past_key_values=cache).logits[:, -1]]
@@ -67,7 +67,7 @@ def test_steps_are_the_operation(dtype, name):
     ids = tokens(2, 9)
     expected, its = run(stock, ids)
     reference = deepcopy(stock).double()
-    reference.config._experts_implementation = "eager"  # the grouped product has no float64
+    reference.config._experts_implementation = "eager"  # the grouped GEMM does not support float64
     exact, wide = run(reference, ids)
     with ops.recording() as routes:
         actual, cache = run(prepared, ids)
@@ -119,7 +119,7 @@ def test_fused_projections(name):
 
 
 def outcome(layer, x, cache, further):
-    """The result of a layer as numbers, or its error: packed sequences are one in some releases."""
+    """Returns a layer's result as numbers, or its error, because some releases refuse packed sequences."""
     try:
         return layer(x, cache_params=cache, **further).tolist()
     except ValueError as error:
@@ -187,7 +187,7 @@ def test_stock_serves_the_rest(change, reason, monkeypatch):
 
 @served
 def test_record_past():
-    """Stock keeps earlier inputs of the convolution in such a cache, so that drafts can be taken back."""
+    """In such a cache, stock keeps earlier inputs of the convolution, so that rejected drafts can be undone."""
     prepared = pair("qwen3_next")[1]
     cache = run(prepared, tokens(1, 6))[1]
     cache.activate_past_recording()

@@ -1,4 +1,4 @@
-"""Which requests of transformers' experts interface are served."""
+"""Requests of transformers' experts interface that hf_rocm serves or refuses."""
 
 from __future__ import annotations
 

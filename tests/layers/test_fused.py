@@ -1,4 +1,4 @@
-"""The argument `fused`: functions that take it leave the norm and the residual sum to the shared layers."""
+"""Functions that take the argument `fused` leave the norm and the residual sum to the shared layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 OVERLAYS = sorted((Path(__file__).resolve().parents[2] / "overlays").glob("transformers-*/models/*/modeling_*.py"))
-# normalise their input themselves if they get `fused`; the decoder layer passes a stock forward that does
+# Functions that normalise their input if they get `fused`. So do the stock forwards that the decoder layer passes.
 NORMALISE = {"layers.heads", "layers.project", "layers.latent_heads", "gated.forward"}
 
 

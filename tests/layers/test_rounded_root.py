@@ -1,4 +1,4 @@
-"""GPT-J and CodeGen keep the square root of the head dim as a tensor up to transformers 4.57; kernels take a number."""
+"""Up to transformers 4.57, GPT-J and CodeGen store the root of the head dim as a tensor; kernels take a number."""
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ from hf_rocm.layers.slots import slot
 
 B, H, KV, D, LENGTH = 2, 4, 2, 8, 12
 RELEASE = Version(transformers.__version__)
-FROM = Version("4.56")  # before it, static layers can't be distinguished from offloaded ones
+FROM = Version("4.56")  # earlier releases don't distinguish static layers from offloaded ones
 
 since = pytest.mark.skipif(RELEASE < FROM, reason="before 4.56, static layers are updated by their own method")
 

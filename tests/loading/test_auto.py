@@ -1,4 +1,4 @@
-"""auto_prepare: models loaded by transformers are prepared, encoders of other libraries stay stock."""
+"""auto_prepare: models loaded by transformers are prepared, and encoders of other libraries stay stock."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def undone():
 
 @pytest.fixture
 def prepares(monkeypatch):
-    """Count how often a model is prepared."""
+    """Count how many times a model is prepared."""
     from hf_rocm.loading import prepare as preparing
 
     calls, prepare = [], preparing.prepare
@@ -73,7 +73,7 @@ def test_every_way_of_loading_prepares_the_model_once(llama, prepares):
     assert is_prepared(model) and list(info["missing_keys"]) == []
 
 
-@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")  # of the tokenizer in 5.0
+@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")  # raised by the tokenizer in 5.0
 def test_pipelines_are_prepared(bert, tmp_path):
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]))
@@ -126,7 +126,7 @@ def test_composite_models_are_prepared_once_as_a_whole(bert, prepares, tmp_path,
     stock, inner = PreTrainedModel.__dict__["from_pretrained"], []
 
     def nested(cls, *args, **kwargs):
-        """A model that loads another one while it is loaded."""
+        """Simulate a model whose loading loads another model."""
         if cls is transformers.BertForMaskedLM:
             inner.append(transformers.BertModel.from_pretrained(bert))
         return stock.__func__(cls, *args, **kwargs)
@@ -211,7 +211,7 @@ def test_another_librarys_wrapper_stays_and_is_reported(llama, caplog):
 
 @pytest.mark.parametrize(("wanted", "prepared"), [("1", True), ("yes", False)])
 def test_the_environment_switches_it_on_from_an_installed_block(llama, wanted, prepared):
-    """In a child process whose modeling file ends with an installed block."""
+    """A child process imports a modeling file that ends with an installed block."""
     program = textwrap.dedent(
         f"""
         import sys, warnings

@@ -1,4 +1,4 @@
-"""Weights are copied through ordinary memory only on machines with a known fault."""
+"""Weights are copied through heap memory only on machines with a known fault."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_pagemap = pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reaso
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch):
-    """Set the facts on which the choice depends."""
+    """Simulate the kernel and the GPUs on which the decision depends."""
 
     def make(kernel: str, *gpus: str) -> None:
         monkeypatch.setattr(heap_copies, "machine", lambda: heap_copies.Machine(kernel, gpus))
@@ -55,7 +55,7 @@ def large(tmp_path: Path) -> Path:
 
 
 def of_files() -> int:
-    """Bytes of files in this process's memory."""
+    """Bytes of mapped files that are resident in this process."""
     return int(Path("/proc/self/status").read_text().split("RssFile:")[1].split()[0]) * 1024
 
 
@@ -68,7 +68,7 @@ MACHINES = [
     (USUAL, ("gfx1200",), None),
     (STALLS, ("gfx1151",), "stalls"),
     (USUAL, ("gfx1100",), None),
-    (USUAL, ("gfx1100", "gfx1036"), None),  # the weights go to the card; the CPU has an integrated GPU too
+    (USUAL, ("gfx1100", "gfx1036"), None),  # the weights go to the discrete GPU; the CPU has an integrated one, too
     ("7.0.0-280-generic", ("gfx1100",), None),
     ("7.0.0-14-generic", ("gfx1100",), None),
     ("7.0.120", ("gfx1100",), None),
@@ -103,7 +103,7 @@ def test_loaded_weights_are_not_a_mapped_file(on, folder, kernel, gpus, copied, 
     else:
         model = hf_rocm.from_pretrained(folder, force=True)
     assert mmap_pages.is_mapped(model.get_input_embeddings().weight) is not copied
-    assert vars(modeling_utils)["safe_open"] is stock  # restored
+    assert vars(modeling_utils)["safe_open"] is stock  # the stock function is restored
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name

@@ -1,4 +1,4 @@
-"""save_quantized: what hf_rocm and stock transformers read back, and a model that is as before."""
+"""save_quantized: hf_rocm and stock transformers read the saved weights, and the model itself is unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ["fp8", "int8", "int4", "int4-g64", "int4-g32"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 LIBRARY = importlib.util.find_spec("compressed_tensors") is not None
 
-# In a process of its own: the package changes nn.Module for good.
+# Runs in a separate process, because the package changes nn.Module permanently.
 STOCK = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -53,7 +53,7 @@ def logits(model, ids=models.IDS):
 
 
 def state_of(model):
-    """Every module, and everything that is stored in it."""
+    """The contents of every module's dictionary."""
     return {path: (module, dict(module.__dict__)) for path, module in model.named_modules()}
 
 
@@ -112,7 +112,7 @@ def test_stock_transformers_reads_it(kind, tmp_path):
     assert len(weights) == 7 * models.LAYERS
     for name, weight in weights.items():
         torch.testing.assert_close(weight, ordinary.get_submodule(name).weight, rtol=2**-8, atol=0)
-    if kind.startswith("int4"):  # with 8 bits stock rounds the activations too
+    if kind.startswith("int4"):  # with 8 bits, stock rounds the activations, too
         expected = logits(ordinary, torch.tensor([[3, 1, 4, 1, 5]]))
         assert (actual - expected).norm() <= 2**-8 * expected.norm()
 

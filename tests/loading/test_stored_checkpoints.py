@@ -1,4 +1,4 @@
-"""Which checkpoints are loaded with their stored bytes, and how damaged and unsupported ones are handled."""
+"""Checkpoints that are loaded with their stored bytes, and the handling of damaged and unsupported ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYER = "model.layers.1.mlp.up_proj"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """One whole checkpoint for each layout."""
+    """One intact checkpoint per layout."""
     made = {}
     for case in (PACKED, INT8, FP8, AWQ, GPTQ, BLOCKS):
         made[case.name] = tmp_path_factory.mktemp("checkpoint")
@@ -45,7 +45,7 @@ def folder(folders, tmp_path):
 def untouched():
     """Check after the test that transformers' own tables and functions are restored."""
     tables = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
-    names = ("_get_resolved_checkpoint_files", "_infer_parameter_dtype")  # the second before 5.0
+    names = ("_get_resolved_checkpoint_files", "_infer_parameter_dtype")  # the second one exists only before 5.0
     before = [dict(table) for table in tables]
     functions = [getattr(modeling_utils, name, None) for name in names]
     yield
@@ -93,7 +93,7 @@ def replace(name, change):
     ],
 )
 def test_a_damaged_layer(folder, monkeypatch, case, edit, expected, found):
-    """One error that names the tensor, before any weight is read."""
+    """A single error names the tensor, before any weight is read."""
     path = folder(case)
     checkpoints.edit_tensors(path, edit)
     monkeypatch.setattr(LlamaForCausalLM, "_load_pretrained_model", None)
@@ -168,7 +168,7 @@ def test_features_that_are_left_to_stock(folder, caplog, config, reason):
 
 
 def left_to_stock(path, caplog, reason):
-    """The log has the reason, and the result is the same as without hf_rocm."""
+    """Check that the reason is logged, and that the result is the same as without hf_rocm."""
     with caplog.at_level(logging.WARNING, "hf_rocm"):
         prepared = outcome(lambda: hf_rocm.from_pretrained(path, force=True))
     assert [
@@ -211,7 +211,7 @@ def test_weights_that_are_not_in_safetensors(folder, caplog):
 
 
 def test_stock_without_the_force_option(folder, monkeypatch):
-    """Nothing is replaced if the model stays stock, so a call of the patched functions is a failure."""
+    """If the model stays stock, `stored_checkpoints.load` must not be called. The test replaces it by None."""
     monkeypatch.setattr(stored_checkpoints, "load", None)
     path = folder()
     assert outcome(lambda: hf_rocm.from_pretrained(path)) == outcome(lambda: LlamaForCausalLM.from_pretrained(path))
@@ -242,13 +242,13 @@ def test_nothing_stands_in_for_a_folder_without_a_quantiser(folder, tmp_path, mo
     stored_checkpoints.load(LlamaForCausalLM.from_pretrained, plain, config=model.config)
     stored_checkpoints.load(LlamaForCausalLM.from_pretrained, folder())
     assert len(entered) == 2
-    (plain / "adapter_config.json").write_text("{}")  # the weights may be elsewhere
+    (plain / "adapter_config.json").write_text("{}")  # the weights may be in another folder
     stored_checkpoints.load(lambda path: None, plain)
     assert len(entered) == 3
 
 
 def test_another_thread_stays_stock(folder, tmp_path):
-    """A concurrent load in another thread is stock's: it raises the error of the missing package."""
+    """A concurrent load in another thread runs stock code and raises stock's error about the missing package."""
     path, results = folder(), []
 
     def elsewhere():
@@ -266,7 +266,7 @@ def test_another_thread_stays_stock(folder, tmp_path):
 
 
 def test_parts_of_a_sharded_checkpoint(folder, tmp_path):
-    """The tensors of a layer may be in several files; the base model has other names than the checkpoint."""
+    """The tensors of a layer may be in several files, and the base model's names differ from the checkpoint's."""
     model = hf_rocm.from_pretrained(folder(), force=True)
     expected = {name: checkpoints.raw(tensor) for name, tensor in model.state_dict().items()}
     model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
@@ -292,7 +292,7 @@ def test_another_dtype_of_the_model(folder, dtype):
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5"), reason="not run: needs transformers 5")
 def test_scales_that_are_powers_of_two(folder):
-    """Scales of one byte, like DeepSeek's `ue8m0`, a dtype that transformers 4 does not have."""
+    """Scales of one byte, like DeepSeek's `ue8m0`; transformers 4 does not support this dtype."""
     path = folder(BLOCKS)
 
     def powers(state):

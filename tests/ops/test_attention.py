@@ -1,4 +1,4 @@
-"""Attention in every tier against a float64 reference that loops over the keys."""
+"""Attention in every tier, compared with a float64 reference that loops over the keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = {  # B, H, Hkv, S_q, S_k, D, D_v
 
 
 def reference(query, key, value, *, scale, causal=False, mask=None, window=None, softcap=None, sinks=None):
-    """The reference, one query at a time, in float64."""
+    """Compute the reference in float64, one query at a time."""
     query, key, value = query.double(), key.double(), value.double()
     b, h, s_q, _ = query.shape
     s_k, group = key.shape[2], h // key.shape[1]
@@ -113,7 +113,7 @@ def test_masks(tier, shape, causal, kind, heads):
     b, h, _, s_q, s_k, _, _ = shape
     generator = torch.Generator().manual_seed(1)
     visible = torch.rand(b, h if heads == "each" else 1, s_q, s_k + 2, generator=generator) > 0.3
-    visible[..., 0] = True  # every query sees a key: otherwise the result is undefined
+    visible[..., 0] = True  # every query must see a key; otherwise the result is undefined
     if kind == "bool":
         mask = visible
     else:
@@ -136,7 +136,7 @@ def test_a_fully_masked_query_is_zero_in_eager_and_finite_elsewhere():
     for tier in TIERS:
         output, _ = run(tier, query, key, value, scale=0.25, mask=mask)
         assert torch.isfinite(output).all()
-    assert torch.equal(output[:, 2], torch.zeros_like(output[:, 2]))  # eager is the last one
+    assert torch.equal(output[:, 2], torch.zeros_like(output[:, 2]))  # the output of eager, which is the last tier
     assert output[:, 3].abs().max() > 0
 
 

@@ -1,4 +1,4 @@
-"""Kernels run with the device of their tensors as the current device."""
+"""Kernels run while the device of their tensors is the current device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""decode_attention in the torch and eager tiers against the reference, and the refusals of the Triton kernel."""
+"""decode_attention in the torch and eager tiers, compared with the reference, and the refusals of the Triton kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_rocm.ops.triton import decode, tiles
 from tests.ops.test_attention import reference, tensors
 from tests.tolerance import assert_as_good_as_eager
 
-MODULE = sys.modules["hf_rocm.ops.attention"]  # the package's attribute of that name is the operation
+MODULE = sys.modules["hf_rocm.ops.attention"]  # the package's attribute `attention` is the operation, not the module
 CPU = torch.device("cpu")
 DECODING = DecodeSpec(
     dtype=torch.bfloat16,
@@ -62,7 +62,7 @@ def test_starts_lengths_and_windows(window, s_q, tier, dtype):
 
 @pytest.mark.parametrize("tier", ["torch", "eager"])
 def test_a_rolling_cache_has_the_last_keys(tier):
-    """All rows had 25 keys, and the cache has the last 8; the padding of the second row extends into them."""
+    """All rows had 25 keys, of which the cache has the last 8. The padding of the second row extends into them."""
     query, key, value = tensors((2, 4, 2, 2, 8, 8, 8), torch.float32)
     how = {"scale": 0.3, "starts": torch.tensor([3, 20]), "window": 8}
     output = run(tier, query, key, value, torch.tensor([25]), **how)
@@ -134,7 +134,7 @@ def test_calls_for_which_pytorch_splits_the_keys(monkeypatch):
 
 
 def test_prefill_is_refused(monkeypatch):
-    """With the specifications that `ops.attention` builds."""
+    """The test uses the specifications that `ops.attention` builds."""
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
     spoken, requested = {}, []
     monkeypatch.setattr(MODULE._operation, "calls", registry.Table(lambda spec: requested.append(spec) or _answer))

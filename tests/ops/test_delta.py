@@ -1,4 +1,4 @@
-"""gated_delta_step in PyTorch: one token as transformers' own functions compute it, with both states in place."""
+"""gated_delta_step in PyTorch: one token, with the results of transformers' functions and both states in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def drawn(dtype, *, batch=2, groups=3, shared=2, key_dim=8, value_dim=6, taps=4, joined=True, seed=0):
-    """(the six inputs, the keywords): views of two products if joined, else tensors of their own."""
+    """Returns (the six inputs, the keywords). joined: the inputs are views of two GEMM outputs."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape, spread=1.0):
@@ -41,7 +41,7 @@ def drawn(dtype, *, batch=2, groups=3, shared=2, key_dim=8, value_dim=6, taps=4,
 
 
 def converted(keywords, dtype=None):
-    """Copies, which a call may update."""
+    """Copy the tensors, because a call updates the states in place."""
     return {
         name: value if name == "eps" else value.clone() if dtype is None else value.to(dtype, copy=True)
         for name, value in keywords.items()
@@ -49,7 +49,7 @@ def converted(keywords, dtype=None):
 
 
 def check(serve, dtype, **sizes):
-    """Three tokens, one after another: outputs and states within the derived tolerance, the convolution's exactly."""
+    """Run three tokens in turn. Outputs and states must be within the tolerance, and the convolution's state exact."""
     keywords = drawn(dtype, **sizes)[1]
     runs = [(serve, dtype, []), (eager, dtype, []), (eager, torch.float64, [])]
     for call, its_dtype, results in runs:
@@ -71,7 +71,7 @@ def eager(*inputs, **keywords):
 
 
 def stock(query, key, value, gate, beta, decay, *, conv_weight, conv_state, state, log_rate, bias, norm_weight, eps):
-    """By the functions of transformers' layer. Returns the output and the states."""
+    """Compute the step with the functions of transformers' layer. Returns the output and the states."""
     module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     convolve = getattr(module, "causal_conv1d_update", None) or module.torch_causal_conv1d_update
     batch, groups, shared, value_dim = value.shape
@@ -112,7 +112,7 @@ def test_it_is_transformers_layer(joined, dtype):
 
 
 def test_the_definition():
-    """One head, written out in float64."""
+    """Compare one head with the formula, written out in float64."""
     (query, key, value, gate, beta, decay), keywords = drawn(torch.float64, batch=1, groups=1, shared=1)
     before = converted(keywords)
     out = eager(query, key, value, gate, beta, decay, **keywords)[0, 0]

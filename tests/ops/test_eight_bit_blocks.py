@@ -1,4 +1,4 @@
-"""8-bit weights with a scale for each block of 128 × 128: rounding, dequantising, products in PyTorch's tiers."""
+"""8-bit weights with one scale per block of 128 × 128: rounding, dequantising, and GEMMs in PyTorch's tiers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(("n", "k"), SIZES, ids=str)
 def test_blocks_are_rounded_to_the_nearest_number(n, k, format):
-    """The largest number of a block is exact; a block of zeros has no scale of zero."""
+    """The largest number of a block is exact, and the scale of a block of zeros is not zero."""
     weight = random(n, k)
     weight[:, BLOCK : 2 * BLOCK] *= 2.0**30
     weight[2 * BLOCK :, :BLOCK] = 0
@@ -43,7 +43,7 @@ def test_blocks_are_rounded_to_the_nearest_number(n, k, format):
 @pytest.mark.parametrize(("tier", "name"), [("torch", "dequantize, F.linear"), ("eager", "dequantize, matmul")])
 @pytest.mark.parametrize("m", [1, 64, 70])
 def test_the_tiers_of_pytorch(m, tier, name, dtype):
-    """x is never rounded, whatever the call asks for."""
+    """x is never rounded, even if the call requests it."""
     n, k = 140, 272
     x, bias = random(m, k, dtype=dtype), random(n, dtype=dtype, seed=2)
     data, scale = quantize_blocks(random(n, k, seed=1) * k**-0.5, FP8)
@@ -57,7 +57,7 @@ def test_the_tiers_of_pytorch(m, tier, name, dtype):
 
 
 def test_large_weights_are_dequantised_in_parts(monkeypatch):
-    """A part ends at the end of a block."""
+    """Every part ends at a block boundary."""
     from hf_rocm.ops import quantized_torch
 
     data, scale = quantize_blocks(random(700, 130), FP8)

@@ -106,7 +106,7 @@ def test_add_rms_norm(tier, dtype, one_plus, shape):
 @pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (0, 8)], ids=str)
 def test_norm_add(tier, dtype, one_plus, shape):
-    """Bitwise equal to its parts, with and without the second norm."""
+    """norm_add is bitwise equal to its parts, with and without the second norm."""
     sizes = [shape, shape, shape[-1:], shape[-1:]]
     x, residual, first, second = (random(*size, dtype=dtype, seed=i) for i, size in enumerate(sizes))
     norms = ops.Norm(first, 1e-6, one_plus), ops.Norm(second, 1e-5, one_plus)

@@ -1,4 +1,4 @@
-"""Exactly the masks that packed sequences or lengths can express are recognised."""
+"""A mask is recognised if, and only if, packed sequences or lengths can express it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_rocm.ops import mask_patterns, registry
 from hf_rocm.ops.mask_patterns import recognise
 from tests.ops.test_attention import tensors
 
-PADDING = {  # real keys of two rows of 9
+PADDING = {  # 1 marks a real key; two rows of 9 keys
     "left": [[0] * 4 + [1] * 5, [1] * 9],
     "right": [[1] * 5 + [0] * 4, [1] * 9],
     "none": [[1] * 9, [1] * 9],
@@ -37,7 +37,7 @@ def qkv(s_q, s_k, b=2):
 
 
 def check(mask, s_q, s_k, **layer):
-    """The mask is recognised, and results are equal for all queries that see a key."""
+    """Check that the mask is recognised, and that results are equal for all queries that see a key."""
     query, key, value = qkv(s_q, s_k)
     result = recognise(mask, query, key, value, **layer)
     assert result is not None
@@ -57,7 +57,7 @@ def check(mask, s_q, s_k, **layer):
 def test_left_padding_with_a_causal_mask(padding, s_q):
     route = check(causal_mask(PADDING[padding], s_q), s_q, 9)
     real = sum(map(sum, PADDING[padding]))
-    assert route.shapes[1][0] == real  # padding keys are dropped instead of masked
+    assert route.shapes[1][0] == real  # padding keys are removed instead of masked
 
 
 @pytest.mark.parametrize("padding", PADDING)

@@ -1,4 +1,4 @@
-"""Routed experts in every tier and layout against float64."""
+"""Routed experts in every tier and layout, compared with float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ needs_grouped_mm = pytest.mark.skipif(moe_torch._grouped_mm is None, reason="not
 
 
 def drawn(shape, dtype, layout, weights_dtype=torch.float32, seed=0):
-    """(tensors by position, keywords) of a call."""
+    """Returns the positional tensors and the keywords of a call."""
     tokens, experts, top, hidden, intermediate = shape
     generator = torch.Generator().manual_seed(seed)
     layout = dict(layout)
@@ -79,7 +79,7 @@ def reference(tensors, keywords):
 
 
 def arguments_of(tensors, keywords):
-    """The same call as an implementation receives it."""
+    """Returns the arguments of the same call as an implementation receives them."""
     keywords = dict(keywords)
     biases = keywords.pop("gate_up_bias", None), keywords.pop("down_bias", None)
     return moe_torch.ExpertsCall(*tensors, *biases, PLAIN._replace(**keywords))
@@ -108,7 +108,7 @@ def test_every_implementation(name, dtype, layout):
 
 
 def test_the_oracle_follows_the_formula():
-    """Two experts computed manually: silu(gate) · up, down, weighted, summed."""
+    """Compute two experts manually: silu(gate) · up, the down projection, the routing weights, and the sum."""
     x = torch.tensor([[1.0, 2.0]])
     gate_up = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 1.0]]])
     down = torch.tensor([[[1.0], [0.0]], [[0.5], [2.0]]])
@@ -197,7 +197,7 @@ def test_few_tokens_are_distinguished(tokens, bound):
 
 
 def test_kernels_are_preferred_to_copies():
-    """The loops are last."""
+    """The loops over experts come last."""
     tiers = [(route.tier, route.name) for route in registry.operations()["experts"].implementations]
     assert tiers[:3] == [("aiter", "fused_moe"), ("triton", "chosen_experts"), ("torch", "gathered weights, bmm")]
 
@@ -210,7 +210,7 @@ def test_a_check_is_small_and_has_the_divisibility_of_the_model(size, smaller):
 
 @needs_grouped_mm
 def test_nothing_is_read_back_from_the_device():
-    """A read-back raises on the meta device: without one, the call can be recorded in a graph."""
+    """On the meta device, a read-back would raise. Calls without read-backs can be recorded in a graph."""
     tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
     on_meta = arguments_of([tensor.to("meta") for tensor in tensors], {})
     for name in ("grouped_mm", "gathered weights, bmm"):
@@ -227,7 +227,7 @@ def test_no_tokens():
 
 
 def test_unselected_experts_are_not_read():
-    """Their weights are NaN."""
+    """The weights of unselected experts are NaN."""
     (x, gate_up, down, ids, weights), _ = drawn((5, 6, 2, 16, 16), torch.float32, {})
     ids = torch.tensor([[1, 3]] * 5)
     expected = eager((x, gate_up, down, ids, weights), {})
@@ -281,7 +281,7 @@ def test_the_probe_finds_a_wrong_implementation(monkeypatch):
 @pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_grouped_mm_passes_its_check(layout, grad, dtype):
-    """The gradient of a bias sums hundreds of rows. That of the clamp jumps, so rounding must not decide it."""
+    """The gradient of a bias sums hundreds of rows. The clamp's gradient jumps, so rounding must not affect it."""
     spec = moe.ExpertsSpec(*key_of("odd"))._replace(dtype=dtype, weight_dtype=dtype, grad=grad)
     layout = {name: value for name, value in layout.items() if name not in ("limit", "alpha")}
     spec = spec._replace(bias=layout.pop("biases", False), **layout)

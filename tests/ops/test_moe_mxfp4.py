@@ -1,4 +1,4 @@
-"""Routed experts in MXFP4 in every tier against float64, and against the same experts with ordinary weights."""
+"""Routed experts in MXFP4 in every tier, compared with float64 and with the same experts with ordinary weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def drawn(shape, dtype, seed=0):
-    """(tensors by position, keywords) of a call."""
+    """Returns the positional tensors and the keywords of a call."""
     tokens, experts, top, hidden, intermediate = shape
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,4 +1,4 @@
-"""The numbers of MXFP4, from its specification."""
+"""Check decoded MXFP4 numbers against the specification of the format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def number(code):
-    """Sign, two bits of an exponent with the bias 1, one bit of a mantissa."""
+    """A code has a sign bit, two exponent bits with a bias of 1, and one mantissa bit."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     return (-1) ** sign * (mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2))
 
@@ -23,7 +23,7 @@ def test_every_scale():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_byte_under_every_scale(dtype):
-    """The first number is in the low bits. What a dtype can't represent is rounded once."""
+    """The first number is in the low bits. Numbers that a dtype can't represent are rounded once."""
     blocks = torch.arange(256).to(torch.uint8).view(1, 16, 16).expand(255, 16, 16)
     scales = torch.arange(255).to(torch.uint8).view(255, 1).expand(255, 16)
     codes = [code for byte in range(256) for code in (byte & 15, byte >> 4)]

@@ -1,4 +1,4 @@
-"""rms_norm, act_and_mul and linear in every tier against float64."""
+"""rms_norm, act_and_mul and linear in every tier, compared with float64."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rms_norm_follows_the_formula():
 
 
 def test_gemma_weights_are_not_rounded_before_the_one_is_added():
-    """1 + 2⁻¹⁰ is 1 in bf16: the small weight must have an effect."""
+    """In bf16, 1 + 2⁻¹⁰ would be rounded to 1, but the small weight must have an effect."""
     x = torch.full((1, 64), 1024.0, dtype=torch.float32).to(torch.bfloat16)
     x[0, 0] = 0.0
     weight = torch.full((64,), 2.0**-10).to(torch.bfloat16)
@@ -84,7 +84,7 @@ def test_act_and_mul(tier, dtype, shape, activation):
     x = random(*shape[:-1], 2 * shape[-1], dtype=dtype) * 4
     output = routed("act_and_mul", tier, x, activation=activation)
     expected = eager_act_and_mul(x.double(), activation)
-    # the torch tier rounds the activation before the product, as stock does: compare with that run
+    # the torch tier rounds the activation before the multiplication, as stock does, so compare with stock
     gate, up = x.chunk(2, -1)
     stock = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh")}[activation](gate)
     compare(output, stock * up, expected)

@@ -1,4 +1,4 @@
-"""The process that checks kernels is started while a model loads, if it will be needed, and is cheap to import."""
+"""The process that checks kernels is started while a model loads if it will be needed, and its imports are cheap."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_it_warms_up_once_per_device_and_answers_as_before():
     sent = []
     worker._send = lambda question, send=worker._send: sent.append(question) or send(question)
     try:
-        for device in ("cuda:97", "cuda:97", "cuda:96"):  # missing devices: questions about them get an error
+        for device in ("cuda:97", "cuda:97", "cuda:96"):  # these devices don't exist, so requests for them get an error
             worker.wake(torch.device(device))
         assert sent == [{"wake": "cuda:97"}, {"wake": "cuda:96"}]
         assert worker.ask(question(), 60.0) == {"reason": None}
@@ -100,7 +100,7 @@ def test_warming_up_uses_the_device(monkeypatch):
 
 @pytest.mark.parametrize("ending", ["os.abort", "lambda: time.sleep(60)"])
 def test_a_child_that_dies_or_hangs_in_its_warm_up_disables_no_kernel(ending, monkeypatch):
-    """Its replacement does not run the compiler before the first question."""
+    """The replacement process does not run the compiler before its first request."""
     code = "from hf_rocm.ops import probe_child as w; import os, time; w.WAKING = 1; "
     start = probe_worker._START.replace(
         "from hf_rocm.ops.probe_child import serve; serve(", f"{code}w._wake = {ending}; w.serve("
@@ -124,7 +124,7 @@ def test_prepare_starts_it_unless_the_model_stays_stock(started):
 
 
 def test_no_process_can_be_started(started, monkeypatch):
-    """The error is reported by the check, if there is one."""
+    """A later first-use check reports the error; `prepare` does not raise it."""
 
     def start(device):
         raise OSError(12, "Cannot allocate memory")
@@ -134,7 +134,7 @@ def test_no_process_can_be_started(started, monkeypatch):
 
 
 def test_the_operations_are_imported_without_the_compiler():
-    """It takes seconds, in this process and in the child."""
+    """Importing the compiler takes seconds, both in this process and in the child."""
     code = "import hf_rocm.ops, sys; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""First-use checks in difficult environments: they run without the missing part, or the kernel is off with a reason."""
+"""First-use checks in difficult environments run without the missing part, or disable the kernel with a reason."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def alone(monkeypatch, tmp_path):
 
 @pytest.fixture
 def child_requests(monkeypatch):
-    """Run the child's code in this process: every question is answered."""
+    """Record the requests to the child process. All of them succeed."""
     questions = []
     monkeypatch.setattr(probe_worker, "ask", lambda question, timeout: questions.append(question))
     return questions
@@ -62,7 +62,7 @@ def passes_twice(child_requests):
 
 @pytest.fixture
 def nobody():
-    """A user who can't access pytest's folders, as in a container that runs with an arbitrary uid."""
+    """Run as a user who can't access pytest's folders, as in a container that runs with an arbitrary uid."""
     if os.geteuid() == 0:
         os.seteuid(65534)
         yield
@@ -126,7 +126,7 @@ def test_no_process_can_be_started(number, monkeypatch):
 
 
 def test_no_more_files():
-    """The limit of the system: no pipe can be opened until files are closed."""
+    """The process is at its limit of open files, so no pipe can be opened until files are closed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = min(set(range(3, 4096)) - {int(file.name) for file in Path("/proc/self/fd").iterdir()})
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
@@ -140,7 +140,7 @@ def test_no_more_files():
 
 
 def test_a_process_with_thousands_of_open_files(monkeypatch):
-    """select.select fails on a descriptor from 1024 on."""
+    """select.select fails for descriptors of 1024 and above."""
 
     def refuse(*arguments):
         raise ValueError("filedescriptor out of range in select()")
@@ -177,7 +177,7 @@ def passed_file(tmp_path) -> Path:
 
 @pytest.fixture
 def remembered(child_requests, tmp_path):
-    """A pass on disk, as read by another process."""
+    """Store a passed check on disk, and check that it is read back. Returns its file."""
     assert CHECK(SPEC, CPU) is None
     probe.forget()
     assert CHECK(SPEC, CPU) is None and len(child_requests) == 1
@@ -241,7 +241,7 @@ def test_a_pass_is_only_writable_by_its_owner_with_any_umask(child_requests, tmp
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not run: needs root")
 def test_checks_by_root_are_used_by_all_users(child_requests, monkeypatch, tmp_path):
-    """An image is warmed up when it is built; users of a shared folder store their own passes next to it."""
+    """A container image is warmed up when it is built. Users of a shared folder store their own passes next to it."""
     tmp_path.chmod(0o777)
     assert CHECK(SPEC, CPU) is None and len(child_requests) == 1
     monkeypatch.setattr(os, "geteuid", lambda: 4711)

@@ -1,4 +1,4 @@
-"""quantized_linear: errors within the bound of the format in every tier, rows of zeros and NaN, and refusals."""
+"""quantized_linear: errors within the format's bound in every tier, rows of zeros and NaN, and refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def checked():
 
 
 def routed(tier, x, data, scale, bias=None, **further):
-    """Run it in this tier. If PyTorch has no such GEMM, the tier must refuse it, and eager serves."""
+    """Run quantized_linear in this tier. If PyTorch has no such GEMM, the tier must refuse, and eager serves."""
     name = eight_bit.product(data.dtype, x.dtype) if tier == "torch" else eight_bit.EAGER
     with options.override(tiers={"linear": tier}), ops.recording() as routes:
         if name is None:
@@ -74,8 +74,8 @@ def routed(tier, x, data, scale, bias=None, **further):
 def within_the_bound(output, x, weight, bias, format):
     """Check that no element differs from the product of the unrounded numbers by more than the rounding errors.
 
-    The bound is (|x| + e_x)(|w| + e_w) - |x||w|, summed over K, where e is half a step of the format. Then the output
-    and the bias are rounded to its dtype, once each.
+    The bound is (|x| + e_x)(|w| + e_w) - |x||w|, summed over K, where e is half a step of the format. Rounding the
+    product and the sum with the bias to the output's dtype is added to it.
     """
     rows, wide = x.reshape(-1, x.shape[-1]).double(), weight.double()
     off_x, off_w = eight_bit.rounding_error(rows, format), eight_bit.rounding_error(wide, format)
@@ -86,7 +86,7 @@ def within_the_bound(output, x, weight, bias, format):
     assert torch.isfinite(output).all()
     error = (output.reshape(expected.shape).double() - expected).abs()
     assert (error <= bound).all(), f"off by {(error / bound).max():.2f} times the bound"
-    assert (error > 0).any() or not error.numel()  # it differs from the product of the unrounded numbers
+    assert (error > 0).any() or not error.numel()  # some rounding must have occurred
 
 
 @pytest.mark.parametrize(("shape", "n"), SHAPES, ids=str)
@@ -118,13 +118,13 @@ def whole(rows, weight):
 
 
 def scaled_inside_alone(rows, weight, *, scale_a, scale_b, out_dtype):
-    """oneDNN on a CPU with AMX: it supports one scale per tensor, but not for this format."""
+    """Simulate oneDNN on a CPU with AMX, which supports one scale per tensor, but not for FP8_FNUZ."""
     if scale_a.numel() == scale_b.numel() == 1 and rows.dtype == FP8_FNUZ:
         refuse()
     return scaled(rows, weight, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
 
 
-# The possible behaviour of PyTorch's two private GEMMs on a CPU, and the name of the serving implementation
+# What PyTorch's two private GEMMs may do on a CPU, and whether the first one then serves a format and dtype
 CPUS = {
     "all": (scaled, whole, lambda format, dtype: True),
     "none": (refuse, refuse, lambda format, dtype: False),
@@ -134,7 +134,7 @@ CPUS = {
 
 @pytest.fixture(params=CPUS)
 def has(request, monkeypatch):
-    """Simulate another CPU: whether it supports a format for a dtype. The package has checked its GEMMs."""
+    """Simulate another CPU. Returns whether it supports a format for a dtype, as first-use checks would determine."""
     fp8, int8, has = CPUS[request.param]
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_scaled_mm", fp8)
@@ -150,7 +150,7 @@ def has(request, monkeypatch):
 @each_dtype
 @each_format
 def test_the_route_on_other_cpus(format, dtype, has):
-    """The other tests cover the CPU of this machine; this one covers every branch."""
+    """The other tests cover only the CPU of this machine. This test covers every branch."""
     x, weight, bias = tensors((5, 64), 16, dtype, True)
     assert (eight_bit.product(format, dtype) is not None) == has(format, dtype)
     within_the_bound(routed("torch", x, *rounded(weight, format), bias), x, weight, bias, format)
@@ -165,7 +165,7 @@ def test_a_refusal_of_this_cpu_causes_one_warning(monkeypatch):
     with pytest.warns(RuntimeWarning, match="won't use torch's _scaled_mm.* in this process: .*primitive descriptor"):
         ops.quantized_linear(x, data, scale)
     registry.forget_choices()
-    ops.quantized_linear(x, data, scale)  # a second warning were an error
+    ops.quantized_linear(x, data, scale)  # a second warning would be an error
     probe.forget()
     registry.forget_choices()
 
@@ -236,7 +236,7 @@ def test_the_shuffled_order_has_an_inverse(format, n, k):
     shuffled = shuffle_rows(rows)
     assert torch.equal(unshuffle_rows(shuffled).double(), rows.double())
     part = shuffle_rows(rows[:16])
-    assert torch.equal(shuffled[:16].double(), part.double())  # 16 rows at a time
+    assert torch.equal(shuffled[:16].double(), part.double())  # every 16 rows are shuffled separately
 
 
 @each_tier
@@ -337,7 +337,7 @@ def test_a_wrong_gemm_of_this_pytorch_is_found(monkeypatch):
 
 
 def test_few_rows_are_padded_on_a_gpu(monkeypatch):
-    """The vendor libraries need more than 16 rows: the padded input and the result."""
+    """The vendor libraries need more than 16 rows: check the size of the padded input, and the result."""
     requests = []
     monkeypatch.setattr(torch, "_int_mm", lambda one, other: requests.append(len(one)) or whole(one, other))
 

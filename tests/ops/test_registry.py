@@ -1,4 +1,4 @@
-"""The router: order, refusals, named tiers, switches, caching, and no graph break."""
+"""The router: order, refusals, named tiers, switches, caching, and no graph breaks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def operation(monkeypatch):
-    """A test operation, under the name of one with options, with aiter, torch and eager candidates."""
+    """A test operation with aiter, torch and eager candidates, registered as `linear`, which has options."""
     monkeypatch.setattr(registry, "_operations", dict(registry._operations))
     made = Operation("linear", Spec, lambda spec: iter(()))
     made.probes = []
@@ -119,7 +119,7 @@ def test_recording_is_limited_to_its_block():
     assert inner[0].shapes == ((2, 4), (4,))
 
 
-CALLS = {  # a call of an operation, and the recorded shapes, which are not always those of its first arguments
+CALLS = {  # a call, and the shapes that it records, which are not always those of its first arguments
     "linear": (lambda: ops.linear(ONES(2, 4), ONES(3, 4)), ((2, 4), (3, 4))),
     "add_rms_norm": (lambda: ops.add_rms_norm(ONES(2, 4), ONES(2, 4), ONES(4), eps=0.1), ((2, 4), (4,))),
     "norm_add": (lambda: ops.norm_add(ONES(2, 4), ONES(2, 4), ops.Norm(ONES(4), 0.1)), ((2, 4), (4,))),
@@ -150,7 +150,7 @@ ANGLES = (ONES(1, 1, 8), ONES(1, 1, 8))
 @pytest.mark.parametrize("name", CALLS)
 def test_recording_collects_the_shapes_of_every_call(name):
     call, shapes = CALLS[name]
-    call()  # the implementation is selected before anything is recorded
+    call()  # select the implementation before recording starts
     with torch.no_grad(), ops.recording() as routes:
         call()
         call()
@@ -198,7 +198,7 @@ def test_no_graph_break_and_the_same_numbers(tier):
     torch._dynamo.reset()
     compiled = torch.compile(every_operation, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), options.override(tier=tier):
-        for length in (7, 9, 12):  # dynamic from the second on
+        for length in (7, 9, 12):  # the shape is dynamic from the second length on
             arguments = (
                 torch.randn(2, 4, length, 16),
                 torch.randn(2, 2, length, 16),

@@ -1,4 +1,4 @@
-"""choose_experts in PyTorch: the results of stock routers, and the lower of two experts with equal scores."""
+"""choose_experts in PyTorch: stock routers' results, and the lower index of two experts with equal scores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORMS = {
 
 
 def drawn(tokens, form, dtype, *, experts=16, seed=0):
-    """(logits, keywords): distinct logits in a random order per token."""
+    """Returns (logits, keywords). Every token has distinct logits in random order."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(tokens, experts, generator=generator).argsort(-1)
     keywords = dict(form)
@@ -53,7 +53,7 @@ def reference(logits, keywords):
 
 
 def check(actual, logits, keywords):
-    """The experts exactly, the weights within the derived tolerance."""
+    """Check that the experts are equal, and that the weights are within the derived tolerance."""
     (weights, ids), (expected, right) = eager(logits, keywords), reference(logits, keywords)
     assert torch.equal(ids, right)
     assert torch.equal(actual[1].sort().values, right.sort().values)
@@ -81,7 +81,7 @@ def test_the_oracle_against_a_manual_example():
     assert ids.tolist() == [[1, 2]] and weights.tolist() == [[0.5, 0.5]]
     weights, ids = eager(logits, {"top": 1, "scores": routing.SIGMOID, "bias": torch.tensor([1.0, 0.0, 0.0, 0.0])})
     assert ids.tolist() == [[0]] and weights.tolist() == [[0.5]]
-    # the second group has the better pair, but not the best expert
+    # the second group has the best pair, but not the best expert
     logits = torch.tensor([[3.0, -9.0, 2.0, 2.0]])
     weights, ids = eager(logits, {"top": 1, "scores": routing.SIGMOID, "groups": 2, "chosen_groups": 1})
     assert ids.tolist() == [[2]] and weights.item() == torch.tensor(2.0).sigmoid().item()

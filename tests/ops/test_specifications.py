@@ -1,4 +1,4 @@
-"""Specifications: built in one place per operation, in the order of their fields."""
+"""Specifications are built in one place per operation, in the order of their fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_rocm.ops import registry
 
 assert hf_rocm.ops  # registers every operation
 
-BUILDERS = {  # the operation: the function that builds its specification
+BUILDERS = {  # operation → the function that builds its specification
     "act_and_mul": "pointwise._activation_specification",
     "add_rms_norm": "pointwise.add_rms_norm",
     "attention": "attention._specification",
@@ -34,7 +34,7 @@ BUILDERS = {  # the operation: the function that builds its specification
     "rope_into_cache": "rope_into_cache._specification",
     "varlen_attention": "varlen.varlen_attention",
 }
-SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts"}  # built like those of another operation
+SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts"}  # operation → the one with the same specification
 
 
 def test_every_operation_is_listed():
@@ -43,7 +43,7 @@ def test_every_operation_is_listed():
 
 @pytest.mark.parametrize("operation", BUILDERS)
 def test_the_plain_tuple_names_the_fields_in_their_order(operation):
-    """The router takes a plain tuple, for speed; each of its elements is a variable with the name of its field."""
+    """For speed, the router takes a plain tuple. Every element is a variable with the name of the field."""
     module, _, name = BUILDERS[operation].partition(".")
     function = getattr(sys.modules[f"hf_rocm.ops.{module}"], name)
     fields = registry.operations()[operation].spec_type._fields
@@ -64,7 +64,7 @@ def test_shared_specifications_have_one_type(operation, builder):
 
 
 def _variable(node: ast.expr) -> str:
-    """`name`, or `name is not None`."""
+    """The variable in the expression `name` or `name is not None`."""
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.IsNot):
         node = node.left
     return node.id if isinstance(node, ast.Name) else ast.unparse(node)

@@ -1,4 +1,4 @@
-"""Implementations that users register: preferred, traced, checked, named, and removed."""
+"""Implementations that users register are preferred, traced, checked, named, and removed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_it_is_preferred_until_it_is_removed(register):
     assert linear()[1] == ("user", "mine")
     remove()
     assert linear()[1] == ("torch", "F.linear")
-    remove()  # a second time changes nothing
+    remove()  # removing it again changes nothing
 
 
 def test_its_refusal_is_traced(register):
@@ -66,7 +66,7 @@ def test_a_wrong_one_is_off_with_one_warning(register, call, reason):
         output, route = linear()
     assert len(caught) == 1 and reason in str(caught[0].message)
     assert route == ("torch", "F.linear") and torch.equal(output, torch.full((2, 4), 8.0))
-    assert linear(16)[1] == ("torch", "F.linear")  # off for every size
+    assert linear(16)[1] == ("torch", "F.linear")  # it is disabled for every size
 
 
 def test_one_that_is_wrong_in_one_dtype_still_serves_others(register):
@@ -114,7 +114,7 @@ def test_invalid_registrations(register):
 
 
 def test_an_implementation_gets_all_arguments_by_position(register):
-    """As documented: the arguments of the operation by position, not the internal object."""
+    """As documented, it gets the operation's arguments by position, not the internal object."""
     arguments = []
 
     def experts(x, gate_up, down, ids, weights, gate_up_bias, down_bias, form):

@@ -1,4 +1,4 @@
-"""Copies of the installed transformers to write into; the installed one is only read."""
+"""Writable copies of the installed transformers, which itself is only read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_rocm.overlay import catalog as catalogs
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.locate import Installation, locate
 
-# The models of a site: every release has them, and the code is the same for all models. The site has no other models.
+# The models of a site, which has no others. Every release has them, and the tested code is the same for all models.
 MODELS = ("bert", "gemma", "llama", "qwen3")
 
 
@@ -44,13 +44,13 @@ class Site:
         return self.root / "models" / name / f"modeling_{name}.py"
 
     def release(self, version: str) -> None:
-        """Change the release like a package manager, without changing a model."""
+        """Change the release as a package manager does, without changing any model."""
         file = self.root / "__init__.py"
         file.write_text(file.read_text().replace(self.installation.version, version))
         self.metadata.rename(self.metadata.with_name(f"transformers-{version}.dist-info"))
 
     def forget_record(self) -> None:
-        """Change RECORD as if the package manager recorded no hashes, or the release had a different file."""
+        """Remove RECORD, as if the package manager recorded no hashes, or the release had a different file."""
         (self.metadata / "RECORD").unlink()
 
 
@@ -61,7 +61,7 @@ def installed_package() -> Path:
 
 
 def hashes(folder: Path) -> dict[str, tuple[str, int]]:
-    """Content and mode of every file below a folder, except bytecode, which any import writes."""
+    """Content and mode of every file below a folder, except bytecode, which every import writes."""
     return {
         path.relative_to(folder).as_posix(): (
             hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder",
@@ -73,7 +73,7 @@ def hashes(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def fingerprint(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Inode, size and modification time of every file: unchanged by a run that writes nothing."""
+    """Inode, size and modification time of every file. A run that writes nothing changes none of them."""
     results = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
@@ -82,13 +82,13 @@ def fingerprint(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def next_release(version: str) -> str:
-    """An unknown release in the range of the same overlays."""
+    """An unknown release that the same overlays cover."""
     return ".".join([*version.split(".")[:2], "99"])
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    """The parts of the installed transformers that overlays touch, copied."""
+    """A copy of the parts of the installed transformers that overlays change."""
     return make_site(tmp_path / "site")
 
 
@@ -104,9 +104,9 @@ def make_site(path: Path) -> Site:
 
 @cache
 def _template() -> tempfile.TemporaryDirectory[str]:
-    """The original of every site. The files to copy follow from the catalog, so they are looked up once."""
+    """The template from which every site is copied. It is built once, with the files that the catalog names."""
     folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory(prefix="hf-rocm-site-")
-    path, source = Path(folder.name) / "site", installed_package()  # copies get its mode instead of a private folder's
+    path, source = Path(folder.name) / "site", installed_package()  # the subfolder's mode is not private
     (path / "transformers" / "models").mkdir(parents=True)
     shutil.copy2(source / "__init__.py", path / "transformers" / "__init__.py")
     for model in MODELS:
@@ -137,10 +137,10 @@ def _copy_module(module: str, source: Path, target: Path) -> None:
 
 @pytest.fixture(scope="session")
 def whole_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The whole installed transformers, copied once. Tests must not change it permanently."""
+    """One copy of the whole installed transformers. Tests must undo their changes to it."""
     path = tmp_path_factory.mktemp("whole")
     source = installed_package()
-    # temporary files of modules that another process compiles
+    # ignore the temporary files of modules that another process compiles
     shutil.copytree(source, path / "transformers", ignore=shutil.ignore_patterns("*.pyc.*"))
     metadata = next(source.parent.glob("transformers-*.dist-info"))
     shutil.copytree(metadata, path / metadata.name)

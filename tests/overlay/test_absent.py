@@ -1,4 +1,4 @@
-"""Models that the installed transformers does not have, or has in a version without an overlay."""
+"""Models that the installed transformers does not have, or for whose version there is no overlay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Here = Callable[..., Catalog]
 
 @pytest.fixture
 def here(tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> Here:
-    """Make every command use a test catalog: the overlays of MODELS, and those added to them."""
+    """Make every command use a test catalog with the overlays of MODELS and additional ones."""
 
     def make(*, newcomer: str = "", releases: tuple[str, ...] = (), limits: dict[str, Limit] | None = None) -> Catalog:
         root = tmp_path / "overlays"

@@ -1,4 +1,4 @@
-"""The same overlay in memory: checked first, bound to the stock classes, and unbound."""
+"""Overlays that are activated in memory are checked first, bound to the stock classes, and unbound."""
 
 from __future__ import annotations
 

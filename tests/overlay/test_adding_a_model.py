@@ -1,4 +1,4 @@
-"""The commands of docs/adding-a-model.md that run without a network: they exist and work as described."""
+"""The commands in docs/adding-a-model.md that run without a network exist and work as described."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMANDS = [
     for line in re.findall(r"^    ((?:scripts|pytest|python|hf-rocm)\b.*)$", PAGE, re.M)
 ]
 
-_SOURCES = {"scripts/test": "scripts/lib/testing.py"}  # the file with its options
+_SOURCES = {"scripts/test": "scripts/lib/testing.py"}  # the file that defines the script's options
 
 
 def test_every_command_accepts_the_options_on_the_page() -> None:
@@ -37,7 +37,7 @@ def test_every_command_accepts_the_options_on_the_page() -> None:
             assert (ROOT / command[0]).stat().st_mode & 0o111
             options = [word for word in command if word.startswith("--")]
             text = (ROOT / _SOURCES.get(command[0], command[0])).read_text(encoding="utf-8")
-            options = options[: options.index("--")] if "--" in options else options  # the rest are options of pytest
+            options = options[: options.index("--")] if "--" in options else options  # the rest are pytest's options
             assert all(option in text for option in options), command
         elif command[0] == "hf-rocm":
             help_of = [sys.executable, "-m", "hf_rocm", command[1], "--help"]

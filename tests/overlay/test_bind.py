@@ -1,4 +1,4 @@
-"""The dispatcher on stand-in stock classes: which calls get which forward, and how it is removed."""
+"""The dispatcher on stand-ins for stock classes: which forward every call gets, and the dispatcher's removal."""
 
 from __future__ import annotations
 

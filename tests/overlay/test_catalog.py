@@ -1,4 +1,4 @@
-"""The directory is selected per model: the newest that has the model and covers the release."""
+"""The overlay directory is selected per model: the newest one that has the model and covers the release."""
 
 from __future__ import annotations
 

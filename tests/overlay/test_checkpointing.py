@@ -1,4 +1,4 @@
-"""Gradient checkpointing of a decoder layer with a bound forward works as in stock, in prepared and stock models."""
+"""Gradient checkpointing of a decoder layer with a bound forward works as in stock, for prepared and stock models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests depend only on what a definition does, and are the same on every Python."""
+"""Digests depend only on what a definition does, and are the same in every Python version."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def documented_only():
     """Nothing else."""
 '''
 
-# Fixed values: every Python must compute the same digests.
+# Fixed values, because every Python version must compute the same digests.
 EXPECTED = {
     "renamed": "15e05ef59b02860a",
     "LIMIT": "e01f7daf6a12b750",

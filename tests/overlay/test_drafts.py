@@ -1,4 +1,4 @@
-"""scripts/new-overlay drafts working overlays: they run instead of the shipped ones and return stock's results."""
+"""scripts/new-overlay drafts working overlays, which run instead of the shipped ones and return stock's results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.overlay.conftest import installed_package
 from tests.overlay.test_scripts import load
 from tests.tolerance import assert_run_as_good_as_eager
 
-DIRECTORY = "transformers-4.0"  # not a shipped directory, so that a shipped overlay can't be mistaken for a draft
+DIRECTORY = "transformers-4.0"  # not a shipped directory, so that no shipped overlay is mistaken for a draft
 DRAFTED = ("cohere", "gemma2", "glm4", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 WHOLE = [case for case in CASES if case.overlay in DRAFTED and case.here and not case.variant]
 NEWEST = transformers.__version__.startswith("5.23")
@@ -48,13 +48,13 @@ def overlays(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def unbound() -> Iterator[None]:
-    deactivate()  # a model that an earlier test activated would be served by the shipped overlay
+    deactivate()  # the shipped overlay would serve a model that an earlier test activated
     yield
     deactivate()
 
 
 def drafted(script: ModuleType, overlays: Path, model: str) -> Path:
-    """Run the script on the installed transformers, and record the digests as scripts/refresh-digests does."""
+    """Draft overlays from the installed transformers, and record their digests as scripts/refresh-digests does."""
     arguments = [model, "--stock", str(installed_package()), "--directory", DIRECTORY, "--overlays", str(overlays)]
     assert script.main(arguments) == 0
     file = overlays / DIRECTORY / "models" / model / f"modeling_{model}.py"
@@ -178,7 +178,7 @@ def test_a_factor_of_the_queries_becomes_the_scale(script: ModuleType, tmp_path:
     assert "ops.attention(query, key, value, scale=self.scaling, **seen)" in result.text
     for number, (line, terms) in enumerate(
         (
-            ("query = query * self.scaling", ", scaling=self.scaling"),  # both
+            ("query = query * self.scaling", ", scaling=self.scaling"),  # scaled twice
             ("key = key * self.scaling", ", scaling=1.0"),
             ("query = self.q_norm(query * self.scaling)", ", scaling=1.0"),
             ("query = query + self.scaling", ", scaling=1.0"),
@@ -188,7 +188,7 @@ def test_a_factor_of_the_queries_becomes_the_scale(script: ModuleType, tmp_path:
 
 
 def test_a_norm_after_the_rotary_embedding_is_not_drafted_before_it(script: ModuleType, tmp_path: Path) -> None:
-    """A norm without a weight commutes with the rotary embedding, unless the latter scales."""
+    """A norm without a weight commutes with the rotary embedding, unless the rotary embedding scales."""
     rotate = "cos, sin = position_embeddings; query, key = apply_rotary_pos_emb(query, key, cos, sin)"
     norm = "query = self.q_norm(query); key = self.k_norm(key)"
     before = draft(script, demo(tmp_path / "before", f"{norm}; {rotate}", ", scaling=1.0", GATED))

@@ -1,4 +1,4 @@
-"""The cost of an inert block when its module is imported; `test_running` checks that it changes nothing."""
+"""The import cost of an inert block. `test_running` checks that the block changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.overlay.conftest import MODELS, Site
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# a stand-in for torch, with the standard modules that torch imports
+# uses a stand-in for torch that imports the same standard modules as torch
 TIMED = """
 import dataclasses, inspect, json, pathlib, sys, time, types, typing, warnings
 torch = sys.modules["torch"] = types.ModuleType("torch")
@@ -57,11 +57,11 @@ IMPORTED = (
 
 
 def test_an_inert_block_is_cheap_and_imports_only_the_dispatcher(blocks: str, tmp_path: Path) -> None:
-    """At most 5 ms for the first block and 1 ms for any other; on slower machines, relative to importing asyncio."""
+    """The first block takes at most 5 ms, any other 1 ms; on slower machines, limits scale with asyncio's import."""
     unwanted = ("HF_ROCM", "PYTHONDONTWRITEBYTECODE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     runs = []
-    for _ in range(40):  # the first run compiles what an installer would compile; then the best of several
+    for _ in range(40):  # the first run compiles what an installer would compile; the best of the others counts
         done = subprocess.run(
             [sys.executable, "-c", TIMED, blocks],
             env={**variables, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")},

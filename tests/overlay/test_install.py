@@ -1,4 +1,4 @@
-"""Writing to an installed transformers: all or nothing, no other files, and an exact uninstall."""
+"""Writing to an installed transformers: all files or none, no other files, and an exact uninstall."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_block_of_another_release_is_replaced(site: Site, monkeypatch: pytest.
 
 def test_a_reinstalled_transformers_is_not_reported_as_installed(site: Site, tmp_path: Path) -> None:
     install(transformers_path=site.path)
-    # as pip does: remove the files of RECORD and empty folders, then unpack the wheel again
+    # like pip, remove the files in RECORD and empty folders, then unpack the wheel again
     fresh = make_site(tmp_path / "fresh")
     for file in [path for path in fresh.path.rglob("*") if path.is_file()]:
         (site.path / file.relative_to(fresh.path)).unlink()
@@ -207,7 +207,7 @@ def test_every_compiled_file_is_removed(site: Site, tmp_path: Path, monkeypatch:
 
 
 class Faulty(Disk):
-    """Fail at the n-th call of any kind with one errno, and count the calls."""
+    """Fail at the n-th call of any kind with a given error, and count the calls."""
 
     def __init__(self, fail_at: int = 0, fault: Callable[[], BaseException] | None = None) -> None:
         self.calls, self.fail_at, self.fault = 0, fail_at, fault
@@ -360,7 +360,7 @@ def test_a_failed_undo_is_reported(site: Site, catalog: Catalog) -> None:
 
 
 def test_an_append_only_folder(site: Site, catalog: Catalog) -> None:
-    """Files can be created there, but neither replaced nor removed: the remaining ones are named."""
+    """Files can be created in such a folder, but neither replaced nor removed. The error names those that remain."""
     import errno
 
     class AppendOnly(Disk):

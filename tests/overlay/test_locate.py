@@ -1,4 +1,4 @@
-"""Finding the transformers to write to, and every refusal with its fix."""
+"""Locating the transformers to write to, and every refusal with its fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _find_spec = PathFinder.find_spec
 
 @pytest.fixture
 def path_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make these folders the whole search path, and hide the virtual environment."""
+    """Make these folders the entire search path, and hide the virtual environment."""
 
     def use(*folders: Path) -> None:
         monkeypatch.setattr(sys, "path", [str(folder) for folder in folders])
@@ -141,7 +141,7 @@ def test_more_than_one_on_the_path(make: Callable[[str], Site], path_only: Calla
     refused = refusal()
     assert "more than one" in refused.message
     assert {str(first.root), str(second.root)} <= set(refused.facts.values())
-    check_writable(locate(first.path))  # naming one resolves the ambiguity
+    check_writable(locate(first.path))  # passing a path resolves the ambiguity
 
 
 def test_the_same_transformers_twice_on_the_path(site: Site, tmp_path: Path, path_only: Callable[..., None]) -> None:

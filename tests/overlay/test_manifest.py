@@ -1,4 +1,4 @@
-"""Manifests are read as they were written, and every overlay's manifest covers exactly what the overlay imports."""
+"""Manifests are read back as written, and every overlay's manifest covers exactly the names that it imports."""
 
 from __future__ import annotations
 

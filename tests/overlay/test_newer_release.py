@@ -1,4 +1,4 @@
-"""A release that is newer than the tested ones: only models whose definitions changed are refused and reported."""
+"""With a release newer than the tested ones, only models whose definitions changed are refused and reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
 
 @pytest.fixture
 def newer(site: Site, make: Callable[[str], Site]) -> Site:
-    """The site as an unknown release: every file is new, and some definitions have changed."""
+    """Turn the site into an unknown release: every file is new, and some definitions have changed."""
     site.forget_record()
     site.release(next_release(site.installation.version))
     for model in MODELS:

@@ -1,4 +1,4 @@
-"""transformers reads its own source files: a block must not change the result."""
+"""transformers searches its own source files, and a block must not change the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_all_and_the_import_structure_are_unchanged(site: Site) -> None:
 
 
 def verdicts(code: str) -> dict[str, bool]:
-    """The searches of `set_attn_implementation` and similar functions in a module's source, in 4.56–4.57 and 5.x."""
+    """Results of the searches in a module's source by `set_attn_implementation` and others, in 4.56–4.57 and 5.x."""
     has_attention = bool(re.search(r"class \w+Attention\(nn.Module\)", code))
     is_attention = bool(re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE))
     return {
@@ -83,7 +83,7 @@ def test_a_block_binds_no_name_that_the_stock_file_uses(site: Site, model: str) 
 
 
 def test_the_searches_are_those_of_the_installed_release() -> None:
-    """Detects a new release that searches for something else."""
+    """Fails for a new release that searches for something else."""
     source = (installed_package() / "modeling_utils.py").read_text(encoding="utf-8")
     patterns = {
         r"class \w+Attention\(nn.Module\)",

@@ -1,4 +1,4 @@
-"""The effect of an installed overlay when transformers is imported: none without force, and full with it."""
+"""An installed overlay has no effect without force, and takes effect with it, when transformers is imported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(whole_site, tmp_path_factory) -> Site:
-    """A separate transformers with every overlay installed."""
+    """A separate transformers with all overlays installed."""
     path = tmp_path_factory.mktemp("installed") / "site"
     shutil.copytree(whole_site.path, path, copy_function=os.link)
     done = run(None, "-m", "hf_rocm", "install-overlays", "--transformers-path", str(path / "transformers"))
@@ -51,7 +51,7 @@ def run(site: Site | None, *arguments: str, **environment: str) -> subprocess.Co
 def report(
     site: Site, checkpoints: dict[str, Path], body: str, first: str = "", **environment: str
 ) -> dict[str, object]:
-    """Run a script that fills `facts` for each model, and return them."""
+    """Run a script that fills `facts` for every model. Returns the facts."""
     script = (
         first
         + textwrap.dedent(
@@ -96,7 +96,7 @@ facts["imported"] = sorted(module for module in sys.modules if module.split(".")
 
 @pytest.fixture(scope="module")
 def stock(whole_site, checkpoints):
-    """The results of a transformers without overlays."""
+    """Results of a transformers without overlays."""
     return report(whole_site, checkpoints, INERT)
 
 
@@ -142,7 +142,7 @@ def test_forced_auto_models_run_hf_rocms_attention_with_unexpanded_keys_and_valu
 
 
 def test_without_hf_rocm_an_installed_overlay_is_stock(installed, checkpoints, stock):
-    """hf-rocm was uninstalled, but its blocks remain."""
+    """hf-rocm was uninstalled while its blocks remained."""
     body = INERT.replace('facts["imported"]', "hidden")
     gone = "import sys; sys.modules['hf_rocm'] = None\n"
     without = report(installed, checkpoints, body, gone, HF_ROCM_FORCE="1")

@@ -1,4 +1,4 @@
-"""The state of a file on two axes: whether it has a block, and whether the overlay matches the stock part."""
+"""The state of a file has two parts: whether it has a block, and whether the overlay matches the stock part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel of this checkout, and fresh interpreters to test it."""
+"""The wheel of this checkout, and new interpreters that test it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run this Python in an empty folder, so that only what is installed (and `path`) can be imported."""
+    """Run this Python in an empty folder, so that only installed packages (and `path`) can be imported."""
     empty = tmp_path_factory.mktemp("empty")
 
     def python(*words: str | Path, path: Path | None = None, cwd: Path = empty) -> subprocess.CompletedProcess[str]:
@@ -49,7 +49,7 @@ def wheel(build: Callable[[str, Path, Path], Path], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="session")
 def installed(wheel: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with only the installed wheel."""
+    """A folder that contains only the installed wheel."""
     target = tmp_path_factory.mktemp("installed")
     done = run("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target, wheel)
     assert done.returncode == 0, done.stdout + done.stderr

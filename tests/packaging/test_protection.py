@@ -1,4 +1,4 @@
-"""Installing hf-rocm beside a ROCm PyTorch does not change that PyTorch and its Triton."""
+"""Installing hf-rocm next to a ROCm build of PyTorch changes neither this PyTorch nor its Triton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.packaging.conftest import Run
 
 pytestmark = pytest.mark.slow
 
-# packages of the default index that break a ROCm PyTorch
+# packages on the default index that break a ROCm build of PyTorch
 FORBIDDEN = ("torch", "triton", "pytorch-triton", "pytorch-triton-rocm")
 
 # the two ways in which ROCm builds of PyTorch name their Triton
@@ -25,14 +25,14 @@ ROCM_TRITON = {"older": ("pytorch-triton-rocm", "3.5.0"), "newer": ("triton", "3
 
 @pytest.fixture(scope="module", autouse=True)
 def index(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A package index to resolve against; the tests need one."""
+    """The package index to resolve against, which the tests require."""
     out = tmp_path_factory.mktemp("index")
     if run("-m", "pip", "download", "--quiet", "--no-deps", "--dest", out, "packaging").returncode:
         pytest.skip("not run: needs a package index to resolve against")
 
 
 def environment(folder: Path, *distributions: tuple[str, str, str]) -> Path:
-    """A virtual environment in which (name, version, requirement) appear installed. Returns its Python."""
+    """Create a virtual environment in which (name, version, requirement) appear installed. Returns its Python."""
     venv.create(folder, with_pip=False, symlinks=True)
     (site_packages,) = folder.glob("lib/python*/site-packages")
     for name, version, requirement in distributions:
@@ -50,7 +50,7 @@ def environment(folder: Path, *distributions: tuple[str, str, str]) -> Path:
 
 
 def would_install(python: Path, requirement: str, report: Path, *options: str) -> dict[str, str]:
-    """Name → version of the packages that pip would install.
+    """Returns name → version of the packages that pip would install.
 
     Nothing is installed. An empty file overrides the constraints that pip is configured with on this machine.
     """
@@ -77,10 +77,10 @@ def test_a_rocm_torch_and_its_triton_are_left_alone(naming: str, wheel: Path, tm
 
 
 def test_without_a_torch_one_would_be_installed(wheel: Path, tmp_path: Path) -> None:
-    """Proves that the test above can fail: pip's report names torch if it would be installed.
+    """Proves that the test above can fail, because pip reports torch if it would install it.
 
-    The wheel is a newer version without contents, because that of the index would be downloaded with gigabytes of
-    libraries.
+    The test provides torch as an empty wheel with a newer version. Otherwise pip would download the index's wheel with
+    gigabytes of libraries.
     """
     with zipfile.ZipFile(tmp_path / "torch-99.0-py3-none-any.whl", "w") as made:
         information = "torch-99.0.dist-info"

@@ -1,4 +1,4 @@
-"""Checkpoints and loaded models, made once per type and dtype."""
+"""Checkpoints and loaded models, created once per model type and dtype."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trio(checkpoint):
-    """(prepared, stock in the same dtype, stock in float64) models of one checkpoint."""
+    """Returns (prepared, stock in the same dtype, stock in float64) models of one checkpoint."""
     made = {}
 
     def load(name, dtype):

@@ -1,4 +1,4 @@
-"""Small models of every served type, saved as checkpoints, and helpers to run them."""
+"""Small models of all served types, saved as checkpoints, and helpers that run them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ ATTENTION = {"llama": "LlamaAttention", "qwen3": "Qwen3Attention", "gemma": "Gem
 
 
 def bert_attention() -> str:
-    """The class that BERT builds for sdpa: up to 4.57 a subclass, selected through a table."""
+    """The class that BERT builds for sdpa. Up to 4.57, it is a subclass that a table selects."""
     return "BertSdpaSelfAttention" if transformers.__version__.startswith("4.") else "BertSelfAttention"
 
 
 def save_checkpoint(name: str, folder: Path, dtype: torch.dtype) -> Path:
-    """Save a model of this type with weights large enough that every part affects the output."""
+    """Save a model of this type. Its weights are so large that every part affects the output."""
     class_name, config_name, arguments = MODELS[name]
     config = getattr(transformers, config_name)(**arguments)
     torch.manual_seed(len(name))
@@ -82,7 +82,7 @@ def load_prepared(folder: Path, **arguments: Any) -> Any:
 
 
 def static_cache(model: Any, batch: int, length: int) -> Any:
-    """A static cache, with the arguments of this release's class."""
+    """Build a static cache with the arguments that this release's class requires."""
     known = inspect.signature(transformers.StaticCache.__init__).parameters
     offered = {
         "config": model.config,
@@ -99,7 +99,7 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def served(name: str, model: Any, routes: list[ops.registry.Route], calls: int) -> None:
-    """Assert that hf_rocm's attention ran in every layer of every call, with unexpanded keys and values."""
+    """Assert that hf_rocm's attention ran in every layer of every call, and that keys and values were not expanded."""
     config = model.config
     attended = [route for route in routes if route.operation == "attention"]
     assert len(attended) == config.num_hidden_layers * calls
@@ -115,7 +115,7 @@ def served(name: str, model: Any, routes: list[ops.registry.Route], calls: int) 
 
 
 def fused_ran(model: Any, routes: list[ops.registry.Route]) -> None:
-    """Assert that the fused GEMMs are among the routes: rows of q, k and v together."""
+    """Assert that the routes include the fused GEMMs, whose weights have the rows of q, k and v together."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)

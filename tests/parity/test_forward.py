@@ -26,7 +26,7 @@ PADDING = {
 
 
 def compare(name, trio, tier, dtype, run, calls, attended=None):
-    """Run `run(model)`, which returns named tensors, on all three models, and compare our error with stock's."""
+    """Run `run(model)`, which returns named tensors, on all three models. Compare hf_rocm's error with stock's."""
     prepared, stock, exact = trio(name, dtype)
     with options.override(tier=tier), ops.recording() as routes:
         actual = run(prepared)
@@ -40,7 +40,7 @@ def compare(name, trio, tier, dtype, run, calls, attended=None):
 
 
 def outputs(result, keep=None):
-    """Return logits and every hidden state. keep: selects the positions to compare."""
+    """Returns the logits and all hidden states. keep: selects the positions to compare."""
     named = {"logits": result.logits}
     named.update({f"hidden {layer}": state for layer, state in enumerate(result.hidden_states)})
     if keep is None:
@@ -54,7 +54,7 @@ def outputs(result, keep=None):
 @pytest.mark.parametrize("padding", PADDING)
 def test_forward(name, dtype, tier, padding, trio):
     mask = torch.tensor(PADDING[padding])
-    # outputs at padding tokens are not compared: stock's implementations differ there too
+    # outputs at padding tokens are not compared, because stock's implementations also differ there
     keep = mask.bool()
 
     def run(model):
@@ -103,7 +103,7 @@ def test_prefill_decode_and_a_chunk_on_a_filled_cache(name, dtype, tier, cache, 
 @each_tier
 @each_decoder
 def test_a_static_prefill_without_a_mask(name, tier, trio):
-    """Newer releases drop the mask and rely on sdpa's top-left alignment; hf_rocm's attention aligns bottom-right."""
+    """Newer releases omit the mask and rely on sdpa's top-left alignment. hf_rocm's attention aligns bottom-right."""
 
     def run(model):
         past = static_cache(model, 1, 32)
@@ -116,7 +116,7 @@ def test_a_static_prefill_without_a_mask(name, tier, trio):
 
 @each_model
 def test_attention_weights_of_an_eager_model_equal_stock(name, checkpoint):
-    """An eager model runs stock's eager attention; up to the fused GEMM, its weights are bitwise equal."""
+    """An eager model runs stock's eager attention, so attention weights differ only by the rounding of fused GEMMs."""
     folder = checkpoint(name, torch.float32)
     prepared = models.load_prepared(folder, attn_implementation="eager")
     stock = models.load_stock(name, folder, attn_implementation="eager")
@@ -144,7 +144,7 @@ def test_attention_weights_of_an_sdpa_model_equal_stock(name, trio):
 
 
 def test_a_bert_decoder_with_a_cache(checkpoint):
-    """Served in releases that pass a Cache object to the layer; stock in earlier ones, with the reason."""
+    """Served in releases that pass a Cache object to the layer. Earlier releases run stock code, with the reason."""
     folder = checkpoint("bert", torch.float32)
     prepared = models.load_prepared(folder, is_decoder=True, auto_class="BertLMHeadModel")
     stock = transformers.BertLMHeadModel.from_pretrained(folder, is_decoder=True, torch_dtype="auto").eval()
@@ -164,7 +164,7 @@ def test_a_bert_decoder_with_a_cache(checkpoint):
 
 @each_model
 def test_under_autocast(name, checkpoint):
-    """Mixed precision of an fp32 model: the same dtypes as stock, and at most stock's error against float64."""
+    """An fp32 model in mixed precision has the same dtypes as stock and, against float64, at most stock's error."""
     folder = checkpoint(name, torch.float32)
     prepared, stock = models.load_prepared(folder), models.load_stock(name, folder)
     exact = models.in_float64(models.load_stock(name, folder))(input_ids=tokens(2, 9), output_hidden_states=True)

@@ -1,4 +1,4 @@
-"""Generation: the same greedy tokens in fp32; in bf16, every token is within tolerance of stock's best."""
+"""In fp32, generated greedy tokens equal stock's. In bf16, every token is within tolerance of stock's best."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_bf16_tokens_equal_stock_within_tolerance(name, tier, trio):
     logits = stock(input_ids=chosen).logits[:, 7:-1]
     reference = exact(input_ids=chosen).logits[:, 7:-1]
     picked = logits.gather(-1, chosen[:, 8:, None])[..., 0]
-    # both the chosen logit and stock's maximum have an error of this size
+    # the logit of the chosen token and stock's maximum both have errors of this size
     allowed = 2 * allowed_error(logits, reference)
     assert (logits.amax(-1) - picked).max().item() <= allowed
 

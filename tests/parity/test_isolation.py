@@ -1,4 +1,4 @@
-"""Forcing one model keeps the rest of the process stock, and restore returns the original state."""
+"""If one model is forced, the rest of the process stays stock, and `restore` brings back the original state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def routes_of(model, **arguments):
 
 
 def assert_stock(model, folder, name):
-    """Check that modules, classes, bytes and outputs equal the stock model's, and that no kernel of hf_rocm ran."""
+    """Check that modules, classes, bytes and outputs equal those of the stock model, and that no hf_rocm kernel ran."""
     fresh = models.load_stock(name, folder)
     assert [type(module) for module in model.modules()] == [type(module) for module in fresh.modules()]
     assert list(model.state_dict()) == list(fresh.state_dict())
@@ -35,7 +35,7 @@ def assert_stock(model, folder, name):
     assert not [key for module in model.modules() for key in vars(module) if key.startswith("_hf_rocm")]
     routes, result = routes_of(model)
     assert routes == []
-    # of copies: the last bit of a GEMM may depend on the address of a mapped weight
+    # compare copies, because the last bit of a GEMM may depend on the address of a mapped weight
     alike = [copy.deepcopy(variant)(input_ids=tokens(2, 9)).logits for variant in (model, fresh)]
     assert torch.equal(*alike)
     torch.testing.assert_close(result.logits, alike[0])
@@ -135,7 +135,7 @@ def test_deactivate_restores_the_classes_and_activate_binds_them_again(checkpoin
 
 
 def test_a_subclass_stays_stock(checkpoint):
-    """Remote code that subclasses a stock layer keeps the stock forward."""
+    """A layer in remote code that subclasses a stock layer keeps the stock forward."""
 
     class Remote(transformers.models.llama.modeling_llama.LlamaMLP):
         pass

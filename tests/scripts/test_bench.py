@@ -1,4 +1,4 @@
-"""The recorder of docs/performance.md: its segments can be measured, and its tables equal those on the page."""
+"""The recorder of docs/performance.md: its segments can be measured, and its tables match the page."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def kernel(implementation, microseconds):
 
 
 def test_the_page_equals_the_rendered_segments(lib, tmp_path):
-    """The tables on the page were not edited by hand."""
+    """Fails if the tables on the page were edited by hand."""
     _, render, _ = lib
     docs = tmp_path / "docs"
     (docs / "performance").mkdir(parents=True)
@@ -117,7 +117,7 @@ def test_the_page_equals_the_rendered_segments(lib, tmp_path):
 
 
 def test_the_computed_table_follows_from_the_shapes(lib):
-    """Bytes and operations of the named shapes, from their configs."""
+    """The table lists the bytes and operations of the named shapes, which follow from their configs."""
     _, _, sheets = lib
     for name, (read, cached, whole, flops) in sheets.MODELS.items():
         shape = SHAPES[name].settings

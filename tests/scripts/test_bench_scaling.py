@@ -1,4 +1,4 @@
-"""docs/multi-gpu.md: its tables equal the computed ones, and a run on several GPUs has a separate table."""
+"""The tables in docs/multi-gpu.md equal the computed ones, and a run on several GPUs has a separate table."""
 
 from __future__ import annotations
 

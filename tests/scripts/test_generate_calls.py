@@ -1,4 +1,4 @@
-"""scripts/bench --segment generate-calls: every call is measured with correct tokens."""
+"""scripts/bench --segment generate-calls: every measured call returns correct tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/support-matrix writes exactly the records."""
+"""scripts/support-matrix writes exactly what was recorded."""
 
 from __future__ import annotations
 

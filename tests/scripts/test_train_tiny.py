@@ -1,4 +1,4 @@
-"""The checkpoint that the demo trains and the tests use is a real trained model."""
+"""The checkpoint that the demo trains, and that tests use, is a trained model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_checkpoint_loads_and_its_tokenizer_preserves_text(tiny_checkpoint: 
 
 
 def test_the_model_is_trained(tiny_checkpoint: Path) -> None:
-    """On average, the words of a text are more likely than under a uniform distribution."""
+    """On average, the words of a text have a higher probability than in a uniform distribution."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
     tokens = tokenizer("The statement is executed in the following example.", return_tensors="pt")["input_ids"]
     with torch.inference_mode():

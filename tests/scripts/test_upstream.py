@@ -1,4 +1,4 @@
-"""run-upstream-tests: what counts as a regression, the effect of a crash, and what must be listed."""
+"""run-upstream-tests: what counts as a regression, the effect of a crash, and which differences must be listed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PREFIX = "tests/models/llama/test_modeling_llama.py::LlamaModelTest::"
 
-# Tests like those of transformers, one for every outcome.
+# Tests like those of transformers, one per outcome.
 TESTS = """
 import os, random, signal, time, unittest, urllib.request
 
@@ -78,7 +78,7 @@ def lib(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def settings(lib: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A pass over `TESTS` that needs no transformers."""
+    """Settings of a pass over `TESTS` that does not need transformers."""
     monkeypatch.setattr(lib.passes, "_show_sources", lambda settings: None)
     monkeypatch.setattr(lib.passes, "GRACE", 10.0)
     file = tmp_path / "tree" / "tests" / "models" / "llama" / "test_modeling_llama.py"
@@ -107,7 +107,7 @@ def test_one_bad_test_does_not_affect_the_others(lib: SimpleNamespace, settings)
     assert results[f"{PREFIX}test_g_is_skipped"].reason == "not today"
     again = lib.passes.run(settings)
     drawn = f"{PREFIX}test_i_draws"
-    assert again[drawn].reason == results[drawn].reason  # both passes draw the same numbers
+    assert again[drawn].reason == results[drawn].reason  # both passes draw the same random numbers
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_listed_difference_that_no_longer_occurs_fails(lib: SimpleNamespace) -
     entry = lib.differences.Unavoidable(("*",), ("*",), "test_two", "it reads the source")
     result = lib.differences.compare("5.23.0", results(lib, two="passed"), results(lib, two="passed"), [entry])
     assert result.stale == (entry,) and result.failed
-    # its test did not run
+    # the test of this entry did not run
     assert not lib.differences.compare("5.23.0", results(lib, a="passed"), results(lib, a="passed"), [entry]).failed
 
 

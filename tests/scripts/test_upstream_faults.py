@@ -1,4 +1,4 @@
-"""Injected faults: every fault changes only its own calls, and the tests that detect it are counted."""
+"""Injected faults: every fault changes only the calls that it targets, and the tests that detect it are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of transformers' continuous batching in every release, small enough for a test."""
+"""Small calls of transformers' continuous batching that work in every release."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from packaging.version import Version
 RELEASE = Version(transformers.__version__)
 NEW = 12
 
-# The block size is not given: 4.57 and 5.0 take 32, later releases pages of 256.
-BLOCKS = {"num_blocks": 16, "max_batch_tokens": 32}  # less than all prompts together, so that some wait
+# The block size is left to transformers: 32 in 4.57 and 5.0, and pages of 256 in later releases.
+BLOCKS = {"num_blocks": 16, "max_batch_tokens": 32}  # not enough for all prompts at once, so that some wait
 
-# The implementation that runs over pages: in 4.x the user selects it, 5.0 replaces the model's own, and later releases
-# pass the pages to sdpa itself.
+# The attention implementation that supports pages. In 4.x the user selects it, 5.0 selects it for the model, and later
+# releases pass the pages to sdpa itself.
 PAGED = "sdpa_paged" if RELEASE.major == 4 else "sdpa"
 EAGER = "eager_paged" if RELEASE.major == 4 else "paged|eager"
 
@@ -38,7 +38,7 @@ def restores_implementation() -> bool:
 
 
 def memory_is_known() -> bool:
-    """Whether this release can read the machine's memory: older ones only read that of accelerators."""
+    """Whether this release can read the size of the host's memory. Older ones only read that of accelerators."""
     from transformers.generation.continuous_batching import cache
 
     read = cache.get_device_and_memory_breakdown
@@ -58,9 +58,9 @@ def paged(model: Any, implementation: str = PAGED) -> Iterator[None]:
 
 
 def batch(model: Any, prompts: Sequence[Sequence[int]], *, graphs: bool | None = None) -> list[list[int]]:
-    """The tokens of `generate_batch`, in the order of the prompts. Every request must finish.
+    """Returns the tokens of `generate_batch` in the order of the prompts. Every request must finish.
 
-    graphs: whether transformers records its own graphs, in releases that can; None: transformers decides.
+    graphs: whether transformers records its own graphs, in releases that can. None lets transformers decide.
     """
     config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
     arguments: dict[str, Any] = {"progress_bar": False}
@@ -82,7 +82,7 @@ def batch(model: Any, prompts: Sequence[Sequence[int]], *, graphs: bool | None =
 
 
 def one_by_one(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The tokens of `generate`, one prompt at a time."""
+    """Returns the tokens of `generate`, called with one prompt at a time."""
     texts = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=model.device)
@@ -94,7 +94,7 @@ def one_by_one(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def prompts(vocabulary: int = 61) -> list[list[int]]:
-    """Prompts that don't fit into one batch together; the shortest is a single token."""
+    """Prompts that don't all fit into one batch. The shortest is a single token."""
     generator = torch.Generator().manual_seed(3)
     lengths = (9, 1, 23, 4, 17)
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]

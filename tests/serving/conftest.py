@@ -1,4 +1,4 @@
-"""Fixtures for serving: a memory size that transformers can read on a CPU, and a checkpoint with varied answers."""
+"""Fixtures for serving: a memory size that transformers can read on a CPU, and a checkpoint with distinct answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def real_memory():
 
 @pytest.fixture(autouse=True)
 def simulated_memory(request, monkeypatch):
-    """A memory size, in releases that only read that of accelerators and fail without one."""
+    """Simulate a memory size in releases that only read that of accelerators, and fail without one."""
     if "real_memory" in request.fixturenames or HAS_BATCHING is False or memory_is_known():
         return
     from transformers.generation.continuous_batching import cache
@@ -31,7 +31,7 @@ def simulated_memory(request, monkeypatch):
 
 @pytest.fixture
 def page_tables_on_cpu(monkeypatch):
-    """transformers' decoding over page tables, otherwise used on GPUs only, with up to four pages per request."""
+    """Enable transformers' decoding over page tables, usually only used on GPUs, with up to four pages per request."""
     initialization = importlib.import_module("transformers.generation.continuous_batching.initialization")
 
     def available(config, cb_config, user_requested):
@@ -43,7 +43,7 @@ def page_tables_on_cpu(monkeypatch):
 
 @pytest.fixture(scope="session")
 def chatty_checkpoint(tmp_path_factory, tiny_checkpoint):
-    """The tiny checkpoint with weights so large that all prompts have different answers, and a chat template."""
+    """The tiny checkpoint with a chat template, and with weights so large that all prompts have different answers."""
     folder = tmp_path_factory.mktemp("chatty")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_checkpoint)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""transformers' own server in a separate process, on a free port of this machine, and what ran in it."""
+"""Runs transformers' own server in a separate process on a free port of this machine, and records what ran in it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # the extra transformers[serving]
+NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # the requirements of transformers[serving]
 
-# The command line as users run it. It also records the operations of hf_rocm that ran, and the output of explain for
-# the models that are loaded when the server stops.
+# Runs the command line as users do. It also records the hf_rocm operations that ran, and the output of explain for the
+# models that are loaded when the server stops.
 CHILD = """
 import asyncio, gc, json, os, sys
 from contextlib import nullcontext
@@ -58,7 +58,7 @@ finally:
     os._exit(0)  # with continuous batching, a thread of stock would keep the process alive
 """
 
-WAIT = 90  # seconds for a start, an answer or an end, on a busy machine
+WAIT = 90  # seconds to start, answer or stop, on a busy machine
 
 
 def missing() -> list[str]:
@@ -66,7 +66,7 @@ def missing() -> list[str]:
 
 
 def site(path: Path, *models: str) -> Path:
-    """A transformers with overlays of these models installed; all other files are links to the installed ones."""
+    """Build a transformers with the overlays of these models. All other files are links to the installed ones."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).parent
@@ -90,7 +90,7 @@ def site(path: Path, *models: str) -> Path:
 
 
 def variables(path: Path | None = None, **changes: str) -> dict[str, str]:
-    """The environment of a child, in which this folder's packages come first."""
+    """Returns a child's environment variables. Packages in this folder are imported first."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_ROCM")}
     paths = [*([str(path)] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     fixed = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
@@ -98,14 +98,14 @@ def variables(path: Path | None = None, **changes: str) -> dict[str, str]:
 
 
 class Server:
-    """A running server. facts: those that the process recorded, once it has ended."""
+    """A running server. facts: what the process recorded, available once it has ended."""
 
     def __init__(self, port: int, log: Path) -> None:
         self.port, self.log = port, log
         self.facts: dict[str, Any] = {}
 
     def post(self, path: str, body: dict[str, Any]) -> str:
-        """The text of the answer, joined if it is streamed."""
+        """Returns the text of the answer. Streamed pieces are joined."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
@@ -125,7 +125,7 @@ class Server:
 
 
 def text_of(event: dict[str, Any]) -> str:
-    """The text of an answer or of a piece of it."""
+    """Returns the text of an answer, or of one streamed piece of it."""
     if "choices" in event:
         parts = [
             choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or ""
@@ -137,7 +137,7 @@ def text_of(event: dict[str, Any]) -> str:
 
 @contextmanager
 def serving(folder: Path, *arguments: str, path: Path | None = None, **environment: str) -> Iterator[Server]:
-    """`transformers serve` with these arguments. folder: for its log and its facts; path: of a `site`."""
+    """Run `transformers serve` with these arguments. folder: for the log and the facts. path: the path of a `site`."""
     folder.mkdir()
     log, facts = folder / "log", folder / "facts.json"
     command = [sys.executable, "-c", CHILD, str(facts), "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
@@ -164,7 +164,7 @@ def serving(folder: Path, *arguments: str, path: Path | None = None, **environme
 
 
 def started(process: subprocess.Popen[bytes], log: Path) -> int:
-    """The port that it listens on, from its log."""
+    """Wait for the server to start. Returns its port, read from the log."""
     deadline = time.monotonic() + WAIT
     while time.monotonic() < deadline and process.poll() is None:
         match = re.search(r"Uvicorn running on http://127\.0\.0\.1:(\d+)", log.read_text())

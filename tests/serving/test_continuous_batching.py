@@ -1,6 +1,4 @@
-"""generate_batch: stock's tokens from hf_rocm's layers around stock's paged attention, and an unchanged model
-afterwards.
-"""
+"""generate_batch: hf_rocm's layers around stock's paged attention return stock's tokens. The model is unchanged."""
 
 from __future__ import annotations
 
@@ -33,14 +31,14 @@ from tests.serving.batching import (
 
 pytestmark = needs_batching
 
-# a tied gemma3 repeats the prompt's last token for any attention
+# with tied weights, gemma3 repeats the prompt's last token whatever its attention returns
 KINDS = {"llama": {}, "qwen3": {}, "gemma3": {"tie_word_embeddings": False}, "mixtral": {}}
 ATTENTION = {"attention", "decode_attention", "varlen_attention"}
 
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    """Bind the overlays of a model for every instance, like installed ones, until the test ends."""
+    """Bind a model's overlays for all instances, as installed overlays do, until the test ends."""
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
 
     def bound(kind):
@@ -60,7 +58,7 @@ def test_a_prepared_model_returns_stocks_tokens_around_stocks_attention(kind):
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     with paged(stock):
         expected = batch(stock, prompts())
-    assert all(len(set(tokens)) > NEW / 3 for tokens in expected)  # otherwise equal tokens would prove little
+    assert all(len(set(tokens)) > NEW / 3 for tokens in expected)  # otherwise equality would prove little
 
     with paged(prepared), ops.recording() as routes, counted() as hits:
         actual = batch(prepared, prompts())
@@ -75,21 +73,21 @@ def test_a_prepared_model_returns_stocks_tokens_around_stocks_attention(kind):
     decoders = sum(count for name, count in hits.items() if name.endswith("DecoderLayer"))
     assert decoders >= layers * NEW and ran["rms_norm"] + ran["add_rms_norm"] >= 2 * decoders
     assert ran["experts" if kind == "mixtral" else "act_and_mul"] == decoders
-    (reason,) = reasons  # all layers stayed stock, for one reason
+    (reason,) = reasons  # all layers stayed stock, for the same reason
     assert reason is not None and ("sdpa_paged" in reason or "paged|" in reason or "cache" in reason)
     assert f"last call stock × {layers}: {reason}" in told
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_norms_are_computed_before_stocks_attention_instead_of_fused(kind, monkeypatch):
-    """With few rows on a GPU, a layer leaves the norm of its input to hf_rocm's products; stock's can't compute it."""
+    """With few rows on a GPU, a layer fuses the norm of its input into hf_rocm's GEMMs. Stock's don't support this."""
     model = make(kind)
     expected = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)
     monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
     with paged(model), ops.recording() as routes:
         assert batch(model, prompts()) == expected
-    assert any(route.operation == "fused_linear" for route in routes)  # of the MLP
+    assert any(route.operation == "fused_linear" for route in routes)  # from the MLP
     assert not any(route.operation in ATTENTION for route in routes)
 
 
@@ -125,7 +123,7 @@ def test_batches_equal_single_prompts_and_generate_is_served_afterwards(prepared
 
 
 def test_the_first_step_waits_for_what_the_default_stream_still_does(monkeypatch):
-    """Its cache is allocated by then; transformers' steps run on streams of their own, which wait for nothing."""
+    """By then the cache is allocated. transformers' steps run on separate streams, which wait for nothing otherwise."""
     from transformers.generation.continuous_batching import ContinuousBatchingManager as manager
 
     if not hasattr(manager, "_create_batch_processor"):
@@ -141,7 +139,7 @@ def test_the_first_step_waits_for_what_the_default_stream_still_does(monkeypatch
 
 
 def test_the_manager_restores_the_implementation_that_it_replaced():
-    """Continuous batching replaces eager by an implementation with pages; some releases restore eager themselves."""
+    """Continuous batching replaces eager by a paged implementation. Only some releases restore eager themselves."""
     stock = make("llama", attn_implementation="eager")
     model = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     expected = one_by_one(stock, prompts())
@@ -175,7 +173,7 @@ def test_a_batch_with_a_known_fault_of_graphs_returns_the_tokens_of_generate(sus
 
 
 def test_generate_over_a_paged_implementation_runs_uncaptured_with_the_reason(recorded_on_cpu):  # noqa: F811
-    """If it is still set on the model, `generate` does the same as in stock: an error in newer releases."""
+    """If it is still set on the model, `generate` behaves as in stock. In newer releases, that is an error."""
     stock = make("llama")
     model = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     outcomes = []
@@ -194,7 +192,7 @@ def test_generate_over_a_paged_implementation_runs_uncaptured_with_the_reason(re
 
 
 def test_on_a_cpu_older_releases_fail_without_a_memory_size(real_memory):
-    """The other tests simulate it. A prepared model fails like stock."""
+    """The other tests simulate a memory size. Without one, a prepared model fails like stock."""
     works = memory_is_known()
     for model in (make("llama"), hf_rocm.prepare(make("llama"), force=True)):
         with paged(model), nullcontext() if works else pytest.raises(AssertionError, match="0 of 5 requests"):
@@ -205,7 +203,7 @@ def test_on_a_cpu_older_releases_fail_without_a_memory_size(real_memory):
 @pytest.mark.parametrize("graphs", [False, True], ids=["uncaptured", "graphs"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_on_a_gpu_a_prepared_model_returns_stocks_tokens(kind, graphs):
-    """graphs: transformers' own, around hf_rocm's layers; releases without them run uncaptured."""
+    """graphs: whether transformers records graphs around hf_rocm's layers. Releases without graphs run uncaptured."""
     stock = make(kind, **KINDS[kind]).to("cuda")
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     with paged(stock):

@@ -1,4 +1,4 @@
-"""An engine's attention and layers, as vLLM puts them into transformers' models, are used by overlays as in stock."""
+"""Overlays use the attention and layers that an engine such as vLLM puts into transformers' models, as stock does."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ KINDS = {
     "mixtral": "MixtralAttention",
 }
 
-# Defaults of stock layers in 4.x that are passed to the attention function as False, which no function reads.
+# Arguments that stock layers in 4.x pass to the attention function as False by default. No function reads them.
 UNREAD = {"use_cache", "output_router_logits"}
 
 
 @pytest.fixture
 def engine(monkeypatch):
-    """An attention function under a new name, and its calls: (module, tensors, mask, arguments)."""
+    """Register an attention function under a new name. Returns its calls: (module, tensors, mask, arguments)."""
     calls = []
 
     def forward(module, query, key, value, attention_mask, scaling=None, **arguments):
@@ -46,7 +46,7 @@ def engine(monkeypatch):
 
 
 def run(model, calls, **arguments):
-    """The logits of a call like vLLM's, with arguments for its attention, and the calls of that attention."""
+    """Call the model as vLLM does, with arguments for its attention. Returns the logits and the attention's calls."""
     del calls[:]
     ids = torch.arange(3, 17).view(1, 14)
     with torch.inference_mode():
@@ -97,7 +97,7 @@ def test_it_is_called_as_stock_calls_it(kind, delivery, engine, monkeypatch):
 
 def in_float64(model):
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # PyTorch's grouped product doesn't support float64
+        model.set_experts_implementation("eager")  # PyTorch's grouped GEMM doesn't support float64
     return model.double()
 
 
@@ -141,7 +141,7 @@ def equip(model):
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_its_layers_run_within_overlays(kind, compiled, engine, monkeypatch):
-    """Everything that an engine replaced runs, as often as in stock; compiled as a whole, without a graph break."""
+    """All parts that an engine replaced run as often as in stock. The compiled model has no graph breaks."""
     stock = make(kind, attn_implementation="engine")
     prepared = copy.deepcopy(stock)
     equipped = [equip(stock), equip(prepared)]

@@ -1,4 +1,4 @@
-"""A request that fails, a full cache, requests from several threads: stock's errors, and the model works afterwards."""
+"""A failing request, a full cache, and requests from several threads: errors are stock's, and the model still works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 WAIT = 60.0  # seconds for all answers, on a busy machine
-# name: the prompt and the arguments of a request that can't be answered
+# name → the prompt and the arguments of a request that can't be answered
 FAULTS = {
     "unknown argument": (prompts()[2], {"nonsense": 3}),
     "longer than the cache": (list(range(3, 60)) * 3, {}),
@@ -41,7 +41,7 @@ def begin(model):
 
 
 def collect(manager, count):
-    """The tokens and the error of this number of requests, by name."""
+    """Wait for this number of answers. Returns name → (tokens, error)."""
     answers = {}
     deadline = time.monotonic() + WAIT
     while len(answers) < count and time.monotonic() < deadline:
@@ -54,7 +54,7 @@ def collect(manager, count):
 
 
 def answered(model, prompt=None, **arguments):
-    """The answers to two requests; the second one is sent after the first was answered or failed."""
+    """Send a request, wait until it was answered or failed, and send a second one. Returns both answers."""
     manager = begin(model)
     try:
         manager.add_request(prompt or prompts()[2], request_id="first", eos_token_id=-1, **arguments)
@@ -96,7 +96,7 @@ def broken(*args, **kwargs):
 
 
 def works(model, alone):
-    """The next batch, and `generate`, return the tokens of each prompt alone."""
+    """Check that the next batch, and `generate`, return the same tokens as separate runs of the prompts."""
     assert model.config._attn_implementation == "sdpa"
     assert answered(model) == {"first": (alone[2], None), "second": (alone[0], None)}
     assert model.config._attn_implementation == "sdpa"

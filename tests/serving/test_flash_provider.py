@@ -1,4 +1,4 @@
-"""`flash_attention_2` without the flash-attn package, computed by hf_rocm, and batches that switch to it."""
+"""hf_rocm computes `flash_attention_2` if the flash-attn package is missing. Batches may switch to it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ pytestmark = [
 ]
 served = pytest.mark.skipif(not HAS_INTERFACE, reason="not run: this release has no flash attention over pages")
 
-KINDS = {  # with terms in which a wrong window, softcap or sink is visible
+KINDS = {  # models whose tokens reveal a wrong window, softcap or sink
     "llama": {},
     "qwen3": {},
     "gemma2": {
         "attn_implementation": "eager",
         "sliding_window": 8,
         "tie_word_embeddings": False,
-    },  # stock's sdpa drops the softcap
+    },  # stock's sdpa ignores the softcap
     "gpt_oss": {"attn_implementation": "eager", "sliding_window": 8},
     "mistral": {"sliding_window": 8},
 }
@@ -103,7 +103,7 @@ def test_a_user_who_declines_keeps_sdpa():
 @served
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "mistral"])
 def test_generate_and_padded_forwards(kind):
-    """The dense and the packed functions, in `generate` of one prompt and in a left-padded batch."""
+    """`generate` with one prompt uses the dense function, and a left-padded batch uses the packed one."""
     model = make(kind, **KINDS[kind])
     ids = torch.tensor([[0, 0, *range(5, 20)], list(range(7, 24))])
     mask = torch.ones_like(ids)
@@ -164,7 +164,7 @@ def test_an_exception_while_the_batch_begins_leaves_the_model_as_it_was():
 
 @served
 def test_from_pretrained_with_the_name(tiny_checkpoint):
-    """transformers would refuse it while it builds the model."""
+    """Without hf_rocm, transformers refuses this name while it builds the model."""
     expected = one_by_one(transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint), prompts())
     model = hf_rocm.from_pretrained(tiny_checkpoint, force=True, attn_implementation=NAME)
     assert model.config._attn_implementation == NAME
@@ -183,7 +183,7 @@ def test_older_releases_stay_stock_with_the_reason():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_windows_on_both_sides(packed):
-    """As encoders request them; no operation supports it."""
+    """Encoders request such windows, which no operation supports."""
     query, key = (torch.randn(9, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     distance = (torch.arange(9) - torch.arange(9)[:, None]).abs()
     expected = torch.nn.functional.scaled_dot_product_attention(

@@ -1,5 +1,6 @@
-"""Requests that arrive, end, fork and are cancelled at random, through transformers' continuous batching of a prepared
-model: each gets the tokens of a run alone, whatever runs beside it."""
+"""Requests to a prepared model that arrive, end, fork and are cancelled at random, in continuous batching.
+
+Every request gets the tokens of a separate run, whatever else is in its batch."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ LONGEST = 12  # new tokens
 WAIT = 60.0  # seconds for all answers, on a busy machine
 # Pages for three or four of the requests below, so that some wait and some are interrupted while they run.
 CACHE = {"page_size": 8, "num_blocks": 14, "max_batch_tokens": 24}
-# Stock's batch ends with an error if a request is forked while a single token of its prompt remains to be processed.
-# That happens with a prompt of one token, with shared pages and with prompts in parts.
+# Stock's batch fails if a request is forked while a single token of its prompt remains to be processed. This happens
+# with a prompt of one token, with shared pages, and with prompts that are processed in parts.
 FORKED = {"allow_block_sharing": False, "max_batch_tokens": 512}
 
 
 @cache
 def prompts():
-    """Some share their first pages, and one is a single token."""
+    """Some prompts share their first pages, and one is a single token."""
     chance = random.Random(5)
     shared = [chance.randrange(3, 61) for _ in range(17)]
     return [[chance.randrange(3, 61)], *(shared + [chance.randrange(3, 61) for _ in range(more)] for more in (0, 1, 6)),
@@ -49,7 +50,7 @@ def prompts():
 
 @cache
 def prepared(kind):
-    """A prepared model, and the tokens of stock for each prompt alone."""
+    """Returns a prepared model, and stock's tokens for every prompt in a separate run."""
     model = make(kind, **KINDS[kind])
     alone = one_by_one(model, prompts())
     assert len({tuple(tokens) for tokens in alone}) == len(alone) and all(len(tokens) == LONGEST for tokens in alone)
@@ -58,13 +59,13 @@ def prepared(kind):
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten():
-    """Free the prepared models after the tests of this module: their classes stay changed as long as they exist."""
+    """Free the prepared models after this module's tests, because their classes stay changed as long as they exist."""
     yield
     prepared.cache_clear()
 
 
 class Walk:
-    """Requests at random to one manager. forks: answers of each request; those after the first are forked from it."""
+    """Random requests to one manager. forks: answers per request. All but the first are forked from the first."""
 
     def __init__(self, kind, forks, seed):
         from transformers.generation import ContinuousBatchingConfig
@@ -74,7 +75,7 @@ class Walk:
         self.asked, self.cancelled, self.answers = {}, set(), {}
         config = transformers.GenerationConfig(
             max_new_tokens=LONGEST, do_sample=True, top_k=1, eos_token_id=-1, num_return_sequences=forks
-        )  # the most likely token; transformers forks only requests that sample
+        )  # top_k=1 selects the most likely token; transformers forks only requests that sample
         batching = ContinuousBatchingConfig(**{**CACHE, **(FORKED if forks > 1 else {})})
         self.manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
         self.manager.start()
@@ -112,7 +113,7 @@ class Walk:
         return [name for name in self.asked if name not in self.cancelled and name not in self.answers]
 
     def due(self):
-        """The names of all answers that must come."""
+        """The names of all answers that must arrive."""
         children = ["", *(f"__child#{index}" for index in range(self.forks - 1))]
         return {name + child for name in self.asked if name not in self.cancelled for child in children}
 
@@ -128,7 +129,7 @@ class Walk:
             self.answers[result.request_id] = list(result.generated_tokens)
 
     def check(self):
-        """Compare the answers. A cancelled request may have ended before, or in the middle."""
+        """Compare the answers. A cancelled request may have finished, or stopped after any token."""
         for name, tokens in self.answers.items():
             number, new = self.asked[name.split("__")[0]]
             expected = self.alone[number][:new]
@@ -142,17 +143,17 @@ def test_each_request_has_the_tokens_of_a_separate_run(kind, forks):
 
 
 def test_over_page_tables_too(page_tables_on_cpu):
-    """Requests of more than four pages don't use page tables, and neither do the others in their batch."""
+    """Requests with more than four pages don't use page tables, and neither do other requests in their batch."""
     assert walk("llama", 1) == {"varlen_attention", "paged_attention"}
 
 
 def walk(kind, forks):
-    """Run requests on a model. Returns the operations of its attention."""
+    """Run random requests on a model. Returns the attention operations that ran."""
     model, alone = prepared(kind)
     if kind in ("gemma2", "mistral") and len(flash_provider._names()) > 1:
         pytest.skip(f"not run: {flash_provider.batches_refused(model)}")
     own = model.config._attn_implementation
-    gc.freeze()  # transformers collects garbage after every batch
+    gc.freeze()  # speeds up transformers' garbage collection after every batch
     try:
         with ops.recording() as routes:
             for seed in range(3):
@@ -163,5 +164,5 @@ def walk(kind, forks):
                 assert model.config._attn_implementation == own
     finally:
         gc.unfreeze()
-    assert one_by_one(model, prompts()[:2]) == alone[:2]  # the model works as before
+    assert one_by_one(model, prompts()[:2]) == alone[:2]  # the model still works
     return {route.operation for route in routes if route.operation.endswith("attention")}

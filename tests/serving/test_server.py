@@ -20,7 +20,7 @@ ATTENTION = {"attention", "decode_attention", "varlen_attention"}
 PROMPTS = ("the value of", "a class is", "if")
 NEW = 8
 
-# Every endpoint of the release that takes text: its path and the request.
+# All endpoints of the release that take text: the path and the request.
 CHAT = "/v1/chat/completions", lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": NEW}
 RESPONSES = "/v1/responses", lambda prompt: {"input": prompt, "max_output_tokens": NEW, "stream": True}
 COMPLETIONS = "/v1/completions", lambda prompt: {"prompt": prompt, "max_tokens": NEW}
@@ -28,7 +28,7 @@ ENDPOINTS = (CHAT, RESPONSES) if RELEASE.major == 4 else (CHAT, RESPONSES, COMPL
 
 
 def answers(server, model, endpoints=ENDPOINTS):
-    """The texts of every endpoint, streamed and whole, without sampling."""
+    """Returns the texts of all endpoints, streamed and whole, without sampling."""
     texts = {}
     for path, ask in endpoints:
         for stream in (False, True):
@@ -48,7 +48,7 @@ def stocks_answers(tmp_path_factory, chatty_checkpoint):
     with serving(tmp_path_factory.mktemp("stock") / "server", "--device", "cpu") as server:
         texts = answers(server, chatty_checkpoint)
     assert server.facts["routes"] == []
-    assert all(texts.values()) and len(set(texts.values())) == len(PROMPTS)  # the endpoints agree, the prompts don't
+    assert all(texts.values()) and len(set(texts.values())) == len(PROMPTS)  # endpoints agree, and prompts differ
     return texts
 
 
@@ -66,7 +66,7 @@ def test_it_answers_like_stocks_server(prepared, installed, stocks_answers, chat
     assert prepared or {part["delivery"] for part in model["parts"]} == {"installed"}
     assert not any(part["stayed_stock"] for part in model["parts"])
     fused = [shapes[1][0] for operation, shapes in facts["routes"] if operation == "linear"]
-    assert bool(fused) is prepared  # one product for q, k and v, and one for gate and up
+    assert bool(fused) is prepared  # one GEMM for q, k and v, and one for gate and up
 
 
 @pytest.mark.skipif(
@@ -81,7 +81,7 @@ def test_continuous_batching_answers_like_stocks_server(installed, stocks_answer
     assert texts == {key: text for key, text in stocks_answers.items() if key in texts}
     ran = {operation for operation, _ in server.facts["routes"]}
     assert {"rms_norm", "add_rms_norm", "act_and_mul"} <= ran
-    # from 5.9 on the stock forward calls attention of hf_rocm through transformers' flash interface
+    # from 5.9 on, the stock forward calls hf_rocm's attention through transformers' flash interface
     assert ran & ATTENTION == ({"varlen_attention"} if Version("5.9") <= RELEASE else set())
     (model,) = server.facts["models"]
     (attention,) = [part for part in model["parts"] if part["cls"] == "LlamaAttention"]

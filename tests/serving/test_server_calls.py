@@ -1,4 +1,4 @@
-"""Calls of `generate` like those of the servers, streamed from a separate thread, decode over recorded steps."""
+"""Calls of `generate` as servers make them, streamed from a separate thread, decode with recorded steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Streamer(transformers.generation.streamers.BaseStreamer):
 
 
 def served(model, prompt, **arguments):
-    """The tokens of one request, received while `generate` runs in a new thread."""
+    """Returns the tokens of one request, received while `generate` runs in a new thread."""
     streamer, ids = Streamer(), torch.tensor([prompt])
     config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
     calls = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": config, **arguments}
@@ -40,19 +40,19 @@ def served(model, prompt, **arguments):
 
 
 def test_requests_one_after_the_other_replay_recorded_steps(recorded_on_cpu):  # noqa: F811
-    """As serve calls it in 5.23: only tokens are requested."""
+    """`transformers serve` in 5.23 requests only tokens."""
     expected = one_by_one(make("llama"), prompts())
     model = hf_rocm.prepare(make("llama"), force=True, graphs=True)
     assert [served(model, prompt) for prompt in prompts()] == expected
     state = known(model)
     recorded, replayed = state.recorded, state.replayed
-    assert 0 < recorded < len(expected)  # one for each size of cache
+    assert 0 < recorded < len(expected)  # one per cache size
     assert [served(model, prompt) for prompt in prompts()] == expected
     assert state.recorded == recorded and state.replayed > replayed + len(expected)
 
 
 def test_requests_that_return_their_cache_are_recorded_too(recorded_on_cpu):  # noqa: F811
-    """As serve calls it in 4.57 and 5.0: the cache is kept for the next turn of the conversation."""
+    """`transformers serve` in 4.57 and 5.0 keeps the cache for the next turn of the conversation."""
     expected = one_by_one(make("llama"), prompts())
     model = hf_rocm.prepare(make("llama"), force=True, graphs=True)
     asked = {"return_dict_in_generate": True, "past_key_values": None}

@@ -1,4 +1,4 @@
-"""With a known fault of graphs, continuous batching records none unless requested; otherwise transformers decides."""
+"""If graphs have a known fault, continuous batching records none unless requested. Otherwise transformers decides."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.generation.conftest import make, recorded_on_cpu, suspect_gpu  # noqa
 from tests.serving.batching import HAS_BATCHING, RELEASE
 
 CONFIG = getattr(transformers.generation, "ContinuousBatchingConfig", None)
-# 4.56 and 4.57 record none, and raise if they are requested
+# 4.56 and 4.57 record no graphs, and raise if graphs are requested
 RECORDS = RELEASE.major >= 5 or not HAS_BATCHING
 LINK = "issues/279"
 
 
 @pytest.fixture(autouse=True)
 def graphs_are_there(monkeypatch):
-    """transformers records graphs where nobody set `use_cuda_graph`, as on a GPU with flash attention."""
+    """Make transformers record graphs by default, as on a GPU with flash attention."""
     if RELEASE.major == 4:
         return
     from transformers.generation import continuous_batching as package
@@ -34,7 +34,7 @@ def graphs_are_there(monkeypatch):
 
 
 def configs(**changes):
-    """(the config that has `use_cuda_graph` in this release, the arguments that hand it over)."""
+    """Returns (the config that has `use_cuda_graph` in this release, the arguments that pass it)."""
     generation = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1)
     if CONFIG is not None:
         config = CONFIG(auto_switch_to_flash=False, **changes)
@@ -74,7 +74,7 @@ def test_nothing_is_recorded_with_a_known_fault(given, suspect_gpu, caplog):  # 
     config, arguments = configs()
     arguments = arguments if given else {}
     assert [records(model, **arguments) for _ in range(2)] == [False, False]
-    assert getattr(config, "use_cuda_graph", None) is None  # the user's own
+    assert getattr(config, "use_cuda_graph", None) is None  # the user's config is unchanged
     assert getattr(model.generation_config, "use_cuda_graph", None) is None
     (line,) = lines(caplog)
     assert LINK in line.message and line.levelno == logging.WARNING
@@ -140,6 +140,6 @@ def test_copies_are_affected_and_other_models_are_not(suspect_gpu):  # noqa: F81
 def test_restore_returns_the_original_method_of_the_class(suspect_gpu):  # noqa: F811
     model = prepared()
     assert "init_continuous_batching" in vars(type(model))
-    gc.collect()  # models of other tests; the next operation undoes their changes
+    gc.collect()  # free the models of other tests; the next operation undoes their changes
     hf_rocm.restore(model)
     assert "init_continuous_batching" not in vars(type(model))

@@ -1,4 +1,4 @@
-"""Recorded machines: the output of their tools, their files, and the results of child processes. No GPU is needed."""
+"""Recorded machines: the output of their tools, their files, and results of child processes, usable without a GPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 
 class Recorded:
-    """One machine of the folder.
-    `base` names another machine; only the differences are stored, and "-" removes an entry.
+    """One recorded machine.
+    `base` names another machine. Only the differences are stored, and "-" removes an entry.
     """
 
     def __init__(self, name: str) -> None:

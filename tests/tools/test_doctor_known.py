@@ -1,4 +1,4 @@
-"""Known faults: every rule on matching facts and on facts just outside its range, with source and remedy."""
+"""Rules for known faults, on facts that match and facts just outside the range. Every rule has a source and remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def good() -> Facts:
 
 
 def applied(facts: Facts) -> list[Finding]:
-    """The findings of the rules for these facts. Every rule returns a line, shown or not."""
+    """Returns the rules' findings for these facts. Every rule returns a finding, even if it is not shown."""
     findings = list(known(facts))
     assert {finding.check for finding in findings} == {rule.name for rule in RULES}
     for finding in findings:
@@ -55,7 +55,7 @@ def test_a_machine_without_any_of_them(good: Facts) -> None:
     ("gfx", "torch_facts", "system", "bundled", "reported"),
     [
         ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.0", True, True),
-        # torch includes its own copy
+        # torch bundles its own copy of the libraries
         ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", True, True),
         ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", False, False),
         ("gfx942", {"version": "2.9.1", "hip": "7.2.26015"}, "7.2.1", False, True),
@@ -80,7 +80,7 @@ def test_graph_replays(good: Facts, gfx: str, torch_facts, system: str | None, b
 
 
 def test_recommended_builds_of_torch() -> None:
-    """A release is not recommended for a GPU whose graph replays it breaks, unless every release breaks them."""
+    """A release that breaks a GPU's graph replays is not recommended for it, unless every release breaks them."""
     releases = {gfx: install(gfx).rpartition("rocm")[2] for gfx in ("gfx942", "gfx950", "gfx1100", "gfx1201")}
     assert releases == {"gfx942": "7.1", "gfx950": "7.1", "gfx1100": "7.2", "gfx1201": "7.2"}
     assert install().endswith("7.2") and install("gfx1100", "gfx942").endswith("7.1")
@@ -114,7 +114,7 @@ def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     assert "GPU 1 (gfx942): a product of 8 rows" in finding.what and "BNB_ROCM_ARCH=gfx942" in finding.fix
     crashed = replace(facts, bitsandbytes=Answer({}, "it was killed by signal 11", "a 4-bit product on GPU 0"))
     assert "signal 11" in applied(crashed)[0].what
-    assert any("older than 0.50" in finding.what for finding in packages(facts))  # not tried: its version decides
+    assert any("older than 0.50" in finding.what for finding in packages(facts))  # without results, the version decides
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_backward_of_rocm_10(good: Facts) -> None:
         ("0.17.1", {"hub_rope": 2, "hub_flash": True}, ["hub-rope", "hub-flash"]),
         ("0.17.1", {"hub_rope": 3, "hub_flash": True}, ["hub-flash"]),
         ("0.17.1", {}, []),
-        ("0.18.0", {"hub_rope": 2, "hub_flash": True}, []),  # out of range: no hub kernel is used
+        ("0.18.0", {"hub_rope": 2, "hub_flash": True}, []),  # this release is out of range, so no hub kernel is used
         (None, {"hub_rope": 2, "hub_flash": True}, []),
     ],
 )
@@ -201,7 +201,7 @@ def test_a_kernels_package_out_of_range_and_the_disabled_features(good: Facts) -
 
 
 def test_kernels_that_this_release_loads_from_the_hub() -> None:
-    """Read from the installed transformers: 5.16 to 5.22 name version 2 of the rotary kernel."""
+    """The facts are read from the installed transformers: 5.16 to 5.22 name version 2 of the rotary kernel."""
     from importlib.util import find_spec
 
     import transformers as installed
@@ -217,7 +217,7 @@ def test_kernels_that_this_release_loads_from_the_hub() -> None:
 
 
 class Bitsandbytes:
-    """NF4 as in bitsandbytes, computed in PyTorch on a CPU, with a fault."""
+    """A faulty stand-in for bitsandbytes' NF4, computed by PyTorch on a CPU."""
 
     values = torch.tensor(
         [-1.0, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0.0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1.0]

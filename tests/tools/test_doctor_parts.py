@@ -1,4 +1,4 @@
-"""Parts of doctor: the output of tools, the requirements of a model, and checks that few recorded machines trigger."""
+"""Parts of doctor: parsing of tool outputs, requirements of a model, and checks that few recorded machines trigger."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_compute_access_without_render_nodes(good: Facts) -> None:
     rootless = replace(good, container="podman", driver=replace(good.driver, kfd=kfd))
     assert "keep-groups" in next(driver(rootless)).fix
     some = dict(good.driver.render)
-    some["/dev/dri/renderD130"] = Node(readable=False, writable=False, group="render")  # the GPU of another container
+    some["/dev/dri/renderD130"] = Node(readable=False, writable=False, group="render")  # another container's GPU
     assert next(driver(replace(good, driver=replace(good.driver, render=some)))).level.value == "ok"
 
 
@@ -270,7 +270,7 @@ def test_hf_rocms_variables_that_are_invalid_or_restrict_it(good: Facts) -> None
     (finding,) = options(with_environment(good, HF_ROCM_PROBE="0", HF_ROCM_TIER="attention=torch"))
     assert finding.level.value == "warning" and finding.fix.startswith("unset HF_ROCM_PROBE HF_ROCM_TIER")
     assert levels(options(with_environment(good, HF_ROCM_AUTO="1"))) == ["ok"]
-    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # no line if none is set
+    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # no line about valid variables: none is set
     assert misspelt.level.value == "warning" and misspelt.fix == "unset HF_ROCM_FROCE, or name it HF_ROCM_FORCE"
     _, set_too = options(with_environment(good, HF_ROCM_FROCE="1", HF_ROCM_AUTO="1"))
     assert (set_too.level.value, set_too.what) == ("ok", "HF_ROCM_AUTO=1")
@@ -289,7 +289,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     (tmp_path / "model-00001.safetensors").write_bytes(b"\0" * 3000)
     (tmp_path / "model-00002.safetensors").write_bytes(b"\0" * 1000)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\0" * 4000)  # the same weights once more
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\0" * 4000)  # the same weights in another format
     return tmp_path
 
 
@@ -314,7 +314,7 @@ def test_a_hub_model_is_only_found_in_the_cache(checkpoint: Path, tmp_path: Path
     [
         (16 * GIB, "5.23.0", {"model": "ok", "model-memory": "ok"}),
         (100 * GIB, "4.57.6", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),  # 200 GiB in fp32
-        (300 * GIB, "5.23.0", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),  # on both GPUs
+        (300 * GIB, "5.23.0", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),  # needs both GPUs
         (500 * GIB, "5.23.0", {"model": "ok", "model-memory": "problem", "model-host": "warning"}),
         (0, "5.23.0", {"model": "problem"}),
     ],
@@ -329,8 +329,8 @@ def test_whether_a_model_fits(good: Facts, weights: int, release: str, expected:
     ("free", "total", "available", "carved_out", "expected"),
     [
         (63, 64, 120, 0.5, "ok"),
-        (120, 32, 120, 0.5, "problem"),  # bounded by its total
-        (63, 64, 20, 0.5, "problem"),  # the rest is used by processes of the host
+        (120, 32, 120, 0.5, "problem"),  # limited by the GPU's total memory
+        (63, 64, 20, 0.5, "problem"),  # host processes use the rest
         (63, 64, 20, 64, "ok"),  # the firmware reserves it from host memory
     ],
 )

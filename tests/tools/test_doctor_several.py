@@ -1,4 +1,4 @@
-"""Doctor on several GPUs: settings that slow down RCCL, and the variables of ranks."""
+"""Doctor with several GPUs: settings that slow down RCCL, and environment variables of ranks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_settings_that_slow_down_rccl(good: Facts) -> None:
     for changes in ({"numa_balancing": True}, {"iommu": ""}, {"iommu": "soft"}):
         assert levels(several(with_host(good, **changes))) == ["ok", "warning"], changes
     assert levels(several(with_host(good, iommu="force,pt"))) == ["ok"]
-    assert levels(several(with_host(good, locked=65536))) == ["ok"]  # no memory to lock
+    assert levels(several(with_host(good, locked=65536))) == ["ok"]  # without such a network, no memory is locked
     assert levels(several(with_host(good, locked=65536, networks=("mlx5_0",)))) == ["ok", "warning"]
     assert levels(several(with_host(good, locked=None, networks=("mlx5_0",)))) == ["ok"]
     assert levels(several(with_environment(good, NCCL_SHM_DISABLE="0", NCCL_DEBUG="WARN"))) == ["ok"]

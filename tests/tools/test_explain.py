@@ -33,7 +33,7 @@ def test_a_served_model(llama):
     with torch.inference_mode():
         explanation = hf_rocm.explain(llama)
     assert explanation.state == "served by hf_rocm, forced on this machine"
-    report = llama.__dict__.pop(REPORT)  # an installed block needs no activation
+    report = llama.__dict__.pop(REPORT)  # installed overlays need no activation
     assert hf_rocm.explain(llama).state == explanation.state
     llama.__dict__[REPORT] = report
     assert explanation.machine["ROCm"] == "none" and explanation.machine["dtype"] == "float32"
@@ -84,7 +84,7 @@ def test_the_details_state_a_shared_reason_once(llama):
     assert shared, "no reason is shared on a machine without an AMD GPU"
     text = explanation.details()
     assert all(text.count(reason) == 1 for reason in set.union(*everywhere))
-    for kernel in explanation.kernels:  # every refusal is listed with the operation
+    for kernel in explanation.kernels:  # every refusal is listed under its operation
         assert all(name in text for name, _ in kernel.refused)
 
 
@@ -121,7 +121,7 @@ def test_classes_of_an_unbound_overlay_are_not_reported_as_unserved(forced, reas
         num_key_value_heads=2, pad_token_id=0,
     )  # fmt: skip
     model = transformers.StableLmForCausalLM(config).eval()
-    hf_rocm.deactivate("stablelm")  # other tests may have bound it
+    hf_rocm.deactivate("stablelm")  # other tests may have activated it
     monkeypatch.setattr("hf_rocm.options.force_requested", lambda: forced)
     reasons = stock_reasons(model)
     attention = type(model.model.layers[0].self_attn).__name__

@@ -1,4 +1,4 @@
-"""Patches of other libraries, as doctor describes them: they take effect, and hf_rocm serves the rest."""
+"""Patches of other libraries take effect as doctor describes, and hf_rocm serves the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import hf_rocm
 
 @pytest.fixture
 def prepared():
-    """Build, prepare and run a tiny Llama. Returns per class how many modules have a forward of another library."""
+    """Build, prepare and run a tiny Llama. Returns the number of modules per class with another library's forward."""
 
     def call(change=None) -> dict[str, int]:
         config = transformers.LlamaConfig(

@@ -1,7 +1,8 @@
-"""Triton kernels without a GPU: in Triton's interpreter, or as machine code of an AMD GPU.
+"""Triton kernels without a GPU: in Triton's interpreter, or as simulated machine code of an AMD GPU.
 
-A separate suite, for environments with Triton. A process either interprets all kernels or compiles them, and this must
-be decided before triton is imported. `--machine-code gfx942` compiles: `tests/amdgcn` executes the code.
+This is a separate suite for environments with Triton. A process either interprets all kernels or compiles them, and
+this must be decided before triton is imported. With `--machine-code gfx942`, it compiles, and `tests/amdgcn` executes
+the code.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without Triton the tests are reported as not run, by name."""
+    """Without Triton, report every test as not run."""
     if suite.gpu() is not None:
         suite.select(config, items)
         return
@@ -55,7 +56,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def poisoned() -> Iterator[None]:
-    """Fill new tensors with NaN, so that kernels that don't write all elements are found."""
+    """Fill new tensors with NaN, so that tests detect kernels that don't write all elements."""
     import torch
 
     if suite.gpu() is None:
@@ -68,7 +69,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def as_on_a_gpu() -> Iterator[None]:
-    """As on a GPU, round bf16 to nearest instead of truncating like the interpreter, and don't warn about infinity."""
+    """Round bf16 to nearest like a GPU, instead of truncating like the interpreter, and don't warn about infinity."""
     if suite.gpu() is not None:
         yield
         return
@@ -92,7 +93,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def counts() -> Iterator[None]:
-    """The interpreter stores scalars as arrays of one element, which NumPy 2.4 doesn't accept as bounds of a range."""
+    """Convert bounds of a range: the interpreter stores scalars as arrays of one element, which NumPy 2.4 refuses."""
     if suite.gpu() is not None:
         yield
         return
@@ -113,8 +114,8 @@ def counts() -> Iterator[None]:
 def patched_once() -> Iterator[None]:
     """Patch triton.language once per launch.
 
-    The interpreter does so in each call of a device function, and builds its table of types at each use. Together they
-    take half of the time of the suite.
+    The interpreter patches it in every call of a device function, and builds its table of types at every use. Together
+    this takes half of the suite's time.
     """
     if suite.gpu() is not None:
         yield
@@ -179,10 +180,10 @@ def products() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def unprobed() -> Iterator[None]:
-    """Select kernels by their predicates, without first-use checks: a child process per kernel takes seconds."""
+    """Select kernels by their predicates, without first-use checks, whose child process takes seconds per kernel."""
     from hf_rocm import options
 
-    # aiter is not used on a simulated AMD GPU either: its tier would look for ROCm
+    # switch aiter off on simulated AMD GPUs, too, because its tier would look for ROCm
     aiter = dict.fromkeys(options.current().aiter, options.Switch.OFF)
     with options.override(probe=False, **({} if suite.gpu() is None else {"aiter": aiter})):
         yield

@@ -22,17 +22,17 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def roomy(x: Tensor) -> Tensor:
-    """The same numbers with other strides: a view of a tensor with one more row in the second-to-last dim."""
+    """Returns the same numbers with other strides: a view of a tensor with one more row in the second-to-last dim."""
     wide = x.new_full((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1]), torch.nan)
     wide[..., :-1, :] = x
     return wide[..., :-1, :]
 
 
 def sizes(m: int, n: int, k: int) -> list[tuple[int, int, int]]:
-    """These sizes of a GEMM, and as machine code also other sizes with the same compiled variant of a kernel.
+    """Returns these sizes of a GEMM. For machine code, adds sizes that use the same compiled variant of the kernel.
 
-    Most lanes of a partial block are idle, which hides errors in them: so there are full blocks, and tails of other
-    lengths.
+    Most lanes of a partial block are idle, which hides errors in them. The additional sizes have full blocks, and tails
+    of other lengths.
     """
     if suite.gpu() is None:
         return [(m, n, k)]
@@ -40,18 +40,18 @@ def sizes(m: int, n: int, k: int) -> list[tuple[int, int, int]]:
 
 
 def windows(terms: Mapping[str, Any], more: int) -> list[Mapping[str, Any]]:
-    """These terms of attention, and if they have a window, also with one of several blocks of keys.
+    """Returns these terms of attention. If they have a window, adds the same terms with a window of several blocks.
 
-    more: a multiple of 16, for the same compiled form. A window of 1 has a form of its own.
+    more: added to the window; a multiple of 16 keeps the compiled variant. A window of 1 has a separate variant.
     """
     window = terms.get("window") or 1
     return [terms] if window == 1 else [terms, {**terms, "window": window + more}]
 
 
 def check_more_keys(monkeypatch: pytest.MonkeyPatch, operation: str, name: str, spec: Any) -> None:
-    """As machine code: a first-use check of attention with so many keys that loops have several iterations.
+    """For machine code: run a first-use check of attention with so many keys that loops have several iterations.
 
-    Its compiled forms are those of the check: the sizes have the same remainders modulo 16.
+    The compiled variants are those of the check, because the sizes have the same remainders modulo 16.
     """
     if suite.gpu() is None:
         return
@@ -63,7 +63,7 @@ def check_more_keys(monkeypatch: pytest.MonkeyPatch, operation: str, name: str, 
 
 
 def assert_apart(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, *, gated: bool = False) -> None:
-    """As machine code: NaN in some rows of x [M, K] or W [N, K] results in NaN there, and nowhere else."""
+    """For machine code: NaN in some rows of x [M, K] or W [N, K] results in NaN there, and nowhere else."""
     if suite.gpu() is None:
         return
     whole = call(x, weight)
@@ -77,16 +77,16 @@ def assert_apart(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Te
 
 
 def exact(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [rows, k] and W [n, k] of integers whose product is exact in fp32 in any order, and sensitive to errors.
+    """Integers x [rows, k] and W [n, k] whose product is exact in fp32 in any order, and sensitive to errors.
 
-    Large terms cancel, so that a wrong last bit of one changes the result. Half of the results are midway between two
-    numbers of the dtype, so that another rounding changes them.
+    Large terms cancel, so a wrong last bit of any term changes the result. Half of the results are midway between two
+    numbers of the dtype, so a different rounding changes them.
     """
     x = (random(rows, k, dtype=torch.float32) * 40).round().clamp(-127, 127)
     weight = (random(n, k, dtype=torch.float32, seed=1) * 40).round().clamp(-127, 127)
     half = (k - 2) // 2
     x[:, half : 2 * half], weight[:, half : 2 * half] = x[:, :half], -weight[:, :half]
-    middle = 2 / torch.finfo(dtype).eps  # from here on, odd numbers are midway
+    middle = 2 / torch.finfo(dtype).eps  # above this, odd numbers are midway
     x[:, 2 * half :], weight[:, 2 * half :] = 0, 0
     x[:, -2:] = 1 - 2 * (torch.arange(rows) % 2)[:, None]
     weight[:, -2], weight[:, -1] = middle, torch.arange(n) % 64
@@ -94,7 +94,7 @@ def exact(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def here() -> Device:
-    """The device of the test tensors for predicates: the CPU, or the GPU whose code is executed."""
+    """The device of the tests for predicates: the CPU, or the GPU whose machine code is executed."""
     return describe(torch.device("cpu"))
 
 
@@ -107,7 +107,7 @@ def routed(operation: str, *arguments: Any, **keywords: Any) -> Any:
 
 
 def compiled_once(function: Callable[..., Tensor], *arguments: Tensor) -> list[str]:
-    """The nodes of its single torch.compile graph, after comparing the compiled and the eager results."""
+    """Compare compiled and eager results. Returns the nodes of the single torch.compile graph."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:

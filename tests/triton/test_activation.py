@@ -1,4 +1,4 @@
-"""act_and_mul by the Triton kernel, interpreted, against float64, with the rounding of the torch tier."""
+"""act_and_mul in the Triton kernel, compared with float64, and with the rounding of the torch tier."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TERMS = {"limit": 2.0, "alpha": 1.702}
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(65, 1), (3, 63), (2, 2, 130), (2, 1500)], ids=str)
 def test_act_and_mul(shape, activation, interleaved, dtype):
-    for scale in (3, 60):  # including gates whose exponential overflows
+    for scale in (3, 60):  # 60 makes the exponential of some gates overflow
         x = random(*shape[:-1], 2 * shape[-1], dtype=dtype) * scale
         output = routed("act_and_mul", x, activation=activation, interleaved=interleaved, **TERMS)
         expected = eager_act_and_mul(x.double(), activation, interleaved, **TERMS)
-        # unfused layers round in between: compare with that run
+        # compare with unfused layers, which round the activation
         assert_as_good_as_eager(output, torch_act_and_mul(x, activation, interleaved, **TERMS), expected)
     gates = x.unflatten(-1, (-1, 2))[..., 0] if interleaved else x[..., : shape[-1]]
-    for first in range(3):  # NaN affects only its own element
+    for first in range(3):  # a NaN affects only its own element
         lost = (torch.arange(output.numel()) % 3 == first).view(output.shape)
         kept = gates.clone()
         gates.masked_fill_(lost, torch.nan)
@@ -39,14 +39,14 @@ def test_act_and_mul(shape, activation, interleaved, dtype):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_it_rounds_like_unfused_layers(activation):
-    x = random(64, 256, dtype=torch.bfloat16)  # not so small that the formula cancels
+    x = random(64, 256, dtype=torch.bfloat16)  # not so small that terms of the formula cancel
     actual = routed("act_and_mul", x, activation=activation, **TERMS)
     expected = torch_act_and_mul(x, activation, False, **TERMS)
     if activation != CLAMPED:  # PyTorch's functions are approximations on a CPU
         gate, up = x.chunk(2, -1)
         ones = torch.ones_like(gate, dtype=torch.float64)
         expected = eager_act_and_mul(torch.cat((gate.double(), ones), -1), activation).bfloat16() * up
-    # exponentials differ in the last bit, which moves few values across a rounding boundary
+    # the last bit of an exponential may differ, which moves a few values across a rounding boundary
     assert (actual != expected).sum() <= 3
 
 

@@ -1,7 +1,7 @@
-"""aiter's Triton kernel for attention, called like the aiter tier does, executed as machine code.
+"""aiter's Triton kernel for attention, called as the aiter tier does, and executed as machine code.
 
-The tier calls one Triton kernel of aiter: `flash_attn_func`, on Radeon, in releases that list Radeon. The release in
-the test environment has the same function, without sinks, and tiles only for MI300X and MI350X.
+The tier calls one Triton kernel of aiter: `flash_attn_func` on Radeon GPUs, in releases that list them. The release in
+the test environment has the same function, but without sinks, and with tile sizes only for MI300X and MI350X.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.triton.routed import random
 
 pytestmark = pytest.mark.skipif(suite.gpu() is None, reason="aiter's kernels are only executed as machine code")
 
-TILED = ("gfx942", "gfx950")  # the architectures in this release's table
+TILED = ("gfx942", "gfx950")  # the architectures in this release's table of tile sizes
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def flash_attn_func(tmp_path_factory):
     from tests.aiter import standins
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of aiter's imports
+        warnings.simplefilter("ignore")  # aiter's imports raise warnings
         for name, value in standins.environment(tmp_path_factory.mktemp("rocm-tools")).items():
             patch.setenv(name, value)
         standins.install()
@@ -49,7 +49,7 @@ def flash_attn_func(tmp_path_factory):
 def test_attention(flash_attn_func, shape, causal, dtype):
     b, h, kv_heads, s_q, s_k, d = shape
     attend(flash_attn_func, shape, causal, dtype)
-    if d < 128:  # for the same form of the kernel: one more sequence, and more blocks of keys
+    if d < 128:  # the same compiled variant with one more sequence and more blocks of keys
         attend(flash_attn_func, (b + 1, h, kv_heads, s_q, s_k + 66, d), causal, dtype)
 
 
@@ -57,7 +57,7 @@ def attend(flash_attn_func, shape, causal, dtype):
     b, h, kv_heads, s_q, s_k, d = shape
     query = random(b, h, s_q, d, dtype=dtype)
     key, value = (random(b, kv_heads, s_k, d, dtype=dtype, seed=seed) for seed in (1, 2))
-    value = torch.nn.functional.pad(value, (0, 16), value=torch.nan)[..., :d]  # strides of its own
+    value = torch.nn.functional.pad(value, (0, 16), value=torch.nan)[..., :d]  # other strides than the keys
     how = {"scale": d**-0.5, "causal": causal, "mask": None, "window": None, "softcap": None, "sinks": None}
     further = {} if suite.arch() in TILED else {"config": dict(_TILE)}
     output = flash_attn_func(

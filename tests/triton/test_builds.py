@@ -1,4 +1,4 @@
-"""Every kernel compiles for every AMD architecture, without a GPU, and its machine code has no known problem."""
+"""Every kernel compiles for every AMD architecture without a GPU, and its machine code has no known problem."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_silent_problems_on_amd_gpus_are_reported(judged):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_an_instruction_that_the_tests_cannot_execute_is_a_problem(script, architecture):
-    """Reported at build time, even if no case that CI runs reaches the instruction."""
+    """The problem is reported at build time, even if no case that CI runs reaches the instruction."""
     text = "\nk:\n\tv_add_f32_e32 v1, v2, v3\n\t{}\n\ts_endpgm\n\t.amdhsa_kernel k\n\t.end_amdhsa_kernel\n"
     assert script._unknown(text.format("s_nop 0"), architecture) == ()
     (problem,) = script._unknown(text.format("v_sin_and_cos_f32_e32 v1, v2"), architecture)

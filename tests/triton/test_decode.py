@@ -1,6 +1,6 @@
-"""Decode attention by the split kernel, interpreted, against the float64 oracle.
+"""Decode attention in the split kernel, compared with the float64 oracle.
 
-Hidden keys are NaN: this finds kernels that read them, even with a weight of zero.
+Hidden keys are NaN, which reveals kernels that read them, even with a weight of zero.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
 USUAL = SERVED[0]
 each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
-# keys; as machine code also so many that the loop of one of four splits takes several iterations
+# additional numbers of keys; in machine code, the loop of each of four splits takes several iterations
 LONGER = (149,) if suite.gpu() is None else (149, 789)
 
 
 @pytest.fixture(autouse=True)
 def several_splits(monkeypatch):
-    """As on a GPU with many compute units: more programs than heads, so that partial results are combined."""
+    """Simulate many compute units, so that there are more programs than heads, and partial results are combined."""
     monkeypatch.setattr(decode, "_units", lambda device: 8)
     decode._work.cache_clear()
 
@@ -48,11 +48,11 @@ def tensors(shape, dtype):
 
 
 def check(shape, lengths, *, dtype=USUAL, **terms):
-    """Compare once, and as machine code again with more keys, so that loops take several iterations."""
+    """Compare once, and in machine code again with more keys, so that loops take several iterations."""
     output = check_once(shape, lengths, dtype=dtype, **terms)
     if suite.gpu() is not None:
         b, h, kv_heads, s_q, s_k, *dims = shape
-        for units, more in ((0, 256), (8, 2048)):  # one split as above, or several
+        for units, more in ((0, 256), (8, 2048)):  # one split, as above, or several
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(decode, "_units", lambda device, units=units: units)
                 decode._work.cache_clear()
@@ -64,7 +64,7 @@ def check(shape, lengths, *, dtype=USUAL, **terms):
 
 
 def check_once(shape, lengths, *, dtype=USUAL, starts=None, window=None, softcap=None, sinks=False):
-    """Run the kernel on a cache whose hidden keys are NaN, and the oracle on the same cache without NaN."""
+    """Compare the kernel, on a cache whose hidden keys are NaN, with the oracle on the same cache without NaN."""
     query, key, value = tensors(shape, dtype)
     s_q, s_k, d = query.shape[2], key.shape[2], query.shape[3]
     lengths = torch.tensor(lengths, dtype=torch.int32)
@@ -126,7 +126,7 @@ def test_more_rows_than_a_block():
 @pytest.mark.parametrize("s_q", [1, 4])
 @pytest.mark.parametrize("starts", [[0, 0], [5, 60], [99, 128]], ids=str)
 def test_left_padding(starts, s_q):
-    """Up to rows with a single real key. Queries that are padding have no keys and are zero."""
+    """Some rows have only one real key. Padding queries have no keys, so their outputs are zero."""
     output = check((2, 4, 2, s_q, 130, 32, 32), [100, 129], starts=starts)
     if starts[0] == 99 and s_q == 4:
         assert torch.equal(output[:, :3], torch.zeros_like(output[:, :3]))
@@ -142,7 +142,7 @@ def test_windows(window, s_q):
 @pytest.mark.parametrize("s_q", [1, 3])
 @pytest.mark.parametrize("length", [64, 65, 300])
 def test_a_rolling_cache_has_the_last_keys(length, s_q):
-    """Length and start count all keys, and the start was dropped or moved to the front."""
+    """Lengths and starts count all keys, although the cache dropped or moved the first ones."""
     check((2, 4, 2, s_q, 64, 32, 32), [length, length], starts=[20, length - 10], window=64)
 
 
@@ -161,7 +161,7 @@ def test_softcap_of_scores_whose_exponential_overflows(factor):
 
 
 def test_every_key_alone_has_the_weight(monkeypatch):
-    """Each row of the batch attends to another key, whose weight no other may stand in for."""
+    """Every row of the batch attends to a different key, whose weight no other key can replace."""
     monkeypatch.setattr(decode, "_units", lambda device: 0)  # one split
     decode._work.cache_clear()
     query, key, value = tensors((127, 2, 1, 1, 127, 32, 32), USUAL)
@@ -212,7 +212,7 @@ def check_mask(shape, kind, per, dtype):
     query, key, value = tensors(shape, dtype)
     sizes = {"row": (b, 1, s_q), "head": (b, h, s_q), "query": (1, 1, s_q), "all": (1, 1, 1)}[per]
     mask = torch.rand(*sizes, s_k + 3, generator=torch.Generator().manual_seed(4)) > 0.4
-    mask[..., 64:128] = False  # a block that no query sees
+    mask[..., 64:128] = False  # no query sees this block
     mask[..., 0] = True
     hidden = ~mask[..., :s_k].flatten(0, -2).any(0)
     if kind == "additive":
@@ -240,7 +240,7 @@ def test_dynamic_caches_and_cross_attention(s_q, causal):
 
 
 def test_any_strides():
-    """Caches with positions in the first dim, views of a longer cache, and strided columns."""
+    """Caches whose first dim is the position, views of a longer cache, and strided columns."""
     query, key, value = tensors((2, 4, 2, 1, 690, 32, 32), USUAL)
     lengths = torch.tensor([680, 3])
     expected = routed("decode_attention", query, key, value, lengths, scale=0.2)
@@ -253,7 +253,7 @@ def test_any_strides():
 
 
 def test_lengths_are_read_at_run_time():
-    """The same call after lengths were advanced in place, as in a recorded graph."""
+    """Call again after the lengths were advanced in place, as in a recorded graph."""
     query, key, value = tensors((2, 4, 2, 1, 200, 32, 32), USUAL)
     lengths, starts = torch.tensor([70, 150]), torch.tensor([0, 149])
     for _ in range(2):
@@ -270,7 +270,7 @@ def test_empty_batches_and_no_keys(monkeypatch):
     assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 1, 4, 16)
     output, _ = routed("attention", query, key[:, :, :0], value[:, :, :0], scale=1.0)
     assert torch.equal(output, torch.zeros(2, 1, 4, 16, dtype=USUAL))
-    monkeypatch.setattr(decode, "_units", lambda device: 0)  # one split, as without keys: the same compiled form
+    monkeypatch.setattr(decode, "_units", lambda device: 0)  # one split, as without keys: the same compiled variant
     decode._work.cache_clear()
     output, _ = routed("attention", query, key, value, scale=1.0)
     how = {"scale": 1.0, "causal": False, "mask": None, "window": None, "softcap": None, "sinks": None}
@@ -293,7 +293,7 @@ DENSE = AttentionSpec(
     weights=False,
 )
 PLAIN = DecodeSpec(**HEADS, softcap=False, sinks=False, grad=False)
-FORMS = {  # its specifications: two of `attention`, three of `decode_attention`
+FORMS = {  # the kernel's specifications: two of `attention`, three of `decode_attention`
     "attention, dynamic cache": DENSE,
     "attention, mask": DENSE._replace(
         one_query=False, few_queries=True, window=5, softcap=True, sinks=True, mask=torch.bool
@@ -329,7 +329,7 @@ def test_it_is_one_op_of_a_compiled_graph():
 
 
 def test_a_padded_step_is_served_with_its_mask_or_with_lengths():
-    """The mask isn't read on the host if the kernel supports it."""
+    """If the kernel supports the mask, it is not read on the host."""
     query, key, value = tensors((2, 4, 2, 1, 90, 32, 32), USUAL)
     lengths, starts = torch.tensor([90]), torch.tensor([0, 85])
     mask = seen_keys(1, 90, lengths, starts, None)

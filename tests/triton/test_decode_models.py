@@ -1,4 +1,4 @@
-"""Whole models with dynamic and static caches: left-padded steps run in the decode kernel, with stock's tokens."""
+"""Whole models with dynamic and static caches: left-padded steps run in the decode kernel and return stock's tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request):
-    """(prepared model, stock model)."""
+    """Returns (prepared model, stock model)."""
     config = AutoConfig.for_model(request.param, **{**SHARED, **GROUPED, **MODELS[request.param]})
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(config).eval()

@@ -1,4 +1,4 @@
-"""gated_delta_step by the Triton kernels, interpreted: several tokens in place, views, odd sizes, and refusals."""
+"""gated_delta_step in the Triton kernels: several tokens in place, views, odd sizes, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_head_of_qwen3_next():
 
 
 def test_states_of_wider_buffers():
-    """The states are views, and nothing beside them changes."""
+    """The states are views of wider buffers, of which nothing else changes."""
     inputs, keywords = drawn(torch.bfloat16)
     expected = converted(keywords)
     right = step(*inputs, **expected)

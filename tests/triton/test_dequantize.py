@@ -1,4 +1,4 @@
-"""8- and 4-bit weights dequantised by the Triton kernels, interpreted: bitwise, and many rows against float64."""
+"""8- and 4-bit weights dequantised by the Triton kernels: bitwise, and GEMMs of many rows compared with float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def same(output: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def extreme(n: int, k: int) -> torch.Tensor:
-    """Rows of zeros, tiny numbers and large numbers."""
+    """A weight with rows of zeros, tiny numbers and large numbers."""
     weight = random(n, k, dtype=FP32, seed=1)
     weight[1] = 0
     weight[2] *= 2.0**-100
@@ -42,13 +42,13 @@ def extreme(n: int, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("k", [1, 16, 67, 2048, 2100])
 def test_eight_bits(k, format, dtype):
     data, scale = rounded(extreme(5, k), format)
-    codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(format)  # every code, if there is room
-    data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(format)  # but no weight's is NaN
+    codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(format)  # every code, if K is large enough
+    data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(format)  # weights have no NaN codes
     scale[4] = torch.nan
     same(quantized._dequantized(data, scale, dtype), dequantize_rows(data, scale, dtype))
 
 
-# K: runs of 64 down to 4, partial blocks, more than a program writes
+# K: runs of 64 down to 4 numbers, partial blocks, and more than one program writes
 @each_dtype
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("k", [128, 640, 896, 4608])
@@ -96,9 +96,9 @@ def test_many_rows(kind, form):
     routes = [route for route in routes if route.operation == "quantized_linear"]
     assert [(route.tier, route.name) for route in routes] == [("triton", quantized.DEQUANTIZE)]
     as_good_as_eager(output, x, data, scale, bias, **more)
-    if suite.gpu() is not None and not isinstance(kind, int):  # every code, in the same form of the kernel
+    if suite.gpu() is not None and not isinstance(kind, int):  # every code, in the same compiled variant
         codes = torch.arange(n * k).remainder(256).to(torch.uint8).view(n, k)
-        data = codes.masked_fill(codes.view(kind).float().isnan(), 0).view(kind)  # no weight's is NaN
+        data = codes.masked_fill(codes.view(kind).float().isnan(), 0).view(kind)  # weights have no NaN codes
         same(quantized._dequantized(data, scale, BF16), dequantize_rows(data, scale, BF16))
 
 
@@ -114,7 +114,7 @@ def test_it_compiles_into_one_graph(kind):
 
 @pytest.mark.parametrize("format", [FP8, INT8], ids=str)
 def test_the_rows_that_are_not_rounded(format):
-    """fp8 rounds x if there are enough rows to be faster, int8 never does; aiter's GEMMs of rounded rows come first."""
+    """fp8 rounds x if there are enough rows for this to be faster; int8 never does. aiter's GEMMs take precedence."""
     x, weight = random(ROUNDED_FROM, 64, dtype=BF16), random(32, 64, dtype=BF16)
     data, scale = rounded(weight, format)
     arguments = (data, scale, None, False)

@@ -1,4 +1,4 @@
-"""Whether Triton can serve a device, with a reason if not, and the behaviour of the tier without Triton."""
+"""Whether Triton can serve a device, the reason if it can't, and the behaviour of the tier without Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quantized_linear with a scale for each block of 128 × 128, by the Triton kernels, interpreted, against float64."""
+"""quantized_linear with one scale per block of 128 × 128, in the Triton kernels, compared with float64."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FP32 = torch.float32
 RDNA3 = (suite.arch() or "").startswith("gfx11")
 GFX1100 = Device("cuda", True, "gfx1100")
 served = pytest.mark.skipif(RDNA3, reason="refused on RDNA 3, as test_norm_gate_and_residual shows")
-LAPS = 1 if suite.gpu() is None else 9  # as machine code the loop over K has several iterations
+LAPS = 1 if suite.gpu() is None else 9  # in machine code, the loop over K takes several iterations
 
 
 def blocks(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight whose neighbouring blocks differ in size, so that the scale of another one is an error."""
+    """A weight whose neighbouring blocks have different magnitudes, so that using another block's scale is an error."""
     weight = random(n, k, dtype=FP32, seed=1) * k**-0.5
     data, scale = quantize_blocks(weight, FP8)
     return data, scale * (1 + torch.arange(scale.numel()).view(scale.shape) % 5)
@@ -48,7 +48,7 @@ def test_every_class_of_rows(m):
 )
 @pytest.mark.parametrize("m", [1, 3])
 def test_odd_sizes(m, n, k, dtype):
-    for columns in {k, k + 1024 * (LAPS > 1 and k < 1024)}:  # several iterations
+    for columns in {k, k + 1024 * (LAPS > 1 and k < 1024)}:  # several iterations of the loop
         check_once(random(2, m, columns, dtype=dtype)[:1], *blocks(n, columns), random(n, dtype=dtype, seed=2))
 
 
@@ -79,7 +79,7 @@ def test_norm_gate_and_residual(m, form):
 @served
 @pytest.mark.parametrize("m", [1, 2])
 def test_every_scale_at_its_place(m):
-    """Numbers of 1 and one nonzero column of x: the results are the scales themselves."""
+    """With all numbers equal to 1, and a single nonzero column of x, the results are the scales themselves."""
     n, k = 260, 1100
     data = torch.ones(n, k).to(FP8)
     scale = 2.0 ** torch.arange(-13, 14).view(3, 9)
@@ -112,7 +112,7 @@ def test_zeros_extremes_and_nan(m):
 @pytest.mark.parametrize("k", [1, 16, 67, 128, 2048, 2100, 4352])
 def test_dequantised(k, dtype):
     data, scale = blocks(130, k)
-    codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(FP8)  # every code, if there is room
+    codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(FP8)  # every code, if K is large enough
     data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(FP8)
     scale[1, -1] = torch.nan
     same(quantized._dequantized(data, scale, dtype), dequantize_blocks(data, scale, dtype))

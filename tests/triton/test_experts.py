@@ -1,4 +1,4 @@
-"""Routed experts by the Triton kernels, interpreted, against float64: variants, weight layouts, rounding, routes."""
+"""Routed experts in the Triton kernels, compared with float64: variants, weight layouts, rounding, and routes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 CPU = Device("cpu", rocm=False)
 BF16 = torch.bfloat16
 ODD = (5, 7, 3, 20, 9)  # T, E, k, H, I
-# additional sizes: as machine code, one with several full blocks that has the same compiled variant
+# added to the sizes; in machine code, one more size has several full blocks and the same compiled variant
 LONGER = (0,) if suite.gpu() is None else (0, 160)
 GATE_UP, DOWN = experts.gate_up_tile, experts.down_tile
 
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Small blocks along K, so that there are several, and wide ones along N: the interpreter is slow per program."""
+    """Use several small blocks along K, and wide ones along N, because the interpreter is slow per program."""
     monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(8, 16, 64, 2))
     monkeypatch.setattr(
         experts, "down_tile", lambda tokens, top, transposed, rocm: experts.ExpertsTile(8, 8, 64, 2, gcd(top, 4))
@@ -59,7 +59,7 @@ def test_every_number_of_experts(tokens, top):
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("sizes", [(32, 16), (33, 16), (32, 17), (1, 1)], ids=str)
 def test_every_layout_of_the_weights(sizes, biases, transposed, interleaved):
-    """Sizes that are multiples of the blocks and sizes that are not."""
+    """Some sizes are multiples of the blocks, and some are not."""
     form = {"biases": biases, "transposed": transposed, "interleaved": interleaved}
     for further in LONGER:
         check(*drawn((2, 4, 2, *(size + further for size in sizes)), BF16, form))
@@ -119,13 +119,13 @@ def test_biases_are_read_with_their_strides(layout):
 
 
 def test_it_rounds_like_separate_layers():
-    """Sums are exact in fp32: only a rounding at another point can differ from the loop."""
+    """Sums are exact in fp32, so only rounding at a different point can change the result of the loop."""
     for layout in ("plain", "biases", "gpt_oss", "llama4"):
         (x, gate_up, down, ids, weights), keywords = drawn((4, 5, 1, 32, 16), BF16, LAYOUTS[layout])
         tensors = (x.round(), *((tensor * 16).round() / 16 for tensor in (gate_up, down)), ids, weights.bfloat16())
         expected = eager(tensors, keywords)
         differs = routed("experts", *tensors, **keywords) != expected
-        assert differs.float().mean() < 2e-2, layout  # exponentials differ in the last bit
+        assert differs.float().mean() < 2e-2, layout  # exponentials may differ in the last bit
 
 
 def test_unselected_experts_are_not_read():
@@ -223,7 +223,7 @@ def test_the_limit_of_few_pairs(tiers, most, monkeypatch):
 
 
 def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
-    """As machine code also with gates whose exponential overflows, and NaN in the experts that no token selects."""
+    """In machine code, also check gates whose exponential overflows, and NaN in experts that no token selects."""
     for scale in (1, 30) if suite.gpu() is not None else (1,):
         call = (tensors[0] * scale, *tensors[1:])
         call, read = (call, call) if scale == 1 else apart_from_others(*call)
@@ -238,7 +238,7 @@ def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
 
 
 def apart_from_others(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
-    """The call with few selected experts, which have others between them, and the same call with NaN in the others."""
+    """Returns a call that skips experts between the selected ones, and the same call with NaN in skipped experts."""
     ids = (ids.argsort(-1) * max(1, (len(down) - 1) // ids.shape[1])).to(ids.dtype)
     others = torch.ones(len(down), 1, 1, dtype=torch.bool)
     others[ids] = False

@@ -1,4 +1,4 @@
-"""Routed experts in MXFP4 by the Triton kernels, interpreted, against float64: sizes, every number, special scales."""
+"""Routed experts in MXFP4 in the Triton kernels, compared with float64: sizes, every number, and special scales."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.triton.routed import compiled_once, here, routed
 BF16 = torch.bfloat16
 DTYPES = [torch.float32, BF16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-# as machine code, further sizes with several turns of the loop
+# added to the sizes; in machine code, one more size takes several iterations of the loop
 LONGER = (0,) if suite.gpu() is None else (0, 2080)
 
 
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch):
-    """Few blocks along K, so that the loop has several turns, and wide ones along N: the interpreter is slow."""
+    """Use small blocks along K, for several iterations, and wide ones along N, because the interpreter is slow."""
     monkeypatch.setattr(experts, "mxfp4_gate_up_tile", lambda *_, **__: Mxfp4Tile(32, 2, 64, 2))
     monkeypatch.setattr(experts, "mxfp4_down_tile", lambda _, top, **__: Mxfp4Tile(32, 2, 64, 2, gcd(top, 4)))
 
@@ -70,7 +70,7 @@ def check(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> None:
 
 @each_dtype
 def test_every_number_at_every_position(dtype):
-    """x has one number that is not zero, so that an output is the weight in its column, exactly."""
+    """x has one nonzero number, so that every output is exactly the weight in its column."""
     codes = torch.stack([torch.arange(32).roll(step) % 16 for step in range(32)])  # [H, I]
     down = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(1, 32, 1, 16)
     weight = dequantize(down, torch.full((1, 32, 1), 127).to(torch.uint8), dtype)[0]
@@ -82,7 +82,7 @@ def test_every_number_at_every_position(dtype):
     nothing, ids, one = torch.zeros(1, 32, dtype=dtype), torch.zeros(1, 1).long(), torch.ones(1, 1, dtype=dtype)
     for column in range(0, 32, 1 if suite.gpu() is not None else 5):
         bias = torch.zeros(1, 64, dtype=dtype)
-        bias[0, 1::2] = -1  # (up + 1) · …: zero in every other column
+        bias[0, 1::2] = -1  # up + 1 is zero in every other column
         bias[0, 2 * column], bias[0, 2 * column + 1] = 64, 1 / 32 - 1
         inner = 64 / 32  # the sigmoid of 64 is 1
         first = gate_up, scales[64], bias
@@ -99,17 +99,17 @@ def test_dequantised_in_one_pass(dtype):
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """A NaN is equal to every NaN here."""
+    """Make tensors comparable: any NaN equals any other NaN."""
     return torch.where(tensor.isnan(), 12345.0, tensor.double())
 
 
 def test_zeros_extremes_and_nan():
-    """A block with the scale 255 makes its row NaN; others stay as they are."""
+    """A block with the scale 255 makes its row NaN. Other rows do not change."""
     (x, *first, down, scales, bias, ids, weights), keywords = drawn((2, 3, 2, 64, 64), BF16)
     scales[:, 3] = 0
     scales[:, 4] = 254 - 40
     down[:, 5] = 0
-    down[:, 6] = 0x88  # negative zeros
+    down[:, 6] = 0x88  # two negative zeros
     bias[:, 3:7] = 0
     tensors = (x, *first, down, scales, bias, ids, weights)
     output = routed("mxfp4_experts", *tensors, **keywords)
@@ -128,7 +128,7 @@ def test_zeros_extremes_and_nan():
 
 @pytest.mark.parametrize("magnitude", [2.0**-30, 2.0**30])
 def test_small_and_large_inputs(magnitude):
-    """The first product, undone by its scales."""
+    """The scales of the first GEMM cancel the magnitude of x."""
     (x, gate_up, scales, *rest), keywords = drawn((2, 3, 2, 64, 32), BF16)
     exponent = int(torch.tensor(magnitude).log2())
     moved = x * magnitude, gate_up, (scales.int() - exponent).to(torch.uint8), *rest
@@ -156,7 +156,7 @@ def test_a_single_token_equals_its_result_in_a_batch():
 
 
 def test_strides_and_addresses():
-    """Strided rows, and blocks that begin anywhere in a file."""
+    """Rows are strided, and blocks begin at any address, as in a mapped file."""
     (x, gate_up, *rest), keywords = drawn((5, 3, 2, 64, 32), BF16)
     expected = routed("mxfp4_experts", x, gate_up, *rest, **keywords)
     wide = torch.cat((x, x), 1)[:, :64]
@@ -185,7 +185,7 @@ def test_the_custom_op_passes_opcheck():
 @pytest.mark.parametrize("at_once", [2, 7])
 @each_dtype
 def test_more_pairs_are_dequantised(at_once, dtype, monkeypatch):
-    """All experts together, or as many as the temporary memory takes: the last expert has no tokens."""
+    """All experts are dequantised together, or as many as fit into temporary memory. The last expert has no tokens."""
     assert "more than 256 pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
     monkeypatch.setattr(experts, "PAIRS", 6)
     monkeypatch.setattr(moe_mxfp4, "_TEMPORARY", at_once * 2 * 64 * 32 * dtype.itemsize)
@@ -201,7 +201,7 @@ def test_more_pairs_are_dequantised(at_once, dtype, monkeypatch):
 
 
 def test_one_expert_at_a_time(monkeypatch):
-    """Where PyTorch has no grouped product, and with gradients."""
+    """Experts run one by one if PyTorch has no grouped GEMM, and with gradients."""
     tensors, keywords = drawn((experts.PAIRS, 3, 2, 32, 32), BF16)
     with options.override(tiers={"experts": "triton"}):
         monkeypatch.setattr(moe_torch, "_grouped_mm", None)

@@ -1,6 +1,6 @@
-"""Attention of many queries by the flash kernel, interpreted, against the float64 oracle.
+"""Attention with many queries in the flash kernel, compared with the float64 oracle.
 
-Hidden keys are NaN: this finds kernels that read them, even with a weight of zero.
+Hidden keys are NaN, which reveals kernels that read them, even with a weight of zero.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ USUAL = SERVED[0]
 each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
 
 
-# tokens; as machine code, with larger tiles, so many that loops take several turns
+# number of tokens; machine code has larger tiles, so it needs more for several iterations of the loops
 LONGER = 20 if suite.gpu() is None else 290
 
 
 @pytest.fixture(autouse=True)
 def several_tiles(request, monkeypatch):
-    """In the interpreter, use tiles so small that short sequences have several."""
+    """In the interpreter, use such small tiles that short sequences have several."""
     if suite.gpu() is None:
         monkeypatch.setattr(flash, "flash_tile", lambda dim, size, arch: FlashTile(16, 16, 4, 2))
 
@@ -46,7 +46,7 @@ def wide(*parts):
 
 
 def check(heads, dims, queries, keys, **terms):
-    """Compare once, and as machine code with more tokens, so that loops take several turns, and with few keys."""
+    """Compare once, and in machine code also with more tokens, for several iterations, and with few keys."""
     output = check_once(heads, dims, queries, keys, **terms)
     if suite.gpu() is not None:
         check_once(heads, dims, [keys[0] + 7, *queries[1:]], keys, **terms)
@@ -55,7 +55,7 @@ def check(heads, dims, queries, keys, **terms):
 
 
 def check_once(heads, dims, queries, keys, *, dtype=USUAL, sinks=False, causal=True, window=None, softcap=None):
-    """Packed sequences with these numbers of queries and keys, and unused rows after the last one."""
+    """Compare packed sequences with these numbers of queries and keys, and unused rows after the last sequence."""
     (h, kv_heads), (d, value_dim) = heads, dims
     query = random(sum(queries) + 3, h, d, dtype=dtype)
     key = random(sum(keys), kv_heads, d, dtype=dtype, seed=1)
@@ -115,7 +115,7 @@ def test_softcap_and_sinks(terms, dtype):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_more_queries_than_keys(causal):
-    """Causal queries before the first key see no keys and are zero, also with a sink."""
+    """Causal queries before the first key see no keys, so they are zero, even with a sink."""
     for sinks in (False, True):
         output = check((2, 1), (32, 32), [21], [5], causal=causal, sinks=sinks)
         assert (output[:16] == 0).all() == causal and (output[16:21] != 0).all()
@@ -134,7 +134,7 @@ def test_every_number_of_sequences(sequences):
 def test_dense(s_q, s_k, causal, dtype):
     window = 9 if s_k == 60 else None
     check_dense(s_q, s_k, causal, dtype, window)
-    if suite.gpu() is not None:  # the same compiled form; its loops take several turns
+    if suite.gpu() is not None:  # the same compiled variant with several iterations of the loops
         check_dense(130, 290, causal, dtype, window and window + 240)
 
 
@@ -165,7 +165,7 @@ def test_any_strides_and_empty_batches():
 
 
 def test_ends_are_read_at_run_time():
-    """The same call after the ends were changed in place, as in a recorded graph of a batch."""
+    """Call again after the ends were changed in place, as in a recorded graph of a batch."""
     query, key = random(40, 2, 16, dtype=USUAL), random(50, 1, 16, dtype=USUAL, seed=1)
     ends = torch.tensor([0, 30, 31, 40], dtype=torch.int32)
     how = {"longest_query": 40, "longest_key": 50, "scale": 0.2, "causal": True, "softcap": None, "window": None}
@@ -206,7 +206,7 @@ PACK = VarlenSpec(**HEADS, causal=True, window=None, softcap=False, sinks=False,
 def test_first_use_checks_pass_and_find_a_wrong_result(operation, spec, monkeypatch):
     assert probe_cases.check(operation, "triton", "flash_kernel", tuple(spec)) is None
     stock = flash._traced
-    monkeypatch.setattr(flash, "_traced", lambda *given: stock(*given[:-2], 3, given[-1]))  # another window
+    monkeypatch.setattr(flash, "_traced", lambda *given: stock(*given[:-2], 3, given[-1]))  # a wrong window
     assert "wrong by" in probe_cases.check(operation, "triton", "flash_kernel", tuple(spec))
 
 

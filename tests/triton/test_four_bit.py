@@ -1,4 +1,4 @@
-"""quantized_linear with 4-bit weights by the Triton kernels, interpreted, against float64: every group and run."""
+"""quantized_linear with 4-bit weights in the Triton kernels, compared with float64: every group and run length."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_every_class_of_rows(m):
         check(x, *quantize_groups(weight, 128))
 
 
-# K: whole blocks of runs of 64, 32 and 16; partial blocks
+# K: whole blocks with runs of 64, 32 and 16, and partial blocks
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("k", [128, 256, 640, 1536, 4608])
 @pytest.mark.parametrize("m", [1, 3])
 def test_every_group_and_run(m, k, group):
     dtype = FP16 if k == 640 else BF16
-    for columns in (k,) if suite.gpu() is None or k > 640 else (k, 5 * k):  # an odd factor keeps the runs
+    for columns in (k,) if suite.gpu() is None or k > 640 else (k, 5 * k):  # an odd factor keeps the run length
         x, weight = random(m, columns, dtype=dtype), random(18, columns, dtype=dtype, seed=1)
         check(x, *quantize_groups(weight, group), random(18, dtype=dtype, seed=2))
 
@@ -48,11 +48,11 @@ def test_norm_gate_and_residual(m, form):
 
 
 def zero_points(scale: torch.Tensor) -> torch.Tensor:
-    """Numbers 0 … 16; with 16, which GPTQ can store, no number of the group is 0."""
+    """Zero points 0 … 16. With 16, which GPTQ can store, no number of the group dequantises to 0."""
     return (torch.arange(scale.numel()) % 17).view(scale.shape).to(torch.uint8)
 
 
-# a row with one scale: K = 640 and 1536 have several blocks of runs
+# with one scale per row, K = 640 and 1536 have several blocks of runs
 @pytest.mark.parametrize("scales", [BF16, FP16, torch.float32], ids=str)
 @pytest.mark.parametrize(("k", "group"), [(640, 128), (640, 32), (256, 64), (640, 640), (1536, 1536), (128, 128)])
 @pytest.mark.parametrize("m", [1, 3])
@@ -81,7 +81,7 @@ def test_zeros_extremes_and_nan(m):
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_number_at_every_position(m, dtype):
-    """Few columns of x are not zero: the result is exactly the number in one, and 16 times that in another."""
+    """x has few nonzero columns, so the result is exactly the number in one column, plus 16 times that in another."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     groups = 1 if suite.gpu() is None else 9  # several iterations of the loop
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int().repeat(1, groups)
@@ -95,6 +95,6 @@ def test_every_number_at_every_position(m, dtype):
         x.scatter_(1, pairs, torch.tensor([1, 16], dtype=dtype).expand(m, 2))
         output = routed("quantized_linear", x, words, scale)
         assert torch.equal(output, (weight[:, pairs[:, 0]] + 16 * weight[:, pairs[:, 1]]).T)
-    if suite.gpu() is not None:  # rows and columns that fill a block, and differ
+    if suite.gpu() is not None:  # distinct rows and columns that fill a block
         scale = torch.arange(1, 65, dtype=BF16)[:, None].repeat(1, groups)
         check_once(random(m if m == 1 else 13, k, dtype=dtype), words.repeat(4, 1), scale, None)

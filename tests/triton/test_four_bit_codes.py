@@ -1,4 +1,4 @@
-"""4-bit weights with a code, nf4 and fp4, by the Triton kernels, interpreted: products against float64, and bitwise."""
+"""4-bit weights in nf4 and fp4 in the Triton kernels: GEMMs compared with float64, and dequantised weights bitwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INT4 = SPEC._replace(format=four_bit.INT4)
 
 
 def drawn(n: int, k: int, group: int, *, double: bool = False, seed: int = 0) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Random words, and the rest of the arguments. The factors of double quantisation differ from one to the next."""
+    """Random words, and the other arguments. Adjacent factors of double quantisation differ."""
     generator = torch.Generator().manual_seed(n + k + seed)
     words = torch.randint(-(2**31), 2**31, (n, k // 8), generator=generator).int()
     shape = n, k // group
@@ -48,7 +48,7 @@ def test_every_class_of_rows(m, double, code):
         product(random(m, k, dtype=BF16), 67, k, 64, code, double=double)
 
 
-# K: whole blocks of runs of 64, 32 and 16; partial blocks; groups longer than a block of runs, and a row
+# K: whole blocks with runs of 64, 32 and 16, partial blocks, groups longer than a block of runs, and one group per row
 @each_scale
 @pytest.mark.parametrize(
     ("k", "group"),
@@ -85,7 +85,7 @@ def test_norm_gate_and_residual(m, form, double):
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_number_at_every_position(m, dtype, code):
-    """One column of x is not zero: the result is the number, in fp32 for one row, and rounded to x's dtype for more."""
+    """With one nonzero column of x, the result is the number: in fp32 for one row, rounded to x's dtype for more."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()
     words, scale = four_bit.packed(levels, four_bit.run_length(128, 128)), torch.ones(16, 1)
@@ -118,7 +118,7 @@ def test_dequantised(k, group, dtype, double, code):
     scale, nested = rest["scale"], rest.get("nested")
     output = quantized._dequantized(words, scale, dtype, None, code, *(nested or (None, None)))
     expected = dequantize_groups(words, scale, dtype, None, code, nested)
-    if double:  # a fused multiplication and addition of a scale rounds once
+    if double:  # a fused multiply-add of the scale rounds only once
         torch.testing.assert_close(output, expected, rtol=2.01 * torch.finfo(dtype).eps, atol=0)
     else:
         same(output, expected)
@@ -144,7 +144,7 @@ def test_the_first_use_check(name, rows, scales, code):
 
 
 def test_rows_of_nested_scales():
-    """Pieces that begin 256 scales are decoded as in the whole."""
+    """Slices that begin at a multiple of 256 scales are decoded as in the whole tensor."""
     _, rest = drawn(200, 512, 64, double=True)
     whole = rest["nested"].decoded(rest["scale"])
     for start, stop in ((0, 32), (32, 200), (96, None)):

@@ -1,4 +1,4 @@
-"""The Triton kernel writes a layer's keys and values into the cache like stock, for known caches."""
+"""For known caches, the Triton kernel writes a layer's keys and values into the cache as stock does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config():
 
 
 def call(cache, length, *, seed, tier, dtype=torch.bfloat16, batch=2):
-    """One call of a layer's rope and cache. Returns the results and the operations that ran."""
+    """Call a layer's rope and cache update once. Returns the results and the operations that ran."""
     query, key, value = (head + seed for head in heads(batch, length, dtype, h=H, kv=KV, d=D))
     with options.override(tier=tier), ops.recording() as routes:
         results = layers.rotate_and_update_cache(
@@ -39,7 +39,7 @@ def call(cache, length, *, seed, tier, dtype=torch.bfloat16, batch=2):
 
 
 def both(make, *lengths):
-    """The same calls in the Triton kernel and, with a separate cache, in stock."""
+    """Run the same calls in the Triton kernel and, with a separate cache, in stock code."""
     actual, stock = make(), make()
     for seed, length in enumerate(lengths):
         left, operations = call(actual, length, seed=seed, tier="triton")
@@ -52,7 +52,7 @@ def both(make, *lengths):
 
 def test_a_static_layer_is_written_to_and_counts():
     steps = list(both(lambda: StaticCache(config=config(), max_cache_len=16), 5, 1, 3, 1))
-    # the first call allocates the layer
+    # the first call allocates the cache layer
     assert [operations for operations, _, _ in steps] == [["rope"], *[["rope_into_cache"]] * 3]
     _, actual, stock = steps[-1]
     assert actual.layers[0].cumulative_length.item() == stock.layers[0].cumulative_length.item() == 10
@@ -74,7 +74,7 @@ def test_the_kernel_advances_the_position_for_single_tokens_only():
 
 
 class Attention(torch.nn.Module):
-    """With query and key norms that an overlay serves."""
+    """An attention layer with query and key norms, which an overlay serves."""
 
     layer_idx = 0
 
@@ -163,7 +163,7 @@ class Bare(torch.nn.Module):
 
 @pytest.mark.parametrize("cache", [written_cache, DynamicCache], ids=["static", "dynamic"])
 def test_angles_of_half_the_head_dim(cache):
-    """gpt-oss's function takes cos and sin of half the head dim."""
+    """gpt-oss's rotary function takes cos and sin for half of the head dim."""
     query, key, value = heads(1, 1, torch.bfloat16, h=H, kv=KV, d=D)
     once = tuple(angle[..., : D // 2] for angle in angles(1, 1, D, torch.bfloat16))
     results = {}
@@ -204,7 +204,7 @@ def test_other_caches_are_updated_by_stock(make):
 
 
 def test_a_cache_of_another_dtype_raises_stocks_error():
-    """Raises stock's error instead of converting."""
+    """The call raises stock's error instead of converting."""
     cache = StaticCache(config=config(), max_cache_len=8)
     call(cache, 1, seed=0, tier="triton", dtype=torch.float32)
     with pytest.raises(RuntimeError, match="same dtype"):

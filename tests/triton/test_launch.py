@@ -1,4 +1,4 @@
-"""A compiled kernel is launched directly from the second launch on, only if Triton would select the same one."""
+"""From the second launch on, a compiled kernel is launched directly, but only if Triton would select the same one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_second_launch_is_direct(kernel):
     for _ in range(3):
         launch(kernel, (4,), (x, None, 7, 0.5), {"DIM": 32, "PLUS": True}, num_warps=4)
     assert kernel.compiled == [((4,), (x, None, 7, 0.5), {"DIM": 32, "PLUS": True, "num_warps": 4})]
-    # in the order of the signature, including constants, as in Triton's own launch
+    # arguments are in the order of the signature and include constants, as in Triton's own launch
     assert kernel.launched == [(1, (4, 1, 1), (x, None, 7, 0.5, 32, True))] * 2
 
 
@@ -137,7 +137,7 @@ def test_amds_compiler_specialises_on_the_size_of_the_storage(kernel, monkeypatc
 
 
 def test_the_rules_match_the_installed_triton():
-    """If this fails, check how the new release specialises kernels, then add it to `READ`."""
+    """If this test fails, check how the new release specialises kernels, then add it to `READ`."""
     from triton.backends import compiler
     from triton.backends.amd.compiler import HIPBackend
     from triton.compiler import CompiledKernel

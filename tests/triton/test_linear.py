@@ -1,4 +1,4 @@
-"""linear and fused_linear by the Triton kernels, interpreted, against float64 and against separate operations."""
+"""linear and fused_linear in the Triton kernels, compared with float64 and with separate operations."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def as_good_as_eager(arguments: tuple[torch.Tensor, ...], keywords: dict[str, An
 @pytest.mark.parametrize("form", [{}, {"residual": True}, {"activation": "silu"}], ids=str)
 @pytest.mark.parametrize("m", [1, 5])
 def test_blocks_that_divide_the_sizes(m, form):
-    """The common case in models: nothing is masked along K."""
+    """This is the common case in models: nothing is masked along K."""
     arguments, keywords = call(m, torch.bfloat16, k=1024, **form)
     as_good_as_eager(arguments, keywords)
     apart(arguments, keywords)
@@ -93,7 +93,7 @@ def test_blocks_that_divide_the_sizes(m, form):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_it_rounds_like_separate_layers(form):
-    """Sums are exact in fp32: only a rounding at another point can differ from separate operations."""
+    """Sums are exact in fp32, so only rounding at a different point could change the results of separate operations."""
     arguments, keywords = call(2, torch.bfloat16, whole=True, **form)
     with options.override(tiers={"rms_norm": "triton", "act_and_mul": "triton"}), torch.no_grad():
         expected = composed(*flattened(*arguments, **keywords))
@@ -122,7 +122,7 @@ def test_a_part_with_a_named_tier_runs_separately(tiers):
 
 def test_a_users_linear_kernel_is_not_skipped():
     arguments, keywords = call(1, torch.bfloat16, norm=False)
-    ops.fused_linear(*arguments, **keywords)  # this choice must end with the registration
+    ops.fused_linear(*arguments, **keywords)  # the registration must invalidate this cached choice
     remove = ops.register("linear", name="mine", call=torch.nn.functional.linear, refuses=lambda spec, device: None)
     try:
         with ops.recording() as routes:
@@ -225,9 +225,9 @@ def call(
     n: int = 38,
     k: int = 67,
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Arguments of fused_linear. norm: whether it is (1 + w). whole: integer weights and inputs with exact sums."""
+    """Arguments of fused_linear. norm: whether the norm uses 1 + w. whole: integer inputs and weights, exact sums."""
     if m > 1 and activation is not None and (suite.arch() or "").startswith("gfx11"):
-        k -= k % 16  # other K are refused
+        k -= k % 16  # other values of K are refused
     x, weight = random(1, m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5
     if whole:
         weight = (weight * 16).round() / 16
@@ -243,7 +243,7 @@ def call(
 
 
 def apart(arguments, keywords):
-    """Rows and columns of a fused GEMM are independent."""
+    """Check that rows and columns of a fused GEMM are independent."""
     (x, weight, *bias), gated = arguments, keywords["activation"] is not None
 
     def one(x, weight):
@@ -253,7 +253,7 @@ def apart(arguments, keywords):
 
 
 def flattened(x, weight, bias=None, *, norm=None, activation=None, residual=None):
-    """Arguments as implementations take them, with keyword tensors in x's dtype."""
+    """Returns the arguments as implementations take them, with keyword tensors in x's dtype."""
     weight_of_norm, eps, one_plus = (None, 0.0, False) if norm is None else norm
     if weight_of_norm is not None and x.dtype == torch.float64:
         weight_of_norm = weight_of_norm.double()

@@ -1,4 +1,4 @@
-"""Every kernel was executed as machine code: runs last, and fails if no test launched a kernel."""
+"""Every kernel was executed as machine code. This file runs last, and fails for kernels that no test launched."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def test_every_kernel_is_among_the_builds(name):
     assert entries(module) == built(module)
 
 
-LARGEST_SHARE = 0.05  # of the instructions of all compiled forms that ran
+LARGEST_SHARE = 0.05  # share of unreached instructions in all compiled variants that ran
 
 
 def test_instructions_are_reached(request):
-    """Loops and tails too: a small case of a compiled form needs a larger one beside it."""
+    """Loops and tails must be reached, too, so a compiled variant needs a larger case in addition to a small one."""
     if request.config.getoption("--machine-code-share") in ("few", "sample"):
         pytest.skip("a smaller share of the cases leaves out launches of the same forms")
     ours = set().union(*map(entries, modules().values()))
@@ -33,7 +33,7 @@ def test_instructions_are_reached(request):
 def test_every_kernel_was_executed(request):
     executed = suite.record().kernels()
     wanted = {name: entries(module) for name, module in modules().items()}
-    if request.config.getoption("--machine-code-share") in ("few", "sample"):  # one of every module is enough
+    if request.config.getoption("--machine-code-share") in ("few", "sample"):  # one kernel per module is enough
         missing = [name for name, kernels in wanted.items() if not kernels & executed]
     else:
         missing = [kernel for kernels in wanted.values() for kernel in sorted(kernels - executed)]

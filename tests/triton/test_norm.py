@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm by the Triton kernel, interpreted, against float64 and against transformers' layers."""
+"""rms_norm and add_rms_norm in the Triton kernel, compared with float64 and with transformers' layers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ each_form = pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize("shape", [(1, 8), (3, 63), (2, 5, 64), (7, 1), (37, 128), (2, 3000)], ids=str)
 def test_rms_norm(shape, one_plus, dtype):
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
-    # eps has an effect
+    # some rows are so small that eps has an effect
     x *= 4.0 ** -torch.arange(x.numel() // shape[-1]).remainder(5).reshape(*shape[:-1], 1).to(dtype)
     output = routed("rms_norm", x, weight, eps=1e-6, one_plus=one_plus)
     expected = eager_rms_norm(x.double(), weight.double(), 1e-6, one_plus)
     assert_as_good_as_eager(output, eager_rms_norm(x, weight, 1e-6, one_plus), expected)
-    for first in (0, 1):  # NaN affects only its row
+    for first in (0, 1):  # NaN in x affects only its row
         lost = (torch.arange(x.numel() // shape[-1]) % 2 == first).view(shape[:-1])
         apart = routed("rms_norm", x.masked_fill(lost[..., None], torch.nan), weight, eps=1e-6, one_plus=one_plus)
         assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
-    for first in range(3):  # and NaN in the weight only its column
+    for first in range(3):  # NaN in the weight affects only its column
         lost = torch.arange(shape[-1]) % 3 == first
         apart = routed("rms_norm", x, weight.masked_fill(lost, torch.nan), eps=1e-6, one_plus=one_plus)
         assert apart[..., lost].isnan().all() and torch.equal(apart[..., ~lost], output[..., ~lost])
@@ -46,7 +46,7 @@ def test_add_rms_norm(shape, one_plus, dtype):
     expected = eager_rms_norm(total.double(), weight.double(), 1e-5, one_plus)
     assert_as_good_as_eager(output, eager_rms_norm(total, weight, 1e-5, one_plus), expected)
     assert torch.equal(output, routed("rms_norm", total, weight, eps=1e-5, one_plus=one_plus))
-    lost = torch.arange(shape[-1]) % 3 == 1  # NaN in the sum affects the whole row, NaN in the weight its column
+    lost = torch.arange(shape[-1]) % 3 == 1  # NaN in the sum affects the whole row, and NaN in the weight its column
     residual.view(-1, shape[-1])[-1].masked_fill_(lost, torch.nan)
     weight.masked_fill_(lost, torch.nan)
     output, total = routed("add_rms_norm", x, residual, weight, eps=1e-5, one_plus=one_plus)
@@ -58,7 +58,7 @@ def test_add_rms_norm(shape, one_plus, dtype):
 @each_form
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (5, 2560)], ids=str)
 def test_norm_add(shape, one_plus, dtype):
-    """The sum against float64, and the second norm of that sum; a NaN stays in its row or its column."""
+    """Compare the sum with float64, and the second norm of that sum. A NaN stays in its row or its column."""
     x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
     first, second = (random(shape[-1], dtype=dtype, seed=seed) for seed in (2, 3))
     norms = ops.Norm(first, 1e-5, one_plus), ops.Norm(second, 1e-6, one_plus)
@@ -91,7 +91,7 @@ def test_it_rounds_like_transformers():
         with torch.no_grad():
             stock = layer(x)
             actual = routed("rms_norm", x, layer.weight, eps=1e-6, one_plus=one_plus)
-        # sums of squares in another order move few values across a rounding boundary
+        # sums of squares in a different order move a few values across a rounding boundary
         assert (actual != stock).float().mean() < 1e-3
 
 
@@ -109,7 +109,7 @@ def test_heads_of_a_fused_projection_are_read_in_place(part, monkeypatch):
 
 
 def test_rows_are_counted_with_64_bits_if_there_are_so_many():
-    """Only the first programs of 2³¹ rows are launched."""
+    """For 2³¹ rows, only the first programs are launched."""
     from hf_rocm.ops.triton.kernels.norm import rms_norm_kernel
 
     fused = random(4, 3, 16, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Paged decode attention by the split kernel, interpreted, against the float64 oracle; unused rows are NaN."""
+"""Paged decode attention in the split kernel, compared with the float64 oracle. Unused rows are NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def several_splits(monkeypatch):
 
 
 def pages_of(lengths, page, kv_heads, dims, dtype, columns):
-    """Pages in random order, filled up to the lengths. The rest is NaN."""
+    """Pages in random order, filled up to the given lengths. The rest is NaN."""
     rows = len(lengths)
     order = 1 + torch.randperm(rows * columns + 1, generator=torch.Generator().manual_seed(1))
     order = torch.cat((torch.zeros(1, dtype=order.dtype), order))  # page 0 is an ordinary page
@@ -39,7 +39,7 @@ def pages_of(lengths, page, kv_heads, dims, dtype, columns):
 
 
 def check(lengths, *, page, columns=4, **terms):
-    """The arguments, and as machine code also with so many keys that a program's loop has several iterations."""
+    """Compare once, and in machine code also with so many keys that a program's loop takes several iterations."""
     check_once(lengths, page=page, columns=columns, **terms)
     if suite.gpu() is not None:
         for units, more in ((0, 256), (8, 640)):  # one split, or several
@@ -53,12 +53,12 @@ def check(lengths, *, page, columns=4, **terms):
 
 
 def check_once(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new=True, columns, **terms):
-    """lengths: without the queries' own keys; None: a row without a request."""
+    """lengths: numbers of keys without the queries' own keys. None stands for a row without a request."""
     h, kv_heads = heads
     b = len(lengths)
     total = torch.tensor([0 if length is None else length + s_q for length in lengths], dtype=torch.int32)
     kept = [0 if length is None else length + (0 if new else s_q) for length in lengths]
-    if s_q > 1:  # enough pages for the last one
+    if s_q > 1:  # enough pages for the last query
         columns += 1
     table, *pages = pages_of(kept, page, kv_heads, dims, dtype, columns)
     for row, length in enumerate(total.tolist()):
@@ -83,7 +83,7 @@ def check_once(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL
     output, written = run(lambda *a, **k: routed("paged_attention", *a, **k), torch.Tensor.clone, sinks)
     assert output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected)
-    for actual, oracle in zip(written, wide, strict=True):  # every new row at its position, and nothing else
+    for actual, oracle in zip(written, wide, strict=True):  # only the new rows were written, at their positions
         assert torch.equal(actual.double().nan_to_num(7e3), oracle.nan_to_num(7e3))
     for row, length in enumerate(lengths):
         assert length is not None or (output[row] == 0).all()
@@ -120,7 +120,7 @@ def test_one_program_per_head(monkeypatch):
 
 
 def test_one_request_uses_its_own_length():
-    """A single length isn't shared by all rows, as it is in `decode_attention`."""
+    """Unlike in `decode_attention`, a single length is not shared by all rows."""
     check([33], page=16)
 
 

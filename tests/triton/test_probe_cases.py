@@ -1,4 +1,4 @@
-"""The small cases that check Triton kernels before their first use: they pass, and a wrong kernel fails them."""
+"""The small cases that check Triton kernels before their first use pass, and a wrong kernel fails them."""
 
 from __future__ import annotations
 

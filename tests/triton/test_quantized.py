@@ -1,4 +1,4 @@
-"""quantized_linear of few rows by the Triton kernels, interpreted, against float64: 8-bit weights, unrounded x."""
+"""quantized_linear with few rows in the Triton kernels, compared with float64: 8-bit weights and unrounded x."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rounded(weight: torch.Tensor, format: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def exact(call: QuantizedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of eager layers with the dequantised weight, in x's dtype and in float64."""
+    """Returns the results of eager layers with the dequantised weight, in x's dtype and in float64."""
     results = []
     for dtype in (call.x.dtype, torch.float64):
         x, bias, norm, residual = (
@@ -47,7 +47,7 @@ def exact(call: QuantizedCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, **more: Any):
-    """The arguments, and as machine code also with so many 8-bit columns that the loop has several iterations."""
+    """Compare once, and in machine code also with so many 8-bit columns that the loop takes several iterations."""
     output = check_once(x, weight, scale, bias, **more)
     if suite.gpu() is not None:
         assert_apart(output, x, weight, scale, bias, round_input=False, **more)
@@ -67,13 +67,13 @@ def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torc
 
 
 def turns(k: int) -> int:
-    """An odd number that leaves few columns of the last block empty, if so many times K has at least two blocks."""
+    """An odd factor for K, for at least two blocks of columns. Only few columns of the last block are empty."""
     few = [count for count in range(3, 1800 // k + 1, 2) if count * k > 1100] or [3]
     return max(few, key=lambda count: count * k % 512)
 
 
 def check_small_codes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """The smallest numbers of a format, which conversions handle separately; their sums are exact."""
+    """Check the smallest numbers of a format, which conversions handle separately. Their sums are exact."""
     codes = torch.randint(8, weight.shape, generator=torch.Generator().manual_seed(3)).to(torch.uint8)
     signs = torch.randint(2, weight.shape, generator=torch.Generator().manual_seed(4)).bool() & (codes > 0)
     small = torch.where(signs, -codes if weight.dtype == INT8 else codes + 128, codes).view(weight.dtype)
@@ -97,13 +97,13 @@ def assert_apart(
     bias: torch.Tensor | None,
     **more: Any,
 ) -> None:
-    """A NaN in every third row or scale results in NaN there, and nowhere else."""
+    """Check that a NaN in every third row or scale results in NaN there, and nowhere else."""
     rows, columns = torch.arange(x.numel() // x.shape[-1]).view(x.shape[:-1]), torch.arange(output.shape[-1])
     for first in range(3):
         lost = rows % 3 == first
         nan = routed("quantized_linear", x.masked_fill(lost[..., None], torch.nan), weight, scale, bias, **more)
         assert nan[lost].isnan().all() and torch.equal(nan[~lost], output[~lost])
-        if scale.dtype == torch.uint8:  # of double quantisation
+        if scale.dtype == torch.uint8:  # double quantisation
             continue
         lost = columns % 3 == first
         filled = (lost.repeat(2) if more.get("activation") else lost).view(-1, *[1] * (scale.dim() - 1))
@@ -191,7 +191,7 @@ def test_zeros_extremes_and_nan(m, format):
 
 
 def test_every_number_of_a_format():
-    """A matrix with a single nonzero column: the results are the numbers themselves, at every position."""
+    """With a single nonzero column, the results are the numbers themselves, at every position."""
     for format, numbers in ((INT8, range(-127, 128)), (FP8, [i for i in range(256) if i & 0x7F != 0x7F])):
         bits = torch.tensor(list(numbers), dtype=torch.int64).to(torch.uint8)
         for k in (16,) if suite.gpu() is None else (16, 1040):
@@ -202,7 +202,7 @@ def test_every_number_of_a_format():
                     x[:, column] = 1
                     output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)
                     assert torch.equal(output, weight[:, column].to(dtype).expand(m, -1))
-            for first in range(0, 0 if suite.gpu() is None else 16, 2):  # every column, a different one in each row
+            for first in range(0, 0 if suite.gpu() is None else 16, 2):  # every column, with a different one per row
                 columns = torch.tensor([first, first + 1])
                 x = torch.zeros(2, k, dtype=BF16).scatter_(1, columns[:, None], 1)
                 output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)

@@ -1,4 +1,4 @@
-"""A quantised model with few rows in the Triton kernels, interpreted: norm, gate and residual sum are fused."""
+"""A quantised model with few rows in the interpreted Triton kernels: norm, gate and residual sum are fused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_step_has_four_gemms_per_layer(kind):
         actual = model(ids, use_cache=False).logits
     counted = Counter((route.operation, route.tier) for route in routes)
     assert counted["quantized_linear", "triton"] == 4 * LAYERS
-    assert counted["rms_norm", "triton"] == 1 and counted["act_and_mul", "triton"] == 0  # the final norm of the model
+    assert counted["rms_norm", "triton"] == 1 and counted["act_and_mul", "triton"] == 0  # only the model's final norm
     hf_rocm.dequantize(model)
     hf_rocm.restore(model)
     with torch.no_grad(), options.override(tier="eager"):

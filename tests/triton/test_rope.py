@@ -1,4 +1,4 @@
-"""rope and rope_into_cache by the Triton kernel, interpreted: bitwise equal to the torch tier in bf16 and fp16."""
+"""rope and rope_into_cache in the Triton kernel: bitwise equal to the torch tier in bf16 and fp16."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def angles(batch, length, rotated, dtype, *, interleaved=False):
 
 
 def heads(b, s, dtype, *, h=3, kv=2, d=8, d_v=8, more=0):
-    """Queries, keys and values as views of one fused projection, which is wider by `more`."""
+    """Queries, keys and values as views of one fused projection, with `more` additional columns."""
     sizes = (h * d, kv * d, kv * d_v)
     fused = random(b, s, sum(sizes) + more, dtype=dtype)
     parts = zip(fused.split([*sizes, more], -1)[:3], (d, d, d_v), strict=True)
@@ -43,7 +43,7 @@ def torch_tier(operation, *arguments, **keywords):
 
 
 def assert_equal(actual, expected):
-    atol = 2e-6 if actual.dtype == torch.float32 else 0  # a product may be contracted with the sum
+    atol = 2e-6 if actual.dtype == torch.float32 else 0  # the compiler may contract a product and the sum
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol, equal_nan=True)
 
 
@@ -57,7 +57,7 @@ def put_nan(tensor, first):
 @pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize(("d", "rotated"), [(8, 8), (8, 2), (6, 6), (80, 32), (96, 96)])
 def test_rope(d, rotated, tables, interleaved, dtype):
-    for batch, length in ((2, 5), (3, 7)) if suite.gpu() else ((2, 5),):  # for the same form of the kernel
+    for batch, length in ((2, 5), (3, 7)) if suite.gpu() else ((2, 5),):  # both have the same compiled variant
         query, key, _ = (heads if length == 5 else partial(separate, step=16))(batch, length, dtype, d=d)
         cos, sin = angles(1 if tables == 1 else batch, length, rotated, dtype, interleaved=interleaved)
         for lost in (None, query, cos, sin):
@@ -149,7 +149,7 @@ def test_norms_are_applied_before_the_rotation(b, s, d, rotated, once, one_plus,
 
 
 def test_norms_round_like_the_layers():
-    """Queries and keys equal the results of the separate norm and rotary kernels, except for the order of sums."""
+    """Queries and keys equal the results of separate norm and rotary kernels, except for the order of sums."""
     query, key, value = heads(1, 1, torch.bfloat16, h=8, d=64, d_v=64)
     cos, sin = angles(1, 1, 64, torch.bfloat16)
     cache = {"keys": torch.zeros(1, 2, 4, 64).bfloat16(), "values": torch.zeros(1, 2, 4, 64).bfloat16()}

@@ -1,4 +1,4 @@
-"""The routers of models with the Triton kernel, interpreted: stock's results, or the stock router."""
+"""Routers of models with the interpreted Triton kernel: they return stock's results, or stay stock."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_they_return_stocks_results(name, dtype):
     module = router(name).to(dtype)
     agree(module, dtype)
     alike = torch.arange(16)
-    alike[8:12] = alike[4:8]  # two groups have equal scores, and the experts of either may be selected
+    alike[8:12] = alike[4:8]  # two groups have equal scores, so the experts of either may be selected
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data[alike]
     agree(module, dtype, alike)
@@ -76,7 +76,7 @@ def agree(module, dtype, alike=None):
     assert torch.equal(ids.gather(1, order), right.gather(1, expected_order))
     weights, expected = weights.gather(1, order), expected.gather(1, expected_order)
     assert weights.dtype == expected.dtype
-    # a rounding step of either dtype
+    # the rounding step of either result
     step = torch.finfo(weights.dtype).eps * expected.abs().max().item()
     assert (weights.double() - expected.double()).abs().max().item() <= 2 * step
 

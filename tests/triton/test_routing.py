@@ -1,4 +1,4 @@
-"""choose_experts by the Triton kernel, interpreted: every variant, equal scores, NaN, and refusals."""
+"""choose_experts in the Triton kernel: every variant, equal scores, NaN, and refusals."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def test_choose_experts(form, dtype):
         actual = routed("choose_experts", logits, **keywords)
         assert torch.equal(actual[1], eager(logits, keywords)[1]), "the largest score first"
         check(actual, logits, keywords)
-    weights, ids = routed("choose_experts", torch.eye(16, dtype=dtype) * 1000, **keywords)  # one score above the rest
+    weights, ids = routed("choose_experts", torch.eye(16, dtype=dtype) * 1000, **keywords)  # one large score
     assert torch.equal(ids[:, 0], torch.arange(16)) and weights.isfinite().all()
-    for first in range(0 if suite.gpu() is None else 3):  # a NaN affects only its row, and is the largest
+    for first in range(0 if suite.gpu() is None else 3):  # a NaN affects only its row, and counts as the largest score
         lost = torch.arange(tokens) % 3 == first
         broken = logits.masked_fill(lost[:, None] & (torch.arange(16) == 5 * first), torch.nan)
         weights, ids = routed("choose_experts", broken, **keywords)
@@ -56,7 +56,7 @@ def test_every_number_of_experts(experts, top, tokens):
 @pytest.mark.parametrize("scores", routing_torch.SCORES)
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_with_equal_scores_the_lower_experts_are_selected(scores, steps):
-    """Like torch.topk on a GPU; tests/gpu compares with it."""
+    """torch.topk does the same on a GPU; tests/gpu compares the two."""
     logits = torch.randint(steps, (7, 37), generator=torch.Generator().manual_seed(steps)).bfloat16() / 4
     ids = routed("choose_experts", logits, top=5, scores=scores)[1]
     assert torch.equal(ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :5])
@@ -74,8 +74,8 @@ def test_for_any_logits_the_experts_are_valid_and_distinct(scores):
     assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in ids.tolist())
     assert weights[0].isnan().all() and weights[3].isnan().any()
     usual, keywords = drawn(4, {"top": 3, "scores": scores}, torch.float32, experts=5)
-    check(routed("choose_experts", usual, **keywords), usual, keywords)  # the same form with usual ones
-    if scores == routing_torch.SIGMOID:  # 1 in fp32
+    check(routed("choose_experts", usual, **keywords), usual, keywords)  # the same variant, ordinary scores
+    if scores == routing_torch.SIGMOID:  # these scores are all 1 in fp32
         ids = routed("choose_experts", torch.tensor([[17.0, 20.0, 18.0, 17.1, 30.0]]), top=3, scores=scores)[1]
         assert ids.tolist() == [[0, 1, 2]]
 

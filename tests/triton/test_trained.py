@@ -1,4 +1,4 @@
-"""The trained model with the Triton kernels, interpreted: a few tokens take seconds; tests/gpu runs all 512."""
+"""The trained model with the interpreted Triton kernels. A few tokens take seconds, so tests/gpu runs all 512."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.trained import KERNELS, Trained, generates_stocks_tokens, judges_toke
 
 @pytest.fixture
 def trained(tiny_checkpoint):
-    return Trained(tiny_checkpoint, graphs=False)  # a replay on a CPU does not repeat the work of the interpreter
+    return Trained(tiny_checkpoint, graphs=False)  # on a CPU, a replay does not repeat the interpreter's work
 
 
 @pytest.mark.slow

@@ -1,3 +1,3 @@
-"""Files that are copied next to transformers' mixins can't be imported here."""
+"""Files that are meant to be copied next to transformers' mixins can't be imported here."""
 
 collect_ignore = ["standins", "thin"]

@@ -1,7 +1,7 @@
-"""transformers' own ModelTesterMixin over tiny models: tests that pass with stock pass with overlays.
+"""transformers' own ModelTesterMixin on tiny models: tests that pass with stock also pass with overlays.
 
 Both passes run once, in separate processes (scripts/lib/upstream_passes.py), with the mixin of the installed release's
-source distribution. scripts/test fetches it; without it these tests are skipped.
+source distribution, which scripts/test fetches. Without it, these tests are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODELS = (
     *("gpt_oss", "glm4", "deepseek_v3", "bert", "siglip", "whisper"),
 )
 
-# The smallest test class passes more than this; fewer would mean that the tests were not found.
+# More tests than this pass in the smallest test class. Fewer would mean that pytest did not find the tests.
 FEWEST = 60
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def comparison(lib, tmp_path_factory):
         pytest.skip(f"not run: needs the source distribution of transformers {release}, which scripts/test fetches")
     scratch = tmp_path_factory.mktemp("upstream")
     files = tuple(lib.tree.from_mixins(scratch / "tree", mixins, MODELS))
-    # an installed wheel is on the import path, a checkout is not
+    # an installed wheel is on the import path, but a checkout is not
     beside = Path(hf_rocm.__file__).parents[1]
     interpreter = lib.passes.Interpreter(Path(sys.executable), () if beside.name == "site-packages" else (beside,))
     results = {}

@@ -1,4 +1,4 @@
-"""A small real Llama from a saved checkpoint, loaded by transformers and by hf_rocm."""
+"""A small Llama from a saved checkpoint, loaded by transformers and by hf_rocm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """`models.build()`, as this release of transformers saves it."""
+    """The checkpoint of `models.build()` that this release of transformers saves."""
     folder = tmp_path_factory.mktemp("checkpoint")
     models.build().save_pretrained(folder)
     return folder
@@ -31,13 +31,13 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def stock(checkpoint):
-    """The stock model. Its weights are a mapped file until they are written to."""
+    """The stock model. Its weights stay in a mapped file until they are written to."""
     return LlamaForCausalLM.from_pretrained(checkpoint).eval()
 
 
 @pytest.fixture
 def fresh(checkpoint):
-    """The same model loaded by hf_rocm, before its first call fuses the weights."""
+    """The same model, loaded by hf_rocm. Its first call fuses the weights."""
     return hf_rocm.from_pretrained(checkpoint, force=True).eval()
 
 
@@ -50,7 +50,7 @@ def model(fresh):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(arch, aiter, threshold): simulate a GPU and a recorded release of aiter on the CPU."""
+    """Returns machine(arch, aiter, threshold), which simulates a GPU and a recorded release of aiter on the CPU."""
 
     def use(arch="gfx942", release=shuffling.NEWEST, threshold=shuffling.ROWS):
         fake_release = recorded.release(release)

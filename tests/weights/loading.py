@@ -1,8 +1,8 @@
-"""Run as a script by test_large.py: load a checkpoint, use it, save it, and print the memory that each step took.
+"""Load a checkpoint, use it, save it, and print the memory that every step takes. test_large.py runs this script.
 
-Arguments: `stock` or `prepared`, the checkpoint, the dtype to load it in, a folder to save to. Prints bytes above those
-before loading: allocated memory, and pages of the checkpoint's file. Peaks are the kernel's, of all memory, and are
-reset before each step.
+Arguments: `stock` or `prepared`, the checkpoint, the dtype to load it in, and a folder to save to. Prints bytes above
+those before loading: allocated memory, and pages of the checkpoint's file. The kernel measures peaks, which include all
+memory and are reset before every step.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     ids = torch.tensor([[1, 2, 3]])
-    # imports and one-time checks must not be counted
+    # run imports and one-time checks first, so that they are not counted
     with torch.inference_mode():
         hf_rocm.prepare(LlamaForCausalLM(transformers.LlamaConfig(**TINY)), force=True)(ids)
-        LlamaForCausalLM.from_pretrained(checkpoint, torch_dtype="auto")  # mapped, so that no heap memory remains
+        LlamaForCausalLM.from_pretrained(checkpoint, torch_dtype="auto")  # mapped: no heap memory remains
     measured = {}
     base, start = settled(), _status("VmRSS")
     with torch.inference_mode():
@@ -53,7 +53,7 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
 
 
 def settled() -> int:
-    """Return the bytes in memory without the libraries' files, and reset the peak."""
+    """Return the resident bytes without mapped library files, and reset the peak."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     mapped, is_weights = 0, False
@@ -63,7 +63,7 @@ def settled() -> int:
             is_weights = line.endswith(".safetensors")
         elif is_weights and word == "Rss:":
             mapped += int(line.split()[1]) * 1024
-        elif is_weights and word == "Anonymous:":  # counted below
+        elif is_weights and word == "Anonymous:":  # RssAnon below includes these
             mapped -= int(line.split()[1]) * 1024
     return mapped + _status("RssAnon") + _status("VmSwap")
 

@@ -1,4 +1,4 @@
-"""Small real models for these tests, groups of plain linear layers, and shared checks."""
+"""Small models, groups of plain linear layers, and shared checks for these tests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hf_rocm.weights.fuse import Fused, unfuse
 from tests.tolerance import assert_as_good_as_eager
 
 LAYERS = 2
-GROUPS = 2 * LAYERS  # attention and MLP of each layer
+GROUPS = 2 * LAYERS  # attention and MLP of every layer
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
 
 
 def build(**changes: Any) -> Any:
-    """A stock Llama with GQA; q_proj is square, so that a transposed one still multiplies."""
+    """A stock Llama with GQA. q_proj is square, so that its transpose has the same shape."""
     arguments = {
         "vocab_size": 96,
         "hidden_size": 64,
@@ -51,7 +51,7 @@ def prepared(**changes: Any) -> Any:
 
 
 def unfused(**changes: Any) -> Any:
-    """A prepared model without fused weights: the reference for bitwise comparisons with a fused one."""
+    """A prepared model without fused weights, for bitwise comparisons with a fused one."""
     model = prepared(**changes)
     for module in model.modules():
         unfuse(module)
@@ -67,8 +67,8 @@ def logits(model: nn.Module) -> torch.Tensor:
 def assert_same_results(model: nn.Module, stock: nn.Module) -> None:
     """Compare bitwise with a copy, because the last bit of a GEMM may depend on the address of a mapped weight.
 
-    Weights at other addresses may differ by a few rounding steps of the largest logit; a wrong weight differs by far
-    more.
+    With weights at other addresses, logits may differ by a few rounding steps of the largest one. A wrong weight makes
+    a far larger difference.
     """
     expected = logits(copy.deepcopy(stock))
     assert torch.equal(logits(copy.deepcopy(model)), expected)
@@ -77,7 +77,7 @@ def assert_same_results(model: nn.Module, stock: nn.Module) -> None:
 
 
 def live(model: nn.Module) -> int:
-    """The number of groups that would run fused now. This check fuses pending groups."""
+    """The number of groups that would run fused now. Calling this function fuses pending groups."""
     with torch.no_grad():
         return sum(isinstance(grouped_linear.live(module), Fused) for module in model.modules())
 
@@ -88,7 +88,7 @@ def blocks(model: nn.Module) -> int:
 
 
 def follows(model: Any, groups: int, *, twin: Any = None) -> None:
-    """Check that the model computes what stock with the current weights computes, with this number of fused groups.
+    """Check that results equal stock's with the current weights, and that this number of groups runs fused.
 
     The fused GEMMs are counted in the recorded calls, not in the stored state.
     """
@@ -103,7 +103,7 @@ def follows(model: Any, groups: int, *, twin: Any = None) -> None:
 
 
 def stock_with_weights_of(model: Any) -> Any:
-    """A stock model of the same dtype with copies of the current weights."""
+    """Build a stock model of the same dtype with copies of the current weights."""
     twin = build(vocab_size=model.config.vocab_size).to(next(model.parameters()).dtype)
     twin.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
     for name, buffer in model.named_buffers():  # the state dict does not contain the rotary frequencies
@@ -129,5 +129,5 @@ class Group(nn.Module):
 
 
 def one_by_one(group: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The results of calling the layers."""
+    """Call the layers one by one, and return their results."""
     return tuple(child(x) for child in group.children())

@@ -1,4 +1,4 @@
-"""Checkpoints of a small gpt-oss in MXFP4, written from the format's specification with numpy alone."""
+"""Checkpoints of a small gpt-oss in MXFP4, written according to the format's specification with numpy only."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build(**changes: Any) -> Any:
 
 
 def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(blocks, scales, what they stand for in float64) of a weight [..., K]."""
+    """Round a weight [..., K]. Returns (blocks, scales, the weight that they represent in float64)."""
     values = weight.double().numpy().reshape(*weight.shape[:-1], -1, 32)
     top = numpy.abs(values).max(-1)
     exponent = numpy.clip(numpy.floor(numpy.log2(numpy.where(top == 0, 1, top))) - 2, -127, 127)
@@ -61,7 +61,7 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def write(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Write a checkpoint. Returns the stock model with the weights that it stands for."""
+    """Write a checkpoint. Returns the stock model with the weights that it represents."""
     model = build(**changes).to(dtype)
     model.save_pretrained(folder)
 

@@ -1,7 +1,7 @@
 """Models with shuffled weights, shared by several test files.
 
-The CPU simulates an MI300X or MI350, and aiter is a recorded release: its calls are checked against the declarations
-and computed by references that read a weight in the order recorded on it.
+The CPU simulates an MI300X or MI350X, and aiter is a recorded release. Its calls are checked against the recorded
+declarations, and computed by reference functions that read a weight in the order that is recorded on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.weights import models
 from tests.weights.models import IDS, LAYERS
 
 NEWEST = recorded.RELEASES[-1]
-PRODUCTS = 4 * LAYERS + 1  # qkv, o, gate + up and down of each layer, and lm_head
+PRODUCTS = 4 * LAYERS + 1  # q + k + v, o, gate + up and down of every layer, and lm_head
 ROWS = IDS.numel()
 
 
@@ -36,7 +36,7 @@ def account(model):
 
 
 def serves(model, *, shuffled, plain=0, ids=IDS):
-    """Check that the model computes what stock with the current weights computes, and count its GEMMs by kind."""
+    """Check that results equal stock's with the current weights, and that these numbers of GEMMs ran by kind."""
     twin = build()
     twin.load_state_dict({name: tensor.clone() for name, tensor in copy.deepcopy(model).state_dict().items()})
     with torch.no_grad():

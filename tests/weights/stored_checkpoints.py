@@ -1,4 +1,4 @@
-"""Quantised checkpoints of a small Llama, written from the specifications of their formats with numpy alone.
+"""Quantised checkpoints of a small Llama, written according to their formats' specifications with numpy only.
 
 Every writer returns the tensors of a layer and the weight that they represent, in float64.
 """
@@ -24,7 +24,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4,
 
 
 class Case(NamedTuple):
-    """A format: its writer for a weight [N, K], and the `quantization_config` of a checkpoint."""
+    """A format, with the function that writes a weight [N, K], and the `quantization_config` of a checkpoint."""
 
     name: str
     write: Callable[[torch.Tensor], Layer]
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 def rounded(
     weight: torch.Tensor, group: int, dtype: torch.dtype, *, symmetric: bool = True
 ) -> tuple[numpy.ndarray, torch.Tensor, numpy.ndarray, torch.Tensor]:
-    """Numbers 0 … 15 [N, K], scales [N, G] and zero points [N, G], and the dequantised weight. group: -1 for a row."""
+    """Returns numbers 0 … 15 [N, K], scales and zero points [N, G], and the dequantised weight. group: -1 for a row."""
     n, k = weight.shape
     values = weight.double().numpy().reshape(n, -1, k if group == -1 else group)
     if symmetric:
@@ -56,7 +56,7 @@ def rounded(
 
 
 def words(numbers: numpy.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Pack the last dim, eight numbers to a word; number i of a word is `order[i]`th in the row."""
+    """Pack the last dim, eight numbers per word. Number i of a word is number `order[i]` of these eight."""
     padded = numpy.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 8)))
     eights = padded.reshape(len(padded), -1, 8)
     packed = sum(eights[..., place].astype(numpy.uint64) << numpy.uint64(4 * bits) for bits, place in enumerate(order))
@@ -91,7 +91,7 @@ def awq(group: int) -> Case:
 
 
 def gptq(group: int, *, symmetric: bool = True, by_activation: bool = False, version: str = "gptq") -> Case:
-    """by_activation: `desc_act`, with an order of its own for every width."""
+    """by_activation: `desc_act`, with a different order for every width."""
 
     def write(weight: torch.Tensor) -> Layer:
         n, k = weight.shape
@@ -102,7 +102,7 @@ def gptq(group: int, *, symmetric: bool = True, by_activation: bool = False, ver
         levels[:, order], exact[:, order] = sorted_levels, sorted_exact
         groups[order] = numpy.arange(k) // (k if group == -1 else group)
         stored = (zero - 1) % 16 if version == "gptq" else zero
-        if version == "gptq":  # -1 is stored as 15, which is read as 16
+        if version == "gptq":  # a zero point of 0 is stored as 15, which is read as 16
             exact -= torch.from_numpy(numpy.where(zero == 0, 16, 0)[:, groups]) * scale.double()[:, groups]
         return {
             "qweight": words(levels.T.reshape(k, n).T).t(),
@@ -116,7 +116,7 @@ def gptq(group: int, *, symmetric: bool = True, by_activation: bool = False, ver
 
 
 def eight_bits(format: str, number: str, strategy: str, *, dynamic: bool | None = None) -> Case:
-    """dynamic: whether the scales of the activations are; None for weights alone."""
+    """dynamic: whether the activations' scales are dynamic. None if only weights are quantised."""
 
     def write(weight: torch.Tensor) -> Layer:
         wide = weight.double()
@@ -137,7 +137,7 @@ def eight_bits(format: str, number: str, strategy: str, *, dynamic: bool | None 
 
 
 def finegrained(strategy: str = "block", dtype: torch.dtype = torch.float32, *, static: bool = False) -> Case:
-    """fp8 as transformers and DeepSeek write it: a scale for each block of 128 × 128, or for the tensor."""
+    """fp8 as transformers and DeepSeek write it, with one scale per block of 128 × 128, or per tensor."""
 
     def write(weight: torch.Tensor) -> Layer:
         wide, size = weight.double(), 128 if strategy == "block" else max(weight.shape)
@@ -159,7 +159,7 @@ def finegrained(strategy: str = "block", dtype: torch.dtype = torch.float32, *, 
 
 
 def bitsandbytes(code: str, size: int = 64, *, double: bool = False) -> Case:
-    """nf4 or fp4 in blocks of the flattened weight; double: the scales in 8 bits. The last block may be smaller."""
+    """nf4 or fp4 in blocks of the flattened weight. The last block may be smaller. double: scales have 8 bits."""
 
     def write(weight: torch.Tensor) -> Layer:
         flat = weight.double().flatten()
@@ -208,13 +208,13 @@ def bitsandbytes(code: str, size: int = 64, *, double: bool = False) -> Case:
 
 
 def format_of(case: Case, tensors: dict[str, torch.Tensor]) -> Any:
-    """The format of a layer with these tensors."""
+    """Returns the format of a layer that has these tensors."""
     method = case.config["quant_method"]
     format = parsers()["bitsandbytes_4bit" if method == "bitsandbytes" else method](case.config)
     return format.completed({name: SimpleNamespace(values=tensor.tolist) for name, tensor in tensors.items()})
 
 
-# As published with QLoRA (nf4), and in bitsandbytes' functional.get_4bit_type
+# As published in QLoRA (nf4) and in bitsandbytes' functional.get_4bit_type
 CODES = {
     "nf4": (
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -316,6 +316,6 @@ def copied(folder: Path, to: Path) -> Path:
 
 
 def raw(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """The parts that must not change; NaN equals NaN here."""
+    """Returns everything about a tensor that must not change. Comparing bytes makes NaN equal NaN."""
     data = tensor.detach().cpu().contiguous()
     return data.dtype, tuple(data.shape), data.flatten().view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Checkpoints of bitsandbytes in 4 bits: what its library writes, what is refused, and damaged files."""
+"""4-bit bitsandbytes checkpoints: what the library writes, what is refused, and damaged files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_codes():
 
 
 def test_the_order_of_the_numbers():
-    """The first number of a pair has the high bits; blocks run through the rows."""
+    """The first number of a pair is in the high bits, and blocks continue across rows."""
     tensors, _ = NF4.write(torch.randn(16, 128))
     data = tensors["weight"].flatten()
     data[:2] = torch.tensor([0x1F, 0x70])
@@ -47,7 +47,7 @@ def test_the_order_of_the_numbers():
     assert torch.equal(weight[0, :4], scale * torch.tensor([CODES["nf4"][index] for index in (1, 15, 7, 0)]))
 
 
-# N and K: blocks that continue in the next row, and a last block that is not full
+# N and K: some blocks continue in the next row, and the last block may not be full
 @pytest.mark.parametrize("case", checkpoints.BITSANDBYTES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(5, 33), (16, 80), (48, 256)])
 def test_any_sizes(case, n, k):
@@ -57,7 +57,7 @@ def test_any_sizes(case, n, k):
 
 
 def test_layers_with_double_quantisation_are_joined_where_factors_begin():
-    """256 scales have a factor: 64 rows of 256 numbers."""
+    """One factor covers 256 scales, which are 64 rows of 256 numbers."""
     one, other, odd = (made(DOUBLE, n, 256)[0] for n in (128, 64, 48))
     assert one.format.joins(one.tensors(), other.tensors())
     assert not one.format.joins(one.tensors(), odd.tensors()) and not odd.format.joins(odd.tensors(), one.tensors())
@@ -147,7 +147,7 @@ def test_nothing_is_reported_as_unexpected(tmp_path, caplog):
 
 
 def test_a_state_dict_of_the_restored_model(tmp_path):
-    """Its tensors have the checkpoint's names too."""
+    """The restored model's tensors have the checkpoint's names, too."""
     checkpoints.write(tmp_path, DOUBLE)
     model = hf_rocm.from_pretrained(tmp_path, force=True)
     expected, before = logits(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -166,7 +166,7 @@ def test_a_state_dict_of_the_restored_model(tmp_path):
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("code", CODES)
 def test_the_library_that_defines_the_format(code, double, size):
-    """It writes tensors with the same names, shapes and dtypes, and its numbers equal those of hf_rocm."""
+    """The library writes tensors with the same names, shapes and dtypes, and its numbers equal those of hf_rocm."""
     from bitsandbytes import functional
 
     weight = torch.randn(80, 512, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Layouts of real checkpoints, saved by this release: stock's and hf_rocm's models agree, and fused GEMMs run."""
+"""Layouts of real checkpoints, saved by this release: results of stock and hf_rocm agree, and fused GEMMs run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DEEPSEEK = {
 }
 ATTENTION, GATE_UP = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]
 
-# name: class, changes of SHARED, and for some modules the fused layers with their total number of rows
+# name → class, changes to SHARED, and for some modules the fused layers with their total number of rows
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[list[str], int]]]] = {
     "grouped": (
         "Llama",
@@ -100,7 +100,7 @@ def saved(request, tmp_path):
 
 @pytest.fixture
 def gated():
-    """Bind a family's MLP as an overlay does, if its overlay is missing or does not match this release."""
+    """Bind a family's MLP as an overlay does, if the overlay is missing or does not match this release."""
     bound = []
 
     def serve(kind: str) -> None:

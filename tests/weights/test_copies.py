@@ -1,4 +1,4 @@
-"""Copies and pickles of a fused group have separate blocks, fused when they are copied or at their first call."""
+"""Copies and pickles of a fused group have separate blocks, which are fused by the copy or at the first call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_rocm.layers.grouped_linear import live
 from hf_rocm.layers.weight_group import PENDING, SLOT, idle
 from hf_rocm.weights import fuse
 from hf_rocm.weights.fuse import Fused
-from tests.weights.test_fuse import X, make, no_grad, same  # noqa: F401  the fixture holds here too
+from tests.weights.test_fuse import X, make, no_grad, same  # noqa: F401  the fixture applies here, too
 
 
 def _pickled(group):

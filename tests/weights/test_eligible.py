@@ -1,4 +1,4 @@
-"""Every reason why a group is not fused, and that nothing is changed then."""
+"""Every reason for not fusing a group, in which case nothing is changed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.weights.models import Group
 
 
 class Int8Linear(nn.Linear):
-    """A stand-in for quantised layers of other libraries: a subclass with a custom forward."""
+    """A stand-in for other libraries' quantised layers: a subclass with a custom forward."""
 
 
 class Quantised(torch.Tensor):
-    """A tensor subclass, like torchao's and DTensor."""
+    """A tensor subclass, like those of torchao, and DTensor."""
 
 
 def _no_such_layer(group):
@@ -169,7 +169,7 @@ def test_inconsistent_biases_are_refused():
 
 
 def test_an_accelerate_hook_that_moves_nothing_does_not_prevent_fusing():
-    """The hooks that device_map="auto" over several devices sets on every layer, before and after fusing."""
+    """device_map="auto" over several devices sets such hooks on every layer. They are set before or after fusing."""
     group, x = Group(16, 8, 4), torch.randn(2, 16)
 
     def hook():

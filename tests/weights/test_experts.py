@@ -1,4 +1,4 @@
-"""Stacking a list of experts: values, identities, memory, and every change that invalidates the block."""
+"""Stacking a list of experts: values, identities, memory, and all changes that invalidate the block."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make(bias=False):
 
 
 def same(mixture):
-    """Check that the stacked block computes what the modules compute."""
+    """Check that the stacked block and the modules compute the same results."""
     stack = stacked(mixture)
     assert stack is not None
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_stacking_and_unstacking_keep_values_and_objects(bias):
         for name, parameter in mixture.named_parameters():
             assert parameter is parameters[name] and torch.equal(parameter, before[name]), step
         storages = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
-        assert len(storages) == len(parameters)  # the parameters do not appear to share storage
+        assert len(storages) == len(parameters)  # the parameters seem to have separate storages
         assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters.values())
         Stacked.restore(mixture)
     assert stacked(mixture) is None and not [name for name in mixture.__dict__ if name.startswith("_hf_rocm")]

@@ -1,4 +1,4 @@
-"""fuse, fused, project and unfuse on plain groups: values, identities, memory, and every invalidating change."""
+"""fuse, fused, project and unfuse on plain groups: values, identities, memory, and changes that invalidate a block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(*, bias=False, sizes=(16, 8, 4), dtype=torch.float32):
 
 
 def same(group, x=X):
-    """Check that the fused forward equals the layers' own within the derived tolerance."""
+    """Check that the fused forward equals the layers' forwards within the derived tolerance."""
     with torch.no_grad():
         wide = copy.deepcopy(group)
         fuse.unfuse(wide)
@@ -129,7 +129,7 @@ def test_ordinary_parameters_fused_under_inference_mode_stay_ordinary():
     same(group)
 
 
-# Changes of a fused group: (whether the block is kept, whether it would be used)
+# Changes to a fused group. They return (whether the block is kept, whether it would be used).
 def _in_place(group):
     group.b.weight.mul_(3)
     return True, True
@@ -161,7 +161,7 @@ def _new_layer(group):
 
 
 def _transposed_in_place(group):
-    group.a.weight.data = group.a.weight.data.t()  # square: the address and the shape are unchanged
+    group.a.weight.data = group.a.weight.data.t()  # the weight is square, so its address and shape don't change
     return False, False
 
 
@@ -305,7 +305,7 @@ def test_with_gradients_the_layers_run_and_equal_stock(bias):
             torch.optim.AdamW(entry.parameters(), lr=0.1).step()
     for one, other in zip(group.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad) and torch.equal(one, other)
-    assert live(group) is not None  # the optimizer step was in place
+    assert live(group) is not None  # the optimizer's step was in place
     same(group)
 
 
@@ -331,7 +331,7 @@ def test_concurrent_first_calls_and_concurrent_invalidation():
                             assert part.shape == (3, wanted)
                         if turn == 10 and threading.current_thread().name == "changer":
                             group.b.weight = nn.Parameter(torch.randn(8, 16))
-            except Exception as error:  # noqa: BLE001  # a thread's error would be lost
+            except Exception as error:  # noqa: BLE001  # otherwise a thread's error would be lost
                 errors.append(error)
 
         threads = [threading.Thread(target=call, name="changer" if not n else None) for n in range(4)]

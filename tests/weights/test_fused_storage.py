@@ -1,4 +1,4 @@
-"""Blocks that reuse their parts' memory: tensors between the parts are moved, unless something else refers to them."""
+"""Blocks that reuse the memory of their parts. Tensors between the parts are moved, unless something refers to them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_rocm.weights import fused_storage
 from hf_rocm.weights.fuse import fuse
 
 WIDTH = 512
-ROWS = {"k": 1024, "o": 1536, "q": 2048, "v": 1024}  # in fp32 each takes 2 MiB and up
+ROWS = {"k": 1024, "o": 1536, "q": 2048, "v": 1024}  # each takes at least 2 MiB in fp32
 
 
 @pytest.fixture
 def attention(monkeypatch):
-    """Four layers that are contiguous in memory, as transformers loads them onto a GPU. The CPU simulates the GPU."""
+    """Four layers that are contiguous in memory, as transformers loads them onto a GPU, which the CPU simulates."""
     monkeypatch.setattr(fused_storage, "_on_gpu", lambda tensor: True)
     memory = torch.randn(sum(ROWS.values()), WIDTH, generator=torch.Generator().manual_seed(0))
     module, start = nn.Module(), 0
@@ -31,7 +31,7 @@ def attention(monkeypatch):
 
 @pytest.fixture
 def aside(monkeypatch):
-    """Record the tensors that are moved, for every fused group."""
+    """Record the tensors that are moved for every fused group."""
     seen = []
     step = fused_storage._make_room
     monkeypatch.setattr(fused_storage, "_make_room", lambda *arguments: seen.append(step(*arguments)) or seen[-1])
@@ -43,7 +43,7 @@ def values(module):
 
 
 def fuses(module, before):
-    """Check that the layers are fused, and that every weight is unchanged and has its own memory."""
+    """Check that the layers are fused, and that every weight is unchanged and has separate memory."""
     assert fuse(module, ("q", "k", "v")) is None
     block = fused(module)
     assert block is not None and torch.equal(block.weight, torch.cat([before[f"{name}.weight"] for name in "qkv"]))
@@ -80,7 +80,7 @@ def test_contiguous_layers_move_nothing(attention, aside):
 
 
 def test_memory_is_imported_on_its_own_device(attention, monkeypatch):
-    """PyTorch exports only tensors of the current GPU."""
+    """PyTorch can only export tensors of the current GPU."""
     current, exported = [], []
 
     class Device(torch.cuda.device_of):

@@ -1,7 +1,7 @@
-"""A checkpoint of over a gigabyte: the memory of loading, saving and restoring it, and the time of loading it.
+"""A checkpoint of more than a gigabyte: the memory for loading, saving and restoring it, and the time for loading it.
 
-Memory is that of the process as the kernel counts it, including mapped pages that were touched. Time is the processor
-time of this process, which depends least on other load.
+Memory is the process's memory as counted by the kernel, including mapped pages that were accessed. Time is processor
+time, which other processes affect least.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = [
 LAYERS, HIDDEN, INTERMEDIATE, KEYS = 12, 2048, 6144, 512
 LAYER = 2 * (2 * INTERMEDIATE * HIDDEN + (HIDDEN + 2 * KEYS) * HIDDEN)  # bytes of one layer's fused weights
 GROUPS = 2 * LAYERS
-SLACK = 16 * 2**20  # other memory that the process touches meanwhile
+SLACK = 16 * 2**20  # other memory that the process allocates meanwhile
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +76,19 @@ def test_memory(large, tmp_path, dtype):
     print(dtype, "stock", stock, "prepared", prepared)
     assert prepared["fused"] == GROUPS and stock["fused"] == 0
     size = (large / "model.safetensors").stat().st_size
-    # the value may be below stock's: the kernel reclaims file pages, more of them if memory is short
+    # the value may be below stock's, because the kernel reclaims file pages, and more of them if memory is short
     assert prepared["after"] <= 1.01 * size and stock["after"] <= 1.01 * size
     assert stock["after"] >= (0.9 if dtype == "float16" else 0.5) * size
     assert prepared["load peak"] <= stock["load peak"] + LAYER + SLACK
     assert prepared["saved"] <= stock["saved"] + 0.01 * size
     assert prepared["save peak"] <= stock["save peak"] + LAYER + SLACK
-    # the C library keeps some of the freed small blocks
+    # the C library does not return all freed small blocks
     assert prepared["restored"] <= 1.02 * size
     assert prepared["restore peak"] <= stock["save peak"] + LAYER + SLACK
 
 
 def test_loading_takes_at_most_a_tenth_longer(large):
-    """Measured until every weight was copied once, as to a GPU: a mapped file is read at its first use."""
+    """Time is measured until every weight was copied once, as to a GPU, because a mapped file is read at first use."""
     buffer = torch.zeros(HIDDEN * INTERMEDIATE, dtype=torch.bfloat16)
 
     def stock():
@@ -104,10 +104,10 @@ def test_loading_takes_at_most_a_tenth_longer(large):
             buffer[: parameter.numel()].copy_(parameter.data.view(-1))
         return time.process_time() - start
 
-    for load in (stock, prepared):  # one-time imports and checks
+    for load in (stock, prepared):  # one-time imports and checks first
         spent(load)
     ratios = []
-    for _ in range(6):  # other load affects one run more than another
+    for _ in range(6):  # other processes affect some runs more than others
         times = [(spent(stock), spent(prepared)) for _ in range(5)]
         ratios.append(median(own for _, own in times) / median(expected for expected, _ in times))
         if ratios[-1] <= 1.10:

@@ -38,7 +38,7 @@ def net():
 
 @pytest.fixture
 def switch(monkeypatch):
-    """PyTorch's setting on a machine that has every library: (the requested one, the current one)."""
+    """Simulate PyTorch's setting on a machine with all libraries. Returns (the requests, the current library)."""
     names = {"default": "Default", "cublas": "Cublas", "hipblas": "Cublas", "cublaslt": "Cublaslt", "ck": "Ck"}
     requests, now = [], ["Default"]
 
@@ -101,5 +101,5 @@ def test_an_unavailable_library_is_an_error(net, switch, monkeypatch):
 
 
 def test_the_installed_pytorch_has_every_library_name():
-    """Every library of hf_rocm has a name in the setting of the installed PyTorch."""
+    """The setting of the installed PyTorch has a name for every library of hf_rocm."""
     assert all(blas_backend._name(entry) for entry in blas_backend.LIBRARIES)

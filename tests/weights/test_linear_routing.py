@@ -1,4 +1,4 @@
-"""route_linear and routed_linear: the kernels that run, the layers that stay stock, and the restored state."""
+"""route_linear and routed_linear: the kernels that run, the layers that stay stock, and the state after restoring."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_autocast_and_function_transforms_use_pytorch(net, aiter):
             assert net.up(x).dtype == torch.float16
         torch.testing.assert_close(torch.func.vmap(net.up)(x), F.linear(x, net.up.weight))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # raised by PyTorch at its first use
+            warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch warns at the first use
             _, moved = torch.func.jvp(net.up, (x,), (x,))
     torch.testing.assert_close(moved, F.linear(x, net.up.weight))
     assert not routes

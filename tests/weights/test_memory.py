@@ -1,10 +1,10 @@
 """Memory that torch's CPU allocator allocates and frees during an action.
 
 torch.profiler reports every allocation and release with its size. Their sum is the change, and the highest running sum
-is the peak. It includes blocks that Python can't reach (a DLPack part keeps one alive) and temporary copies. The size
-of a released block is reported only if its allocation was profiled, so each model is built under the profiler, and a
-marker separates building from the measured action. The allocator does not count mapped checkpoints: these models are
-built in memory. The union of all storages is checked too, as an independent measurement.
+is the peak. These include blocks that Python can't reach (a DLPack part keeps one alive) and temporary copies. The size
+of a released block is reported only if its allocation was profiled, so models are built under the profiler, and a
+marker separates building from the measured action. The allocator does not count mapped checkpoints, so these models are
+built in memory. As an independent measurement, the union of all storages is checked, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "
 
 
 class Traffic(NamedTuple):
-    """Bytes. change: after minus before; peak: the most above before; events: how many were counted."""
+    """Memory traffic in bytes. change: after minus before. peak: maximum minus before. events: number of events."""
 
     change: int
     peak: int
@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
 
 
 def count(action: Callable[[Any], object], folder: Path, *, prepared: bool) -> tuple[Any, Traffic]:
-    """Build a model (and prepare it), then count what the action on it does. Returns the model too."""
+    """Build a model (and prepare it), then measure an action on it. Returns the model and the traffic."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         model = models.build(**SHAPE)
         if prepared:
@@ -112,14 +112,14 @@ def test_saving_peaks_no_higher_than_stock_by_more_than_one_layer(tmp_path):
 def test_converting_frees_the_old_blocks(tmp_path):
     model, traffic = count(lambda model: model.bfloat16(), tmp_path, prepared=True)
     assert live(model) == 6
-    assert abs(traffic.change + size(model)) <= size(model) * 0.02  # half of the memory is free
-    # an old block is freed before the new one is made: the peak contains only its parts in the new dtype
+    assert abs(traffic.change + size(model)) <= size(model) * 0.02  # half of the memory is freed
+    # an old block is freed before the new one is allocated, so the peak includes only its parts in the new dtype
     assert traffic.peak <= one_layer(model) / 4
 
 
 def test_a_stale_block_is_freed_by_the_next_call(tmp_path):
     def assign(model):
-        # twice the weights, until the old ones are freed
+        # there are twice as many weights until the old ones are freed
         model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
         models.logits(model)
 

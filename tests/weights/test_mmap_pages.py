@@ -1,4 +1,4 @@
-"""Distinguishing a mapped file from ordinary memory, and releasing its pages without losing values."""
+"""Distinguishing mapped files from ordinary memory, and releasing their pages without losing values."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SIZE = 64 * 2**20  # bytes of the tensor
 
 @pytest.fixture
 def weight(tmp_path):
-    """A tensor in a mapped file, as transformers loads it on the CPU."""
+    """A tensor in a mapped file, as transformers loads weights on the CPU."""
     save_file({"weight": torch.arange(SIZE // 4, dtype=torch.float32)}, tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         return file.get_slice("weight")[:]
 
 
 def resident() -> int:
-    """Bytes of files in this process's memory."""
+    """Bytes of mapped files that are resident in this process."""
     words = Path("/proc/self/status").read_text().split("RssFile:")[1].split()
     return int(words[0]) * 1024
 

@@ -1,4 +1,4 @@
-"""Checkpoints of gpt-oss in MXFP4 are loaded as they are: their bytes, results, copies, and what `restore` leaves."""
+"""MXFP4 checkpoints of gpt-oss are loaded with their stored bytes: results, copies, and the model after `restore`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def prepared(folder, **arguments):
 
 def same_as(reference, model):
     wide = copy.deepcopy(reference).double()
-    wide.config._experts_implementation = "eager"  # the default of transformers 5 has no float64
+    wide.config._experts_implementation = "eager"  # the default of transformers 5 does not support float64
     assert_as_good_as_eager(logits(model), logits(reference), logits(wide))
 
 
@@ -81,7 +81,7 @@ def test_every_byte(tmp_path):
 
 @pytest.mark.parametrize("experts", [{}, {"num_local_experts": 2}], ids=["some", "every"])
 def test_results_and_tokens(tmp_path, experts):
-    """Also where every token is routed to every expert."""
+    """The second case routes every token to every expert."""
     reference = mxfp4.write(tmp_path, **experts)
     model = prepared(tmp_path)
     with ops.recording() as routes:
@@ -93,13 +93,13 @@ def test_results_and_tokens(tmp_path, experts):
 def test_what_transformers_dequantises_to(tmp_path):
     mxfp4.write(tmp_path, torch.bfloat16)
     model = prepared(tmp_path)
-    stock = GptOssForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")  # bf16 in every release
+    stock = GptOssForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")  # loads in bf16 in every release
     for path, experts in [(path, one) for path, one in model.named_modules() if isinstance(one, StoredExperts)]:
         tensors, loaded = experts.tensors(), stock.get_submodule(path)
         for name in ("gate_up_proj", "down_proj"):
             stored = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
             wanted = convert_moe_packed_tensors(*stored, dtype=torch.bfloat16)
-            if wanted.shape != getattr(loaded, name).shape:  # 4.55 transposes it afterwards
+            if wanted.shape != getattr(loaded, name).shape:  # 4.55 transposes the weight afterwards
                 wanted = wanted.transpose(1, 2)
             assert torch.equal(dequantize(*stored, torch.bfloat16).transpose(1, 2), wanted)
             assert torch.equal(getattr(loaded, name), wanted)
@@ -149,7 +149,7 @@ def test_copies_pickles_and_moves(tmp_path):
     assert {tensor.dtype for tensor in experts.tensors().values()} == {torch.uint8}
     nn.Module.to(model, torch.bfloat16)
     again = state_bytes(model)
-    # some releases keep norms in fp32
+    # compare only experts, because some releases keep norms in fp32
     assert all(again[name] == value for name, value in expected.items() if "experts" in name)
 
 
@@ -235,7 +235,7 @@ def replace(name, change):
     ],
 )
 def test_a_damaged_layer(tmp_path, monkeypatch, edit, expected, found):
-    """One error that names the tensor, before any weight is read."""
+    """A single error names the tensor, before any weight is read."""
     mxfp4.write(tmp_path)
     checkpoints.edit_tensors(tmp_path, edit)
     monkeypatch.setattr(GptOssForCausalLM, "_load_pretrained_model", None)
@@ -264,7 +264,7 @@ def test_a_truncated_file(tmp_path, monkeypatch):
     ids=["dequantize", "unknown", "tensor"],
 )
 def test_features_that_are_left_to_stock(tmp_path, caplog, config, more, reason):
-    """Stock dequantises on a CPU."""
+    """Stock dequantises such checkpoints on a CPU."""
     reference = mxfp4.write(tmp_path, torch.bfloat16)
     checkpoints.edit(tmp_path, quantization_config={**mxfp4.CONFIG, **config})
     checkpoints.edit_tensors(tmp_path, lambda state: state.update(more))

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 over a prepared model, and tensor parallelism: training equals that of an unfused one."""
+"""DDP, FSDP2 and tensor parallelism with a prepared model: training results equal those of an unfused model."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_fsdp2(model):
 def test_two_processes(checkpoint):
     port = free_port()
     script = Path(__file__).with_name("two_processes.py")
-    # the import path of this process: an installed hf_rocm, and the tests
+    # pass on this process's import path, which includes an installed hf_rocm and the tests
     places = os.pathsep.join([*filter(None, sys.path), str(script.parents[2])])
     start = [sys.executable, "-W", "ignore", "-P"] if sys.version_info >= (3, 11) else [sys.executable, "-W", "ignore"]
     ranks = [
         subprocess.Popen(
             [*start, str(script), str(rank), str(port), str(checkpoint)],
-            # gloo runs on the CPU; transformers would shard over a GPU if there is one
+            # hide GPUs: gloo runs on the CPU, and transformers would use a GPU
             env={**os.environ, "PYTHONPATH": places, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Patch embeddings: convolutions without overlap run as GEMMs with PyTorch's results; all others stay stock."""
+"""Patch embeddings: convolutions without overlap run as GEMMs with PyTorch's results. All others stay stock."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def built(kind, dtype=torch.float32, **more):
 
 
 def products(model, *inputs):
-    """The output, and the sizes of the GEMMs that hf_rocm ran."""
+    """Returns the output, and the routes of the GEMMs that hf_rocm ran."""
     with torch.no_grad(), ops.recording() as routes:
         output = model(*inputs)
     return output, [route for route in routes if route.operation == "linear"]
 
 
 def strides(tensor):
-    """The warnings that are relevant."""
+    """Strides of the dims with more than one element."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
@@ -95,7 +95,7 @@ def siglip():
 
 
 def test_patches_that_are_only_flattened_are_rows():
-    """Otherwise the hidden states of all layers have the strides of a transposed image, as in stock."""
+    """The GEMM's rows are returned as they are. In stock, all hidden states have the strides of a transposed image."""
     model, pixels = siglip()
     prepared = hf_rocm.prepare(copy.deepcopy(model), force=True)
     name = next(name for name, module in model.named_modules() if type(module).__name__ == "SiglipVisionEmbeddings")
@@ -127,7 +127,7 @@ def test_the_use_of_the_patches_is_read_from_the_source():
     flattens = patch_embeddings._flattens
     assert flattens(SiglipVisionEmbeddings, "patch_embedding") is SiglipVisionEmbeddings.forward
     assert flattens(ViTPatchEmbeddings, "projection") is ViTPatchEmbeddings.forward
-    assert flattens(PatchEmbed, "proj") is None  # it calls view
+    assert flattens(PatchEmbed, "proj") is None  # its forward calls view
     assert flattens(Embedding, "proj") is None  # not a class of transformers
 
 
@@ -292,7 +292,7 @@ def test_copies_pickles_and_restore():
     assert {name: value for name, value in model.proj.__dict__.items() if not name.startswith("_param")}.keys() == {
         name for name in before if not name.startswith("_param")
     }
-    assert not instance_forward.is_attached(thawed.proj)  # a pickle has the stock forward as an attribute
+    assert not instance_forward.is_attached(thawed.proj)  # the unpickled module has the stock forward as an attribute
 
 
 def test_preparing_again_and_explain():

@@ -1,4 +1,4 @@
-"""Groups that are fused at their first use: weights in a mapped checkpoint, or not yet on a GPU."""
+"""Groups that are fused at their first use, because weights are in a mapped checkpoint or not yet on a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_loading_reads_nothing_and_the_first_call_fuses(fresh, stock):
     assert len(fresh.__dict__[preparing.REPORT]["fused"]) == GROUPS
     with torch.no_grad():
         assert why_not(fresh.model.layers[0].mlp, GATE) is None
-    assert pending(fresh) == GROUPS  # reading the reason changes nothing
+    assert pending(fresh) == GROUPS  # reading the reason did not fuse anything
     follows(fresh, GROUPS, twin=stock)
     assert blocks(fresh) == GROUPS
 

@@ -1,4 +1,4 @@
-"""Checkpoints that already store q, k and v, or gate and up, as one matrix are recognised, reported and unchanged."""
+"""Checkpoints that store q, k and v, or gate and up, as one matrix are recognised, reported and left unchanged."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def traces(model):
 
 
 def layout(model):
-    """The visible properties of the weights' memory, without addresses."""
+    """The visible properties of the weights' memory, except addresses."""
     return {
         name: (p.dtype, p.shape, p.stride(), p.storage_offset(), p.untyped_storage().nbytes(), type(p), p.requires_grad)
         for name, p in model.named_parameters()
@@ -213,7 +213,7 @@ def test_the_machine_the_environment_and_the_argument_decide(stock, monkeypatch,
     served = [module for module in stock.modules() if type(module).__name__ in ("LlamaAttention", "LlamaMLP")]
     modes = {bind.mode_of(module) for module in served}
     assert modes == {bind.ON if environment == "1" else bind.GPU if rocm else bind.OFF}
-    assert live(stock) == (GROUPS if environment == "1" else 0)  # without force, they are not used on the CPU
+    assert live(stock) == (GROUPS if environment == "1" else 0)  # without force, blocks are not used on the CPU
 
 
 def test_on_rocm_a_model_on_the_cpu_runs_the_stock_forward(stock, monkeypatch):

@@ -1,4 +1,4 @@
-"""Shuffling the weights of a real model, as copies and in place; the weights that are not shuffled; and restore."""
+"""Shuffling the weights of a model as copies and in place, the weights that are not shuffled, and `restore`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_restore_returns_the_stock_model(either):
     expected = build()
     for _ in range(2):
         assert hf_rocm.restore(either) is either
-        gc.collect()  # models of earlier tests, whose copies are tracked too
+        gc.collect()  # frees the models of earlier tests, whose copies are tracked, too
         shuffled_copy.unwatch()
         assert not traces(either) and not shuffled_copy._hook.live
         state = either.state_dict()

@@ -1,4 +1,4 @@
-"""Layers that other libraries quantised while loading are unchanged, listed with the reason, and still correct."""
+"""Layers that other libraries quantised while loading stay unchanged and correct, and are listed with the reason."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ LIBRARIES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # warnings of the libraries
+@pytest.mark.filterwarnings("ignore")  # the libraries warn
 @pytest.mark.parametrize(("config", "reason"), LIBRARIES)
 def test_libraries(checkpoint, config, reason):
     model = hf_rocm.from_pretrained(checkpoint, force=True, quantization_config=config()).eval()
     report = model.__dict__[preparing.REPORT]
     assert not report["fused"] and live(model) == blocks(model) == 0
     assert len(report["skipped"]) == GROUPS and report["skipped"]["model.layers.0.self_attn"] == reason
-    if config is four_bits:  # its product on the CPU needs larger layers
+    if config is four_bits:  # its GEMM on the CPU needs larger layers
         return
     loader = transformers.LlamaForCausalLM
     stock = loader.from_pretrained(checkpoint, torch_dtype="auto", quantization_config=config()).eval()
@@ -93,7 +93,7 @@ def test_layers_that_are_not_linear_layers(stock, before):
 
 
 def test_some_layers_kept_in_full_precision(stock):
-    """`modules_to_not_convert` leaves some layers of a group unquantised: a group is fused whole or not at all."""
+    """`modules_to_not_convert` leaves some layers of a group unquantised. Groups are fused completely or not at all."""
     stock.model.layers[0].mlp.up_proj = Packed(stock.model.layers[0].mlp.up_proj)
     hf_rocm.prepare(stock, force=True)
     report = stock.__dict__[preparing.REPORT]

@@ -1,4 +1,4 @@
-"""quantize: the kernels, the numbers, the layers that stay, later changes of the model, and dequantize and restore."""
+"""quantize: kernels, numbers, unquantised layers, later changes to the model, `dequantize` and `restore`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SHAPES = [(128, 64), (64, 64), (160, 64), (64, 80)]  # q+k+v, o, gate+up, down
 
 each_kind = pytest.mark.parametrize("kind", FORMATS)
-FOUR_BITS = ["int4-g32", "int4-g64"]  # the models here are narrower than a group of 128
+FOUR_BITS = ["int4-g32", "int4-g64"]  # these models are narrower than a group of 128
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,7 +47,7 @@ def quantized(kind="int8", *, prepare=True, **arguments):
 
 
 def products(model, ids=IDS):
-    """(the logits, the shapes of the 8-bit weights that were multiplied, the number of other GEMMs)."""
+    """Returns (the logits, the shapes of the quantised weights in GEMMs, the number of other GEMMs)."""
     with torch.no_grad(), ops.recording() as routes:
         output = model(ids, use_cache=False).logits
     shapes = [route.shapes[1] for route in routes if route.operation == "quantized_linear"]
@@ -272,7 +272,7 @@ class TestRefusals:
         [("gfx90a", torch.float8_e4m3fn, False), ("gfx942", torch.float8_e4m3fnuz, True)],
     )
     def test_the_fp8_type_depends_on_the_arch(self, arch, format, rounds, monkeypatch):
-        """An arch without fp8 GEMMs multiplies the dequantised weights, and x is not rounded."""
+        """On an arch without fp8 GEMMs, weights are dequantised, and x is not rounded."""
         monkeypatch.setattr(eight_bit_weights, "describe", lambda device: Device("cuda", rocm=True, arch=arch))
         monkeypatch.setattr(EightBitWeight, "_is_better_shuffled", lambda *_: False)
         model = quantized("fp8")
@@ -342,7 +342,7 @@ def test_quantize_in_from_pretrained(tmp_path):
 
 
 def test_an_unprepared_class_is_served_too():
-    """A custom model without an overlay."""
+    """The model is a custom one without an overlay."""
     model = nn.Sequential(nn.ModuleList([nn.Linear(32, 48)]), nn.Linear(48, 16)).eval()
     hf_rocm.quantize(model, "fp8", force=True)
     layer = model[0][0]
@@ -351,7 +351,7 @@ def test_an_unprepared_class_is_served_too():
 
 
 class TestFourBits:
-    """The differences from 8 bits: groups along the rows, and widths that are not a multiple of the group size."""
+    """What differs from 8 bits: groups along the rows, and widths that are not a multiple of the group size."""
 
     @pytest.mark.parametrize("kind", FOUR_BITS)
     def test_kernels_numbers_and_memory(self, kind):

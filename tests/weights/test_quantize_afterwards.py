@@ -1,4 +1,4 @@
-"""Using an 8-bit model: copies, dtypes, loading, saving, hooks, compilation and generation."""
+"""Using a quantised model: copies, dtypes, loading, saving, hooks, compilation and generation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checked():
 
 
 class TestAfterwards:
-    """Every change of a model."""
+    """Changes to a quantised model, and its uses."""
 
     def still_one_product(self, model, expected):
         actual, shapes, others = products(model)
@@ -136,7 +136,7 @@ class TestAfterwards:
         assert group_of(attention) is None and torch.isfinite(logits(model)).all()
 
     def test_its_blocks_compile_into_one_graph(self):
-        """Not the whole model: the mask code of 4.x can't be compiled into one graph with this torch."""
+        """The test compiles only blocks, because this torch can't compile the mask code of 4.x into one graph."""
         model = quantized("fp8")
         mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
         x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))

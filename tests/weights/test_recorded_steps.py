@@ -1,4 +1,4 @@
-"""Decode steps recorded over shuffled weights: writes to the weights take effect in the next call."""
+"""Decode steps that were recorded with shuffled weights: writes to the weights take effect in the next call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prepared model is saved like a stock one: the same names, the same bytes, ordinary storages."""
+"""A prepared model is saved like a stock one: with the same names, the same bytes, and ordinary storages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_save_pretrained_writes_the_same_files_as_stock(model, stock, tmp_path, 
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "prepared")
     assert live(loaded) == 0
     assert_same_results(loaded, stock)
-    hf_rocm.prepare(loaded, force=True)  # its weights are a mapped file
+    hf_rocm.prepare(loaded, force=True)  # its weights are in a mapped file
     follows(loaded, GROUPS)
     assert files(tmp_path / "prepared") == files(tmp_path / "stock")
 

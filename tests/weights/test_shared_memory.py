@@ -1,4 +1,4 @@
-"""Weights that share memory with another model are not moved: writes reach both models."""
+"""Weights that share memory with another model are not moved, so that writes affect both models."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def groups(model):
 
 
 def test_references_to_the_parameters_do_not_prevent_fusing():
-    """An optimizer, gradients, hooks on parameters and a retained graph refer to the parameters themselves."""
+    """Optimizers, gradients, hooks on parameters and retained graphs refer to the parameter objects, not to memory."""
     model = models.build()
     optimizer = torch.optim.AdamW(model.parameters())
     loss = model(models.IDS, labels=models.IDS).loss

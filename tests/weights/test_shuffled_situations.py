@@ -47,7 +47,7 @@ def test_every_write_takes_effect(either, write, which):
         else:
             linear.load_state_dict({"weight": new.clone()}, assign=True)
     if write == "data" and account(either)["threshold"]:
-        # PyTorch does not count writes through .data: preparing again compares the values and renews the copy
+        # PyTorch does not count writes through .data, so preparing again compares the values and updates the copy
         hf_rocm.prepare(either, force=True, preshuffle="all", budget=1.0)
     assert torch.equal(either.state_dict()[f"{which}.weight"], new)
     eager = build()
@@ -69,7 +69,7 @@ def test_state_dict_pickle_deepcopy_and_checkpoints_have_the_stock_layout(either
         assert not traces(hf_rocm.restore(twin))
     buffer = io.BytesIO()
     torch.save(either, buffer)
-    serves(either, shuffled=PRODUCTS)  # copying and pickling do not change the model
+    serves(either, shuffled=PRODUCTS)  # copying and pickling did not change the model
     same(either.state_dict())
     either.save_pretrained(tmp_path)
     same(type(either).from_pretrained(tmp_path, torch_dtype=torch.bfloat16).state_dict())
@@ -87,7 +87,7 @@ def test_moves_and_casts_discard_the_old_copy(either):
 
 
 def test_preparing_and_restoring_under_inference_mode(machine):
-    """Prepare inside, write outside, read inside, restore outside: no parameter remains an inference tensor."""
+    """Prepare inside, write outside, read inside, and restore outside. No parameter remains an inference tensor."""
     for threshold in (0, ROWS):
         machine(threshold=threshold)
         model = build()
@@ -129,7 +129,7 @@ def test_an_optimizer_made_earlier_updates_the_weights(either):
 
 
 def test_an_adapter_merged_in_place_takes_effect(either):
-    """As in PEFT: the layer becomes the base of a wrapper, is written through `.data`, and is restored."""
+    """Like PEFT, wrap the layer, write its weight through `.data`, and unwrap it again."""
 
     class Adapter(nn.Module):
         def __init__(self, base):
@@ -157,7 +157,7 @@ def test_an_adapter_merged_in_place_takes_effect(either):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("safe", [False, True])
 def test_lora_of_peft(either, safe):
-    """Add, run, merge, unmerge, merge again and unload: the results always equal those of a stock model."""
+    """Add, run, merge, unmerge, merge again and unload an adapter. Results always equal those of a stock model."""
     stock = build()
 
     def lora(model):
@@ -182,13 +182,13 @@ def test_lora_of_peft(either, safe):
     equal()
     actual, its = (it.merge_and_unload(safe_merge=safe) for it in (actual, its))
     equal()
-    straight = lora(prepared()).merge_and_unload(safe_merge=safe)  # no call in between
+    straight = lora(prepared()).merge_and_unload(safe_merge=safe)  # without a call in between
     torch.testing.assert_close(
         logits(straight), logits(lora(build()).merge_and_unload(safe_merge=safe)), rtol=0.05, atol=0.3
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # masks of 4.x, traced
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # masks of 4.x, when traced
 def test_compiled_models_read_shuffled_weights_and_follow_writes(either):
     eager = build()
     torch._dynamo.reset()
@@ -202,7 +202,7 @@ def test_compiled_models_read_shuffled_weights_and_follow_writes(either):
     marked = [
         getattr(call.arguments["B"], "is_shuffled", False) for call in recorded.kernels.CALLS if "gemm" in call[0]
     ]
-    single = 7 * LAYERS + 1  # a group without originals runs layer by layer
+    single = 7 * LAYERS + 1  # without original weights, a group runs layer by layer
     assert sum(marked) == (single if account(either)["threshold"] == 0 else PRODUCTS)
     new = {name: torch.randn_like(p) * 0.1 for name, p in eager.state_dict().items()}
     either.load_state_dict(new)

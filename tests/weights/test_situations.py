@@ -1,6 +1,6 @@
-"""Changes of a model after loading take effect in a prepared model as in a stock one.
+"""Changes to a model after loading take effect in a prepared model as in a stock one.
 
-Each test gives the number of the four groups that still run fused; `follows` checks it by the GEMMs that ran.
+Every test states how many of the four groups still run fused. `follows` checks this by the GEMMs that ran.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_dtypes(model, dtype, how):
     else:
         {torch.bfloat16: model.bfloat16, torch.float16: model.half, torch.float64: model.double}[dtype]()
     assert blocks(model) == GROUPS and model.model.layers[0].mlp.up_proj.weight.dtype == dtype
-    if dtype != torch.float64:  # the rounding error of the reference
+    if dtype != torch.float64:  # in float64, the reference itself has rounding errors
         follows(model, GROUPS)
     model.float()
     follows(model, GROUPS)
@@ -119,7 +119,7 @@ def test_weights_tied_later(model):
     with torch.no_grad():
         second.mlp.up_proj.weight.mul_(2)
     follows(model, GROUPS - 1)
-    model.double().float()  # the first module with the parameter moves it away from the second
+    model.double().float()  # the first module with the shared parameter moves it out of the second one's block
     assert first.mlp.up_proj.weight is second.mlp.up_proj.weight
     follows(model, GROUPS - 2)
 
@@ -149,7 +149,7 @@ def test_copies_have_separate_weights(model, how):
     with torch.no_grad():
         twin.model.layers[0].mlp.up_proj.weight.mul_(2)
         model.model.layers[1].self_attn.q_proj.weight.mul_(3)
-    assert blocks(twin) == (GROUPS if how == "deepcopy" else 0)  # the others are fused when they are called
+    assert blocks(twin) == (GROUPS if how == "deepcopy" else 0)  # pickles are fused when they are called
     follows(twin, GROUPS)
     follows(model, GROUPS)
     assert not torch.equal(twin.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
@@ -201,8 +201,8 @@ def test_to_meta_and_back(model):
 
 @pytest.mark.parametrize("fused_optimizer", [False, True])
 def test_two_training_steps_equal_those_of_an_unfused_model(model, fused_optimizer):
-    # a copy, since the last bit of a GEMM may depend on the address of a mapped weight, and AdamW's first step depends
-    # on a gradient's sign
+    # use a copy, because the last bit of a GEMM may depend on the address of a mapped weight, and AdamW's first step
+    # depends on a gradient's sign
     model, twin = copy.deepcopy(model), models.unfused()
     for variant in (model, twin):
         optimizer = torch.optim.AdamW(variant.parameters(), lr=0.01, fused=fused_optimizer)
@@ -301,7 +301,7 @@ def test_disk_offload(model, tmp_path):
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_device_map_of_two_entries_is_still_fused(stock, before):
-    """With one entry there are no hooks; with two there is one on every layer, though nothing moves."""
+    """With one entry, there are no hooks. With two, there is one on every layer, although nothing is moved."""
     if before:
         hf_rocm.prepare(stock, force=True)
     accelerate.dispatch_model(stock, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
@@ -328,9 +328,9 @@ def test_a_device_map_with_an_offloaded_layer_fuses_the_others(stock, tmp_path):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_whole_model_compiled(model, backend):
     gc.collect()
-    unwatch()  # shuffled copies of earlier tests: freeing the last one removes a hook that the compiler guards on
+    unwatch()  # else freeing the last shuffled copy of earlier tests removes a hook on which the compiler guards
     torch._dynamo.reset()
-    # a 4D mask: the code of 4.x that builds one can't be traced into one graph
+    # pass a 4D mask, because the code of 4.x that builds one can't be traced into one graph
     mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
     call = {"attention_mask": mask, "use_cache": False}
     counter = CompileCounterWithBackend(backend)
@@ -347,7 +347,7 @@ def test_the_whole_model_compiled(model, backend):
 
 
 def test_the_whole_model_exported(model):
-    """The program contains only the parameters and does not need hf_rocm; the model stays fused."""
+    """The program contains only the parameters, and does not need hf_rocm. The model stays fused."""
 
     class Logits(nn.Module):
         def __init__(self, inner):

@@ -1,4 +1,4 @@
-"""Quantised checkpoints are loaded with their stored bytes: results, bytes, and the model after `restore`."""
+"""Quantised checkpoints that are loaded with their stored bytes: results, bytes, and the model after `restore`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_results_and_tokens(tmp_path, case):
 
 @each_case
 def test_restore(tmp_path, case):
-    """The same objects with the same bytes, and forwards that dequantise."""
+    """A restored model has the same objects with the same bytes, and forwards that dequantise."""
     reference = checkpoints.write(tmp_path, case)
     model = loading.load(LlamaForCausalLM.from_pretrained, tmp_path)
     modules = dict(model.named_modules())
@@ -135,7 +135,7 @@ def test_copies_pickles_and_moves(tmp_path, case):
 
 @few_cases
 def test_loading_a_state_dict(tmp_path, case):
-    """Another checkpoint of the format, and one with a missing, a misplaced and an unknown tensor."""
+    """Load another checkpoint of the same format, and one with a missing, a misplaced and an unknown tensor."""
     checkpoints.write(tmp_path / "one", case, attention_bias=True)
     model = hf_rocm.from_pretrained(tmp_path / "one", force=True)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -186,16 +186,16 @@ def test_a_graph_and_a_device_map(tmp_path, case):
 
 @few_cases
 def test_offloading_to_disk(tmp_path, case, caplog):
-    """Transformers before 5 offloads parameters only, and these are buffers: it loads the checkpoint its own way.
+    """Before version 5, transformers offloads only parameters, and these are buffers, so stock loads the checkpoint.
 
-    It always does with bitsandbytes.
+    With bitsandbytes, stock always loads it.
     """
     reference = checkpoints.write(tmp_path, case, attention_bias=True)
     offloaded = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     offloaded |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     arguments = {"force": True, "device_map": offloaded, "offload_folder": tmp_path / "offloaded"}
     if Version(transformers.__version__) < Version("5") or case in checkpoints.BITSANDBYTES:
-        with pytest.raises((ImportError, RuntimeError)):  # the package of the format is missing, or a GPU
+        with pytest.raises((ImportError, RuntimeError)):  # the format's package or a GPU is missing
             hf_rocm.from_pretrained(tmp_path, **arguments)
         assert "it are offloaded" in caplog.text
         return
@@ -205,7 +205,7 @@ def test_offloading_to_disk(tmp_path, case, caplog):
 
 
 def test_sizes_that_the_kernels_do_not_support(tmp_path):
-    """Such layers are multiplied with their dequantised weights, and are listed."""
+    """Such layers use their dequantised weights in the GEMM, and are listed."""
     case = checkpoints.compressed(-1)
     reference = checkpoints.write(tmp_path, case, intermediate_size=100)
     model = hf_rocm.from_pretrained(tmp_path, force=True)

@@ -1,4 +1,4 @@
-"""Every format of quantised checkpoints on single layers: any bits, any scales, odd sizes, and unchanged bytes."""
+"""Single layers in every format of quantised checkpoints: any bits, any scales, odd sizes, and unchanged bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def made(case, n, k, dtype=torch.float32):
 
 
 def encoded(layer):
-    """The same numbers for the kernels, in a model of one layer."""
+    """Convert the layer, in a model of one layer, to the kernels' encoding of the same numbers."""
     model = nn.Sequential(layer)
     encode(model)
     assert type(model[0]) is EncodedLinear
@@ -55,7 +55,7 @@ def raw_of(layer):
     return {name: checkpoints.raw(tensor) for name, tensor in layer.state_dict().items()}
 
 
-# N and K: one tile, odd multiples of 16, K of one run and of several
+# N and K: one tile, odd multiples of 16, and K with one run or several
 @each_case
 @pytest.mark.parametrize(("n", "k"), [(16, 128), (48, 384), (112, 1152)])
 def test_products(case, n, k):
@@ -71,7 +71,7 @@ def test_products(case, n, k):
     for m, (x, _, eager, wide) in results.items():
         rounded = new.quantized.rounds
         actual = new.quantized(x)
-        if rounded:  # one scale for each row of x
+        if rounded:  # one scale per row of x
             step = x.abs().amax(1, keepdim=True) / (127 if new.quantized.data.dtype == torch.int8 else 16)
             bound = 0.51 * step.double() * exact.abs().sum(1)
             assert ((actual.double() - wide).abs() <= bound + 1e-4).all(), m
@@ -82,7 +82,7 @@ def test_products(case, n, k):
 
 @each_case
 def test_any_bits_come_back(case):
-    """Every pattern in every tensor, also those that no library writes: -128, fp8 NaN, negative and infinite scales."""
+    """Tensors with random bits, including values that no library writes: -128, fp8 NaN, negative or infinite scales."""
     layer, _ = made(case, 64, 256)
     generator = torch.Generator().manual_seed(0)
     for name, tensor in layer.tensors().items():
@@ -98,7 +98,7 @@ def test_any_bits_come_back(case):
 
 
 ROW_SCALES = [case for case in checkpoints.CASES if " tensor " not in case.name and " block " not in case.name]
-ROW_SCALES = [case for case in ROW_SCALES if case not in checkpoints.BITSANDBYTES]  # whose numbers are at most 1
+ROW_SCALES = [case for case in ROW_SCALES if case not in checkpoints.BITSANDBYTES]  # numbers are at most 1 there
 
 
 @pytest.mark.parametrize("case", ROW_SCALES, ids=str)
@@ -124,7 +124,7 @@ def test_zero_nan_and_extreme_scales(case):
     "case", [*checkpoints.COMPRESSED, *checkpoints.EIGHT_BITS[:1], checkpoints.EIGHT_BITS[3]], ids=str
 )
 def test_the_library_that_defines_the_format(case):
-    """Its compressor writes the same tensors, and its numbers equal those of hf_rocm."""
+    """The library's compressor writes the same tensors, and its numbers equal those of hf_rocm."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -145,7 +145,7 @@ def test_the_library_that_defines_the_format(case):
 
 
 def test_zero_nan_and_extreme_scales_of_blocks():
-    """They affect only the rows of their block; the last block is smaller."""
+    """Such scales affect only the rows of their block. The last block is smaller."""
     layer, _ = made(checkpoints.FINEGRAINED[0], 272, 384)
     scales = layer.tensors()["weight_scale_inv"]
     scales[0], scales[1, 2], scales[2, 0] = 0, torch.nan, 2.0**90
@@ -156,7 +156,7 @@ def test_zero_nan_and_extreme_scales_of_blocks():
 
 
 def test_blocks_are_joined_on_their_borders():
-    """Layers that would begin inside a block are not fused; a part of a joined weight is read from its blocks."""
+    """Layers that would begin inside a block are not fused. A part of a fused weight is read from its blocks."""
     case = checkpoints.FINEGRAINED[0]
     one, other, odd = (made(case, n, 192)[0] for n in (256, 128, 144))
     assert one.format.joins(one.tensors(), other.tensors())
@@ -172,7 +172,7 @@ def test_blocks_are_joined_on_their_borders():
 
 @pytest.mark.parametrize(("weight_only", "scales"), [(False, (256,)), (True, (256,)), (False, (2, 4))], ids=str)
 def test_only_weights_whose_products_round_x_are_shuffled_for_aiter(weight_only, scales, monkeypatch):
-    """Its GEMM rounds x, and hf_rocm's kernels for few rows read the plain order."""
+    """aiter's GEMM rounds x. hf_rocm's kernels for few rows read the plain order."""
     monkeypatch.setattr(eight_bit, "describe", lambda device: Device("cuda", rocm=True, arch="gfx950"))
     monkeypatch.setattr(eight_bit, "shuffle_refuses", lambda spec, device: None)
     monkeypatch.setattr(eight_bit, "choose", lambda spec: ("aiter", "gemm_a8w8_bpreshuffle"))
@@ -185,7 +185,7 @@ def test_only_weights_whose_products_round_x_are_shuffled_for_aiter(weight_only,
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.19"), reason="not run: needs transformers 5.19")
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
 def test_transformers_own_fp8(scale_fmt):
-    """It writes tensors with the same names, shapes and dtypes, and reads the same numbers."""
+    """transformers writes tensors with the same names, shapes and dtypes, and reads the same numbers."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
     from transformers.utils.quantization_config import FineGrainedFP8Config
 
@@ -203,7 +203,7 @@ def test_transformers_own_fp8(scale_fmt):
         assert tensor.dtype in expected[name].dtypes and tuple(tensor.shape) in expected[name].shapes
     layer = layer_of(case, compressed, 256, 384)
     read = Fp8Dequantize(owner).convert({name: [tensor] for name, tensor in compressed.items()})["weight"]
-    read = read[0] if isinstance(read, list) else read  # by release
+    read = read[0] if isinstance(read, list) else read  # some releases return a list
     assert torch.equal(layer.dequantized(read.dtype), read)
     wide, x = layer.dequantized(torch.float64), torch.randn(5, 384)
     new = encoded(layer)

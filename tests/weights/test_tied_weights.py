@@ -1,4 +1,4 @@
-"""Which weights of a model count as shared."""
+"""Which weights of a model are considered shared."""
 
 from __future__ import annotations
 

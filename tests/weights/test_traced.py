@@ -1,4 +1,4 @@
-"""The fused GEMM under torch.compile and torch.export: one graph for every change of the weights."""
+"""The fused GEMM under torch.compile and torch.export: one graph stays correct after any change to the weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_one_graph_serves_every_change_of_the_weights(backend, bias):
     run, counter = compiled(group, backend)
 
     def fused_rows():
-        """The number of rows of the weights that the operation was called with."""
+        """The numbers of rows of the weights in all calls of the operation."""
         with ops.recording() as routes:
             check(run, group)
         return [route.shapes[1][0] for route in routes if route.operation == "linear"]
@@ -108,7 +108,7 @@ def test_accelerates_hooks_are_traced():
     for linear in group.children():
         accelerate.hooks.add_hook_to_module(linear, accelerate.hooks.AlignDevicesHook("cpu"))
     fuse.fuse(group, group.names)
-    run, counter = compiled(group, fullgraph=False)  # accelerate's own code breaks the graph
+    run, counter = compiled(group, fullgraph=False)  # accelerate's code breaks the graph
     check(run, group)
     assert "hf_rocm.linear_group" not in calls(counter)
 

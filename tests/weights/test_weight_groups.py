@@ -1,6 +1,6 @@
 """The contract of a group of weights, for every kind that registers itself.
 
-A kind that is made from plain linear layers is tested as soon as its file exists; other kinds have an entry in
+A kind that consists of plain linear layers is tested as soon as its file exists. Other kinds have an entry in
 `EXAMPLES`.
 """
 
@@ -41,7 +41,7 @@ X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16(
 
 
 class Example(NamedTuple):
-    """How to build and run a group of one kind. build: returns a stock module; form: makes a group of it."""
+    """How to build and run a group of one kind. build: returns a stock module. form: turns it into a group."""
 
     build: Callable[[], Any]
     form: Callable[[Any], object]
@@ -50,8 +50,8 @@ class Example(NamedTuple):
     move: Callable[[Any], object] = lambda module: setattr(module.b.weight, "data", torch.ones(16, WIDTH).bfloat16())
     nbytes: Callable[[Any], int] = lambda stock: sum(parameter.nbytes for parameter in stock.parameters())
     extra: Callable[[Any], int] = lambda stock: 0
-    exact: bool = True  # no rounding except that of the GEMM
-    copies: bool = True  # a copy of the module has a group too, at its first call at the latest
+    exact: bool = True  # nothing is rounded except the GEMM's result
+    copies: bool = True  # a copy of the module has a group, too, at its first call at the latest
 
 
 def linears() -> Group:
@@ -144,7 +144,7 @@ EXAMPLES: dict[type[WeightGroup], Example] = {
 @pytest.fixture(params=kinds(), ids=lambda kind: kind.__name__)
 def kind(request, machine, monkeypatch):
     machine(threshold=1)
-    monkeypatch.setattr(experts_shuffled, "aiter_refuses", lambda *_: None)  # the recorded package has no such kernel
+    monkeypatch.setattr(experts_shuffled, "aiter_refuses", lambda *_: None)  # the recorded aiter has no such kernel
     with torch.no_grad():
         yield request.param
 
@@ -162,7 +162,7 @@ def formed(kind: type[WeightGroup]) -> tuple[Example, Any]:
 
 
 def follows(example: Example, module: Any, stock: Any) -> None:
-    """Check that the group computes what its layers compute one by one: stock layers, or those with 8-bit weights."""
+    """Check that the group's results equal those of its layers one by one, which are stock or have 8-bit weights."""
     actual = example.run(module)
     assert actual is not None
     if not example.exact:
@@ -173,7 +173,7 @@ def follows(example: Example, module: Any, stock: Any) -> None:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """The contents of the modules' dictionaries, and the identities of the parameters."""
+    """Returns the contents of the modules' dictionaries, and the identities of the parameters."""
     entries: dict[str, Any] = {}
     for path, named_module in module.named_modules():
         entries[f"{path} attributes"] = sorted(named_module.__dict__)
@@ -193,7 +193,7 @@ def test_a_live_group_computes_what_its_layers_compute(kind):
 def test_norm_and_activation_are_fused_with_the_gemm(kind):
     _, module = formed(kind)
     if kind in (Stacked, CopiedExperts):
-        assert product(module, X) is None  # not a GEMM of one input
+        assert product(module, X) is None  # experts are not a GEMM with one input
         return
     norm = ops.Norm(torch.randn(WIDTH).bfloat16(), 1e-6)
     normed = ops.rms_norm(X, norm.weight, eps=norm.eps)
@@ -206,7 +206,7 @@ def test_a_moved_weight_is_refused(kind):
     assert example.run(module) is not None
     example.move(module)
     actual = example.run(module)
-    if actual is not None:  # a group rebuilt from the current weights
+    if actual is not None:  # the group was rebuilt from the current weights
         torch.testing.assert_close(actual, example.one_by_one(module, X))
     stale = live(module)
     assert stale is None or not stale.parts or type(stale) is not kind
@@ -250,10 +250,10 @@ def test_a_copy_has_a_separate_group_or_none(kind, how):
 
 def test_with_gradients_the_layers_run(kind):
     example, module = formed(kind)
-    if kind is Quantized:  # its layers have no parameters
+    if kind is Quantized:  # quantised layers have no parameters
         return
     with torch.enable_grad():
         actual = example.run(module)
         assert actual is None or actual.grad_fn is not None
-    # the parameter of a single shuffled layer is the stock one from then on
+    # afterwards, the parameter of a single shuffled layer is the stock one
     assert kind is ShuffledLinear or example.run(module) is not None

@@ -1,7 +1,7 @@
-"""Run as a script by test_parallel.py, once for each of two processes: tensor parallelism, DDP and FSDP2 over gloo.
+"""Tensor parallelism, DDP and FSDP2 over gloo. test_parallel.py runs this script in two processes.
 
-Arguments: the rank, a free port, the checkpoint. Both ranks see the same batch, so that averaged gradients are those of
-one process.
+Arguments: the rank, a free port, and the checkpoint. Both ranks have the same batch, so averaged gradients equal those
+of one process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def prepared(checkpoint: str):
 
 
 def tensor_parallel(checkpoint: str) -> None:
-    """transformers shards the weights, and this rank's rows are fused; tests/distributed tests the rest."""
+    """transformers shards the weights, and this rank's rows are fused. tests/distributed tests the rest."""
     expected = logits(stock(checkpoint))
     model = LlamaForCausalLM.from_pretrained(checkpoint, tp_plan="auto").eval()
     assert type(model.model.layers[0].mlp.up_proj.weight.data).__name__ == "DTensor"

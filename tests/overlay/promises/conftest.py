@@ -1,4 +1,4 @@
-"""Fixtures for the promises: small sites, wheels of the stock files, real uv and pip."""
+"""Fixtures for the promises: small sites, wheels of the stock files, and the real uv and pip."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @contextmanager
 def in_memory(folder: Path) -> Iterator[Path]:
-    """A folder in memory if there is one: fsync is called as usual and costs nothing."""
+    """Use a folder in memory if possible: fsync is called as usual and costs nothing."""
     shared = Path("/dev/shm")
     if not (shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2**26):
         yield folder
@@ -59,7 +59,7 @@ def farm(memory: Path) -> Callable[[str], Site]:
 
 @pytest.fixture
 def environments(tmp_path: Path) -> Callable[..., Environment]:
-    """Make environments with stock transformers. They share one folder of wheels and one cache."""
+    """Create environments with stock transformers, which share one folder of wheels and one cache."""
     wheels = tmp_path / "wheels"
     make_wheel(wheels)
     make_wheel(wheels, NEXT, note=b"# a newer release\n")

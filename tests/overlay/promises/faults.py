@@ -1,4 +1,4 @@
-"""Faults of the operating system: strace makes a system call of a command fail, or kills the command at the call."""
+"""Faults of the operating system: strace makes a command's system call fail, or kills the command at that call."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ import pytest
 from hf_rocm.overlay import catalog
 from tests.overlay.promises.injected import BEGIN, IDLE, READY
 
-FEW = 16  # more calls of one name than the parent makes after strace has attached: see `injected`
+FEW = 16  # exceeds the number of calls of one name that the parent makes after strace has attached: see `injected`
 NO_FILES = {"mmap", "ioctl", "fcntl", "dup", "lseek"}  # calls on open descriptors that don't access the disk
 DRIVER = Path(__file__).with_name("injected.py")
-PATIENCE = 300  # seconds for all runs with a fault at one call
+PATIENCE = 300  # seconds, for all runs with a fault at one call
 _LINE = re.compile(r"^(\d+) +([a-z0-9_]+)\(")
 
 ERRORS = ("ENOSPC", "EACCES", "EROFS", "EIO")
@@ -32,14 +32,14 @@ SIGNALS = ("KILL", "INT", "TERM")
 
 @dataclass(frozen=True)
 class Call:
-    """One system call of a command: its name, and its index among the calls of that name."""
+    """One system call of a command: its name, and its number among the calls of that name."""
 
     name: str
     number: int
 
 
 def require_injection() -> None:
-    """Fail instead of skipping: without fault injection the suite proves nothing."""
+    """Fail instead of skipping, because the suite proves nothing without fault injection."""
     strace = shutil.which("strace")
     if strace is None:
         pytest.fail("these tests inject faults with strace, which is not installed: apt-get install strace")
@@ -72,7 +72,7 @@ class Driver:
         self.process.communicate()
 
     def calls(self, site: Path) -> list[Call]:
-        """Every system call on this site in a run without faults."""
+        """All system calls on this site in a run without faults."""
         (status,) = self._run(None, 0, [(0, site)], ["-y", "-o", str(self.trace), "-e", "trace=%file,%desc"])
         assert status == 0, status
         counts: dict[str, int] = {}
@@ -95,7 +95,7 @@ class Driver:
     def strike(self, fault: str, name: str, places: Sequence[tuple[int, Path]]) -> list[int]:
         """Run the command once on each site, with the fault at call number `place` of this name.
 
-        strace attaches to a process that has already imported everything, so that earlier calls are not counted.
+        strace attaches to a process that has already imported everything, so earlier calls are not counted.
         """
         what = f"signal={fault}" if fault in SIGNALS else f"error={fault}"
         lead = max(place for place, _ in places) + FEW
@@ -145,7 +145,7 @@ def _is_traced(process: int) -> bool:
 
 
 def _overlays(models: Sequence[str], root: Path) -> Path:
-    """Only the overlays of these models: a child reads them, and strace slows down every call."""
+    """Copy only the overlays of these models, because a child reads them all and strace slows down every call."""
     if not root.exists():
         for directory in catalog.load().directories:
             for model in set(models) & directory.files.keys():

@@ -1,4 +1,4 @@
-"""Runs under strace: one child process per call, each with its own site, each running one command.
+"""Runs under strace: one child process per system call. Every child has its own site and runs one command.
 
 A child first makes `lead - place` calls without effect, so that strace's `when=<lead>` hits the command's call number
 `place`. strace counts calls per process. It attaches to the children's parent, a fork of the process that has imported
@@ -19,17 +19,17 @@ from pathlib import Path
 
 from hf_rocm.errors import HfRocmError
 from hf_rocm.overlay import catalog as catalogs
-from hf_rocm.overlay import commands, integrity  # noqa: F401 (imported now: children are to import nothing)
+from hf_rocm.overlay import commands, integrity  # noqa: F401 (imported here, so that children import nothing)
 from hf_rocm.overlay.install import Interrupted
 
 NO_DESCRIPTOR = 2**20
 NOWHERE = "/nowhere/at/all"
 BEGIN = "/the/command/begins/here"
 READY = "ready for strace"
-_ANY_TRACER = 0x59616D61, 2**64 - 1  # PR_SET_PTRACER, PR_SET_PTRACER_ANY: for systems that only allow a parent to trace
+_ANY_TRACER = 0x59616D61, 2**64 - 1  # PR_SET_PTRACER, PR_SET_PTRACER_ANY: some systems only allow a parent to trace
 _DIRECTORY_ENTRIES = {"x86_64": 217, "aarch64": 61}
 
-# calls without effect, which are only counted
+# calls without effect, which strace counts
 IDLE: dict[str, Callable[[], object]] = {
     "openat": lambda: os.open(NOWHERE, os.O_RDONLY),
     "read": lambda: os.read(NO_DESCRIPTOR, 1),
@@ -78,7 +78,7 @@ def serve() -> None:
 
 
 def run(order: dict[str, object], catalog: catalogs.Catalog) -> list[int]:
-    """The exit status of each child, as waitpid gives it."""
+    """The exit status of every child, as returned by waitpid."""
     command = {"install": commands.install, "uninstall": commands.uninstall}[str(order["command"])]
     idle = IDLE[str(order["call"])] if order["call"] else None
     statuses = []
@@ -102,7 +102,7 @@ def run(order: dict[str, object], catalog: catalogs.Catalog) -> list[int]:
                 code = 128 + interrupted.signal
             except KeyboardInterrupt:
                 code = 130
-            except BaseException:  # noqa: BLE001 (a child of a test: whatever it is belongs into the report)
+            except BaseException:  # noqa: BLE001 (the test reports every error of a child)
                 import traceback
 
                 traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Random steps in random order on hard links to a real transformers: the invariants hold after every step."""
+"""Random steps in random order on hard links to a real transformers. The invariants must be true after every step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Killed(Disk):
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """A model of the content of each file: the stock bytes, the version of the block, and edits."""
+    """Models the content of every file: the stock bytes, the version of the block, and edits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class AnyOrder(RuleBasedStateMachine):
         self._package_manager(VERSION)
 
     def _package_manager(self, version: str) -> None:
-        """Install a release as pip and uv do: link its files to the cache and remove the previous ones."""
+        """Install a release as pip and uv do: remove the previous files, and link the new ones to the cache."""
         shutil.rmtree(self.site.path, ignore_errors=True)
         shutil.copytree(self.caches[version].path, self.site.path, copy_function=os.link)
         self.version = version
@@ -113,7 +113,7 @@ class AnyOrder(RuleBasedStateMachine):
     def edit(self, model: str, where: int) -> None:
         data = bytearray(self.site.model(model).read_bytes())
         data[where % len(data)] ^= 1
-        # like an editor that writes a new file; `status --record` covers `cp` onto a file
+        # write a new file, as editors do; the tests of `status --record` cover writes in place
         self.site.model(model).unlink()
         self.site.model(model).write_bytes(data)
         self.expected[model] = bytes(data)
@@ -164,7 +164,7 @@ class AnyOrder(RuleBasedStateMachine):
                 self.expected[model] = wanted[model]
 
     def _refuses(self, command: Any, model: str) -> bool:
-        """An edit that removes the whole block leaves nothing to uninstall."""
+        """Whether the command refuses an edited file. If an edit removed the block, there is nothing to uninstall."""
         return command is install or block.has_block(self.expected[model])
 
     def _installed(self, model: str) -> bytes:
@@ -232,7 +232,7 @@ def _machine(examples: int, steps: int) -> Any:
         stateful_step_count=steps,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
-        phases=[Phase.generate],  # a failure shows its steps; shrinking takes minutes
+        phases=[Phase.generate],  # no shrinking, which takes minutes; a failure lists its steps anyway
     )
     return case
 

@@ -27,7 +27,7 @@ from tests.overlay.promises.world import VERSION, Environment
 
 Farm = Callable[[str], Site]
 
-# several commands per process, so that they overlap despite the start-up time
+# every process runs several commands, so that they overlap despite the start-up time
 BUSY = """
 import sys
 from hf_rocm.overlay.catalog import load
@@ -39,7 +39,7 @@ for round in range(int(sys.argv[2])):
     for command in (install, uninstall) if (round + int(sys.argv[3])) % 2 else (uninstall, install):
         command(transformers_path=sys.argv[1], catalog=catalog)[0].check()
 """
-# imports while files change: every version of a file is valid Python, with or without a whole block
+# import while files change: at any time, a file is valid Python with a complete block or without one
 READER = """
 import sys
 stock, installed = [open(path, "rb").read() for path in sys.argv[2:4]]
@@ -135,7 +135,7 @@ def test_10_concurrently_with_a_real_uv(environments: Callable[..., Environment]
         go(busy)
         _, errors = reinstalling.communicate(timeout=60)
         assert reinstalling.returncode == 0, errors
-        busy.communicate(timeout=60)  # transformers may be absent for a moment, which is refused
+        busy.communicate(timeout=60)  # a command refuses to run at a moment when transformers is absent
         assert busy.returncode in (0, 1)
         assert not list(site.path.rglob(f"*{LEFTOVER}"))
         environment.install(VERSION, "--reinstall")

@@ -1,4 +1,4 @@
-"""The files after install-overlays and uninstall-overlays: bytes, modes, owners, and no other files."""
+"""The files after install-overlays and uninstall-overlays: their bytes, modes and owners, and no other files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_02_uninstall_restores_every_byte(
     site = farm("one")
     site.model("llama").chmod(0o640)
     before = hashes(site.path)
-    with monkeypatch.context() as older:  # an older hf-rocm, then this one, twice, and partially
+    with monkeypatch.context() as older:  # install with an older hf-rocm, then with this one, twice and partially
         older.setattr("hf_rocm.overlay.state.__version__", "0.0.9")
         install(selection, transformers_path=site.path)
     install(selection, transformers_path=site.path)
@@ -83,7 +83,7 @@ def test_03_an_edit_is_refused_by_name_and_never_overwritten(
     file.unlink()
     file.write_bytes(edited)
     before = fingerprint(site.path)
-    gone = b"hf-rocm overlay" not in edited  # then there is nothing to uninstall
+    gone = b"hf-rocm overlay" not in edited  # if so, there is nothing to uninstall
     for command in ["install-overlays"] if gone else ["install-overlays", "uninstall-overlays"]:
         assert main([command, "--transformers-path", str(site.path)]) == 1
         shown = capsys.readouterr()
@@ -208,7 +208,7 @@ def test_20_files_that_root_installs_keep_their_owner(farm: Farm) -> None:
     folder, file = site.model("bert").parent, site.model("bert")
     os.chown(file, 12345, 54321)
     os.chown(folder, 12345, 11111)
-    folder.chmod(0o2775)  # new files get the folder's group by default
+    folder.chmod(0o2775)  # setgid: by default, new files get the folder's group
     for command in (install, uninstall):
         command(["bert"], transformers_path=site.path)
         assert (file.stat().st_uid, file.stat().st_gid) == (12345, 54321)

@@ -1,4 +1,4 @@
-"""System faults during a command: every file is stock or installed, and the next command works."""
+"""After a system fault during a command, every file is stock or installed, and the next command works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Farm = Callable[[str], Site]
 
 
 class Trial:
-    """One command on three overlays, and every system call that it makes on its site."""
+    """A command on three overlays, with all the system calls that it makes on its site."""
 
     def __init__(self, farm: Farm, command: str, driver: faults.Driver) -> None:
         self.command, self.driver, self.models, self.farm = command, driver, driver.models, farm
@@ -37,7 +37,7 @@ class Trial:
         assert self.contents(watched) == self.after
 
     def strike_everywhere(self, fault: str) -> list[tuple[Call, Site, int]]:
-        """Run the command once for each of its calls, with the fault at that call."""
+        """Run the command once per system call, with the fault at that call."""
         struck = []
         for name in sorted({call.name for call in self.calls}):
             numbers = [call.number for call in self.calls if call.name == name]
@@ -53,7 +53,7 @@ class Trial:
         return struck
 
     def check(self, site: Site, where: object) -> None:
-        """Check the state after a fault: valid files, a working next command, no leftovers, no other files changed."""
+        """Check the state after a fault: valid files, a next command that works, no leftovers, and no other changes."""
         result = self.contents(site)
         for model in self.models:
             assert result[model] in (self.before[model], self.after[model]), (where, model)
@@ -87,7 +87,7 @@ def leftovers(site: Site) -> list[Path]:
 def trial(
     request: pytest.FixtureRequest, fault_models: Sequence[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Trial]:
-    """One per command. Every fault is injected at the same calls, on separate sites."""
+    """One trial per command. Every fault is injected at the same calls, on separate sites."""
     faults.require_injection()
     scratch = tmp_path_factory.mktemp(request.param)
     driver = faults.Driver(request.param, fault_models, scratch)
@@ -117,7 +117,7 @@ def test_06_a_full_or_broken_disk_at_any_call_undoes_the_run(trial: Trial, error
         code = os.WEXITSTATUS(status)
         assert code in (0, 1), (call, code)
         assert trial.contents(site) == (trial.after if code == 0 else trial.before), (call, code)
-        # if removing a new file failed, the next run removes it
+        # if the removal of a new file failed, the next run removes it
         assert not leftovers(site) or call.name in ("unlink", "unlinkat"), call
         failed += code == 1
         trial.check(site, call)
@@ -130,7 +130,7 @@ def test_07_an_interrupt_at_any_call_undoes_the_run(trial: Trial, name: str) -> 
     number = signal.Signals[f"SIG{name}"]
     undone = 0
     for call, site, status in trial.strike_everywhere(name):
-        if os.WIFSIGNALED(status):  # before the first write or after the last one
+        if os.WIFSIGNALED(status):  # killed before the first write or after the last one
             assert os.WTERMSIG(status) == number, (call, status)
             assert trial.contents(site) in (trial.before, trial.after), call
         else:

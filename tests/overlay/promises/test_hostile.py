@@ -1,4 +1,4 @@
-"""A tampered overlay directory, and names that would leave their folder."""
+"""Overlay directories that were tampered with, and names that point outside their folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With real package managers: their caches and other environments are never changed."""
+"""With real package managers, their caches and other environments are never changed."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_08_status_record_finds_overwritten_files_and_names_the_fix(environments
     one, two = environments("one", "uv", "hardlink"), environments("two", "uv", "hardlink")
     assert one.hf_rocm("status", "--record").returncode == 0
     install(["bert"], transformers_path=one.site.path)
-    with one.site.model("llama").open("ab") as file:  # in place, as `cp` writes
+    with one.site.model("llama").open("ab") as file:  # write in place, as `cp` does
         file.write(b"# patched\n")
     (one.site.root / "models" / "llama" / "check.py").touch()
     one.site.model("gemma").unlink()
@@ -172,11 +172,11 @@ def test_15_only_the_running_environment_is_written_to(environments: Make, tmp_p
     shown = one.hf_rocm("install-overlays", "--dry-run")
     assert shown.returncode == 0 and str(one.site.root) in shown.stdout
     before = {variant.path: fingerprint(variant.site.root) for variant in (one, two)}
-    # a second transformers on the path: ambiguous, so refused
+    # a second transformers on the path is ambiguous, so it is refused
     shadowed = one.hf_rocm("install-overlays", PYTHONPATH=str(two.site.path))
     assert shadowed.returncode == 1 and "more than one transformers" in shadowed.stderr
     assert str(one.site.root) in shadowed.stderr and str(two.site.root) in shadowed.stderr
-    # a transformers of another environment
+    # a transformers that belongs to another environment is refused, too
     one.uninstall()
     (one.site.path / "borrowed.pth").write_text(str(two.site.path))
     borrowed = one.hf_rocm("install-overlays")

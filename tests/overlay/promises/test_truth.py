@@ -1,4 +1,4 @@
-"""Reported states are true: the code that runs, the output of status, the comparison of ranks, and upgrades."""
+"""Reported states are correct: the code that runs, the output of status, the comparison of ranks, and upgrades."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.overlay.conftest import MODELS, Site, next_release
 
 Farm = Callable[[str], Site]
 
-# the code that `import` would run for a file, by Python's own rules for compiled files
+# prints the strings in the code that `import` would run for a file, by Python's own rules for compiled files
 RUNS = """
 import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("transformers.models.bert.modeling_bert", sys.argv[1])
@@ -45,7 +45,7 @@ FRESH = [
 
 
 def runs(file: Path, *options: str, prefix: Path | None = None) -> str:
-    """The version of the block that a fresh interpreter would run; empty without a block."""
+    """The version of the block that a new interpreter would run. Empty if there is no block."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     if prefix is not None:
         variables["PYTHONPYCACHEPREFIX"] = str(prefix)
@@ -58,7 +58,7 @@ def runs(file: Path, *options: str, prefix: Path | None = None) -> str:
     return next((constant for constant in constants if constant in ("0.0.1", "0.0.2", hf_rocm.__version__)), "")
 
 
-FORGED = {  # a block with a correct hash: (its version, its code, the reported states of `installed` and of --record)
+FORGED = {  # blocks with a correct hash: (id, version, code, the states that `installed` and --record report)
     "other code": ("{id}", hf_rocm.__version__, "x = 1\n", "foreign", Finding.CHANGED),
     "no overlay's id": ("transformers-1.0/bert", hf_rocm.__version__, "x = 1\n", "foreign", Finding.CHANGED),
     "another model's": ("{llama}", hf_rocm.__version__, "{text}", "foreign", Finding.CHANGED),
@@ -177,7 +177,7 @@ def test_08_status_reports_every_state(farm: Farm, monkeypatch: pytest.MonkeyPat
 
 
 class Ranks(types.ModuleType):
-    """A stand-in for torch.distributed with the functions that `check` uses, and given results of the other ranks."""
+    """A stand-in for torch.distributed with the functions that `check` uses, and with fixed results of other ranks."""
 
     def __init__(self, *others: tuple[str, str, HfRocmError | None]) -> None:
         super().__init__("torch.distributed")

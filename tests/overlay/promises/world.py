@@ -1,4 +1,4 @@
-"""Real environments, made offline with the real uv and pip from wheels of the stock files that have overlays."""
+"""Real environments, created offline by the real uv and pip from wheels of the stock files that have overlays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEXT = ".".join([*VERSION.split(".")[:2], "98"])
 
 
 def make_wheel(folder: Path, version: str = VERSION, *, note: bytes = b"") -> Path:
-    """A wheel named transformers with the stock files of every overlay's model. note: added to each file."""
+    """Build a wheel named transformers with the stock files that have overlays. note: appended to every file."""
     source = installed_package()
     old = (source / "__init__.py").read_bytes()
     files = {"transformers/__init__.py": old.replace(VERSION.encode(), version.encode())}
@@ -47,7 +47,7 @@ def make_wheel(folder: Path, version: str = VERSION, *, note: bytes = b"") -> Pa
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment. tool: the package manager that it is used with."""
+    """A virtual environment. tool: the package manager that manages it."""
 
     path: Path
     wheels: Path

@@ -1,4 +1,4 @@
-"""A tiny model, and results like those of a run."""
+"""A tiny model, and example results of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Part(torch.nn.Parameter):
-    """A parameter of which this rank stores the first half."""
+    """A sharded parameter. This rank stores the first half."""
 
     def to_local(self):
         return self[: len(self) // 2]

@@ -1,4 +1,4 @@
-"""Starts are fresh processes with separate caches, and a failed start reports the reason."""
+"""Cold starts run in new processes with separate caches, and a failed start reports the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dummy checkpoint: transformers loads it, it takes no disk space, and every rank fills its shards correctly."""
+"""transformers loads a dummy checkpoint, which takes no disk space, and every rank fills its shards correctly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALLER = {
 
 @pytest.fixture
 def smaller(monkeypatch):
-    """Shapes of the same kinds, but smaller."""
+    """Replace the known shapes by smaller ones of the same kinds."""
     for name, settings in SMALLER.items():
         shape = known_shapes.SHAPES[name]
         sizes = {**shape.settings, **settings, "vocab_size": 512, "intermediate_size": 64}
@@ -54,7 +54,7 @@ def test_it_takes_no_disk_space(tmp_path):
 def test_shards_differ_between_ranks_and_replicated_parameters_do_not(tmp_path):
     dummy_checkpoint.write(tmp_path, "small", dtype=torch.float32, layers=1)
     first = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    # a rank's rows of q
+    # simulate a rank's rows of q
     query = first.model.layers[0].self_attn.q_proj
     query.weight = torch.nn.Parameter(query.weight[:128].clone())
     second = copy.deepcopy(first)

@@ -1,4 +1,4 @@
-"""Rounds are interleaved, warm-up is not timed, a side that cannot run is skipped, and sides share weights."""
+"""Rounds are interleaved, warm-up is not timed, a side that can't run is skipped, and sides share weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_timed_round_counts_every_token_after_the_first(model):
 
 
 def test_a_recorded_step_is_also_timed_alone(model, monkeypatch):
-    """The timing must not change the tokens of the next call."""
+    """Timing a step must not change the tokens of the next call."""
     monkeypatch.setitem(recorder.factories, "cpu", EmulatedRecorder)
     run = measurement(model, ["stock", "no-graphs", "hf_rocm"], rounds=1)
     monkeypatch.setattr(variants.Side, "forget", lambda side: None)
@@ -112,7 +112,7 @@ def test_sides_share_weights_and_only_hf_rocms_is_prepared(model):
 
 
 def test_hf_rocm_is_timed_with_fused_weights(monkeypatch):
-    """Models that share its weights must not move them out of the fused blocks."""
+    """Models that share hf_rocm's weights must not move them out of the fused blocks."""
     seen = []
     timed = measure.timed
 

@@ -1,4 +1,4 @@
-"""bench ops: every implementation is timed by itself, wrong ones aren't timed, and refusals are reported."""
+"""bench ops: every implementation is timed separately, wrong ones aren't timed, and refusals are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No speed on wrong numbers: the check accepts correct results and refuses injected wrong ones, on every side."""
+"""No speed is reported on wrong numbers: the check accepts correct results and refuses injected errors on all sides."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_correct_results_pass_and_are_recorded(case, model):
 def test_wrong_results_of_hf_rocm_end_the_run(case, model, monkeypatch):
     with ops.recording() as routes:
         run(model, ["hf_rocm"], case)
-    assert {entry.operation for entry in routes} >= {"rms_norm"}  # the route of the fault below
+    assert {entry.operation for entry in routes} >= {"rms_norm"}  # the fault below affects this operation
     hf_rocm.restore(model)
     spoil(monkeypatch, 1e-3)
     with pytest.raises(measure.Mismatch, match="hf_rocm returns wrong numbers") as error:
@@ -48,14 +48,14 @@ def test_a_rounding_error_is_no_mismatch(model, monkeypatch):
 
 
 def spoil(monkeypatch, by):
-    """Only hf_rocm's side runs through the router."""
+    """Scale the results of the norm. This affects only hf_rocm's side, because stock does not use the router."""
     from hf_rocm.ops import pointwise, registry
 
     right = pointwise.torch_rms_norm
     operation = registry.operations()["rms_norm"]
     for implementation in operation.implementations:
         monkeypatch.setitem(implementation.__dict__, "call", lambda *args: right(*args) * (1 + by))
-    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # earlier lookups remain correct
+    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # cached lookups stay correct
 
 
 def test_another_side_with_wrong_results_is_skipped(model):

@@ -1,4 +1,4 @@
-"""Kernel times are summed, gaps are times without kernels, and a trace is written."""
+"""Kernel times are summed, times without kernels count as gaps, and a trace is written."""
 
 from __future__ import annotations
 

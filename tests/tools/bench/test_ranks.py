@@ -1,4 +1,4 @@
-"""Starting ranks: refusals before the start, the failure of a rank, and the reported cause."""
+"""Starting ranks: refusals before the start, failing ranks, and the cause that is reported."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ if rank == 0:
 
 @pytest.fixture
 def ranks_are(monkeypatch):
-    """Run this program as every rank, and write no checkpoint."""
+    """Returns a function that makes every rank run a given program. No checkpoint is written."""
 
     def put(program: str) -> None:
         monkeypatch.setattr(ranks, "_CHILD", program)

@@ -1,4 +1,4 @@
-"""Segments are read as written, replace older ones, and other files are refused by name."""
+"""Segments are read back as written and replace older ones. Other files are refused by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_segments_are_read_as_written(tmp_path):
 
 
 def test_the_schema():
-    """The schema that programs read; a change requires another FORMAT."""
+    """Programs read this schema, so a change requires a new FORMAT."""
     data = segment().to_dict()
     assert set(data) == {
         "name", "machine", "commit", "model", "rates", "rounds", "missing", "results", "kernels", "starts"

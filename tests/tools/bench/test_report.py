@@ -1,4 +1,4 @@
-"""The sentences of a comparison."""
+"""The sentences that report a comparison."""
 
 from __future__ import annotations
 

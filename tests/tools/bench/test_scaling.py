@@ -1,4 +1,4 @@
-"""The arithmetic of sharding a model, against the sizes of real models and against its inverse."""
+"""The arithmetic of sharding a model, compared with the sizes of real models and with its inverse."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-# (rule, file name, text): every text has exactly one finding
+# (rule, file name, text): every text results in exactly one finding
 PLANTED = [
     ("nvidia-only-import", "a.py", "import pynvml\n"),
     ("nvidia-only-import", "a.py", "import torch\nif torch.cuda.is_available():\n    import pynvml as nv\n"),
@@ -131,7 +131,7 @@ PLANTED = [
     ("lane-mask-32", "a.cu", "x += __shfl_down_sync(0xFFFFFFFFu, x, 16);\n"),
 ]  # fmt: skip
 
-# (the rule that it resembles, file name, text): no text has a finding
+# (the rule that is almost matched, file name, text): no text results in a finding
 NEAR_MISSES = [
     ("nvidia-only-import", "a.py", "try:\n    import pynvml\nexcept ImportError:\n    pynvml = None\n"),
     ("nvidia-only-import", "a.py", "def f():\n    import pynvml\n"),

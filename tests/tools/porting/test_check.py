@@ -1,4 +1,4 @@
-"""port-check finds every planted pattern at its line, reports no near misses, and fails on no file."""
+"""port-check finds every planted pattern at its line, reports no near misses, and can read any file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_rule_has_a_finding_and_a_near_miss():
     assert names - {rule for rule, *_ in NEAR_MISSES} == set()
 
 
-# Wrong on every platform, so that a platform check around it makes no difference.
+# Rules for code that is wrong on every platform, so a platform check around it makes no difference.
 EVERYWHERE = {"expanded-key-value", "unknown-aiter-name", "unknown-aiter-variable", "aiter-positional-arguments"}
 SCRIPTS = (".py", ".sh", ".txt", ".yml", ".yaml", ".cfg", ".cmake")
 
@@ -94,7 +94,7 @@ FAR = "int the_sum_of_everything = the_first_of_many_arguments + the_second_of_m
     ],
 )
 def test_a_quoted_line_is_cut_around_the_match(tmp_path, name, text, token):
-    """The part that the rule matched is visible, and `…` marks both places where the line was cut."""
+    """The quotation contains the part that the rule matched, and `…` marks both cuts."""
     (finding,) = checked(tmp_path, name, text).findings
     line = " ".join(text.splitlines()[0].split())
     assert token in finding.what and len(finding.what) <= 80
@@ -286,11 +286,11 @@ INDEX = "[[tool.uv.index]]\nname = 'i{0}'\nurl = 'https://pypi.nvidia.com/{0}'\n
 
 
 def words(number):
-    """A unique word for a number: its digits as letters."""
+    """Returns a unique word for a number: its digits as letters."""
     return str(number).translate(str.maketrans("0123456789", "abcdefghij")) + "x"
 
 
-# Files whose cost is quadratic if something is read again for each part: the text for n parts.
+# Functions that return the text of a file with n parts. Reading something again for every part would be quadratic.
 HOSTILE = {
     "guards.py": lambda n: "def f():\n" + "".join(f"    if {words(number)}: return\n" for number in range(n)),
     "findings.py": lambda n: "import pynvml\n" * n,

@@ -1,4 +1,4 @@
-"""A stand-in for any release of aiter: the files and tables that tuning reads, and a tuner with results."""
+"""A stand-in for any release of aiter: the files and tables that tuning reads, and a tuner that writes results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_rocm.ops.aiter.tables.machine import Gpu, Release
 
 MI300X = Gpu("gfx942", 304)
 
-# The visible behaviour of aiter's tuners with their two files; the file HOW selects the outcome.
+# Behaves like aiter's tuners, which read one file and write another. The file `how` selects the outcome.
 TUNER = """
 import csv, os, sys, time
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -48,7 +48,7 @@ sys.exit("some" in how)
 
 
 class FakeAiter(NamedTuple):
-    """The package on this path. how: a file that selects the outcome of its tuner."""
+    """The package in this folder. how: a file that selects the outcome of the tuner."""
 
     site: Path
     release: Release
@@ -57,7 +57,7 @@ class FakeAiter(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A separate cache, and no active table before and after the test."""
+    """Use a separate cache, and make sure that no table is active before and after the test."""
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "cache"))
     for name in ("AITER_CONFIG_GEMM_BF16", "GPU_ARCHS", "CU_NUM"):
         monkeypatch.delenv(name, raising=False)
@@ -67,7 +67,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 @pytest.fixture
 def fake_aiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., FakeAiter]:
-    """Install an aiter of this release on the path, on a simulated MI300X."""
+    """Returns a function that puts an aiter of a given release on the path and simulates an MI300X."""
 
     def install(version: str, *shipped: str, models: dict[str, str] | None = None) -> FakeAiter:
         layout = layout_of(version)
@@ -101,7 +101,7 @@ def write(file: Path, text: str) -> Path:
 
 
 def row(layout: Layout, **changes: object) -> str:
-    """One row of this layout, for an MI300X unless overridden."""
+    """Returns one row of this layout, for an MI300X unless overridden."""
     values: dict[str, object] = {
         "gfx": "gfx942",
         "cu_num": 304,

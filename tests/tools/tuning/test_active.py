@@ -1,4 +1,4 @@
-"""The tables that aiter is configured with before it is imported."""
+"""The tables that are set for aiter before it is imported."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_child_process_uses_its_parents_merged_table(fake_aiter, monkeypatch):
     inherited = given()
     write(store.tuned(MI300X, fake.release), table_text(LAYOUT, row(LAYOUT, M=4)))
     with monkeypatch.context() as child:
-        child.setattr(options, "_users_tables", None)  # the environment of a new process
+        child.setattr(options, "_users_tables", None)  # as in a new process that inherits the environment
         active.before_import()
     assert given() == inherited
 

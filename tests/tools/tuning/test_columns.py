@@ -1,4 +1,4 @@
-"""The columns of every release, compared with the headers of its files."""
+"""The columns of every aiter release, compared with the headers of its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ D = "cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,splitK,
 E = f"gfx,{D}"
 PLAIN, SHUFFLED = "M,N,K,bias,dtype,outdtype,scaleAB", "M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle"
 
-# release: (tuned, untuned, the shipped file, whether rows are looked up by gfx)
+# release → (columns of tuned files, columns of untuned files, the shipped file, whether rows are looked up by gfx)
 RECORDED = {
     **dict.fromkeys(("0.1.5.post2", "0.1.5.post4", "0.1.6"), (A, PLAIN, "tuned_gemm.csv", False)),
     "0.1.6.post1": (B, PLAIN, "tuned_gemm.csv", False),

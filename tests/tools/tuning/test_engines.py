@@ -1,4 +1,4 @@
-"""Running aiter's own tuner: its inputs, the saved results, and the messages if it fails."""
+"""Running aiter's own tuner: its input, the saved results, and the messages if it fails."""
 
 from __future__ import annotations
 

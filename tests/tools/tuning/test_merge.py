@@ -1,4 +1,4 @@
-"""Merging tables: precedence of rows, omitted rows, and aiter's lookups in the result."""
+"""Merging tables: the precedence of rows, omitted rows, and aiter's lookups in the result."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_the_number_of_gemms_that_aiter_finds(read):
     merged = merge([(YOURS, read(row(LAYOUT, M=16), row(LAYOUT, M=64, bias=True)))], LAYOUT, MI300X)
     shapes = [
         Gemm(16, 4096, 512, "torch.bfloat16", False),
-        Gemm(9, 4096, 512, "torch.bfloat16", False),  # padded to 16
-        Gemm(33, 4096, 512, "torch.bfloat16", True),  # to 64, the power of two
+        Gemm(9, 4096, 512, "torch.bfloat16", False),  # aiter pads 9 rows to 16
+        Gemm(33, 4096, 512, "torch.bfloat16", True),  # aiter pads 33 rows to 64, the next power of two
         Gemm(33, 4096, 512, "torch.bfloat16", False),
         Gemm(16, 4096, 512, "torch.float16", False),
         Gemm(16, 4096, 512, "torch.bfloat16", False, shuffled=True),

@@ -1,4 +1,4 @@
-"""Reading tables: those of every release are read as written, and damaged ones are refused with the line."""
+"""Reading tables: those of every release are read as written, and damaged ones are refused with the line number."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_two_rows_for_one_shape(tmp_path):
     assert problems(write(tmp_path / "t.csv", text)) == {5: "the same shape as line 2, with another kernel or time"}
     by_gfx = table_text(LAYOUT, row(LAYOUT), row(LAYOUT, gfx="gfx90a", us=1.0))
     assert problems(write(tmp_path / "t.csv", by_gfx)) == {}
-    # up to 0.1.15, GPUs are distinguished only by their compute units
+    # up to 0.1.15, only the number of compute units distinguishes GPUs
     assert problems(write(tmp_path / "t.csv", by_gfx), "0.1.15") == {
         3: "the same shape as line 2, with another kernel or time"
     }
@@ -171,7 +171,7 @@ def test_a_malicious_file_is_an_error(number, tmp_path):
     name, data, words = list(hostile(tmp_path))[number]
     path = tmp_path / f"{name}.csv"
     path.write_bytes(data)
-    began = time.process_time()  # processor time, because of other load
+    began = time.process_time()  # processor time, because other processes are running
     with pytest.raises(TableError) as refused:
         read(path)
     assert words in str(refused.value) and len(str(refused.value)) < 3000
@@ -198,7 +198,7 @@ def test_a_path_that_is_not_a_file_is_an_error(tmp_path):
 def test_the_read_size_is_limited(tmp_path, monkeypatch):
     path = tmp_path / "t.csv"
     path.write_bytes(b"")
-    os.truncate(path, 1 << 40)  # a sparse file of a terabyte
+    os.truncate(path, 1 << 40)  # a sparse file of one terabyte
     with pytest.raises(TableError, match="larger than any table"):
         read(path)
     monkeypatch.setattr(table, "MAX_ROWS", 3)

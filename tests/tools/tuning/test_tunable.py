@@ -1,4 +1,4 @@
-"""PyTorch's TunableOp: enabled within a block, with its results in hf_rocm's file, and disabled afterwards."""
+"""PyTorch's TunableOp is enabled within a block, stores its results in hf_rocm's file, and is disabled afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_rocm.tools.tuning.shapes import Gemm
 
 
 class Settings:
-    """The state of TunableOp, which its functions read and set."""
+    """A stand-in for the state that TunableOp's functions read and set."""
 
     def __init__(self) -> None:
         self.state = {"enable": False, "tuning_enable": True, "filename": "user.csv"}

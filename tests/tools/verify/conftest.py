@@ -1,4 +1,4 @@
-"""Small models of the verified types, built for every test because verify works in place."""
+"""Small models of the verified types. Every test builds its own, because verify works in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = {case.id for case in CASES if case.here}
 
 
 def those_here(*rows: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The rows of a table whose first entry is a model of this release."""
+    """Returns the rows of a table whose first entry is a model that this release has."""
     return [row for row in rows if row[0] in HERE]
 
 

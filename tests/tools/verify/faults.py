@@ -28,7 +28,7 @@ def instead(operation: str, call: Callable[..., Any]) -> Iterator[None]:
 
 
 def top_left(query, key, value, *, mask, **terms):
-    """A causal mask aligned at the first key: a query on a filled cache sees too few keys."""
+    """Align the causal mask at the first key, so that a query on a filled cache sees too few keys."""
     s_q, s_k = query.shape[2], key.shape[2]
     seen = torch.ones(s_q, s_k, dtype=torch.bool, device=query.device).tril()
     mask = None if s_q == s_k else torch.where(seen, 0.0, torch.finfo(query.dtype).min).to(query.dtype)[None, None]
@@ -36,7 +36,7 @@ def top_left(query, key, value, *, mask, **terms):
 
 
 def one_key_less(query, key, value, *, mask, **terms):
-    """A window that is one key too small: the oldest visible key is hidden, too."""
+    """Make the window one key too small, so that the oldest visible key is hidden, too."""
     s_k = key.shape[2]
     places = torch.arange(s_k, device=query.device)
     if mask is None:
@@ -58,7 +58,7 @@ def first_rows_positions(query, key, cos, sin, interleaved):
 
 
 def wrong_block(model: Any, path: str) -> None:
-    """A fused block whose bytes differ from those of its layers."""
+    """Make a fused block differ from the weights of its layers."""
     module = model.get_submodule(path)
     with torch.no_grad():
         block = grouped_linear.live(module)
@@ -67,7 +67,7 @@ def wrong_block(model: Any, path: str) -> None:
 
 
 def stale_block(model: Any, path: str, monkeypatch: Any) -> None:
-    """A layer's weight is replaced, but the old block is still used."""
+    """Replace a layer's weight, but keep using the old fused block."""
     module = model.get_submodule(path)
     with torch.no_grad():
         block = grouped_linear.live(module)
@@ -82,7 +82,7 @@ def prepared(model: Any) -> Any:
 
 
 def rotates_by_the_first_row(honest: Callable[..., Any]) -> Callable[..., Any]:
-    """A rotary function like that of a hub kernel, which uses the positions of the first row for every row."""
+    """A rotary function that uses the first row's positions for every row, as a hub kernel does."""
 
     def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
         return honest(q, k, cos[:1], sin[:1], *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Every injected fault is found, and its layer and operation are named."""
+"""Every injected fault is detected, and its layer and operation are named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ATTENTION = "self_attn.attention"
 
 
 def faults_of(model, **arguments):
-    """The failures by check."""
+    """Returns the faults of failed checks by the check's name."""
     report = hf_rocm.verify(model, force=True, quick=True, **arguments)
     assert not report.passed
     assert "checks failed" in " ".join(str(report).splitlines()[-4:])
@@ -37,7 +37,7 @@ def test_a_wrong_weight_of_one_layer(build):
 
 
 def test_a_stale_fused_weight(build, monkeypatch):
-    """If memory is too small to examine all layers at once, they are examined one by one."""
+    """If there is too little memory to examine all layers at once, they are examined one by one."""
     monkeypatch.setattr("hf_rocm.tools.verify.examine.ROOM", 1)
     model = faults.prepared(build("llama"))
     faults.stale_block(model, "model.layers.1.self_attn", monkeypatch)
@@ -56,7 +56,7 @@ def test_a_stale_fused_weight(build, monkeypatch):
     ),
 )
 def test_a_fault_of_a_kernel(model, operation, call, checks, point, build):
-    """The fault is reported in the first layer, and independently in every other layer."""
+    """The fault is reported in the first layer, and separately in every other layer that has it."""
     built = build(model)
     with faults.instead(operation, call):
         report = faults_of(built)
@@ -89,7 +89,7 @@ def test_weights_damaged_by_prepare(build, monkeypatch):
 
 
 def test_faults_in_gradients_only(build):
-    """A backward that is wrong by a factor does not change the results of the forward."""
+    """A backward pass that is wrong by a factor does not change the results of the forward pass."""
 
     def call(query, key, value, **terms):
         output, weights = faults.softmax(query, key, value, **terms)
@@ -103,11 +103,12 @@ def test_faults_in_gradients_only(build):
     assert list(report) == ["training"]
     fault = report["training"]
     assert fault.layer == "model.layers.1" and "self_attn.v_proj" in fault.operation
-    assert "mlp" not in fault.operation and "o_proj" not in fault.operation  # they precede it in the backward pass
+    # these parts come earlier in the backward pass, so their gradients are correct
+    assert "mlp" not in fault.operation and "o_proj" not in fault.operation
 
 
 def test_a_recording_that_becomes_stale(build, recorded_on_cpu, monkeypatch):
-    """The first three replays are correct; later ones do nothing, so the logits of the third remain."""
+    """The first three replays are correct. Later ones do nothing, so the logits of the third remain."""
     clean = hf_rocm.verify(build("llama"), force=True, quick=True)
     assert clean.passed, str(clean)
     check = clean.check("graph replay")
@@ -120,7 +121,7 @@ def test_a_recording_that_becomes_stale(build, recorded_on_cpu, monkeypatch):
 
     monkeypatch.setattr(Operators, "replay", stale)
     report = hf_rocm.verify(build("llama"), force=True, quick=True)
-    assert not report.passed and report.check("greedy tokens").status == "passed"  # the calls were repeated
+    assert not report.passed and report.check("greedy tokens").status == "passed"  # its calls were repeated
     check = report.check("graph replay")
     assert check.status == "failed" and "a replayed step differed from the step itself" in check.note
     assert check.note in " ".join(str(report).split())

@@ -1,4 +1,4 @@
-"""The reference: float64 in all layers, one block at a time, and nothing remains converted."""
+"""The reference runs all layers in float64, one block at a time, and leaves nothing converted."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_one_block_is_float64_at_a_time_and_all_are_restored(dtype, build):
 
 
 def test_the_reference_is_as_accurate_as_a_float64_model(build):
-    """Including norms and softmax, which stock always computes in fp32."""
+    """This includes norms and softmax, which stock always computes in fp32."""
     model = build("llama")
     with torch.no_grad(), Subject(model).reference():
         actual = model(input_ids=tokens(1, 5)).logits
     with torch.no_grad():
-        narrow = model.double()(input_ids=tokens(1, 5)).logits  # its norms stay in fp32
+        narrow = model.double()(input_ids=tokens(1, 5)).logits  # its norms still compute in fp32
     step = torch.finfo(torch.float32).eps
     off = ((actual - narrow).norm() / narrow.norm()).item()
     assert 0 < off < 16 * step

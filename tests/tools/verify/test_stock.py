@@ -1,4 +1,4 @@
-"""Three faults of stock on AMD, injected as stand-ins: the check of stock finds and names them."""
+"""Stand-ins for three faults of stock on AMD GPUs are injected. The check of stock finds and names them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_rows_of_padding_that_become_nan(build, monkeypatch):
 
 @pytest.mark.skipif(not those_here(("gpt_oss",)), reason="this release has no model with sinks")
 def test_a_flash_interface_that_drops_sinks(build):
-    name = "attention_without_sinks"  # in 5.0 the config of gpt_oss refuses names with "flash"
+    name = "attention_without_sinks"  # in 5.0, the config of gpt_oss refuses names that contain "flash"
     AttentionInterface.register(name, faults.attention_without_sinks)
     AttentionMaskInterface.register(name, eager_mask)
     try:

@@ -42,18 +42,18 @@ def test_a_correct_model_passes(name, dtype, passed, build):
     # hf_rocm's path ran
     assert "attention" in report.tiers and {"linear"} & set(report.tiers)
     assert len(report.layers) == 2 and all(0 < layer.own <= layer.allowed for layer in report.layers)
-    # the tolerance is derived: twice stock's error in this dtype, plus a rounding step
-    if name != "gpt_oss":  # for mixture-of-experts models, that of the median token
+    # the tolerance is twice stock's error in this dtype, plus a rounding step
+    if name != "gpt_oss":  # mixture-of-experts models use the median token's error
         check = report.check("prompt")
         assert check.allowed == pytest.approx(2 * check.numbers["stock_error"] + torch.finfo(dtype).eps)
         assert check.numbers["stock_error"] > 0 and check.error > 0
-    # it is stock again, bitwise
+    # the model is stock again, bitwise
     assert not [key for module in model.modules() for key in vars(module) if key.startswith("_hf_rocm")]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_the_verbose_text_and_the_data(build, monkeypatch):
-    """For a model that is passed prepared and in training mode, and returned in this state."""
+    """The model is prepared and in training mode when it is passed, and is returned in this state."""
     model = faults.prepared(build("llama")).train()
     report = hf_rocm.verify(model, force=True, train=True)
     assert model.training and report.passed, str(report)

@@ -4,7 +4,7 @@ import unittest
 
 
 def run_distributed(**options):
-    """Skip tests that start processes: they need its helper."""
+    """Skip tests that start processes, because they need the missing helper."""
 
     def refused(function):
         def skip(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny bert: an encoder, and the heads that people use."""
+"""ModelTesterMixin on a tiny bert: the encoder and its common heads."""
 
 import unittest
 

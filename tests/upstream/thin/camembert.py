@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny camembert: an encoder, and the heads that people use."""
+"""ModelTesterMixin on a tiny camembert: the encoder and its common heads."""
 
 import unittest
 

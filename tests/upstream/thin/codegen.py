@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny codegen."""
+"""ModelTesterMixin on a tiny codegen."""
 
 import unittest
 

@@ -1,6 +1,6 @@
 """Tiny models for transformers' own ModelTesterMixin: the configuration and the inputs that a tester provides.
 
-Copied to `tests/thin.py` of the folder in which the mixins are run (scripts/lib/upstream_tree.py).
+scripts/lib/upstream_tree.py copies this file to `tests/thin.py` in the folder in which the mixins run.
 """
 
 import random
@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto
 from .generation.test_utils import GenerationTesterMixin
 from .test_modeling_common import ModelTesterMixin
 
-# The config of a causal model of any family; names that a config class lacks are dropped. More queries than keys.
+# The config of a causal model of any family, with more query than key heads. Names unknown to a config are dropped.
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -52,7 +52,7 @@ class Tester:
 
 
 class EncoderTest(ModelTesterMixin):
-    """ModelTesterMixin over a model type that can't generate: its base model and the named heads."""
+    """ModelTesterMixin on a model type that can't generate: the base model and the named heads."""
 
     model_type = ""
     heads = ()
@@ -66,7 +66,7 @@ class EncoderTest(ModelTesterMixin):
 
 
 class CausalTest(EncoderTest, GenerationTesterMixin):
-    """The same for a decoder. The mixin requires the generation tests; here they are empty."""
+    """The same for a decoder. The mixin requires generation tests, which are empty here."""
 
     heads = ("MODEL_FOR_CAUSAL_LM",)
 
@@ -92,7 +92,7 @@ class EncoderDecoderTest(CausalTest):
 
 
 def classes(model_type, mappings):
-    """The classes that auto classes would choose for a model type."""
+    """Returns the classes that auto classes would choose for a model type."""
     import transformers
 
     names = [getattr(modeling_auto, f"{mapping}_MAPPING_NAMES")[model_type] for mapping in mappings]
@@ -100,5 +100,5 @@ def classes(model_type, mappings):
 
 
 def ids(*shape, low=3, high=99):
-    """Random token ids, none of them special."""
+    """Random token ids without special tokens."""
     return torch.tensor([generator.randrange(low, high) for _ in range(torch.Size(shape).numel())]).reshape(shape)

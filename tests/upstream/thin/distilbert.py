@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny distilbert: an encoder, and the heads that people use."""
+"""ModelTesterMixin on a tiny distilbert: the encoder and its common heads."""
 
 import unittest
 

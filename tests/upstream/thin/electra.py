@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny electra: an encoder, and the heads that people use."""
+"""ModelTesterMixin on a tiny electra: the encoder and its common heads."""
 
 import unittest
 

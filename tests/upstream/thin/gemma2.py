@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny gemma2: softcap, full and sliding layers."""
+"""ModelTesterMixin on a tiny gemma2: softcap, full and sliding layers."""
 
 import unittest
 

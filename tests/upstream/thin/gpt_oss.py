@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny gpt_oss: sinks, full and sliding layers, four experts."""
+"""ModelTesterMixin on a tiny gpt_oss: sinks, full and sliding layers, four experts."""
 
 import unittest
 

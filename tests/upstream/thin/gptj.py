@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny gptj."""
+"""ModelTesterMixin on a tiny gptj."""
 
 import unittest
 

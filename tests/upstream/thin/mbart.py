@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny mbart: an encoder, a decoder, and cross-attention."""
+"""ModelTesterMixin on a tiny mbart: an encoder, a decoder, and cross-attention."""
 
 import unittest
 

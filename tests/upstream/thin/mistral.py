@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny mistral with a sliding window."""
+"""ModelTesterMixin on a tiny mistral with a sliding window."""
 
 import unittest
 

@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny mixtral: four experts."""
+"""ModelTesterMixin on a tiny mixtral: four experts."""
 
 import unittest
 

@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny mpnet: an encoder, and the heads that people use."""
+"""ModelTesterMixin on a tiny mpnet: the encoder and its common heads."""
 
 import unittest
 

@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny mt5: an encoder, a decoder, cross-attention, and relative position biases."""
+"""ModelTesterMixin on a tiny mt5: an encoder, a decoder, cross-attention, and relative position biases."""
 
 import unittest
 

@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny opt."""
+"""ModelTesterMixin on a tiny opt."""
 
 import unittest
 

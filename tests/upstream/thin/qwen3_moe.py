@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny qwen3_moe: four experts."""
+"""ModelTesterMixin on a tiny qwen3_moe: four experts."""
 
 import unittest
 

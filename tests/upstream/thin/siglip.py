@@ -1,4 +1,4 @@
-"""ModelTesterMixin over the two towers of a tiny siglip."""
+"""ModelTesterMixin on the two towers of a tiny siglip."""
 
 import unittest
 

@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny whisper: an audio encoder, a decoder, and cross-attention."""
+"""ModelTesterMixin on a tiny whisper: an audio encoder, a decoder, and cross-attention."""
 
 import unittest
 
@@ -12,7 +12,7 @@ class WhisperTester:
     batch_size, is_training = 3, True
     hidden_size, num_hidden_layers, num_attention_heads = 32, 2, 4
     frames, seq_length = 24, 5
-    encoder_seq_length = key_length = 12  # the second convolution halves the number of frames
+    encoder_seq_length = key_length = 12  # after the second convolution, which halves the number of frames
     decoder_seq_length = 5
 
     def __init__(self, model_type, sizes):

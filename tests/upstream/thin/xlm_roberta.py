@@ -1,4 +1,4 @@
-"""ModelTesterMixin over a tiny xlm_roberta: an encoder, and the heads that people use."""
+"""ModelTesterMixin on a tiny xlm_roberta: the encoder and its common heads."""
 
 import unittest
 

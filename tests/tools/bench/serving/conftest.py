@@ -1,4 +1,4 @@
-"""Servers that start at once, instead of transformers'."""
+"""Stub servers that start immediately, unlike transformers' server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_rocm.tools.bench.serving import server
 
 @pytest.fixture
 def stubs(monkeypatch):
-    """Replace the servers of both sides by stubs. Call it with arguments of `stub.main` by side."""
+    """Returns a function that replaces the servers of both sides by stubs. It takes `stub.main`'s arguments by side."""
 
     def replace(stock=None, hf_rocm=None):
         for side, arguments in (("stock", stock), ("hf_rocm", hf_rocm)):
@@ -24,7 +24,7 @@ def stubs(monkeypatch):
 
 
 def ended(pid, within=5.0):
-    """Whether a process ends, or becomes a zombie, within this number of seconds."""
+    """Whether a process ends or becomes a zombie within this number of seconds."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""A server that answers completion requests at once, or fails as requested: in a thread of a test, or as a process."""
+"""A server, in a thread or a process, that answers completion requests immediately or fails as requested."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# The faults of a server, which are also arguments of the process.
+# Possible faults of a server. The process takes them as arguments.
 FAULTS = (
-    "status",  # 500
+    "status",  # the status 500
     "garbage",  # a line that is not JSON
     "no-choices",
     "no-usage",
     "error-event",
-    "early",  # the stream ends without a reason to finish
+    "early",  # the stream ends without a `finish_reason`
     "cut",  # the connection is closed within a chunk
     "short",  # one token fewer
     "silent",  # no answer
@@ -30,16 +30,16 @@ USAGE = {"prompt_tokens": 3, "total_tokens": 0}
 
 
 def word(prompt: str, index: int) -> str:
-    """The text of a token: it depends on the prompt, and is the same in every server without `other`."""
+    """The text of a token. It depends on the prompt, and is the same in every server without `other`."""
     return f" {sum(prompt.encode()) % 97 + index}"
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     fault: str | None = None
-    after = 0  # answers before the fault
-    other = ""  # added to every answer
-    busy = 0  # requests at this moment
+    after = 0  # number of answers before the fault
+    other = ""  # appended to every answer
+    busy = 0  # number of requests in progress
     most = 0
     answered = 0
     lock = threading.Lock()
@@ -123,7 +123,7 @@ class Quiet(ThreadingHTTPServer):
 
 @contextmanager
 def answering(fault: str | None = None, after: int = 0) -> Iterator[type[Handler]]:
-    """A server in a thread. Yields its handler's class, with the port."""
+    """Run a server in a thread. Yields its handler class, with the port."""
     handler = type("OneHandler", (Handler,), {"fault": fault, "after": after, "lock": threading.Lock()})
     server = Quiet(("127.0.0.1", 0), handler)
     handler.port = server.server_address[1]
@@ -138,7 +138,7 @@ def answering(fault: str | None = None, after: int = 0) -> Iterator[type[Handler
 
 
 def main(fault: str = "", after: str = "0", other: str = "", child: str = "") -> None:
-    """As a process: listen and announce it as uvicorn does. child: a file for the id of a process that it starts."""
+    """Run as a process: listen, and print uvicorn's message. child: start a process, and write its id to this file."""
     if child:
         sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(child, "w") as file:  # noqa: PTH123

@@ -1,4 +1,4 @@
-"""One request over HTTP: text and times of whole and streamed answers, and each failure by its kind."""
+"""One request over HTTP: text and times of whole and streamed answers, and the kind of every failure."""
 
 from __future__ import annotations
 

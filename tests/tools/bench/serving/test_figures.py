@@ -1,4 +1,4 @@
-"""Figures of traffic, computed by hand, and their table."""
+"""Traffic figures, compared with manual calculations, and their table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hf_rocm.tools.bench.serving.traffic import Load, Traffic
 
 LOAD = Load(2, None, 5, 4, 9, 3)
 
-# Two streamed answers of 3 tokens, one whole, and two failures; 9 tokens in 2 seconds.
+# Two streamed answers of 3 tokens, one whole answer, and two failures: 9 tokens in 2 seconds.
 ANSWERS = (
     Answer(0.0, 0.9, "a b c", (0.1, 0.2, 0.4), prompt=4, tokens=3),
-    Answer(0.5, 2.0, "a b c", (0.8, 1.8), prompt=9, tokens=3),  # two tokens came in one piece
+    Answer(0.5, 2.0, "a b c", (0.8, 1.8), prompt=9, tokens=3),  # two tokens arrived in one piece
     Answer(1.0, 1.5, "a b c", (), prompt=5, tokens=3),
     Answer(1.0, 1.2, "a", (1.1,), prompt=5, tokens=1, error="wrong length", detail="1 of 3 tokens"),
     Answer(1.0, 1.1, error="HTTP 500", detail="no memory"),
@@ -28,9 +28,10 @@ def of(side, answers=ANSWERS, seconds=2.0, unsent=0, load=LOAD):
 def test_percentiles_are_interpolated():
     assert percentiles([]) is None
     assert percentiles([0.25]) == pytest.approx((250, 250, 250))
-    # of 0 to 100 ms in steps of one, the value at each percent
+    # for 0 to 100 ms in steps of 1 ms, every percentile is its own number
     assert percentiles([step / 1000 for step in range(100, -1, -1)]) == pytest.approx((50, 95, 99))
-    # of four values the median is between the second and third, 95 % is 0.85 of the way to the last, 99 % is 0.97
+    # for four values, the 50th percentile is halfway from the second to the third; the 95th and the 99th are 0.85 and
+    # 0.97 of the way from the third to the last
     assert percentiles([0.4, 0.1, 0.2, 0.3]) == pytest.approx((250, 385, 397))
 
 

@@ -1,4 +1,4 @@
-"""A whole run against stubs: parity first, errors by kind, and a server that dies in the middle."""
+"""A whole run with stub servers: parity first, errors by kind, and a server that dies during the run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hf_rocm.tools.bench.serving import run
 from tests.tools.bench.serving.conftest import ended
 
 FAST = ["--device", "cpu", "--clients", "2", "--requests", "6", "--prompt", "4-9", "--new", "3"]
-# before the timed requests each server gets 8 for parity (stock's first one another 8), and 4 to warm up
+# before the timed requests, every server gets 8 requests for parity (stock's first one gets 16), and 4 for warm-up
 WARM = 4
 
 
 @pytest.fixture
 def bench(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)  # stubs need nothing
+    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)  # stubs don't need these packages
     return lambda *arguments: main(["bench", "serve", str(tiny_checkpoint), *FAST, *arguments])
 
 
@@ -156,7 +156,7 @@ def test_an_interrupt_ends_the_command_and_all_that_it_started(tiny_checkpoint, 
     deadline = time.monotonic() + 60
     while not child.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(1)  # the server listens, and the first request waits for its answer
+    time.sleep(1)  # by now the server listens, and the first request awaits its answer
     command.send_signal(signal.SIGINT)
     _, err = command.communicate(timeout=60)
     assert command.returncode != 0 and "bug in hf-rocm" not in err

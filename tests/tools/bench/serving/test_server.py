@@ -1,4 +1,4 @@
-"""The server as a child: it starts and ends with its group, and failures name their cause."""
+"""The server as a child process: it starts and ends with its process group, and failures name their cause."""
 
 from __future__ import annotations
 

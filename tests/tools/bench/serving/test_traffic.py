@@ -1,4 +1,4 @@
-"""Traffic by seed: lengths of prompts, arrival times, and the number of concurrent requests."""
+"""Seeded traffic: prompt lengths, arrival times, and the number of concurrent requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN = replace(CLOSED, clients=None, rate=200.0)
 
 
 class Words:
-    """A tokenizer in which every word of letters is one token, with additional tokens that are not words."""
+    """A tokenizer in which every word of letters is one token. It has additional tokens that are not words."""
 
     words = ("one", "two", "three", "four", "é", "5", "")
 
@@ -40,7 +40,7 @@ class Halves(Words):
 
 
 class Clients:
-    """Answers that take some time; counts how many are awaited at once."""
+    """Answer requests after some time, and count how many are in progress at once."""
 
     def __init__(self, seconds=0.01):
         self.seconds, self.now, self.most, self.began = seconds, 0, 0, []
@@ -89,7 +89,7 @@ def test_arrivals_are_poisson_by_seed():
     gaps = [after - before for before, after in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
-    # the mean and the deviation of 4000 exponential gaps are 1 / 4 each, within four standard errors
+    # the mean and the standard deviation of 4000 exponential gaps are both 1 / 4, within four standard errors
     assert abs(mean - 0.25) < 4 * 0.25 / math.sqrt(4000) and abs(deviation - 0.25) < 4 * 0.25 * math.sqrt(2 / 4000)
     assert times[0] == 0 and len(times) == 4001
 

@@ -2,4 +2,4 @@
 
 
 class ExportTesterMixin:
-    """Without any tests."""
+    """Has no tests."""

@@ -270,6 +270,24 @@ def test_bitop3_of_16_bits_takes_and_writes_the_halves_that_op_sel_names():
         assert int(vector(placed, "v4")[0]) == expected << 16 | 0x5555, hex(table)
 
 
+@pytest.mark.parametrize("operation", ["add", "sub"])
+def test_sdwa_with_a_carry(operation):
+    """`v_add_co_u32_sdwa` reads a byte, and writes the carry to vcc."""
+    a, b = values("gfx90a", 1), values("gfx90a", 2)
+    a[::2] = WORD - 3 if operation == "add" else 3
+    text = (
+        f"v_{operation}_co_u32_sdwa v3, vcc, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:BYTE_3"
+    )
+    state = execute("gfx90a", text, {"v1": a, "v2": b})
+    sign = 1 if operation == "add" else -1
+    sums = [int(x) + sign * (int(y) >> 24) for x, y in zip(a, b, strict=True)]
+    np.testing.assert_array_equal(vector(state, "v3"), np.array([x & WORD for x in sums], np.uint32))
+    carries = sum(int(not 0 <= total <= WORD) << lane for lane, total in enumerate(sums))
+    assert 0 < scalar(state, "vcc") == carries
+    with pytest.raises(UnknownInstruction, match="must write the whole register"):
+        execute("gfx90a", text.replace("dst_sel:DWORD", "dst_sel:WORD_0"), {"v1": a, "v2": b})
+
+
 def test_sdwa_selects_and_places():
     registers = {"v1": 0x44332211, "v2": 0x88776655, "v3": 0xAAAABBBB}
     cases = {

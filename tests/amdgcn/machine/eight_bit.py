@@ -82,7 +82,7 @@ def _unpack(c: Compiling, kind: str, *, packed: bool) -> Step:
         half = c.take("op_sel", (0, 0))[0]
         if c.sdwa:
             half = {"WORD_0": 0, "WORD_1": 1}[c.take("src0_sel", "WORD_0")]
-            _whole(c)
+            whole_register(c)
         read = vector_reader(c.operands[1], "w", half=half)
 
         def both(state: State) -> None:
@@ -94,7 +94,7 @@ def _unpack(c: Compiling, kind: str, *, packed: bool) -> Step:
         return both
     if c.sdwa:
         sources = Sources(c, [c.instruction.operands[1]], "u")
-        _whole(c)
+        whole_register(c)
         return lambda state: state.put(register, format.decode(sources(state)[0] & u32(255)))
     select = c.take("op_sel", (0, 0))
     place = c.take("byte_sel", select[0] * 2 + select[1] if c.target.generation == 12 else select[0] + 2 * select[1])
@@ -118,7 +118,8 @@ def _scaled(c: Compiling, kind: str) -> Step:
     return step
 
 
-def _whole(c: Compiling) -> None:
+def whole_register(c: Compiling) -> None:
+    """Read the modifiers of the destination. Raises `UnknownInstruction` if it is a part of a register."""
     if c.take("dst_sel", "DWORD") != "DWORD":
         raise c.refuse("SDWA must write the whole register")
     c.take("dst_unused")

@@ -9,7 +9,9 @@ import numpy as np
 from . import floats
 from .compare import mask_reader, mask_writer
 from .compiling import Compiling, Step
+from .eight_bit import whole_register
 from .operands import VCC, Operand, vector_reader
+from .sources import Sources
 from .state import State
 
 u32, i32, u64, i64, f32, f64 = np.uint32, np.int32, np.uint64, np.int64, np.float32, np.float64
@@ -28,7 +30,9 @@ def _carry(c: Compiling) -> Step | None:
         return None
     kind, with_carry = match[1], bool(match[2]) or match[1] in ("addc", "subb", "subbrev")
     register, write = c.operands[0].register, mask_writer(c, c.operands[1])
-    first, second = (vector_reader(operand, "u") for operand in c.operands[2:4])
+    first, second = Sources(c, list(c.instruction.operands[2:4]), "uu").readers
+    if c.sdwa:
+        whole_register(c)
     if "rev" in kind:
         first, second = second, first
     carry = mask_reader(c, c.operands[4]) if with_carry else None

@@ -175,26 +175,6 @@ def test_a_group_with_an_excluded_layer_runs_layer_by_layer():
     assert shapes == [(64, 64), (32, 64), (64, 64), (80, 64), (64, 80), (64, 64), (32, 64), *SHAPES[1:]] and others == 0
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4-g32"])
-def test_the_head_is_quantised_on_request(kind):
-    model = models.prepared()
-    before = models.logits(model)
-    hf_rocm.quantize(model, kind, force=True, head=True, exclude=["layers"])
-    assert [path for path, _ in quantizing.layers(model)] == ["lm_head"]
-    output, shapes, _ = products(model)
-    assert len(shapes) == 1 and shapes[0][0] == 96
-    assert 0 < (output - before).norm() < (0.02 if kind == "int8" else 0.15) * before.norm()
-    hf_rocm.dequantize(model)
-    assert isinstance(model.lm_head, nn.Linear)
-
-
-def test_a_head_that_shares_the_embedding_is_not():
-    model = models.build(tie_word_embeddings=True)
-    hf_rocm.quantize(model, "int8", force=True, head=True)
-    assert "embed_tokens" in model.__dict__[quantizing.REPORT]["left"]["lm_head"]
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 def test_routers_and_experts_are_not_quantised():
     class Block(nn.Module):
         def __init__(self):

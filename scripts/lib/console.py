@@ -82,8 +82,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str =
 
 
 def entry_point(main: Callable[[Sequence[str]], int]) -> None:
-    """Run a script. Its exit status is what `main` returns, 1 with a message on failure, or 130 or 143 if
-    interrupted."""
+    """Run a script. It exits with the value of `main`, 1 with a message on failure, or 130 or 143 if interrupted."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it ends its child processes
     try:
         sys.exit(main(sys.argv[1:]))

@@ -106,8 +106,7 @@ class Runs:
 
 @contextmanager
 def background(environment: Environment, *words: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that runs during other steps. `show` prints its output. It is stopped at the end of the
-    block."""
+    """A Python process that runs during other steps. `show` prints its output. It ends with the block."""
     command = [str(environment.python), "-u", *map(str, words)]
     process = subprocess.Popen(
         command,
@@ -139,7 +138,6 @@ def _folder(command: str, way: str) -> Path:
 
 
 def _environ(**changes: str) -> dict[str, str]:
-    """No network, no progress bars, and one thread, because two processes run at once and waiting threads waste
-    cores."""
+    """No network, no progress bars, and one thread, because two processes run at once and idle threads waste cores."""
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return clean_environ(OMP_NUM_THREADS="1", **quiet, **changes)

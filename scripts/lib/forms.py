@@ -17,8 +17,7 @@ _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def text_of(source: bytes | str, name: str) -> str:
-    """The code of a top-level definition, without what its digest ignores. `A|B` means the first of them that
-    exists."""
+    """The code of a top-level definition, without what its digest ignores. `A|B` means the first that exists."""
     statements = ast.parse(source).body
     for one in name.split(EITHER):
         owner, _, member = one.partition(".")

@@ -30,8 +30,7 @@ SMALL = Load("small", 5, 3, 20, 8, (("num_blocks", 16), ("max_batch_tokens", 64)
 
 
 class Side(NamedTuple):
-    """One side. seconds: the time of the measured batch. gap: the largest distance of a token's logit from the largest
-    logit."""
+    """seconds: the time of the measured batch. gap: the largest distance of a token's logit from the largest logit."""
 
     name: str
     seconds: float

@@ -253,8 +253,7 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
 
 
 def _rank(suite: Suite) -> int:
-    """The position of a suite in `LONGEST`. The longest suite starts first, so that all cores finish at about the same
-    time."""
+    """The position of a suite in `LONGEST`. The longest suite starts first, so that the cores finish together."""
     return next((place for place, name in enumerate(LONGEST) if suite.name.endswith(name)), len(LONGEST))
 
 

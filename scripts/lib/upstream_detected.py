@@ -34,8 +34,7 @@ class Detected(NamedTuple):
 
 
 def detect(settings: Pass, stock: Mapping[str, Result], overlaid: Mapping[str, Result]) -> list[Detected]:
-    """Repeat the tests that ran a forward of hf_rocm, with one fault at a time. settings: those of the overlaid
-    pass."""
+    """Repeat the tests that ran a forward of hf_rocm, one fault at a time. settings: those of the overlaid pass."""
     ran = {test for test, result in overlaid.items() if sum(result.hits.values())}
     ran &= {test for test in stock if stock[test].outcome == overlaid[test].outcome == "passed"}
     left_out = tuple(test for test in overlaid if test not in ran)
@@ -82,8 +81,7 @@ def count_parity(fault: str, model: str, lines: Sequence[str]) -> Detected:
 
 
 def print_detected(detected: Sequence[Detected]) -> None:
-    """Print one row per fault and one column per model and kind of tests: the number of failures among the reached
-    tests."""
+    """Print one row per fault and one column per model and kind of tests: the failures among the reached tests."""
     if not detected:
         return
     heading("injected faults: failing tests, of those that they reach")

@@ -126,7 +126,7 @@ def _plant(name: str) -> None:
 
 
 def _spread(factor: float) -> None:
-    """Initialise weights with a larger spread, so that attention is not nearly uniform, and norm inputs not nearly
+    """Initialise weights with a larger spread, so that attention isn't nearly uniform, nor norm inputs nearly
     constant."""
     if factor == 1:
         return

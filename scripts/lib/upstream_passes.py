@@ -1,5 +1,4 @@
-"""One pass over transformers' own tests, with pytest in a separate process that is restarted after a crash or a
-hang."""
+"""One pass over transformers' own tests, in a separate pytest process that is restarted after a crash or a hang."""
 
 from __future__ import annotations
 

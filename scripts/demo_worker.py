@@ -4,7 +4,7 @@
     demo_worker.py embed HOW CHECKPOINT OUT         sentence embeddings, fp32
     demo_worker.py judge generate|embed CHECKPOINT OUT RUN …    compare every RUN with the first
 
-HOW is `stock` (plain transformers, with or without installed overlays) or `loader` (hf_rocm.from_pretrained, forced).
+HOW is `stock` (transformers, with or without installed overlays) or `loader` (hf_rocm.from_pretrained, forced).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def timed(call: Callable[..., object], *arguments: object) -> dict[str, float]:
 
 
 def recording(how: str) -> AbstractContextManager[list[Any]]:
-    """The routes of hf_rocm's operations; empty, without an import, for a stock run."""
+    """Record the routes of hf_rocm's operations. For a stock run, the list is empty and nothing is imported."""
     if how != "loader" and "hf_rocm.ops" not in sys.modules:
         return nullcontext([])
     from hf_rocm import ops
@@ -182,7 +182,7 @@ def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
     if how == "loader":
         import hf_rocm
 
-        with torch.no_grad():  # as in generate: with gradients enabled, trainable weights are not fused
+        with torch.no_grad():  # as in generate; with gradients enabled, trainable weights are not fused
             explanation = hf_rocm.explain(model)
         facts |= {"explain": str(explanation), "explanation": explanation.to_dict()}
     return facts
@@ -190,7 +190,7 @@ def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
 
 def save(out: Path, result: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    unit = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss in bytes
     result["peak_memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     torch.save(tensors, out / "tensors.pt")
     (out / "result.json").write_text(json.dumps(result, indent=1))

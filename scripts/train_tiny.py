@@ -1,4 +1,4 @@
-"""Train a small Llama-like model from scratch, on text that every Python installation has.
+"""Train a small Llama-like model from scratch, on text that every Python installation contains.
 The demo and the tests need a trained checkpoint without downloading one: the text is the Python language reference that
 `help()` shows, and the tokenizer is a BPE learned on it.
 
@@ -102,7 +102,7 @@ def learn_tokenizer() -> Any:
 
 
 def progress_bar(width: int = 28) -> Progress:
-    """A bar that is redrawn on a terminal; otherwise one line per tenth of the steps."""
+    """A bar that is redrawn on a terminal, or else one line per tenth of the steps."""
     began, live = time.monotonic(), sys.stdout.isatty()
 
     def show(step: int, steps: int, loss: float) -> None:

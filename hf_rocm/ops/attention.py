@@ -1,8 +1,9 @@
 """attention: softmax(q kᵀ · scale) v with grouped key/value heads, which are never expanded.
 
 One definition for all tiers. Causality and the window are aligned bottom-right: query i of S_q is at position
-S_k − S_q + i. The output of a query before the first key is zero. If only the mask hides every key from a query, as for
-a padding token, its output is finite but undefined: zero in the eager tier, and what SDPA returns in the torch tier.
+S_k − S_q + i. The output of a query before the first key is zero. If the mask alone hides every key from a query, as
+for a padding token, the output is finite but undefined: it is zero in the eager tier, and whatever SDPA returns in the
+torch tier.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from hf_rocm.device import Device
     from hf_rocm.ops.padded import Padded
 
-# Up to this many queries, the query heads of a group are stacked into one call with a stacked mask. Beyond it the mask
-# would cost more than it saves, and each query head of the group has its own call against the shared key heads.
+# Up to this many queries, the query heads of a group are stacked into one call with a stacked mask. With more, the mask
+# would cost more than it saves, and there is one call per query head of the group, with the shared key heads.
 STACKED_QUERIES = 16
 
 
@@ -77,10 +78,10 @@ def attention(
     """Scaled dot-product attention over grouped heads.
 
     query: [B, H, S_q, D]; key: [B, Hkv, S_k, D]; value: [B, Hkv, S_k, D_v]; H a multiple of Hkv.
-    mask: [B | 1, H | 1, S_q | 1, ≥ S_k], bool (True = visible) or additive in query's dtype; further keys of the mask
-    are ignored. window: how many keys a query sees, itself included. softcap: c · tanh(score / c). sinks: [H] logits
-    that take part in the softmax and have no value. Mask, causality and window are combined. padded: the result of
-    `recognise` for the mask, which replaces the mask, causality and the window.
+    mask: [B | 1, H | 1, S_q | 1, ≥ S_k], bool (True = visible) or additive in query's dtype; columns of the mask beyond
+    S_k are ignored. window: how many keys a query sees, itself included. softcap: c · tanh(score / c). sinks: [H]
+    logits that take part in the softmax but have no value. Mask, causality and window are combined. padded: the result
+    of `recognise` for the mask, which replaces the mask, causality and the window.
     Returns ([B, S_q, H, D_v] contiguous, weights [B, H, S_q, S_k] if `weights`, else None).
     """
     if padded is not None and not weights:
@@ -184,7 +185,7 @@ def torch_attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[A
 
 
 def _after_the_blind(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms) -> Tensor:
-    """Causal with more queries than keys: the first S_q − S_k rows see no key and are zero, the rest are a square call.
+    """Causal attention with S_q > S_k: the first S_q − S_k rows are zero, the others are a square call.
 
     SDPA's GPU kernels return a mean of values for such rows. Returns [B, S_q, H, D_v].
     """
@@ -197,7 +198,7 @@ def _after_the_blind(query: Tensor, key: Tensor, value: Tensor, terms: Attention
 
 
 def _combined(mask: Tensor | None, query: Tensor, s_k: int, *, causal: bool, window: int | None) -> Tensor | None:
-    """The mask that SDPA needs in addition to `is_causal`: None for a square causal call, else all in one mask."""
+    """The mask that SDPA needs besides `is_causal`: None for a square causal call, otherwise one combined mask."""
     s_q = query.shape[2]
     if mask is not None:
         if compiling() or compiler._is_compiling_flag or mask.shape[-1] != s_k:
@@ -230,7 +231,7 @@ def _stacked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: flo
 
 
 def _head_by_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """One SDPA call for each member of the group, all key heads at once. Returns [B, S_q, H, D_v]."""
+    """One SDPA call per member of the group, for all key heads at once. Returns [B, S_q, H, D_v]."""
     h = query.shape[1]
     groups = h // key.shape[1]
     members = query.unflatten(1, (-1, groups))  # [B, Hkv, G, S_q, D]
@@ -255,7 +256,7 @@ def _cases(spec: AttentionSpec) -> Iterator[Case]:
         else:
             s_q, s_k = 5 if spec.few_queries else length - 8, length
         draw = Draw(spec.dtype, spec.device)
-        # queries with the strides of a projection, keys and values with those of a cache
+        # queries with the strides of a projection's output, keys and values with the strides of a cache
         query = draw(2, s_q, spec.heads, spec.head_dim).transpose(1, 2)
         key, value = draw(2, spec.kv_heads, s_k, spec.head_dim), draw(2, spec.kv_heads, s_k, spec.value_dim)
         mask = None

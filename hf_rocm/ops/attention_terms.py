@@ -1,4 +1,4 @@
-"""The keyword arguments of attention besides query, key and value, all of which every implementation receives.
+"""The keyword arguments of attention besides query, key and value. Every implementation receives all of them.
 
 Their meaning is documented with the operations: `attention`, `varlen_attention`, `decode_attention`, `paged_attention`.
 """
@@ -13,7 +13,7 @@ FEW_QUERIES = 16  # the largest S_q of decoding kernels
 
 
 class AttentionTerms(TypedDict):
-    """Of `hf_rocm.ops.attention`."""
+    """The keyword arguments of `hf_rocm.ops.attention`."""
 
     scale: float
     causal: bool
@@ -24,7 +24,7 @@ class AttentionTerms(TypedDict):
 
 
 class VarlenTerms(TypedDict):
-    """Of `hf_rocm.ops.varlen_attention`."""
+    """The keyword arguments of `hf_rocm.ops.varlen_attention`."""
 
     longest_query: int
     longest_key: int
@@ -36,7 +36,7 @@ class VarlenTerms(TypedDict):
 
 
 class DecodeTerms(TypedDict):
-    """Of `hf_rocm.ops.decode_attention`."""
+    """The keyword arguments of `hf_rocm.ops.decode_attention`."""
 
     scale: float
     starts: Tensor | None
@@ -47,7 +47,7 @@ class DecodeTerms(TypedDict):
 
 
 class PagedTerms(TypedDict):
-    """Of `hf_rocm.ops.paged_attention`."""
+    """The keyword arguments of `hf_rocm.ops.paged_attention`."""
 
     scale: float
     window: int | None

@@ -1,7 +1,7 @@
-"""Choose the BLAS library of PyTorch's own products for a block of calls, through PyTorch's switch.
+"""Choose the BLAS library of PyTorch's own matrix products for a block of calls, through PyTorch's setting.
 
-PyTorch uses the names of NVIDIA's libraries, with aliases for AMD's; newer releases have more of them. On ROCm `cublas`
-is hipBLAS, which uses rocBLAS.
+PyTorch uses the names of NVIDIA's libraries, with aliases for AMD's. Newer releases have more of these aliases. On ROCm
+`cublas` is hipBLAS, which uses rocBLAS.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def prefer(library: str) -> Iterator[None]:
 
 
 def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None, library: str) -> Tensor:
-    """`F.linear` through this library; under torch.compile, an operator that switches when it runs."""
+    """`F.linear` through this library. Under torch.compile it is an operator that sets the library when it runs."""
     if not torch.compiler.is_compiling():
         with prefer(library):
             return F.linear(x, weight, bias)
@@ -72,7 +72,7 @@ def _refusal(library: str) -> str | None:
     if name is None:
         return f"this PyTorch has only {', '.join(_known())}"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the switch is experimental, and which library PyTorch falls back to
+        warnings.simplefilter("ignore")  # about an experimental setting, and about a fallback to another library
         try:
             with prefer(library):
                 chosen: Any = torch.backends.cuda.preferred_blas_library()

@@ -1,7 +1,7 @@
 """Whether an operation must run as in a recorded graph, in which the host reads no tensor.
 
-Some operations read a tensor on the host to choose a faster kernel, except while a graph is recorded. A recording is
-compared with uncaptured runs, which must not read it either, because another kernel rounds differently.
+Some operations read a tensor on the host to choose a faster kernel, except while a graph is recorded. An uncaptured run
+that is compared with a recorded graph must not read it either, because another kernel would round differently.
 """
 
 from __future__ import annotations

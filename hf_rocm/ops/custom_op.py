@@ -1,8 +1,8 @@
 """Kernels in compiled graphs: an operator of hf_rocm wraps each call.
 
 aiter's own operators declare every tensor argument as mutated, weights included, so the compiler would copy the weights
-around each call. The operators here declare only real mutations. Triton kernels are wrapped too: the compiler gets one
-operator with an output shape, and Python chooses the tiles.
+around each call. The operators here declare only real mutations. Triton kernels are wrapped too: the compiler sees one
+operator with a known output shape, and Python chooses the tiles.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def opaque(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its first argument's device as the current device, which not every kernel sets."""
+    """Run `function` with the device of its first argument as the current one. Not every kernel sets it."""
 
     def run(first: Any, *rest: Any) -> Any:
         if several_devices() and first.device.index not in (None, torch.cuda.current_device()):

@@ -1,7 +1,7 @@
 """decode_attention: attention of the last few queries over caches whose lengths are only known on the device.
 
 A static cache has unwritten keys after the written ones. Its length changes with every step, on the device only, so
-that a recorded graph of the step stays valid. A sliding cache rolls: once it is full, it has the last S keys.
+that a recorded graph of the step stays valid. A sliding cache rolls: once it is full, it contains the last S keys.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def decode_attention(
 ) -> Tensor:
     """Causal attention of the last S_q queries of each row over the written keys of the row.
 
-    query: [B, H, S_q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, D_v], any strides whose last is 1. lengths: [B], or
-    [1] for all rows, int32 or int64 on the same device: the number of keys of the row so far, including those of the
-    queries, at least one. Up to S, the keys are at the front and the rest of the cache is not used; above S, the cache
-    is a rolling one with the last S keys, oldest first. starts: [B], the first key of each row after left padding,
-    counted like lengths. window: how many keys a query sees, itself included. softcap, sinks: see `attention`. ends:
-    [B + 1] int32, the running sum of the rows' lengths from 0, which one kernel needs, or None.
+    query: [B, H, S_q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, D_v], any strides, the last one 1. lengths: [B], or
+    [1] for all rows, int32 or int64 on the same device: the number of keys of the row so far, including the keys of
+    these queries; at least one. If it is at most S, the keys are at the front and the rest of the cache is not used.
+    Otherwise the cache is a rolling one and contains the last S keys, oldest first. starts: [B], the first key of each
+    row after left padding, counted like lengths. window: how many keys a query sees, itself included. softcap, sinks:
+    see `attention`. ends: [B + 1] int32, the running sum of the rows' lengths from 0, which one kernel needs, or None.
 
     Query i of S_q is at key length − S_q + i. A query that sees no key (left padding) gets the same output as in
     `attention`. The unused rows must be finite in PyTorch's tiers; kernels don't read them. No tensor is read on the
@@ -132,7 +132,7 @@ def seen_keys(s_q: int, s_k: int, lengths: Tensor, starts: Tensor | None, window
 
 
 def _masked(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Tensor]:
-    """This attention with a mask that is computed on the device."""
+    """Implement `decode_attention` by this attention with a mask that is computed on the device."""
 
     def decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, **terms: Unpack[DecodeTerms]) -> Tensor:
         mask = seen_keys(query.shape[2], key.shape[2], lengths, terms.get("starts"), terms.get("window"))
@@ -158,7 +158,7 @@ def _kind(spec: DecodeSpec) -> DecodeSpec:
 
 
 def _cases(spec: DecodeSpec) -> Iterator[Case]:
-    """Rows of several lengths; the values outside them are large, so that one key too many changes the result."""
+    """Rows of several lengths. Values outside them are large, so that one key too many changes the result."""
     draw = Draw(spec.dtype, spec.device)
     s_q = 1 if spec.one_query else 5 if spec.few_queries else LENGTH
     lengths, starts = (s_q, LENGTH, LONG - 1), (0, 3, LONG - 1 - s_q)

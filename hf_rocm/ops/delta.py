@@ -1,7 +1,7 @@
 """gated_delta_step: one token of linear attention with the gated delta rule, from the projections to the output.
 
-Such a layer keeps a state of fixed size instead of keys and values. A token takes some forty small operations: a
-convolution with its own state, norms of query and key, a decay, the update of the state, a gated norm.
+Such a layer keeps a state of fixed size instead of keys and values. One token takes about forty small operations: a
+convolution with its own state, norms of query and key, a decay, the update of the state, and a gated norm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALLEST = 1e-6
 class DeltaSpec(NamedTuple):
     """The specification of a call, from which an implementation is selected.
 
-    group: how many value heads share a key head. taps: of the convolution.
+    group: how many value heads share a key head. taps: the size of the convolution's kernel.
     """
 
     dtype: torch.dtype
@@ -78,10 +78,10 @@ def gated_delta_step(
     """One token of every sequence through the gated delta rule (https://arxiv.org/abs/2412.06464), in place.
 
     query, key: [B, G, D_k], of G key heads. value, gate: [B, G, R, D_v]: R value heads share a key head, H = G · R in
-    all. beta, decay: [B, G, R], before sigmoid and softplus. All six are outputs of the layer's projections, in one
-    dtype, and may be views. conv_weight: [C, K] with C = 2 · G · D_k + H · D_v channels: of the queries, of the keys,
-    of the values. conv_state: [B, C, K], the last K inputs of every channel. state: [B, H, D_k, D_v]. log_rate, bias:
-    [H]. norm_weight: [D_v].
+    total. beta, decay: [B, G, R], before sigmoid and softplus. All six are outputs of the layer's projections, in one
+    dtype, and may be views. conv_weight: [C, K] with C = 2 · G · D_k + H · D_v channels: first those of the queries,
+    then those of the keys and of the values. conv_state: [B, C, K], the last K inputs of every channel. state: [B, H,
+    D_k, D_v]. log_rate, bias: [H]. norm_weight: [D_v].
 
     The inputs of the convolution are appended to `conv_state`; silu follows the convolution; queries and keys are
     divided by their Euclidean norms, queries also by the root of D_k. Then, for every value head, `state` is multiplied
@@ -108,7 +108,7 @@ def specification(call: DeltaCall) -> tuple[object, ...]:
 
 
 def refused_in(x: Tensor) -> str | None:
-    """Why no tier may serve x's dtype and device: the user's options require aiter, or a tier that has no such step."""
+    """Why no tier can serve x's dtype and device, for example if the user's options require aiter; None if one can."""
     try:
         _operation.choose((x.dtype, x.dtype, torch.float32, x.device, 128, 128, 2, 4, False))
     except TierUnavailable as error:
@@ -117,7 +117,7 @@ def refused_in(x: Tensor) -> str | None:
 
 
 def eager(call: DeltaCall) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition, in the operations and the roundings of transformers' layer. Also returns the two states."""
+    """The definition, with the operations and roundings of transformers' layer. Also returns the two states."""
     query, key, value, gate, beta, decay, conv_weight, conv_state, state, log_rate, bias, norm_weight, eps = call
     batch, groups, shared, value_dim = value.shape
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -1,8 +1,8 @@
 """8-bit numbers with one scale for each row, or for each block of 128 × 128: the formats, and the rounding.
 
-A row with the largest magnitude `a` is divided by `a / largest`, so that it uses the whole range of the format, and
-rounded to the nearest number. The scale is never 0, so a row of zeros stays zero. A NaN makes only its own row NaN, and
-a row with an infinity is not finite either.
+A row whose largest magnitude is `a` is divided by `a / largest`, so that it uses the whole range of the format, and is
+rounded to the nearest number. The scale is never 0, so a row of zeros stays zero. A NaN makes only its own row NaN. A
+row that contains an infinity does not become finite either.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def fp8_of(device: Device) -> torch.dtype | None:
-    """The fp8 format of this device, or None if it has none. Off ROCm it is e4m3fn."""
+    """The fp8 format of this device, or None if it has none. Without ROCm it is e4m3fn."""
     return _FP8_OF.get(device.arch or "") if device.rocm else FP8
 
 
@@ -36,9 +36,9 @@ def largest(format: torch.dtype) -> float:
 
 
 def quantize_rows(x: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round each row to 8 bits. x: [..., K] floating. Returns [..., K] of the format and the scales [..., 1] in fp32.
+    """Round each row to 8 bits. x: [..., K] floating. Returns [..., K] in the format, and scales [..., 1] in fp32.
 
-    The scales are fp64 if x is. The compiler can fuse every one of these operations.
+    The scales are fp64 if x is. The compiler can fuse all of these operations.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     top = x.abs().amax(dim=-1, keepdim=True).to(wide)
@@ -55,13 +55,13 @@ def dequantize_rows(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (rows.to(wide) * scale.to(wide).unsqueeze(-1)).to(dtype)
 
 
-BLOCK = 128  # rows and columns with one scale
+BLOCK = 128  # rows and columns that share a scale
 
 
 def quantize_blocks(weight: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round a weight [N, K] to 8 bits with a scale for each block, the last ones smaller.
+    """Round a weight [N, K] to 8 bits with one scale per block; the last blocks may be smaller.
 
-    Returns [N, K] of the format and the scales [⌈N / 128⌉, ⌈K / 128⌉] in fp32.
+    Returns [N, K] in the format, and scales [⌈N / 128⌉, ⌈K / 128⌉] in fp32.
     """
     n, k = weight.shape
     whole = F.pad(weight, (0, -k % BLOCK, 0, -n % BLOCK))
@@ -72,7 +72,7 @@ def quantize_blocks(weight: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def dequantize_blocks(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise 8-bit rows [N, K] with a scale for each block, rounding once to dtype."""
+    """Dequantise 8-bit rows [N, K] with one scale per block, rounding once to dtype."""
     n, k = rows.shape
     wide = torch.promote_types(dtype, torch.float32)
     scales = scale.to(wide).repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]

@@ -1,4 +1,4 @@
-"""Empty outputs of the operators, from which torch.compile gets their shapes: `fake` of `custom_op.opaque`."""
+"""Empty outputs from which torch.compile gets an operator's shapes: the argument `fake` of `custom_op.opaque`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""4-bit numbers in groups with one scale: the rounding of a row, and the order in which eight numbers share a word.
+"""4-bit numbers in groups that share a scale: the rounding of a row, and the order of the eight numbers in a word.
 
 The numbers -8 … 7 are stored as 0 … 15. A group whose largest magnitude is `a` has the scale a / 7.5, rounded to bf16,
 so that the scales take 16 bits for 128 numbers.
 
-A row is stored in blocks of eight runs. Word w of a block has number w of every run, the first run in its lowest bits:
-a kernel reads the numbers of a run, and the values of x that they multiply, as one contiguous piece each.
+A row is stored in blocks of eight runs. Word w of a block contains number w of every run, with the first run in its
+lowest bits. So a kernel reads contiguous numbers of a run, and contiguous values of x that they multiply.
 
 With a code, 0 … 15 are indices of a table: nf4 (QLoRA, https://arxiv.org/abs/2305.14314) and fp4, as bitsandbytes
 defines them. The scales of such a weight may be quantised too (double quantisation).
@@ -26,7 +26,7 @@ SCALE = torch.bfloat16
 PER_WORD = 8
 GROUPS = (32, 64, 128)
 
-# fp32 numbers; nf4: quantiles of the normal distribution, fp4: a sign, two bits of an exponent and one of a mantissa
+# fp32 numbers; nf4: quantiles of the normal distribution, fp4: a sign bit, two exponent bits, one mantissa bit
 CODES: Mapping[str, tuple[float, ...]] = {
     "nf4": (
         -1.0,
@@ -62,7 +62,7 @@ _SMALLEST_SCALE = torch.finfo(SCALE).tiny
 
 
 class Nested(NamedTuple):
-    """How scales [N, G] uint8 are decoded: a · code[q] + b. Each 256 of them, counted along the rows, have one (a, b).
+    """How scales [N, G] uint8 are decoded: a · code[q] + b. 256 of them, counted along the rows, share (a, b).
 
     code: [256]; factors: [⌈N · G / 256⌉, 2], a and b; both fp32.
     """
@@ -77,13 +77,13 @@ class Nested(NamedTuple):
         return (numbers * factors[:, 0] + factors[:, 1]).view(scale.shape)
 
     def of_rows(self, rows: slice, groups: int) -> Nested:
-        """The same for some rows of scales [N, groups]; the first of them begins 256 scales."""
+        """Select rows of scales [N, groups]. The first of them must start a block of 256 scales."""
         stop = None if rows.stop is None else -(-rows.stop * groups // PER_FACTOR)
         return self._replace(factors=self.factors[(rows.start or 0) * groups // PER_FACTOR : stop])
 
 
 def table(code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers of a code, [16]: in eager mode one tensor for all weights, which must not be changed."""
+    """The numbers of a code, [16]. In eager mode all weights share one tensor, which must not be changed."""
     if compiling() or compiler._is_compiling_flag:
         return torch.tensor(CODES[code], dtype=dtype, device=device)
     return _table(code, dtype, device)
@@ -137,8 +137,8 @@ def dequantize_groups(
 ) -> Tensor:
     """Dequantise words [N, K / 8] with scales [N, K / group], rounding once to dtype. Returns [N, K].
 
-    zeros: [N, K / group] uint8, the stored number that stands for 0; None: 8. code: the name of a table whose indices
-    are stored; None: integers. nested: of scales in uint8.
+    zeros: [N, K / group] uint8, the stored numbers that represent 0; None: 8. code: the name of the table to which the
+    stored numbers are indices; None: they are integers. nested: how uint8 scales are decoded.
     """
     n, k = words.shape[0], words.shape[1] * PER_WORD
     group = k // scale.shape[1]

@@ -1,10 +1,10 @@
 """linear: x Wᵀ + b; fused_linear: the same with the norm before it, and the gate and residual sum after it.
 
-The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs come before it where they accept the call.
-This module also decides which calls always go to PyTorch, and how many rows a product of many rows has.
+The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs come before it if they accept the call. This
+module also decides which calls always go to PyTorch, and which products count as products of few rows.
 
-A product of few rows is limited by reading its weights, so a kernel that also computes the surrounding operations saves
-their launches. Without such a kernel the operations run one by one.
+A product of few rows is limited by the time to read its weights, so a kernel that also computes the surrounding
+operations saves their launches. Without such a kernel the operations run one by one.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def cases(dtype: torch.dtype, device: torch.device, n: int, k: int, *, bias: boo
     n, draw = fewer_rows(n, k), Draw(dtype, device)
     weight = draw(n, k) * k**-0.5
     added = draw(n) if bias else None
-    for m in (1, 3, 8, 33):  # kernels differ between them
+    for m in (1, 3, 8, 33):  # different kernels serve them
         yield Case((draw(m, k), weight, added))
 
 
@@ -205,7 +205,7 @@ def fused_linear(
     x: [..., K]; weight: [N, K]; bias: [N] or None. norm: the terms of the norm of x. activation: `silu`, `gelu` or
     `gelu_tanh`: the product is [gate | up], and the result act(gate) · up has N / 2 columns. residual: [..., N] or
     [..., N / 2], in x's dtype. Each part is rounded as a separate layer would round it. Returns [..., N] or
-    [..., N / 2]. Raises `OptionError` on another activation.
+    [..., N / 2]. Raises `OptionError` for any other activation.
     """
     if activation is not None and activation not in ACTIVATIONS:
         raise OptionError(f"fused_linear has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})

@@ -21,7 +21,7 @@ from hf_rocm.ops.padded import CacheRows as CacheRows
 from hf_rocm.ops.padded import Packed
 from hf_rocm.ops.padded import Padded as Padded
 
-_RECOGNISED = "_hf_rocm_padded"  # on the mask itself: ((its version, S_k, window), what was recognised)
+_RECOGNISED = "_hf_rocm_padded"  # attribute of the mask: ((its version, S_k, window), what was recognised)
 
 
 def recognise(

@@ -71,11 +71,11 @@ def experts(
 
     x: [T, H] floating. gate_up: [E, 2I, H], gate first; down: [E, H, I]; with transposed [E, H, 2I] and [E, I, H].
     gate_up_bias: [E, 2I] and down_bias: [E, H], both or neither. ids: [T, k] integers, 0 to E − 1, no expert twice for
-    one token. weights: [T, k] floating; the sum is computed in the wider of its dtype and x's, in kernels in fp32.
-    interleaved: gate and up alternate along 2I. weigh_input: multiply x by the weight instead of the output.
+    one token. weights: [T, k] floating; the sum is computed in the wider of their dtype and x's dtype, by kernels in
+    fp32. interleaved: gate and up alternate along 2I. weigh_input: multiply x by the weight instead of the output.
     activation: `silu`, `gelu`, `gelu_tanh`, or `clamped_swiglu`, which is (min(max(up, −limit), limit) + 1) · g ·
     sigmoid(alpha · g) with g = min(gate, limit) (gpt-oss). Returns [T, H] in x's dtype.
-    Raises `OptionError` on another activation, or a bias without the other. Shazeer et al. 2017.
+    Raises `OptionError` for any other activation, and if only one bias is given. Shazeer et al. 2017.
     """
     if activation not in ACTIVATIONS:
         raise OptionError(f"experts has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
@@ -142,7 +142,7 @@ def most_pairs(x: Tensor) -> int:
 
 
 def kind(spec: ExpertsSpec) -> ExpertsSpec:
-    """A smaller specification, whose sizes have the same remainders for the blocks of our kernels."""
+    """A smaller specification whose sizes have the same remainders modulo the block sizes of hf_rocm's kernels."""
     return spec._replace(
         experts=min(spec.experts, max(4, spec.top)),
         hidden=smaller(spec.hidden, 512, 512),
@@ -153,9 +153,9 @@ def kind(spec: ExpertsSpec) -> ExpertsSpec:
 
 
 def cases(spec: ExpertsSpec) -> Iterator[Case]:
-    """One token, some and many. No token is routed to the last expert if there is another one.
+    """One token, a few tokens, and many. No token is routed to the last expert if there is another one.
 
-    No single token with gradients: with so few numbers, the eager tier's error would depend on chance.
+    A single token is not checked with gradients: with so few numbers, the eager tier's error would depend on chance.
     """
     draw = Draw(spec.dtype, spec.device)
     sizes = ((2 * spec.intermediate, spec.hidden), (spec.hidden, spec.intermediate))
@@ -180,7 +180,7 @@ def _never(call: ExpertsCall) -> Tensor:
 
 
 _operation = Operation("experts", ExpertsSpec, cases, kind, terms=ExpertsCall, recorded=(0, 1, 3))
-# only for its reason, which `explain` shows: shuffled weights have their own operation
+# registered only so that `explain` shows why it refuses: shuffled weights have their own operation
 _operation.register(Implementation("aiter", "fused_moe", aiter.plain_refuses, _never))
 _operation.register(
     Implementation("triton", triton.NAME, triton.refuses, triton.experts, detect.checked("experts", triton.NAME))

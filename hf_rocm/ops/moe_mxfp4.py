@@ -1,4 +1,4 @@
-"""Routed experts with weights in MXFP4, which are read as the checkpoint of gpt-oss stores them."""
+"""Routed experts with weights in MXFP4, in the layout of gpt-oss's checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _LOOP = "dequantize, sorted tokens, loop"
 _GROUPED = "dequantize, grouped_mm"
-_TEMPORARY = 2**30  # bytes of weights that are dequantised at once for a grouped product, or one expert's
+_TEMPORARY = 2**30  # bytes of weights that are dequantised at once, unless a single expert has more
 
 
 class Mxfp4Call(NamedTuple):
@@ -59,7 +59,7 @@ def mxfp4_experts(
     limit: float = 7.0,
     alpha: float = 1.702,
 ) -> Tensor:
-    """`hf_rocm.ops.experts` of gpt-oss: `clamped_swiglu`, gate and up interleaved, weights in MXFP4.
+    """`hf_rocm.ops.experts` for gpt-oss: `clamped_swiglu`, gate and up interleaved, weights in MXFP4.
 
     x: [T, H] floating. gate_up: [E, 2I, H / 32, 16] uint8 with scales [E, 2I, H / 32] uint8 and bias [E, 2I]; down:
     [E, H, I / 32, 16] with scales [E, H, I / 32] and bias [E, H]. ids, weights: [T, k]. Returns [T, H] in x's dtype.
@@ -113,7 +113,7 @@ class _Stacked:
     def __init__(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype, function: Dequantize) -> None:
         self.blocks, self.scales, self.dtype, self.function = blocks, scales, dtype, function
         self.shape = (*blocks.shape[:2], blocks.shape[2] * BLOCK)
-        numbers = min(_TEMPORARY // dtype.itemsize, LARGEST - 1)  # that one launch dequantises
+        numbers = min(_TEMPORARY // dtype.itemsize, LARGEST - 1)  # dequantised by one launch
         self.at_once = max(1, numbers // (self.shape[1] * self.shape[2]))
 
     def __getitem__(self, experts: int | slice) -> Tensor:
@@ -169,7 +169,7 @@ def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
 
 
 def cases(spec: ExpertsSpec) -> Iterator[Case]:
-    """One token, and some. No token is routed to the last expert if there is another one."""
+    """One token, and a few tokens. No token is routed to the last expert if there is another one."""
     draw = Draw(spec.dtype, spec.device)
 
     def stored(n: int, k: int) -> tuple[Tensor, Tensor]:

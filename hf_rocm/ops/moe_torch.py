@@ -1,7 +1,7 @@
 """Routed experts in PyTorch: one grouped product per layer, a batched product for few tokens, and two loops.
 
 The gathered and the grouped form don't synchronise with the host, so they can be recorded in a graph. (The grouped form
-does so if PyTorch has no kernel for the dtype; it has one for bf16 on recent GPUs.) Both loops synchronise.
+does synchronise if PyTorch has no kernel for the dtype; it has one for bf16 on recent GPUs.) Both loops synchronise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Form(NamedTuple):
         return torch_act_and_mul(h, self.activation, self.interleaved, self.limit, self.alpha)
 
     def gate_at_once(self, h: Tensor) -> Tensor:
-        """The same in one kernel if there is one."""
+        """The same, in one kernel if there is one."""
         if is_compiling() or not one_kernel(h, activation=self.activation, interleaved=self.interleaved):
             return self.gate(h)
         return act_and_mul(
@@ -94,10 +94,10 @@ def grouped(call: ExpertsCall) -> Tensor:
 
 
 def _products(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
-    """rows [S, K], sorted by expert, times the weight of their expert: [S, N]. ends [E]: where its rows end.
+    """rows [S, K], sorted by expert, times the weight of their expert: [S, N]. ends [E]: where an expert's rows end.
 
     Weights that are dequantised when they are indexed have `at_once`, the number of experts that fit into the temporary
-    memory. With more experts than that the host needs the ends, and waits for the device.
+    memory. With more experts than that, the host needs the ends, so it waits for the device.
     """
     assert _grouped_mm is not None
     at_once = getattr(weight, "at_once", None)
@@ -117,7 +117,7 @@ def _products(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -
 
 
 def _chosen(bias: Tensor, ids: Tensor) -> Tensor:
-    """The bias [E, N] of the experts `ids` [S]: [S, N].
+    """The rows `ids` [S] of the bias [E, N]: [S, N].
 
     The gradient of an expert's bias is a sum over rows, which PyTorch rounds to the dtype after every row. So it is
     computed in a wider dtype.
@@ -129,7 +129,7 @@ def _chosen(bias: Tensor, ids: Tensor) -> Tensor:
 
 
 class _Order:
-    """Sorts the pairs (token, expert) by expert, and sums their outputs back in the order of tokens."""
+    """Sorts the pairs (token, expert) by expert, and sums their outputs for every token."""
 
     def __init__(self, call: ExpertsCall) -> None:
         ids, experts = call.ids, call.gate_up.shape[0]
@@ -138,14 +138,14 @@ class _Order:
         self.all_ids = torch.arange(experts, device=ids.device, dtype=ids.dtype)
 
     def rows(self, call: ExpertsCall) -> tuple[Tensor, Tensor | None]:
-        """x [S, H] in the order of experts, and the weights [S] that must still be applied, or None."""
+        """x [S, H] in the order of the experts, and the weights [S] that must still be applied, or None."""
         rows, row_weights = call.x[self.places // self.top], call.weights.flatten()[self.places]
         if call.form.weigh_input:
             return (rows * row_weights[:, None]).to(call.x.dtype), None
         return rows, row_weights
 
     def sum(self, out: Tensor, row_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The outputs [S, H], weighted, back in the order of tokens and summed: [T, H]."""
+        """Weight the outputs [S, H], restore the order of the tokens and sum: [T, H]."""
         if row_weights is not None:
             out = out * row_weights[:, None]
         back = torch.empty_like(self.places)

@@ -1,6 +1,6 @@
 """MXFP4: 4-bit floats (e2m1) in blocks of 32 that share a power of two. OCP Microscaling Formats (MX) v1.0.
 
-A byte has two numbers, the first in its low bits. A scale is one byte `s` and stands for 2^(s − 127); 255 is NaN.
+A byte contains two numbers, the first in its low bits. A scale is one byte `s` and means 2^(s − 127); 255 is NaN.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def powers(scales: Tensor) -> Tensor:
-    """The scales in fp32, which has all of them."""
+    """The scales in fp32, which represents all of them exactly."""
     bits = scales.int() << 23
     bits = torch.where(scales == 0, _SMALLEST, bits)
     return torch.where(scales == 255, _NAN, bits).view(torch.float32)

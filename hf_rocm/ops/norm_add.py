@@ -1,7 +1,7 @@
 """norm_add: the norm of a branch's output, the residual sum, and the next norm, in one operation.
 
-Layers with a norm after attention and MLP (Gemma 2 and 3, OLMo 2, GLM-4, …) do these in sequence. They are small, so
-that with few rows a kernel for each takes longer to start than to run.
+Layers with a norm after attention and MLP (Gemma 2 and 3, OLMo 2, GLM-4, …) run these operations in sequence. With few
+rows, they are so small that separate kernels take longer to launch than to run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_rocm.options import Switch
 
 
 class NormAddSpec(NamedTuple):
-    """The specification of a call. weight_dtype: of the norms' weights. following: whether the sum is normalised."""
+    """One call's specification. weight_dtype: of the norms' weights. following: whether the sum is normalised."""
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -40,8 +40,8 @@ def norm_add(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None) 
     """residual + rms_norm(x), and the norm of that sum if `then` is given. Rounds where separate layers round.
 
     x, residual: [..., D], one dtype. norm, then: the norms; both multiply by (1 + w) or neither does, and their weights
-    [D] have one dtype. Returns (the normalised sum or None, the sum), new tensors [..., D]. Raises `OptionError` on
-    norms of two kinds.
+    [D] have one dtype. Returns (the normalised sum or None, the sum), new tensors [..., D]. Raises `OptionError` if the
+    norms differ in kind.
     """
     spec = _specification(x, residual, norm, then)
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
@@ -77,7 +77,7 @@ def _specification(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None) -
 
 
 def _in_turn(normalise: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """This norm, PyTorch's sum, and the norm again. Without a second norm, the first result is empty."""
+    """Apply this norm, PyTorch's sum, and the norm again. Without a second norm, the first result is empty."""
 
     def norm_add(
         x: Tensor,

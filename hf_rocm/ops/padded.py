@@ -14,14 +14,14 @@ from hf_rocm.ops.varlen import varlen_attention
 class CacheRows:
     """The written keys of a cache, as device tensors: the terms of `decode_attention`.
 
-    For the last S_q queries of each row, with causal attention. key_lengths: [B], or [1] for all rows, int32 or int64:
-    the number of keys of the row so far, including left padding and the keys of this call's queries. key_starts: [B],
-    or None without padding: the number of padding keys at the front. Both count from the first token of the row, even
-    if the cache has dropped keys since, so that one pair serves every layer: where key_lengths exceeds the number of
-    keys that attention gets, these are the last keys of a rolling cache. window: the sliding window of the layers that
+    They describe causal attention of the last S_q queries of each row. key_lengths: [B], or [1] for all rows, int32 or
+    int64: the number of keys of the row so far, including left padding and the keys of this call's queries. key_starts:
+    [B], or None without padding: the number of padding keys at the front. Both count from the first token of the row,
+    even if the cache has dropped keys since, so that one pair serves every layer: if key_lengths exceeds the number of
+    keys passed to attention, these are the last keys of a rolling cache. window: the sliding window of the layers that
     use this object, or None. key_ends: [B + 1] int32, the running sum of the lengths from 0, or None.
 
-    All tensors may be advanced in place between calls: a recorded graph reads them at each replay, the host never does.
+    All tensors may be updated in place between calls: a recorded graph reads them at each replay, the host never does.
     """
 
     key_lengths: Tensor
@@ -58,8 +58,8 @@ class CacheRows:
 class Packed:
     """A padded batch without its padding, as packed sequences: the terms of `varlen_attention`.
 
-    queries, keys: flat positions in [B · S] of those that are not padding; query_ends, key_ends: [B + 1] int32, the
-    running sum of their number in each row; longest_query, longest_key: the largest number of a row.
+    queries, keys: flat positions in [B · S] of the tokens that are not padding; query_ends, key_ends: [B + 1] int32,
+    the running sum of the number of such tokens in each row; longest_query, longest_key: the largest number in a row.
     """
 
     key_ends: Tensor

@@ -63,13 +63,13 @@ def paged_attention(
 ) -> Tensor:
     """Write the new keys and values of each row into its pages, then attend with causality to the row's keys.
 
-    query: [B, H, S_q, D]; key_pages: [P, page, Hkv, D]; value_pages: [P, page, Hkv, D_v], any strides whose last is 1.
+    query: [B, H, S_q, D]; key_pages: [P, page, Hkv, D]; value_pages: [P, page, Hkv, D_v], any strides, the last one 1.
     table: [B, N] int32, last stride 1: key j of row b is in page `table[b, j // page]`. lengths: [B] int32 on the same
-    device: the number of keys of the row, including those of the queries, at most N · page; 0 for a row without a
+    device: the number of keys of the row, including the keys of these queries, at most N · page; 0 for a row without a
     request, whose output is zero. key: [B, Hkv, S_q, D]; value: [B, Hkv, S_q, D_v]: the keys and values of the queries,
-    or None if the pages have them already. The other arguments are those of `decode_attention`.
+    or None if the pages already contain them. The other arguments are those of `decode_attention`.
 
-    Changes key_pages and value_pages in place. No tensor is read on the host by kernels. Returns [B, S_q, H, D_v].
+    Changes key_pages and value_pages in place. Kernels read no tensor on the host. Returns [B, S_q, H, D_v].
     """
     grad = torch.is_grad_enabled() and (query.requires_grad or key_pages.requires_grad or value_pages.requires_grad)
     dtype, device = query.dtype, query.device
@@ -108,7 +108,7 @@ def kernel_serves(spec: PagedSpec) -> bool:
 
 
 def _gathered(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Tensor]:
-    """This attention over a copy of the pages of every row, with a mask."""
+    """Implement `paged_attention` by this attention over a copy of the pages of every row, with a mask."""
 
     def paged(
         query: Tensor,
@@ -130,7 +130,7 @@ def _gathered(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callabl
         own = table.clamp(min=0).long()
         keys, values = (pages[own].flatten(1, 2).transpose(1, 2) for pages in (key_pages, value_pages))
         seen = seen_keys(s_q, keys.shape[2], lengths, None, terms["window"])
-        unused = ~seen.any(2)[..., None]  # unwritten slots may have any value
+        unused = ~seen.any(2)[..., None]  # unwritten slots may contain any value
         dense = AttentionTerms(
             scale=terms["scale"], causal=False, mask=seen, window=None, softcap=terms["softcap"], sinks=terms["sinks"]
         )

@@ -83,7 +83,7 @@ def torch_rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Ten
     if one_plus:
         return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
     normed = F.rms_norm(x, weight.shape, weight, eps)
-    return normed if normed.dtype == x.dtype else normed.to(x.dtype)  # autocast may widen it, but not stock's norm
+    return normed if normed.dtype == x.dtype else normed.to(x.dtype)  # autocast widens this, but not the stock norm
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
@@ -143,8 +143,8 @@ def act_and_mul(
 
     x: [..., 2d] floating. interleaved: gate and up are side by side, x[..., ::2] and x[..., 1::2]. activation: `silu`,
     `gelu` (erf), `gelu_tanh`, or `clamped_swiglu`, which is (min(max(up, −limit), limit) + 1) · g · σ(alpha · g) with
-    g = min(gate, limit), as in gpt-oss; limit and alpha are for that one alone. Returns [..., d].
-    Shazeer 2020 (GLU variants). Raises `OptionError` on another activation.
+    g = min(gate, limit), as in gpt-oss; limit and alpha apply to the last one only. Returns [..., d].
+    Shazeer 2020 (GLU variants). Raises `OptionError` for any other activation.
     """
     if activation not in ACTIVATIONS:
         raise OptionError(f"act_and_mul has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
@@ -228,13 +228,13 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: b
 
 
 def torch_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """In the dtype of the tensors, as in the unfused layers."""
+    """Rotate in the dtype of the tensors, like the unfused layers."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return _rotated(query, cos, sin, interleaved), _rotated(key, cos, sin, interleaved)
 
 
 def eager_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The oracle: in at least fp32, rounded once at the end."""
+    """The oracle: the formula in at least fp32, rounded once at the end."""
     wide = torch.promote_types(query.dtype, torch.float32)
     outputs = torch_rope(query.to(wide), key.to(wide), cos.to(wide), sin.to(wide), interleaved)
     return outputs[0].to(query.dtype), outputs[1].to(key.dtype)
@@ -291,7 +291,7 @@ def _register(
     torch_: tuple[str, Callable[[Any, Device], str | None], Callable[..., Any]],
     eager: tuple[str, Callable[..., Any]],
 ) -> None:
-    """One implementation for each tier, by name, predicate and function; eager refuses nothing."""
+    """Register one implementation per tier: its name, predicate and function. The eager one refuses nothing."""
     operation.register(Implementation("aiter", *aiter, aiter_detect.checked(operation.name, aiter[0])))
     operation.register(Implementation("triton", *triton, triton_detect.checked(operation.name, triton[0])))
     operation.register(Implementation("torch", *torch_))

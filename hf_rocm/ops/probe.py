@@ -70,8 +70,8 @@ def checked_here(operation: str, name: str, *, tier: str) -> Probe:
 def ahead(device: torch.device | None = None) -> None:
     """Start the child early if no check has passed yet, so that it starts while a model loads.
 
-    device: the device of the model's weights once they are loaded; the child then initialises that GPU. Of the ranks of
-    a machine only the first one starts a child, and the others use its results.
+    device: the device of the model's weights once they are loaded; the child then initialises that GPU. Among the ranks
+    of a machine, only the first one starts a child, and the others use its results.
     """
     current = options.current()
     if not _first_of_machine():
@@ -82,7 +82,7 @@ def ahead(device: torch.device | None = None) -> None:
 
 
 def _first_of_machine() -> bool:
-    """Whether this process is the first rank of this machine, or not a rank."""
+    """Whether this process is the first rank of this machine, or not part of a distributed job."""
     launcher, distributed = options.launcher(), torch.distributed
     grouped = distributed.is_available() and distributed.is_initialized()
     rank = str(distributed.get_rank()) if grouped else launcher.get("RANK", "0")
@@ -99,7 +99,7 @@ def terms(spec: Any) -> str:
 def failed(operation: str, tier: str, name: str, dtype: torch.dtype) -> str | None:
     """Why a kernel is disabled in this process for calls without gradients on tensors of this dtype, or None.
 
-    A failed check is enough, whatever the other tensors were.
+    One failed check with this dtype is enough, whatever the dtypes of the other tensors were.
     """
     word = str(dtype).removeprefix("torch.")
     for (*kernel, what), reason in _off.items():
@@ -162,6 +162,6 @@ def _key(operation: str, tier: str, name: str, kind: tuple[Any, ...], device: De
         version=version,
         torch=torch.__version__,
         rocm=torch.version.hip,
-        tables=options.tuned_tables(),  # they choose a product's kernel
+        tables=options.tuned_tables(),  # they determine a product's kernel
         hf_rocm=__version__,
     )

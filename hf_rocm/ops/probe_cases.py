@@ -52,7 +52,7 @@ def check(operation: str, tier: str, name: str, values: tuple[Any, ...]) -> str 
 def disagreement(actual: Tensor, eager: Tensor, expected: Tensor) -> str | None:
     """Why `actual` is wrong, or None: its error may be twice that of `eager` in the same dtype, plus one rounding step.
 
-    expected: in fp64.
+    expected: the result in fp64.
     """
     if actual.shape != expected.shape:
         return f"its output is {list(actual.shape)}, not {list(expected.shape)}"
@@ -97,7 +97,7 @@ def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Draw:
-    """Draws normal numbers, which are the same on every machine, without changing the user's random state."""
+    """Draws normally distributed numbers, the same on every machine, without changing the user's random state."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ WAKING = 120  # seconds until a child that hangs before the first request ends i
 
 
 def serve(*, warm: bool) -> None:
-    """Serve requests, one per line on stdin; write one line when a request was read, and one with the reason.
+    """Serve requests, one per line on stdin; write one line when a request has been read, and one with the reason.
 
     A line may also request to initialise a device, which has no answer.
     """

@@ -1,7 +1,7 @@
 """quantized_linear: x Wᵀ + b with weights of 8 or 4 bits, with the norm before it and the gate and sum after it.
 
-8-bit weights have a scale for each row or block, 4-bit weights one for each group of a row. If x has few rows, they are
-not rounded, and a kernel reads the stored weight. If it has many, the weight is dequantised, or x is rounded to 8 bits.
+8-bit weights have one scale per row or block, 4-bit weights one per group of a row. If x has few rows, x is not
+rounded, and a kernel reads the stored weight. If it has many, the weight is dequantised, or x is rounded to 8 bits.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def quantized_linear(
     x: [..., K] fp64, fp32, fp16 or bf16; weight: [N, K] int8 or fp8 with scale [N] fp32, or [⌈N / 128⌉, ⌈K / 128⌉] fp32
     for blocks, or [N, K / 8] int32 with scale [N, K / group], see `four_bit.quantize_groups`; bias: [N] or None.
     shuffled: the weight is in the order of `eight_bit.shuffle_rows`. round_input: round the rows of x to the format of
-    W too; ignored unless it has a scale for each row. norm, activation, residual: as in `fused_linear`. zeros: the zero
-    points of the groups, code: the table of the 4-bit numbers, nested: of scales in uint8, see
+    W too; ignored unless W has one scale per row. norm, activation, residual: as in `fused_linear`. zeros, code,
+    nested: the zero points of the groups, the table of the 4-bit numbers, and how uint8 scales are decoded; see
     `four_bit.dequantize_groups`.
     Returns [..., N], or [..., N / 2] with an activation, in x's dtype.
-    Raises `OptionError` if gradients are on and x requires them, and on another activation.
+    Raises `OptionError` if gradients are on and x requires them, and for any other activation.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise OptionError(
@@ -143,7 +143,7 @@ def keeps_input(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, s
 
 
 def keeps_rows(spec: QuantizedSpec, m: int) -> bool:
-    """The same for M rows with this specification without rounding."""
+    """The same for M rows. spec: the specification without rounding."""
     if _tier(spec) != "triton":
         return False
     if spec.rows != MANY:
@@ -180,8 +180,8 @@ def _kind(spec: QuantizedSpec) -> QuantizedSpec:
     if spec.round_input:
         return spec
     k = spec.k if spec.k <= 2048 else 1024 + spec.k % 1024
-    group = k if spec.group == spec.k else spec.group  # a row that is a single group remains one
-    blocks = group and spec.format != INT4  # the second half of a gated product starts at a block
+    group = k if spec.group == spec.k else spec.group  # a row that is a single group stays a single group
+    blocks = group and spec.format != INT4  # the second half of a gated product starts at a block boundary
     return spec._replace(rows=MANY, n=smaller(spec.n, 4352, 256) if blocks else smaller(spec.n, 4160), k=k, group=group)
 
 
@@ -226,7 +226,7 @@ def _cases(spec: QuantizedSpec) -> Iterator[Case]:
 
 
 def _nested(scale: Tensor) -> tuple[Tensor, Nested]:
-    """Scales of about the same size in uint8."""
+    """Quantise scales to uint8. Returns the numbers, and how they are decoded."""
     code = torch.linspace(-0.5, 0.5, 256, device=scale.device)
     low, high = scale.float().aminmax()
     factors = torch.stack([high - low, (high + low) / 2]).expand(-(-scale.numel() // PER_FACTOR), 2)

@@ -19,7 +19,7 @@ from hf_rocm.ops.four_bit import INT4, Nested, dequantize_groups
 from hf_rocm.ops.pointwise import act_and_mul, rms_norm
 
 MANY = 0  # in a specification: more than `quantized.FEW` rows
-_STEP = 256  # a multiple of the rows that may have one scale, or one factor of scales
+_STEP = 256  # a multiple of the number of rows that share a scale, or a factor of scales
 _AT_ONCE = 2**24  # numbers that are dequantised at once: 64 MiB in fp32
 
 
@@ -34,7 +34,7 @@ class QuantizedSpec(NamedTuple):
     bias_dtype: torch.dtype | None
     shuffled: bool
     round_input: bool = True
-    group: int = 0  # numbers of a row with one scale; 0: all. With 8 bits it is a block, whose scale as many rows share
+    group: int = 0  # numbers of a row that share a scale; 0: all. With 8 bits, as many rows share it
     norm_dtype: torch.dtype | None = None
     one_plus: bool = False
     activation: str | None = None
@@ -136,7 +136,7 @@ def dequantized_linear(call: QuantizedCall) -> Tensor:
 
 
 def scaled_mm(call: QuantizedCall) -> Tensor:
-    """fp8, with the scales applied inside the product."""
+    """An fp8 product that applies the scales itself."""
     x, bias = call.x, call.bias
     rows, row_scale = call.rows()
     if rows.shape[0] == 0:
@@ -153,7 +153,7 @@ def scaled_mm(call: QuantizedCall) -> Tensor:
 
 
 def scaled_mm_then_scale(call: QuantizedCall) -> Tensor:
-    """fp8, with the scales applied after the product, which more devices and dtypes support."""
+    """An fp8 product, with the scales applied afterwards. More devices and dtypes support this."""
     x = call.x
     rows, row_scale = call.rows()
     if rows.shape[0] == 0:
@@ -168,7 +168,7 @@ _FEWEST_ROWS = 17
 
 
 def int_mm(call: QuantizedCall) -> Tensor:
-    """int8, summed without rounding in int32."""
+    """An int8 product, summed in int32 without rounding."""
     rows, row_scale = call.rows()
     m = rows.shape[0]
     if call.x.is_cuda and m < _FEWEST_ROWS:

@@ -41,7 +41,7 @@ class Implementation(Generic[SpecT]):
 
 
 class Refusal(NamedTuple):
-    """A candidate that was not chosen, and why."""
+    """A candidate that was not chosen, and the reason."""
 
     tier: str
     name: str
@@ -96,8 +96,8 @@ class Operation(Generic[SpecT]):
 
     cases(spec): the calls that check an implementation before its first use. kind(spec): the specification without the
     fields that can't affect the correctness of a kernel; one check is valid for all specifications of a kind. family:
-    the operation whose options apply; its own name unless it is a form of another operation. terms: the NamedTuple that
-    implementations take, if they take one instead of the arguments themselves. recorded: the positions of the
+    the operation whose options apply; its own name unless it is a variant of another operation. terms: the NamedTuple
+    that implementations take, if they take one instead of the arguments themselves. recorded: the positions of the
     arguments, or of the fields in terms, whose shapes `recording` collects.
 
     choices, calls: the choice for a specification, and the function that serves it. The key may be a plain tuple of the
@@ -253,7 +253,7 @@ def watching(watcher: Watcher) -> Iterator[list[Route]]:
 
 
 def _drop_calls() -> None:
-    """Drop the functions, because recording began or ended. The choices stay."""
+    """Drop the functions, because recording has begun or ended. The choices stay."""
     for operation in _operations.values():
         operation.calls.clear()
 

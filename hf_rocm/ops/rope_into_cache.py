@@ -1,7 +1,7 @@
 """rope_into_cache: from the product of a layer's projections to its attention.
 
 It normalises queries and keys if the layer does, rotates them, and writes keys and values into a static cache at a
-position that is on the device.
+position that is stored on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RopeIntoCacheSpec(NamedTuple):
     shared: bool  # one table of angles for the whole batch
     counted: bool  # the position is a counter, which is advanced
     one: bool  # a single token
-    once: bool  # every angle once
+    once: bool  # cos and sin have every angle once
     norm_dtype: torch.dtype | None  # of the norms' weights
     one_plus: bool
     grad: bool
@@ -64,7 +64,8 @@ def rope_into_cache(
     number of tokens so far, to which S is added. once: cos and sin are [B | 1, S, R / 2], with every angle once.
     norms: the RMS norms of queries and keys over the head dim, which come before the rotation; both multiply by (1 + w)
     or neither does, and their weights have one dtype. Returns the rotated query, with the shape of query. A token whose
-    row is outside the cache isn't written: the Triton tier makes its query NaN, the others raise like `index_copy_`.
+    row is outside the cache isn't written: the Triton tier sets its query to NaN, and the other tiers raise like
+    `index_copy_`.
     """
     if norms is not None and not alike(norms):
         raise OptionError("rope_into_cache takes norms of one kind", facts={"found": f"{norms[0]} and {norms[1]}"})
@@ -155,7 +156,7 @@ def _specification(
 def _then_write(
     normalise: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]]
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """This norm and rotation, followed by the writes of transformers' static cache. Also returns the caches."""
+    """Apply this norm and rotation, then the writes of transformers' static cache. Also returns the caches."""
 
     def rope_into_cache(
         query: Tensor,

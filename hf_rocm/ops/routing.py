@@ -1,7 +1,7 @@
 """choose_experts: from a router's logits to the experts of every token and their weights.
 
-A router is a small product followed by about ten small operations: softmax or sigmoid, a bias, a limit to groups of
-experts, top-k, a division by the sum. In a decode step each of them is a separate launch.
+A router is a small product followed by about ten small operations: softmax or sigmoid, a bias, a restriction to groups
+of experts, top-k, and a division by the sum. In a decode step each of them is a separate launch.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def choose_experts(
 
     logits: [T, E] floating. scores: `softmax` and `sigmoid` of all logits, in at least fp32, are both the scores and
     the weights; with `softmax of the chosen` the logits are the scores, and a softmax of the chosen ones the weights.
-    bias: [E], added to the scores, not to the weights. groups: E is divided into as many groups of neighbours; only the
-    experts of the `chosen_groups` groups are eligible whose `best` largest scores have the largest sum. normalise:
-    divide the weights by their sum plus epsilon. scale: multiplies the weights. dtype: of the weights, default that of
-    the logits.
-    Of equal scores, that of the expert with the lower index is chosen, as by `torch.topk` on a GPU; on a CPU, the torch
-    tier chooses like `torch.topk` there. Returns (weights [T, top], ids [T, top] int64), the largest score first; with
-    groups or a bias, the torch tier's order is not defined. Raises `OptionError` on other scores.
+    bias: [E], added to the scores, not to the weights. groups: the experts are divided into this number of groups of
+    neighbours. Only experts in the `chosen_groups` best groups are eligible, ranked by the sum of their `best` largest
+    scores. normalise: divide the weights by their sum plus epsilon. scale: multiplies the weights. dtype: the dtype of
+    the weights, by default that of the logits.
+    Among experts with equal scores, the one with the lower index is chosen, as by `torch.topk` on a GPU. On a CPU, the
+    torch tier chooses as `torch.topk` does there. Returns (weights [T, top], ids [T, top] int64), the largest score
+    first; with groups or a bias, the torch tier's order is not defined. Raises `OptionError` for any other `scores`.
     """
     if scores not in SCORES:
         raise OptionError(f"choose_experts has no scores {scores!r}", facts={"known": ", ".join(SCORES)})
@@ -111,7 +111,7 @@ def specification(call: RoutingCall, *, experts: int, wide: bool = False) -> tup
 
 
 def _cases(spec: RoutingSpec) -> Iterator[Case]:
-    """Logits on a grid that every dtype represents, so that rounding changes no choice. Two of each token are equal."""
+    """Logits on a grid that every dtype represents, so that rounding changes no choice. Every token has a tie."""
     draw = Draw(torch.float32, spec.device)
     for tokens in (1, LENGTH):
         order = draw(tokens, spec.experts).argsort(-1)

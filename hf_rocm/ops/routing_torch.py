@@ -1,4 +1,4 @@
-"""The experts of every token by PyTorch's own operations, and what one call of `choose_experts` is."""
+"""Choose the experts of every token with PyTorch's own operations; the arguments of `choose_experts`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCORES = (SOFTMAX, SIGMOID, CHOSEN)
 class RoutingSpec(NamedTuple):
     """The specification of a call, from which an implementation is selected.
 
-    experts: E; top: k; weight_dtype: of the result.
+    experts: E; top: k; weight_dtype: the dtype of the returned weights.
     """
 
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class RoutingSpec(NamedTuple):
 
 
 class RoutingCall(NamedTuple):
-    """One call, see `choose_experts`. dtype: of the weights."""
+    """One call, see `choose_experts`. dtype: the dtype of the weights."""
 
     logits: Tensor
     bias: Tensor | None
@@ -75,7 +75,7 @@ def stock(call: RoutingCall, *, stable: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def eager(call: RoutingCall) -> tuple[Tensor, Tensor]:
-    """The oracle: the same, with the lower of two experts with equal scores."""
+    """The oracle: the same, but the lower of two experts with equal scores is chosen."""
     return stock(call, stable=True)
 
 

@@ -1,4 +1,4 @@
-"""Implementations that the user registers: checked and reported like the built-in ones, and preferred to them."""
+"""Implementations that the user registers. They are checked and reported like built-in ones, and take precedence."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def varlen_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attention` within each of several packed sequences.
+    """`attention` within each sequence of a packed batch.
 
     query: [T_q, H, D]; key: [T_k, Hkv, D]; value: [T_k, Hkv, D_v]. query_ends, key_ends: [B + 1] int32 on the same
     device; sequence i is between entries i and i + 1, and the first entry is 0. longest_query, longest_key: the largest

@@ -1,1 +1,1 @@
-"""Shared code of the scripts. It uses the standard library only, since it runs before any set-up."""
+"""Shared code of the scripts. It uses only the standard library, because it runs before any set-up."""

@@ -1,4 +1,4 @@
-"""Parse a stock attention forward statement by statement; an unknown statement is an error, so nothing is dropped.
+"""Parse a stock attention forward statement by statement. An unknown statement is an error, so none is ignored.
 
 Supported: separate or joined projections, norms over a head or over the whole projection, rotary positions, the cache,
 the attention interface with its terms, the output projection and its dropout.
@@ -18,7 +18,7 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """Query, key or value: the linear layer that it comes from, and the operations since."""
+    """Query, key or value: the linear layer that computes it, and the operations applied since."""
 
     linear: str
     flat_norm: str | None = None  # over the whole projection, before it is split into heads
@@ -58,7 +58,7 @@ class _Reader:
         arguments = forward.args
         names = [argument.arg for argument in arguments.args[1:]]
         cache = next((name for name in names if name in ("past_key_values", "past_key_value")), None)
-        # arguments after the cache and the mask are passed by keyword, and reach stock in **kwargs
+        # arguments after the cache and the mask are passed by keyword, and stock gets them in **kwargs
         last = max(names.index(name) for name in (cache, "attention_mask") if name in names) if cache else len(names)
         kept = arguments.args[1 : last + 2]
         required = len(arguments.args) - len(arguments.defaults)

@@ -15,8 +15,8 @@ _ENCODERS = (STOCK, COMPILE, OVERHEAD, PREPARED)
 
 @dataclass(frozen=True)
 class Plan:
-    """One segment. cases: (kind, batch, prompt, new). kind of run: cases, kernels, or starts of fresh processes.
-    layers, dtype: override those of the shape. tp: the number of GPUs of a sharded model."""
+    """One segment. cases: (kind, batch, prompt, new). run: whether it measures cases, kernels or starts of fresh
+    processes. layers, dtype: override those of the shape. tp: the number of GPUs of a sharded model."""
 
     shape: str
     cases: tuple[tuple[str, int, int, int], ...] = ()
@@ -39,7 +39,7 @@ SEGMENTS: dict[str, Plan] = {
     "decode-32": Plan("llama-8b", _decode((32, 1024)), (STOCK, COMPILE, OVERHEAD, PREPARED), rounds=3),
     "context-16k": Plan("llama-8b", _decode((1, 16384), (8, 16384)), rounds=3),
     "context-64k": Plan("llama-8b", _decode((1, 65536)), rounds=2),
-    # half of the layers: all weights, keys, values and activations of the prompt would almost fill the memory
+    # half of the layers: the weights, keys, values and prompt activations of all layers would almost fill the memory
     "context-64k-8": Plan("llama-8b", _decode((8, 65536)), rounds=1, layers=16),
     "context-32k": Plan("llama-8b", _decode((8, 32768)), rounds=1),
     "prefill": Plan(
@@ -66,7 +66,7 @@ SEGMENTS: dict[str, Plan] = {
         )
         for ranks in (2, 4)
     },
-    # in fp32 no two logits are equal within rounding, so all tokens must be stock's
+    # in fp32 no two logits are equal within rounding, so all tokens must equal stock's
     "tp-2-fp32": Plan("llama-70b", _decode((1, 1024)), rounds=1, layers=8, tp=2, dtype="float32"),
 }
 

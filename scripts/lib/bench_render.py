@@ -1,4 +1,4 @@
-"""The generated parts of docs/performance.md, with its chart, and of docs/multi-gpu.md."""
+"""Generate the tables and the chart of docs/performance.md, and the tables of docs/multi-gpu.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = {
 
 ALONE = "recorded step alone, × floor"
 
-# Heading → the segments whose cases are listed below it.
+# Heading → the segments whose cases are listed under it.
 TABLES = {
     "Decoding, Llama-3.1-8B shape": ("decode-1", "decode-8", "decode-32"),
     "Long contexts": ("context-16k", "context-32k", "context-64k", "context-64k-8"),
@@ -182,7 +182,7 @@ def shared(segment: Any) -> Iterator[str]:
 
 
 def starts(segment: Any) -> Iterator[str]:
-    """Fresh processes: the extra time of the first generation, and the peak memory."""
+    """Fresh processes: the extra time of the first generation, and peak memory."""
     from hf_rocm.tools.bench.report import markdown
 
     rows = []

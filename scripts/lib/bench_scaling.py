@@ -1,4 +1,4 @@
-"""The computed tables of docs/multi-gpu.md: the communication of ranks, and the limits of scaling."""
+"""Compute the tables of docs/multi-gpu.md: the communication between ranks, and the limits of scaling."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lib import data_sheets
 SHAPES = {"Llama-8B": "llama-8b", "Llama-70B": "llama-70b", "Llama-405B": "llama-405b"}
 RANKS = (2, 4, 8, 16)
 NODE = 8
-# Bytes per second in each direction. An Infinity Fabric link of the Instinct MI300X: 16 lanes of 32 Gb/s; each GPU of a
-# node of eight has one to every other GPU. The network: one port of 400 Gb/s per GPU
+# Bytes per second in each direction. An Infinity Fabric link of the Instinct MI300X has 16 lanes of 32 Gb/s, and
+# connects two of the eight GPUs of a node. The network has one port of 400 Gb/s per GPU.
 LINK, NIC = 64e9, 50e9
-ASSUMED = (10e-6, 25e-6)  # assumed seconds of one sum; not measured
+ASSUMED = (10e-6, 25e-6)  # assumed seconds per sum, not measured
 GPU = data_sheets.GPUS[0]
 
 
 def tables() -> str:
-    """Markdown: bytes per token, the allowed time of a sum, steps for assumed times, and a prompt."""
+    """Markdown: bytes per token, the allowed time of a sum, decode steps with assumed times, and a prompt."""
     assert GPU.name == "MI300X"
     return "\n\n".join(
         [
@@ -37,7 +37,7 @@ def tables() -> str:
 
 
 def exchanged() -> str:
-    """Messages and bytes per token, and the time of the bytes alone on one link."""
+    """Messages and bytes per token, and the time to transfer these bytes over one link."""
     from hf_rocm.tools.bench import scaling
 
     rows = []
@@ -59,7 +59,7 @@ def exchanged() -> str:
 
 
 def allowed() -> str:
-    """The time of a sum above which more ranks are slower."""
+    """The time of a sum above which adding ranks makes a step slower."""
     from hf_rocm.tools.bench import scaling
 
     rows = []
@@ -76,7 +76,7 @@ def allowed() -> str:
 
 
 def steps() -> str:
-    """Milliseconds of a step."""
+    """Milliseconds per step."""
     from hf_rocm.tools.bench import scaling
 
     rows = []

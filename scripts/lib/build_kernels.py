@@ -1,7 +1,9 @@
-"""scripts/build-kernels: compile the kernels of hf_rocm.ops.triton for AMD GPUs, without one, and analyse the code.
+"""scripts/build-kernels: compile the kernels of hf_rocm.ops.triton for AMD GPUs, none of which is needed, and analyse
+the code.
 
 Triton includes its AMD compiler, so the code for a GPU can be generated and read on any machine: the number of
-registers, register spills, whether GEMMs use matrix instructions, and whether `tests/amdgcn` can execute each of them.
+registers, register spills, whether GEMMs use matrix instructions, and whether `tests/amdgcn` can execute every
+instruction.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterat
 
 
 def _build(job: tuple[str, int, str]) -> Built:
-    """One kernel on one architecture, in a process of the pool."""
+    """Build one kernel for one architecture, in a process of the pool."""
     from triton.backends.compiler import GPUTarget
 
     from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY, compiled_for
@@ -138,7 +140,7 @@ def _build(job: tuple[str, int, str]) -> Built:
 
 
 def _unknown(text: str, architecture: str) -> tuple[str, ...]:
-    """Return an error if the tests can't execute this code, which is parsed as they parse it."""
+    """Return an error if the tests can't execute this code. It is parsed as in the tests."""
     from tests.amdgcn.machine import Program, UnknownInstruction
 
     try:
@@ -149,7 +151,7 @@ def _unknown(text: str, architecture: str) -> tuple[str, ...]:
 
 
 def _facts(compiled: Any) -> dict[str, int]:
-    """The assembler's statistics, and the code itself."""
+    """The assembler's statistics, and what the code itself shows."""
     text = compiled.asm["amdgcn"]
 
     def number(name: str) -> int:
@@ -180,7 +182,7 @@ def _judged(build: Any, facts: dict[str, Any], unknown: tuple[str, ...] = ()) ->
 
 
 def _form(build: Any) -> str:
-    """The differences from the kernel's other builds: types, constants, absent tensors."""
+    """What distinguishes this build of the kernel from others: types, constants, absent tensors."""
     types = sorted({kind.strip("*") for kind in build.signature.values() if kind.startswith("*")} - {"i64", "i32"})
     words = ["/".join(types)]
     for name, value in build.constants.items():

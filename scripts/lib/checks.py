@@ -1,4 +1,4 @@
-"""scripts/check: format, lint, types and the import rules, in the base environment."""
+"""scripts/check: formatting, linting, types and the import rules, in the base environment."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def typed_sources() -> list[str | Path]:
 
 
 def overlays() -> list[Path]:
-    """Every overlay directory, linked under a name that is a valid Python package: mypy needs unique module names."""
+    """Link every overlay directory under a valid package name, because mypy needs unique module names."""
     links = MYPY_CACHE / "overlays"
     shutil.rmtree(links, ignore_errors=True)
     links.mkdir(parents=True)
@@ -66,13 +66,13 @@ def overlays() -> list[Path]:
 
 
 def sources() -> list[str]:
-    """The folders, and the scripts whose names do not end in .py."""
+    """The source folders, and the scripts whose names do not end in .py."""
     folders = [name for name in FOLDERS if (ROOT / name).is_dir()]
     return [*folders, *(name for name in scripts() if not name.endswith(".py"))]
 
 
 def scripts() -> list[str]:
-    """Every Python script, with or without .py at the end of its name."""
+    """Every Python script, whether or not its name ends in .py."""
     files = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file())
     return [str(path.relative_to(ROOT)) for path in files if path.suffix == ".py" or _is_python(path)]
 

@@ -1,4 +1,4 @@
-"""Progress lines with their times, and tables: readable on a terminal and in a log."""
+"""Progress lines with durations, and tables, readable on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def line(title: str, result: str, style: str, seconds: float | None = None) -> N
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Print a step, then its duration or that it failed."""
+    """Print the title of a step, then its duration, or that it failed."""
     began = time.monotonic()
     if live():
         print(f"  {title} {styled('…', 'dim')}", end="\r", flush=True)
@@ -68,7 +68,7 @@ def step(title: str) -> Iterator[None]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "  ") -> None:
-    """Columns as wide as their contents; the first is aligned left, the others right."""
+    """Print columns as wide as their contents. The first is aligned left, the others right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def render(row: Sequence[str]) -> str:
@@ -82,7 +82,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str =
 
 
 def entry_point(main: Callable[[Sequence[str]], int]) -> None:
-    """Run a script. It exits with 0 or 1 as it returns, 1 with the message of a failure, 130 or 143 if interrupted."""
+    """Run a script. It exits with the value of `main`, 1 with a message on failure, or 130 or 143 if interrupted."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it ends its child processes
     try:
         sys.exit(main(sys.argv[1:]))

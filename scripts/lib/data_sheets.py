@@ -1,4 +1,4 @@
-"""Peak rates from AMD's data sheets, and the lower bounds that follow from them: computed, not measured."""
+"""Peak rates from AMD's data sheets, and lower bounds that are computed from them, not measured."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Gpu(NamedTuple):
     """Peak rates. bandwidth: bytes per second. capacity: bytes. bf16: dense operations per second.
 
-    computed: bf16 follows from the compute units, the operations of one per clock (512 on RDNA 3 and 3.5, 1024 on RDNA
-    4) and the highest clock.
+    computed: whether bf16 is computed from the number of compute units, the operations per unit and clock (512 on RDNA
+    3 and 3.5, 1024 on RDNA 4) and the highest clock.
     """
 
     name: str
@@ -30,8 +30,9 @@ GPUS = (
     Gpu("Ryzen AI 9 HX 370", "gfx1150", 0.12e12, 96e9, 16 * 512 * 2.9e9, computed=True),
 )
 
-# Bytes of matrices that one decode step of one row reads, of keys and values for one token, and of all weights; and
-# operations of one token in prefill without attention and head. bf16, from the shapes of hf_rocm.tools.bench.
+# The bytes of the matrices that a decode step reads for one row, of the keys and values of one token, and of all
+# weights; and the operations per token in prefill, without attention and head. In bf16, from the shapes of
+# hf_rocm.tools.bench.
 MODELS = {
     "llama-8b": (15.01e9, 131072, 16.06e9, 13.96e9),
     "llama-70b": (139.01e9, 327680, 141.11e9, 136.90e9),
@@ -39,7 +40,7 @@ MODELS = {
 
 
 def table() -> str:
-    """Markdown: the minimum times of a decode step and of a prefill at these peaks."""
+    """Markdown: the minimum times of a decode step and of a prefill at these peak rates."""
     lines = [
         "| | peak bandwidth | memory | peak bf16 | Llama-8B: a token, batch 1 | with 16k of context | prefill of 1024 "
         "| Llama-70B: a token |",

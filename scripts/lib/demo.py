@@ -1,4 +1,4 @@
-"""scripts/demo: train, install, compare stock with the overlays, remove them again, and check every step."""
+"""scripts/demo: train a model, install the overlays, compare with stock, remove the overlays, and check every step."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Demo:
         self._explain_forwards()
 
     def _explain_forwards(self) -> None:
-        """On a CPU no forward is recorded; `explain` has to say so."""
+        """On a CPU no forward is recorded, and `explain` must report that."""
         say(f"  {styled('hf_rocm.explain(model).forwards', 'cyan')}")
         sentences = self.runs.result("embed", "loader")["explanation"]["forwards"]
         for sentence in sentences:
@@ -230,7 +230,7 @@ class Demo:
 
 
 def processor() -> str:
-    """The CPU's name as the system reports it."""
+    """The name of the CPU, as the system reports it."""
     try:
         with open("/proc/cpuinfo") as information:  # noqa: PTH123 (not a regular file)
             names = [text.split(":", 1)[1].strip() for text in information if text.startswith("model name")]

@@ -37,7 +37,7 @@ def install_project(environment: Environment) -> None:
             environment.forget(stamp="wheel")
             again = (environment.path / "bin" / "hf-rocm").exists()
             environment.install(built)
-            if again:  # a wheel of the same version is not replaced otherwise
+            if again:  # otherwise pip does not replace a wheel of the same version
                 environment.install("--force-reinstall", "--no-deps", built)
             environment.record(contents, stamp="wheel")
 
@@ -75,7 +75,7 @@ def _ingredients() -> str:
 
 
 def _is_stock(environment: Environment) -> bool:
-    """Whether its transformers is as released, after the overlays of an interrupted demo were removed."""
+    """Whether the installed transformers is as released, after the overlays of an interrupted demo are removed."""
     command = environment.path / "bin" / "hf-rocm"
     if command.exists():
         run([str(command), "uninstall-overlays"], failure="the overlays of an earlier demo could not be removed")

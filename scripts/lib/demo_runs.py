@@ -1,4 +1,4 @@
-"""The demo's processes: each run loads a model in a new Python and writes its results to a folder."""
+"""The demo's processes. Each run loads a model in a new Python process and writes its results to a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lib.environments import ROOT, Environment, clean_environ
 
 
 class Way(NamedTuple):
-    """One way to run a model: the name of its column, how the worker loads it, whether HF_ROCM_FORCE is set."""
+    """One way to run a model: the name of its column, how the worker loads it, and whether HF_ROCM_FORCE is set."""
 
     title: str
     load: str
@@ -33,7 +33,7 @@ WAYS = {
 
 
 class Runs:
-    """Start the processes and read their results. workloads: command of the worker → checkpoint."""
+    """Starts the processes and reads their results. workloads: command of the worker → checkpoint."""
 
     def __init__(self, environment: Environment, workloads: dict[str, Path]) -> None:
         self.environment = environment
@@ -51,7 +51,7 @@ class Runs:
             self._at_once(start)
 
     def _at_once(self, start: Callable[[str], None]) -> None:
-        """Call `start` with every workload; raises the first error after all have ended."""
+        """Call `start` with every workload. Raises the first error after all of them have ended."""
         with ThreadPoolExecutor() as pool:
             for done in [pool.submit(start, command) for command in self.workloads]:
                 done.result()
@@ -79,7 +79,7 @@ class Runs:
         return {dtype: result for dtype, result in verdict.items() if isinstance(result, dict)}
 
     def shown(self, *words: str) -> None:
-        """A command as users call it, with its output."""
+        """Run a command as users call it, and show its output."""
         say(f"  {styled('$ ' + ' '.join(words), 'cyan')}")
         output = self.output([self.environment.path / "bin" / words[0], *words[1:]])
         say(textwrap.indent(output.strip(), "  │ ", lambda _: True))
@@ -106,7 +106,7 @@ class Runs:
 
 @contextmanager
 def background(environment: Environment, *words: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that runs during other steps; `show` prints its output. It is ended with the block."""
+    """A Python process that runs during other steps. `show` prints its output. It ends with the block."""
     command = [str(environment.python), "-u", *map(str, words)]
     process = subprocess.Popen(
         command,
@@ -125,7 +125,7 @@ def background(environment: Environment, *words: str | Path) -> Iterator[subproc
 
 
 def show(process: subprocess.Popen[str], *, name: str) -> None:
-    """Print the process's output so far, then new lines as they appear. Raises `ScriptError` if it failed."""
+    """Print the process's output so far, then new lines as they appear. Raises `ScriptError` if the process failed."""
     output: IO[str] | None = process.stdout
     for text in output or ():
         say(text.rstrip())
@@ -138,6 +138,6 @@ def _folder(command: str, way: str) -> Path:
 
 
 def _environ(**changes: str) -> dict[str, str]:
-    """No network, no progress bars, and one thread, since two processes run at once and waiting threads waste cores."""
+    """No network, no progress bars, and one thread, because two processes run at once and idle threads waste cores."""
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return clean_environ(OMP_NUM_THREADS="1", **quiet, **changes)

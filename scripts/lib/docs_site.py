@@ -1,4 +1,4 @@
-"""Write the generated pages and build the site; run by scripts/build-docs where mkdocs is installed."""
+"""Write the generated pages and build the site. scripts/build-docs runs it in an environment with mkdocs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(check: bool) -> int:
 
 
 def build(target: Path) -> int:
-    """Build the site; a broken link, or a page that the navigation lacks, is an error."""
+    """Build the site. A broken link, or a page that is missing in the navigation, is an error."""
     import mkdocs.commands.build
     import mkdocs.config
     from mkdocs.exceptions import Abort

@@ -1,4 +1,4 @@
-"""Draft an overlay from a stock file: recognised classes get a forward, the others are left to the author."""
+"""Draft an overlay from a stock file. Recognised classes get a forward; the others are left to the author."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ORDER = ("RMSNorm", "GatedMLP", "JoinedMLP", "StackedExperts", "PreNormLayer")
 _UNGATED = re.compile(
     r"self\.\w+\((?:self\.\w+\()?(?:self\.act_fn|self\.activation_fn|self\.act)\(self\.\w+\(\w+\)\)\)?\)"
 )
-_STACKED = "use_experts_implementation"  # the decorator of a class that transformers runs through its experts interface
+_STACKED = "use_experts_implementation"  # the decorator of classes that transformers runs through its experts interface
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _ENCODER_DECODER = """
     @overlay.replaces({cls}, fuses=("q_proj", "k_proj", "v_proj"))
@@ -64,7 +64,7 @@ _ROTATE_HALF = "return torch.cat((-x2, x1), dim=-1)"
 
 @dataclass(frozen=True)
 class Draft:
-    """text: the overlay; served: the classes that it binds; left: what the author must write, by class."""
+    """A draft. text: the overlay; served: the classes that it binds; left: what the author must write, by class."""
 
     text: str
     served: tuple[str, ...]
@@ -74,7 +74,7 @@ class Draft:
 def draft(source: bytes | str, *, module: str, first: str, bart: bytes | str = "") -> Draft:
     """The overlay of a stock file, with the classes that are recognised.
 
-    bart: the release's modeling_bart.py, whose attention many models have.
+    bart: the release's modeling_bart.py, whose attention many models copy.
     """
     tree = ast.parse(source)
     encoder_decoder = {_statements(forward) for cls, forward in _forwards(ast.parse(bart)) if "Attention" in cls.name}
@@ -136,7 +136,7 @@ def _statements(forward: ast.FunctionDef) -> str:
 
 
 def _tables(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Tables from which a model takes its attention class by the implementation's name, as older releases do."""
+    """Tables in which a model looks up its attention class by the implementation's name, as in older releases."""
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             entries = zip(statement.value.keys, statement.value.values, strict=True)
@@ -146,7 +146,7 @@ def _tables(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _declared(cls: ast.ClassDef, forward: ast.FunctionDef) -> str | None:
-    """The declared layer that a class is bound to, as it is written after `layers.`; None for other classes."""
+    """The declared layer to which a class is bound, as written after `layers.`; None for other classes."""
     if cls.name.endswith("RMSNorm"):
         return _norm(cls, forward)
     if cls.name.endswith(("MLP", "FeedForward")):
@@ -225,7 +225,7 @@ def _mlp(forward: ast.FunctionDef) -> str:
 
 def _experts(cls: ast.ClassDef) -> str:
     decorators = [ast.unparse(decorator) for decorator in cls.decorator_list]
-    if decorators == [_STACKED]:  # gate and up side by side, neither transposed nor with a bias
+    if decorators == [_STACKED]:  # gate and up side by side, not transposed, and without a bias
         return "StackedExperts()"
     options = next((decorator for decorator in decorators if decorator.startswith(_STACKED)), None)
     if options is not None:
@@ -309,7 +309,7 @@ def _fuses(shape: Attention) -> tuple[str, ...]:
 
 
 def _norms(shape: Attention) -> str:
-    """The argument with the norms over the head dim, if there are some."""
+    """The argument with the norms over the head dim, if there are any."""
     query, key, _ = shape.parts
     names = f'("{query.head_norm}", "{key.head_norm}")'
     return f", norms={names}" if query.head_norm or key.head_norm else ""
@@ -354,7 +354,7 @@ def _projections(shape: Attention, x: str, norms: str, fused: str) -> list[str]:
 
 
 def _rotates_halves(name: str, functions: dict[str, ast.FunctionDef]) -> bool:
-    """Whether the rotary function does what ops.rope does: halves, in the tensors' own dtype."""
+    """Whether the rotary function computes what ops.rope computes: it rotates halves, in the tensors' own dtype."""
     rope, half = functions.get(name), functions.get("rotate_half")
     if rope is None or half is None:
         return False

@@ -1,7 +1,7 @@
-"""The git-ignored virtual environments: one base with torch and the tools, and one per transformers release.
+"""The virtual environments, which git ignores: a base with torch and the tools, and one per transformers release.
 
-A release's environment sees the base's packages through a .pth file, so torch is installed once. An environment is
-complete if its stamp, written last, equals the hash of its inputs; otherwise it is created again.
+A release's environment imports the base's packages through a .pth file, so torch is installed only once. An environment
+is complete if its stamp, written last, equals the hash of its inputs; otherwise it is created again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ NEEDS_PYTHON = {"5.23.0": (3, 11)}
 RUNNABLE = tuple(version for version in RELEASES if sys.version_info >= NEEDS_PYTHON.get(version, (3, 10)))
 NEWEST = RUNNABLE[-1]
 
-# AMD's package with the dependencies of its import. It fails with newer releases of Triton, which torch may require.
+# AMD's package, and the packages that it imports. It fails with newer releases of Triton, which torch may require.
 AITER = ("amd-aiter==0.1.7.post2.dev18", "ninja", "setuptools")
 AITER_TRITON = "triton==3.6.0"
-# Decodes machine code, to compare it with the assembly that tests/amdgcn executes.
+# This package decodes machine code, to compare it with the assembly that tests/amdgcn executes.
 DECODER = "tinygrad==0.14.0"
 
-# Defines a format of quantised checkpoints. transformers looks for it, so only the newest release has it.
+# This package defines a format of quantised checkpoints. transformers detects it, so only the environment of the newest
+# release has it.
 FORMATS = ("compressed-tensors", "loguru")
 
 TORCH = ("torch", "numpy")
@@ -55,8 +56,8 @@ TOOLS = (
     "uv",
     "parameterized",  # transformers' own tests
     "mkdocs",  # the documentation
-    "pillow",  # the PNG of a chart
-    "fastapi",  # with the next two: transformers serve, which tests/serving starts
+    "pillow",  # a chart as PNG
+    "fastapi",  # this and the next two: for `transformers serve`, which tests/serving starts
     "uvicorn",
     "openai",
 )
@@ -96,14 +97,14 @@ class Environment:
         run(command, failure="venv failed to create an environment", hint=hint)
 
     def install(self, *requirements: str | Path) -> None:
-        """pip install with the constraints. Modules are compiled at their first import."""
+        """Run pip install with the constraints. Modules are compiled when they are first imported."""
         pip = [str(self.python), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check"]
         command = [*pip, "--constraint", str(CONSTRAINTS), *map(str, requirements)]
         run(command, failure="pip could not install what is needed")
 
 
 def base() -> Environment:
-    """torch, the test tools and pip; no transformers."""
+    """The environment with torch, the test tools and pip, but without transformers."""
     environment = Environment(ENVIRONMENTS / "base")
     ingredients = digest(sys.version, platform.machine(), CONSTRAINTS.read_text(), *TORCH, *TOOLS)
     if not environment.is_made_from(ingredients):
@@ -111,7 +112,7 @@ def base() -> Environment:
             environment.create(with_pip=True)
             environment.install(*TORCH)
             environment.install(*TOOLS)
-            # peft requires transformers, which is in the environment of each release
+            # peft requires transformers, which only the environments of the releases have
             environment.install("--no-deps", "peft")
             environment.record(ingredients)
     return environment
@@ -128,7 +129,7 @@ def wheel(builder: Environment, directory: Path) -> Path:
 
 
 def release(version: str, shared: Environment, built: Path, *, aiter: bool = False) -> Environment:
-    """An environment with transformers==version and the wheel, which uses the other packages of `shared`.
+    """An environment with transformers==version and the wheel, which uses the packages of `shared` otherwise.
 
     aiter: also install AMD's package, which the other environments must not have.
     """
@@ -164,9 +165,9 @@ _locks: list[int] = []
 
 @contextmanager
 def lock() -> Iterator[None]:
-    """One set-up or test run in this checkout at a time.
+    """Allow only one set-up or test run in this checkout at a time.
 
-    Children of `run` inherit the lock, so that the last pip of a killed set-up ends before the next one begins.
+    Child processes of `run` inherit the lock, so the last pip of a killed set-up ends before the next set-up begins.
     """
     ENVIRONMENTS.mkdir(exist_ok=True)
     with (ENVIRONMENTS / ".lock").open("w") as handle:
@@ -183,9 +184,9 @@ def lock() -> Iterator[None]:
 
 
 def clean_environ(**changes: str) -> dict[str, str]:
-    """The user's environment without variables that would give a child other packages or options of hf_rocm.
+    """The user's environment without variables that would change a child's packages or its options of hf_rocm.
 
-    PYTHONDONTWRITEBYTECODE is removed too, since hundreds of the tests' processes import transformers.
+    PYTHONDONTWRITEBYTECODE is removed too, because hundreds of test processes import transformers.
     """
     dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "PYTHONDONTWRITEBYTECODE"}
     options = ("HF_ROCM_", "USE_AITER_", "USE_OPTIMIZED_OPS", "FORCE_EAGER_ATTENTION")
@@ -194,7 +195,7 @@ def clean_environ(**changes: str) -> dict[str, str]:
 
 
 def run(command: Sequence[str], *, failure: str, hint: str = "") -> str:
-    """Run quietly and return the output; on failure show its end."""
+    """Run a command quietly and return its output. If it fails, show the end of the output."""
     done = subprocess.run(
         command,
         cwd=ROOT,

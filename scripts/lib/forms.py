@@ -1,6 +1,6 @@
-"""The text of a definition in transformers in each release, and its changes between releases.
+"""The text of a definition in every release of transformers, and its changes between releases.
 
-Like a digest, the text leaves out layout, comments, docstrings and annotations: definitions with the same text have the
+Like a digest, the text ignores layout, comments, docstrings and annotations. Definitions with the same text have the
 same digest.
 """
 
@@ -17,7 +17,7 @@ _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def text_of(source: bytes | str, name: str) -> str:
-    """A top-level definition's code without what its digest ignores; `A|B` is the first of them that exists."""
+    """The code of a top-level definition, without what its digest ignores. `A|B` means the first that exists."""
     statements = ast.parse(source).body
     for one in name.split(EITHER):
         owner, _, member = one.partition(".")

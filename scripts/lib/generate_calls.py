@@ -1,4 +1,4 @@
-"""Calls of `generate` beyond plain greedy decoding, on stock and hf_rocm: outputs, beams, encoder-decoder models."""
+"""Compare stock and hf_rocm in calls of `generate` beyond greedy decoding: outputs, beams, encoder-decoder models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RETURNS = {"return_dict_in_generate": True, "output_scores": True}
 
 @dataclass(frozen=True)
 class Call:
-    """model: a shape below. new: the number of new tokens per row. arguments: of generate."""
+    """One call. model: a shape below. new: the number of new tokens per row. arguments: those of generate."""
 
     name: str
     model: str
@@ -105,7 +105,7 @@ _TINY: dict[str, Any] = {
 def measure(
     calls: Sequence[Call], device: Any, *, rounds: int, progress: Callable[[str], None], tiny: bool
 ) -> Iterator[Outcome]:
-    """Measure every call on one row. tiny: models for a test, three new tokens."""
+    """Measure every call on one row. tiny: use models for a test, and three new tokens."""
     import torch
 
     import hf_rocm
@@ -128,7 +128,7 @@ def measure(
         runs = [_run(model, arguments) for model in (stock, prepared)]
         dtype = next(stock.parameters()).dtype
         wrong = None
-        for _ in range(3):  # steps are recorded and compared by then
+        for _ in range(3):  # afterwards, steps are recorded and compared
             expected, actual = (run() for run in runs)
             wrong = wrong or never_slower.unlike(expected, actual, None, dtype)
         seconds: list[list[float]] = [[], []]

@@ -1,4 +1,4 @@
-"""Find or install strace, with which tests inject failures of system calls."""
+"""Find or install strace, which the tests use to inject failures of system calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lib.console import ScriptError, step
 
 
 def fault_injection() -> None:
-    """Return if strace can inject faults here. Raises `ScriptError`, because the promises would not be tested."""
+    """Return if strace can inject faults here. Otherwise raise `ScriptError`, because promises would not be tested."""
     if shutil.which("strace") is None and os.geteuid() == 0 and shutil.which("apt-get"):
         with step("strace"):
             for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "strace"]):

@@ -47,7 +47,7 @@ KEEP = ("torch", "triton", "pytorch-triton-rocm", "torchvision", "torchaudio", "
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts on which the choice depends.
+    """The facts that determine the choice.
     hip: the ROCm that torch was built for; aiter: the installed version of AMD's package.
     """
 
@@ -115,7 +115,7 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
 
 
 def _unchecked(release: str) -> list[str]:
-    """A note on a release whose declarations are not in the tests."""
+    """A note about a release whose declarations the tests don't contain."""
     sys.path.append(str(ROOT))
     from packaging.version import Version
 
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def look(arch: str | None = None) -> Machine:
-    """This machine, without importing torch or aiter."""
+    """Inspect this machine without importing torch or aiter."""
     sys.path.append(str(ROOT))
     from hf_rocm.overlay.facts import aiter_facts, torch_facts
 
@@ -172,7 +172,7 @@ def look(arch: str | None = None) -> Machine:
 
 
 def pins() -> list[str]:
-    """Pins for the packages that must not change: torch, its Triton, and packages built against them."""
+    """Pins for packages that must not change: torch, its Triton, and the packages built against them."""
     pins_read = []
     for name in KEEP:
         try:

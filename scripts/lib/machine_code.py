@@ -10,13 +10,13 @@ from lib.suites import REPORTS, Suite
 
 # Architectures with different instruction sets.
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
-# Like gfx1100 with scalar floats, and like gfx1201.
+# gfx115x is like gfx1100 with scalar floats, and gfx1200 is like gfx1201.
 RELATIVES = ("gfx1150", "gfx1151", "gfx1200")
 KERNELS = "tests/triton"
 
 
 def suites(environment: Environment, *, share: str, architectures: Sequence[str] = ARCHITECTURES) -> list[Suite]:
-    """A share of the cases (`sample`, `large`, `all`) for some architectures."""
+    """The suites for these architectures. share: which of the cases they run, `sample`, `large` or `all`."""
     planned = []
     for arch in architectures:
         chosen = ("--machine-code", arch, "--machine-code-share", share)
@@ -26,5 +26,5 @@ def suites(environment: Environment, *, share: str, architectures: Sequence[str]
 
 
 def report(arch: str) -> Path:
-    """The file to which a run writes the executed instructions."""
+    """The file in which a run records the executed instructions."""
     return REPORTS / f"machine-code-{arch}.json"

@@ -1,6 +1,6 @@
-"""Check that hf_rocm is never slower than stock in cases that are served but not recorded.
+"""Check that hf_rocm is not slower than stock in cases that it serves but does not record.
 
-Hooks, forwards of other libraries or returned hidden states, for example, prevent decode steps from being recorded. The
+For example, hooks, forwards of other libraries or returned hidden states prevent decode steps from being recorded. The
 remaining changes (fused weights, kernels, inputs prepared once) must not be slower than stock in any of these cases.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 @dataclass(frozen=True)
 class Case:
     """One situation. change: a user's or a library's change of both models. run: `generate`, `forward` or `train`.
-    arguments: of generate. graphs: the argument of `prepare`. needs: a package that the case requires."""
+    arguments: those of generate. graphs: the argument of `prepare`. needs: a package that the case requires."""
 
     name: str
     run: str = "generate"
@@ -33,7 +33,7 @@ class Case:
 
 
 class Outcome(NamedTuple):
-    """Seconds of a call on both sides by round, or why the case was not measured."""
+    """Seconds per call on both sides, by round, or why the case was not measured."""
 
     case: str
     stock: tuple[float, ...] = ()
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The speed-up of hf_rocm, by medians."""
+        """The speed-up of hf_rocm: the ratio of the medians."""
         return statistics.median(self.stock) / statistics.median(self.prepared)
 
     @property
@@ -100,14 +100,14 @@ class Size:
     new: int = 8
 
 
-# bf16 on a GPU, with the cost of host and kernels; on a CPU, sizes that take seconds
+# SMALL is for a CPU, where it takes seconds. LARGE is for a GPU in bf16, where host and kernels both take time.
 SMALL, LARGE = Size(), Size(hidden=2048, layers=8, prompt=512, new=64)
 
 
 def measure(
     cases: Sequence[Case], device: Any, size: Size, *, rounds: int, progress: Callable[[str], None]
 ) -> Iterator[Outcome]:
-    """Measure every case: both sides are warmed up, compared, and then timed in turns, first one and then the other."""
+    """Measure every case: warm up both sides, compare them, and then time them in alternation."""
     for case in cases:
         progress(f"{case.name} …")
         if case.needs is not None and find_spec(case.needs) is None:
@@ -126,7 +126,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def row(outcome: Outcome) -> str:
-    """The line of one case."""
+    """The table's line for one case."""
     if outcome.left_out is not None:
         return f"{outcome.case:<34}not measured: {outcome.left_out}"
     mark = "  SLOWER" if outcome.slower else ""
@@ -154,7 +154,7 @@ def _measure(case: Case, device: Any, size: Size, rounds: int) -> Outcome:
     calls = [_call(case, model, ids, size) for model in (stock, prepared)]
     reference = None if case.run == "generate" else _call(case, exact, ids, size)()
     wrong = None
-    for _ in range(3):  # recorded steps, if any, have been recorded and compared by then
+    for _ in range(3):  # afterwards, steps are recorded and compared, if they are recorded at all
         expected, actual = (call() for call in calls)
         wrong = wrong or unlike(expected, actual, reference, dtype)
     seconds: list[list[float]] = [[], []]
@@ -205,8 +205,8 @@ def _call(case: Case, model: Any, ids: Any, size: Size) -> Callable[[], Any]:
 
 def unlike(expected: Any, actual: Any, reference: Any, dtype: Any) -> str | None:
     """The error of hf_rocm's result, in a sentence, or None.
-    reference: the float64 result; None for tokens. In 16 bits, two tokens may be equal within rounding, so only their
-    number is compared.
+    reference: the float64 result; None for tokens. In 16 bits, the logits of two tokens may be equal within rounding,
+    so only the number of tokens is compared.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Find a Python that is new enough. This file must run under older ones."""
+"""Find a Python that is new enough. This file must also run with older ones."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""The pages of the documentation that are generated from the sources: commands, Python, environment variables."""
+"""Generate pages of the documentation from the sources: commands, Python, environment variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRITTEN = "<!-- written by scripts/build-docs -->\n\n"
 
 
 def pages() -> dict[Path, str]:
-    """Each generated page and its text, from the imported hf_rocm."""
+    """Every generated page and its text, from the imported hf_rocm."""
     return {
         REFERENCE / "commands.md": _WRITTEN + "# Commands\n\n" + "\n".join(_commands()),
         REFERENCE / "python.md": _WRITTEN + "# Python\n\n" + "\n".join(_public()),

@@ -1,7 +1,7 @@
-"""Continuous batching of a prepared model compared with stock: `generate_batch` of requests of mixed lengths.
-Both sides use the same weights and calls: a warm-up batch, which also records graphs, then the measured one with the
-same manager. Tokens are checked by stock's forward: the distance of a generated token's logit from the largest one at
-its position, which is due to rounding on both sides.
+"""Compare continuous batching of a prepared model with stock: `generate_batch` for requests of mixed lengths.
+Both sides use the same weights and calls: a warm-up batch, which also records graphs, and then the measured batch with
+the same manager. Tokens are checked with stock's forward: the logit of a generated token may differ from the largest
+logit at its position only by rounding, on both sides.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CHECKED = 4  # requests whose tokens are checked
 
 @dataclass(frozen=True)
 class Load:
-    """requests: their number; shortest, longest: tokens of a prompt; new: tokens of an answer."""
+    """The load. requests: their number; shortest, longest: tokens in a prompt; new: tokens in an answer."""
 
     shape: str
     requests: int
@@ -30,7 +30,7 @@ SMALL = Load("small", 5, 3, 20, 8, (("num_blocks", 16), ("max_batch_tokens", 64)
 
 
 class Side(NamedTuple):
-    """seconds: of the measured batch. gap: the largest distance of a token's logit from the largest logit."""
+    """seconds: the time of the measured batch. gap: the largest distance of a token's logit from the largest logit."""
 
     name: str
     seconds: float
@@ -46,17 +46,17 @@ class Side(NamedTuple):
 class Outcome(NamedTuple):
     stock: Side
     prepared: Side
-    same: float  # the share of tokens that are equal, up to the first different one of each request
+    same: float  # the fraction of equal tokens, counted up to the first different one of each request
     spread: float  # the standard deviation of the checked logits
 
     @property
     def wrong(self) -> bool:
-        """Whether hf_rocm's tokens are further from the largest logits than stock's, by more than rounding."""
+        """Whether hf_rocm's tokens are further from the largest logits than stock's by more than rounding."""
         return self.prepared.gap > max(2 * self.stock.gap, self.spread / 20)
 
 
 def measure(device: Any, load: Load, progress: Any) -> Outcome:
-    """Both sides, stock first."""
+    """Measure both sides, stock first."""
     import torch
 
     import hf_rocm
@@ -111,7 +111,7 @@ def _prompts(load: Load, vocabulary: int) -> list[list[int]]:
 
 
 def _batches(model: Any, prompts: list[list[int]], load: Load) -> tuple[float, list[list[int]]]:
-    """Seconds and tokens of the second of two equal batches."""
+    """The seconds and the tokens of the second of two equal batches."""
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 
@@ -138,7 +138,7 @@ def _batches(model: Any, prompts: list[list[int]], load: Load) -> tuple[float, l
 
 
 def _gaps(model: Any, prompts: list[list[int]], sides: Any) -> tuple[float, list[float]]:
-    """The spread of the logits, and for each side the largest distance of a token's logit from the largest one."""
+    """The spread of the logits, and for both sides the largest distance of a token's logit from the largest one."""
     import torch
 
     gaps, spread = [], 0.0

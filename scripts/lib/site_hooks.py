@@ -7,7 +7,7 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace links to files that the site lacks (outside docs/, folders of data) by their text."""
+    """Replace links to files that are not part of the site (outside docs/, folders of data) with their text."""
     return re.sub(r"\[([^\]]+)\]\((?:\.\./[^)]*|[\w/-]+/)\)", r"\1", markdown)
 
 

@@ -18,9 +18,9 @@ from lib.environments import ENVIRONMENTS, ROOT, Environment, clean_environ
 
 REPORTS = ENVIRONMENTS / "reports"
 HEARTBEAT = 30.0  # seconds between progress lines if a line can't be redrawn
-TEST_TIMEOUT = 900.0  # seconds; a test that takes longer hangs: its stacks are printed, and its suite ends
+TEST_TIMEOUT = 900.0  # seconds after which a test counts as hanging: its stacks are printed, and its suite ends
 
-# pytest's exit codes: everything passed, some failed. Any other means that the suite itself broke or was empty.
+# pytest's exit codes: everything passed, some failed. Any other code means that the suite itself failed.
 PASSED, FAILED, EMPTY = 0, 1, 5
 
 
@@ -83,7 +83,7 @@ class _Running:
             self.process = _start(suite, output)
 
     def progress(self) -> str:
-        """The last `[ 42%]` that pytest wrote."""
+        """The last percentage that pytest printed, such as `[ 42%]`."""
         marks = re.findall(r"\[ *(\d+%)\]", self.log.read_text(errors="replace"))
         return f"{self.suite.name} {marks[-1] if marks else '0%'}"
 
@@ -97,7 +97,7 @@ class _Running:
         return outcome
 
     def _show(self) -> None:
-        """The failures in the log; all of it if pytest did not get that far."""
+        """Show the failures in the log, or the whole log if pytest did not report any."""
         text = self.log.read_text(errors="replace")
         match = re.search(r"^=+ (ERRORS|FAILURES) =+$", text, re.MULTILINE)
         say(text[match.start() :] if match else text)
@@ -119,7 +119,8 @@ def _run_in_view(suite: Suite) -> Outcome:
 
 def _start(suite: Suite, output: object) -> subprocess.Popen[bytes]:
     _report_file(suite).unlink(missing_ok=True)
-    # -I and appended paths: the installed wheel is tested, never the checkout (conftest.py handles child processes)
+    # with -I and appended paths, the installed wheel is tested, never the checkout (conftest.py handles child
+    # processes)
     command = [suite.environment.python, "-I", "-m", "pytest", "--import-mode", "append"]
     command += ["--junit-xml", _report_file(suite), "-o", "junit_family=xunit2"]
     command += ["-o", f"cache_dir={suite.environment.path / 'pytest-cache'}"]

@@ -45,7 +45,7 @@ RELEASE_DEPENDENT = (
 # Every model that has an overlay, in every release: a separate suite, so that two cores share the work.
 MODELS = "tests/coverage"
 
-# Tests of the patcher that only handle files of a release as bytes, or use no release.
+# Tests of the patcher that use the files of a release only as bytes, or use no release.
 PROMISES = "tests/overlay/promises"
 BYTES = (
     PROMISES,
@@ -67,11 +67,12 @@ LEFT_OUT = {
     "5.19.0": (*BETWEEN, "tests/weights", "tests/forwards"),
 }
 
-# Several processes: ranks, servers. In the last 4.x and the newest release, also a separate suite.
+# Tests with several processes: ranks, servers. They run in the last 4.x and the newest release, also in a separate
+# suite.
 PROCESSES = ("tests/distributed", "tests/serving")
 WITH_PROCESSES = ("4.57.6", NEWEST)
 
-# Those that do not depend on transformers: the start, agreement and end of ranks, and the benchmark.
+# Those of them that do not depend on transformers: the start, agreement and end of ranks, and the benchmark.
 WITHOUT_TRANSFORMERS = tuple(
     f"tests/distributed/test_{name}.py"
     for name in (
@@ -86,22 +87,22 @@ WITHOUT_TRANSFORMERS = tuple(
     )
 )
 
-# The newest release's tests, in suites of similar length, in addition to the one with all other tests.
+# The newest release's tests, in suites of similar length, in addition to a suite with all other tests.
 PARTS = {
     "the patcher": ("tests/overlay",),
     "tools": ("tests/tools", "tests/cli", "tests/scripts", "tests/docs", "tests/packaging"),
 }
 
-# AMD's package, with stand-ins for its compiled kernels, in a separate environment.
+# Tests with AMD's package and stand-ins for its compiled kernels, in a separate environment.
 AITER_TESTS = "tests/aiter"
 BESIDE_AITER = f"{NEWEST}, amd-aiter"
 
-# transformers' own mixins, from its source distribution, over tiny models
+# Tests from transformers' own mixins, in its source distribution, with tiny models
 UPSTREAM_TESTS = "tests/upstream"
 UPSTREAM = f"{NEWEST}, its own tests"
 
-# Triton kernels in Triton's interpreter, which a process uses for all kernels or none: in the environment with
-# amd-aiter, which has Triton.
+# Triton kernels in Triton's interpreter, which a process uses for all kernels or for none. They run in the environment
+# with amd-aiter, which has Triton.
 TRITON_TESTS = "tests/triton"
 INTERPRETED = f"{NEWEST}, Triton interpreted"
 
@@ -109,7 +110,7 @@ INTERPRETED = f"{NEWEST}, Triton interpreted"
 INSTRUCTION_TESTS = "tests/amdgcn"
 INSTRUCTIONS = f"{NEWEST}, AMD's instructions"
 
-# Separate suites: the environment for each folder.
+# Separate suites: folder → environment.
 APART = {
     BESIDE_AITER: AITER_TESTS,
     INTERPRETED: TRITON_TESTS,
@@ -117,7 +118,7 @@ APART = {
     UPSTREAM: UPSTREAM_TESTS,
 }
 
-# Suites by their length, longest first, by the end of their names; all others follow.
+# The longest suites, longest first, identified by the end of their names. All others follow.
 LONGEST = (
     f" {NEWEST}",
     f"{NEWEST}, every model",
@@ -138,10 +139,10 @@ LONGEST = (
     BESIDE_AITER,
 )
 
-# Suites that need hardware; conftest.py skips them with these reasons without it.
+# Suites that need hardware. Without it, conftest.py skips them with these reasons.
 HARDWARE = {"needs an AMD GPU": "pytest -m rocm", "needs an NVIDIA or AMD GPU": "pytest -m gpu"}
 
-# injected faults take minutes and don't depend on the release: they run only in the newest
+# Tests with injected faults take minutes and don't depend on the release, so they run only in the newest one.
 FAULTS = "tests/overlay/promises/test_faults.py"
 
 DESCRIPTION = f"""\
@@ -252,7 +253,7 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
 
 
 def _rank(suite: Suite) -> int:
-    """The place of a suite in the order of `LONGEST`: the longest starts first, so that the cores end together."""
+    """The position of a suite in `LONGEST`. The longest suite starts first, so that the cores finish together."""
     return next((place for place, name in enumerate(LONGEST) if suite.name.endswith(name)), len(LONGEST))
 
 
@@ -269,7 +270,7 @@ def _ignoring(folders: Sequence[str]) -> list[str]:
 
 
 def _place(path: str) -> str | None:
-    """The separate suite that a path belongs to, or None."""
+    """The separate suite to which a path belongs, or None."""
     return next((name for name, folder in APART.items() if path.startswith(folder)), None)
 
 

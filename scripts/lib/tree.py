@@ -1,4 +1,4 @@
-"""The files of an installed package on disk, to check that every byte was restored."""
+"""The files of an installed package on disk, for checks that every byte was restored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(folder: Path) -> Tree:
 
 
 def differing_from_record(site_packages: Path, package: str) -> tuple[int, list[str]]:
-    """The number of files in the wheel's RECORD for a package, and the files that differ from it."""
+    """The number of files that the wheel's RECORD lists for a package, and the files that differ from it."""
     (record,) = site_packages.glob(f"{package}-*.dist-info/RECORD")
     listed, wrong = 0, []
     with record.open(newline="") as lines:

@@ -1,4 +1,4 @@
-"""scripts/run-upstream-tests: transformers' own tests of a model, stock and overlaid, and the differences."""
+"""scripts/run-upstream-tests: run transformers' own tests of a model with and without overlays, and compare."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OUTCOMES = ("passed", "failed", "skipped", "network", "timeout", "crashed")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: no difference that isn't listed; 1: there is one, or the tests could not be run."""
+    """Return 0 if all differences are listed, and 1 if one isn't or the tests could not be run."""
     options = _parser().parse_args(arguments)
     models = list(dict.fromkeys(options.models))
     began = time.monotonic()
@@ -107,7 +107,7 @@ def _counts(model: str, results: Mapping[str, Result]) -> Counter[str]:
 
 
 def _environments(options: argparse.Namespace) -> tuple[Environment, Environment]:
-    """The environment to run in, and one with pip."""
+    """The environment in which the tests run, and one with pip."""
     if options.environment:
         return (Environment(options.environment),) * 2
     shared = base()

@@ -1,4 +1,4 @@
-"""Count the tests that detect an injected fault: transformers' own, and hf_rocm's parity tests."""
+"""Count the tests that detect an injected fault, among transformers' own tests and hf_rocm's parity tests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PARITY_TESTS = "tests/coverage/test_forward.py"
 
 
 class Detected(NamedTuple):
-    """One fault in some tests of a model. reached: tests in which it changed a call; noticed: those of them that fail.
-    Only transformers' tests that pass stock and overlaid are counted.
+    """One fault in some tests of a model. reached: tests in which it changed a call; noticed: how many of these fail.
+    Of transformers' tests, only those that pass with and without overlays are counted.
     """
 
     fault: str
@@ -34,7 +34,7 @@ class Detected(NamedTuple):
 
 
 def detect(settings: Pass, stock: Mapping[str, Result], overlaid: Mapping[str, Result]) -> list[Detected]:
-    """Repeat the tests that ran a forward of hf_rocm, with one fault at a time. settings: of the overlaid pass."""
+    """Repeat the tests that ran a forward of hf_rocm, one fault at a time. settings: those of the overlaid pass."""
     ran = {test for test, result in overlaid.items() if sum(result.hits.values())}
     ran &= {test for test in stock if stock[test].outcome == overlaid[test].outcome == "passed"}
     left_out = tuple(test for test in overlaid if test not in ran)
@@ -67,7 +67,7 @@ def parity(interpreter: Interpreter, scratch: Path, models: Sequence[str]) -> li
 
 
 def count_parity(fault: str, model: str, lines: Sequence[str]) -> Detected:
-    """The results of one model in a log of `upstream_faults`."""
+    """The results for one model in a log of `upstream_faults`."""
     before, changed, failed = 0, set(), set()
     for line in lines:
         entry = json.loads(line)
@@ -81,7 +81,7 @@ def count_parity(fault: str, model: str, lines: Sequence[str]) -> Detected:
 
 
 def print_detected(detected: Sequence[Detected]) -> None:
-    """One row per fault, one column per model and kind of tests: the number of failures among the reached tests."""
+    """Print one row per fault and one column per model and kind of tests: the failures among the reached tests."""
     if not detected:
         return
     heading("injected faults: failing tests, of those that they reach")

@@ -45,9 +45,9 @@ class Unavoidable:
 class Comparison:
     """Both passes side by side.
 
-    regressions: tests that pass stock and don't with overlays, and aren't listed. unavoidable: those that are listed.
-    repaired: tests that fail stock and pass with overlays. stale: entries whose tests ran and don't differ. idle:
-    models none of whose overlaid forwards was called.
+    regressions: tests that pass with stock but not with overlays, and aren't listed. unavoidable: those that are
+    listed. repaired: tests that fail with stock and pass with overlays. stale: entries whose tests ran and don't
+    differ. idle: models whose overlaid forwards were never called.
     """
 
     release: str
@@ -64,7 +64,7 @@ class Comparison:
         return bool(self.regressions or self.stale or self.idle)
 
     def hits(self, model: str) -> Counter[str]:
-        """Calls of the model's overlaid forwards over all of its tests, by class."""
+        """The number of calls of the model's overlaid forwards in all of its tests, by class."""
         counted = (result.hits for test, result in self.overlaid.items() if model_of(test) == model)
         return sum(counted, Counter())
 
@@ -96,8 +96,8 @@ def compare(
 
 
 def listed(file: Path = LISTED) -> list[Unavoidable]:
-    """The list of the repository. Raises `ScriptError` if an entry lacks its reason."""
-    # tomllib is Python's from 3.11 on; before, tomli comes with hf-rocm
+    """The repository's list. Raises `ScriptError` if an entry has no reason."""
+    # Python has tomllib from 3.11 on; for older ones, hf-rocm depends on tomli
     reader = next((name for name in ("tomllib", "tomli") if importlib.util.find_spec(name)), None)
     if reader is None:
         raise ScriptError(f"reading {file.name} needs Python 3.11 or newer, or tomli")

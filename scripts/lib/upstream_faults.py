@@ -1,9 +1,9 @@
 """Faults injected into hf_rocm's operations, and larger weights: a pytest plugin that shows which tests detect them.
 
-Loaded with `-p upstream_faults`, together with `upstream_plugin` in transformers' tests, alone in hf_rocm's own.
+It is loaded with `-p upstream_faults`, together with `upstream_plugin` in transformers' tests, and alone in hf_rocm's.
 UPSTREAM_FAULT names the fault, UPSTREAM_SPREAD is a factor on the standard deviation of the weights that transformers
 initialises. Every implementation of an operation is wrapped, so tier and route do not change. UPSTREAM_FAULT_LOG is a
-file with a JSON line for each phase of a test: its outcome, and the number of changed calls so far.
+file with one JSON line per phase of a test: its outcome, and the number of changed calls so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 Call = Callable[..., Any]
 
-reached = 0  # calls that were changed so far
+reached = 0  # the number of changed calls so far
 
 
 def scale(call: Call) -> Call:
@@ -33,7 +33,7 @@ def window(call: Call) -> Call:
         given = terms.get("mask")
         if given is not None:
             hidden = given != 0 if given.dtype.is_floating_point else ~given.bool()
-            # by at least two: a padding query may see itself
+            # hidden by at least two: a padding query may see itself
             older = (~hidden).int().cumsum(dim=-2).ge(2) & hidden
             if older.any():
                 changed["mask"] = given.masked_fill(older, 0.0 if given.dtype.is_floating_point else True)
@@ -126,7 +126,8 @@ def _plant(name: str) -> None:
 
 
 def _spread(factor: float) -> None:
-    """Weights with a larger spread, so that attention is not nearly uniform and a norm's input not nearly constant."""
+    """Initialise weights with a larger spread, so that attention isn't nearly uniform, nor norm inputs nearly
+    constant."""
     if factor == 1:
         return
     import transformers.initialization as init

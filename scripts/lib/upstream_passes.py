@@ -1,4 +1,4 @@
-"""One pass over transformers' own tests: pytest in its own process, restarted after a crash or a hang."""
+"""One pass over transformers' own tests, in a separate pytest process that is restarted after a crash or a hang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lib.environments import clean_environ
 PLUGIN = Path(__file__).resolve().with_name("upstream_plugin.py")
 FAULTS = PLUGIN.with_name("upstream_faults.py")
 
-# seconds beyond a test's own limit until a process that ignores its alarm is killed
+# Seconds after a test's own limit until a process that ignores its alarm is killed.
 GRACE = 30.0
 
 
@@ -30,7 +30,8 @@ class Result:
     """The result of one test in one pass.
 
     outcome: `passed`, `failed`, `skipped`, `network` (it needs the hub), `timeout` or `crashed`.
-    hits: calls of overlaid forwards, by class. reached: calls that an injected fault changed.
+    hits: the number of calls of overlaid forwards, by class. reached: the number of calls that an injected fault
+    changed.
     """
 
     outcome: str
@@ -48,13 +49,13 @@ class Interpreter:
     path: tuple[Path, ...] = ()
 
     def environ(self, *first: Path, **changes: str) -> dict[str, str]:
-        """The variables of a child, with `first` before everything else on its import path."""
+        """The environment variables of a child process, with `first` at the front of its import path."""
         return clean_environ(PYTHONPATH=os.pathsep.join(map(str, (*first, *self.path))), **changes)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """How the tests of a tree are run: the Python, and the transformers (None: the one on its import path).
+    """How the tests of a tree are run. site: the folder with transformers (None: the one on the Python's import path).
 
     fault: one of `upstream_faults.FAULTS`. spread: a factor on the deviation of initial weights. left_out: tests.
     """
@@ -84,7 +85,7 @@ def run(settings: Pass) -> dict[str, Result]:
                 break
             reason = "the process hung" if code == -signal.SIGKILL else f"the process ended with {code}"
             results[running] = Result("timeout" if code == -signal.SIGKILL else "crashed", reason=reason)
-    # 0 and 1: all were run; 5: none were left after a crash in the last one
+    # 0 and 1: all tests ran; 5: no tests were left after a crash in the last one
     if code not in (0, 1, 5) or not results:
         raise ScriptError(f"pytest did not run transformers' tests (exit code {code})\n\n{output[-3000:]}")
     return results
@@ -110,7 +111,7 @@ def _package(interpreter: Interpreter) -> Path:
 
 
 def _show_sources(settings: Pass) -> None:
-    """Some tests read the sources at src/transformers of their tree."""
+    """Link the sources of transformers to src/transformers in the tree, where some tests read them."""
     link = settings.tree / "src" / "transformers"
     link.parent.mkdir(exist_ok=True)
     link.unlink(missing_ok=True)
@@ -120,7 +121,7 @@ def _show_sources(settings: Pass) -> None:
 
 def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, str]:
     (scratch / "plugin").mkdir(exist_ok=True)
-    # only these: the other modules there have names that are too common to be put on the import path
+    # only these, because the names of the other modules there are too common for the import path
     for file in (PLUGIN, FAULTS):
         shutil.copy2(file, scratch / "plugin")
     command = [
@@ -151,7 +152,7 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
         UPSTREAM_SPREAD=str(settings.spread),
         HF_HOME=str(scratch / "hub"),
         HF_HUB_OFFLINE="1",
-        DISABLE_SAFETENSORS_CONVERSION="1",  # it requests a converted checkpoint from the hub, in a thread
+        DISABLE_SAFETENSORS_CONVERSION="1",  # otherwise a thread requests a converted checkpoint from the hub
         OMP_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
         PYTHONFAULTHANDLER="1",
@@ -166,7 +167,7 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
             stdin=subprocess.DEVNULL,
             stdout=written,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # processes that a test leaves running are ended with it
+            start_new_session=True,  # so that processes that a test leaves running end with it
         )
         try:
             code = _watch(process, settings)
@@ -176,7 +177,7 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
 
 
 def _watch(process: subprocess.Popen[bytes], settings: Pass) -> int:
-    """Wait for the end, or kill it if there was no output for longer than a test may take."""
+    """Wait for the process to end. Kill it if it writes nothing for longer than a test may take."""
     last_output, seen = time.monotonic(), 0.0
     while process.poll() is None:
         time.sleep(0.2)
@@ -198,7 +199,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(log: Path, results: dict[str, Result]) -> str | None:
-    """Add the results in the log. Returns the test that began and did not end."""
+    """Add the results in the log. Returns the test that has begun but not ended."""
     running = None
     for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
         entry: dict[str, Any] = json.loads(line)
@@ -213,7 +214,7 @@ def _read(log: Path, results: dict[str, Result]) -> str | None:
 
 def _output(interpreter: Interpreter, arguments: Sequence[str], failure: str) -> str:
     command = [str(interpreter.python), *arguments]
-    elsewhere = tempfile.gettempdir()  # not in a checkout, whose modules would be imported first
+    elsewhere = tempfile.gettempdir()  # in a checkout, its modules would be imported first
     environ = interpreter.environ()
     done = subprocess.run(command, env=environ, cwd=elsewhere, capture_output=True, text=True, check=False)
     if done.returncode:

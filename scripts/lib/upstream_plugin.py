@@ -1,8 +1,8 @@
 """The pytest plugin for transformers' own tests: the outcome of each test, and whether forwards of hf_rocm ran in it.
 
-Loaded with `-p upstream_plugin`. The variable UPSTREAM_TESTS (JSON) has the settings: `log`, a file with a JSON line at
-the start and at the end of each test, so that the test of a crash is known; `done`, tests to skip; `timeout`,
-seconds for a test; `overlaid`, whether overlays must, or must not, be active.
+It is loaded with `-p upstream_plugin`. The variable UPSTREAM_TESTS contains its settings as JSON: `log`, a file with
+one JSON line at the start and one at the end of each test, so that a test that crashes is known; `done`, tests to skip;
+`timeout`, seconds per test; `overlaid`, whether overlays must or must not be active.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SETTINGS: dict[str, Any] = json.loads(os.environ["UPSTREAM_TESTS"])
 
 PASSED, FAILED, SKIPPED, NETWORK, TIMEOUT = "passed", "failed", "skipped", "network", "timeout"
 
-# Errors that mean that a test needs the hub, by name: the libraries that define them differ between releases.
+# Names of the errors that show that a test needs the hub. The libraries that define them differ between releases.
 WANTS_NETWORK = {"NetworkForbidden", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ProxyError"}
 
 _WORSE = (PASSED, SKIPPED, NETWORK, FAILED, TIMEOUT)
 
 
 class NetworkForbidden(OSError):
-    """A test tried to reach another machine."""
+    """A test tried to connect to another machine."""
 
 
 class TooSlow(BaseException):
-    """A test exceeded its time limit; not an Exception, so that the test can't swallow it."""
+    """A test exceeded its time limit. Not an Exception, so that the test can't catch it by accident."""
 
 
 class _Progress:
@@ -138,7 +138,7 @@ def _too_slow(signum: int, frame: object) -> None:
 
 
 def _seed(test: str) -> None:
-    """Seed every generator that the tests draw from; transformers' common module has one of its own."""
+    """Seed every random generator that the tests use. transformers' common test module has its own."""
     number = zlib.crc32(test.encode())
     random.seed(number)
     for name, module in list(sys.modules.items()):
@@ -151,7 +151,7 @@ def _seed(test: str) -> None:
 
 
 def _count_hits() -> None:
-    """Count calls of the overlays' forwards by class name. In the stock pass, make sure that there are none."""
+    """Count calls of the overlays' forwards by class name. In the stock pass, make sure that there are no overlays."""
     bind = sys.modules.get("hf_rocm.overlay.bind")
     for binding in bind.bindings() if bind is not None else ():
         if not SETTINGS["overlaid"]:
@@ -166,7 +166,7 @@ def _counting(replacement: Any, name: str) -> Any:
 
     @functools.wraps(replacement)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # traced calls are not counted, and the trace is not changed
+        if not torch.compiler.is_compiling():  # do not count traced calls, and do not change the trace
             _current.hits[name] += 1
         return replacement(*args, **kwargs)
 

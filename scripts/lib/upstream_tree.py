@@ -21,7 +21,7 @@ from lib.environments import ENVIRONMENTS, ROOT, Environment, clean_environ
 PREPARED = ROOT / "tests" / "upstream"
 FETCHED = ENVIRONMENTS / "upstream"
 
-# sha256 of transformers-<release>.tar.gz on the package index, where it was recorded
+# sha256 of transformers-<release>.tar.gz on the package index, for the releases for which it was recorded
 RECORDED = {
     "4.57.6": "55e44126ece9dc0a291521b7e5492b572e6ef2766338a610b9ab5afbb70689d3",
     "5.23.0": "19d647a4d5d903a7c644ca5cde2d86efc3dde7d8c687ae7988806ff2205efa71",
@@ -31,7 +31,7 @@ CONFIGURATION = "[pytest]\naddopts =\nfilterwarnings =\n"
 
 
 def source_distribution(release: str, builder: Environment) -> Path:
-    """The folder with the tests of a release's source distribution, downloaded once.
+    """The folder with the tests of a release's source distribution, which is downloaded once.
 
     builder: an environment with pip. Raises `ScriptError` if it can't be downloaded, or differs from the recorded one.
     """
@@ -72,7 +72,7 @@ def fetched(release: str) -> Path | None:
 def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins: Path | None = None) -> list[str]:
     """Copy a checkout's tests into `target`; mixins: shared modules of the release, which replace the checkout's.
 
-    Its conftest.py is not copied: it is about doctests and the hub's cache, and requires pytest plugins.
+    The checkout's conftest.py is not copied: it configures doctests and the hub's cache, and requires pytest plugins.
     Returns the models' own test files, relative to `target`. Raises `ScriptError` if a model has none.
     """
     tests = checkout / "tests"
@@ -88,7 +88,7 @@ def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins
             shutil.copytree(checkout / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     if mixins is not None:
         shutil.copytree(mixins, target / "tests", dirs_exist_ok=True)
-        for standin in sorted((PREPARED / "standins").rglob("*.py")):  # for imports of a later release's mixins
+        for standin in sorted((PREPARED / "standins").rglob("*.py")):  # for imports in a later release's mixins
             place = target / "tests" / standin.relative_to(PREPARED / "standins")
             if not place.exists():
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def from_mixins(target: Path, mixins: Path, models: Sequence[str]) -> list[str]:
 
 
 def _thin(model: str) -> str:
-    """The thin test class of a model: from tests/upstream/thin, or that of a causal model with the usual sizes."""
+    """The thin test class of a model: from tests/upstream/thin, or a generated one for a usual causal model."""
     file = PREPARED / "thin" / f"{model}.py"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -133,7 +133,7 @@ def _thin(model: str) -> str:
 
 
 def model_of(test: str) -> str:
-    """The model whose test this is, by its node id."""
+    """The model to which a test belongs, by the test's node id."""
     return test.split("/")[2]
 
 
@@ -148,7 +148,7 @@ def _begin(target: Path) -> None:
 
 
 def _download(release: str, builder: Environment, folder: Path) -> Path:
-    """Download with pip, which uses the configured index; it prepares the metadata and builds nothing."""
+    """Download with pip, which uses the configured index. pip prepares the metadata and builds nothing."""
     command = [str(builder.python), "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-binary", "transformers", "--dest", str(folder), f"transformers=={release}"]
     done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The wheels of transformers' releases: fetched with pip once, and kept for every script that reads them."""
+"""The wheels of transformers' releases. They are fetched with pip once, and kept for all scripts that read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_rocm.overlay.catalog import Catalog
 from lib.environments import ROOT
 
 WHEELS = ROOT / ".cache" / "wheels"
-MEGABYTES = 11  # of one wheel
+MEGABYTES = 11  # the size of one wheel
 
 Wheels = Mapping[str, Path]  # release → wheel, the oldest first
 
@@ -28,7 +28,7 @@ def download(catalog: Catalog, folder: Path = WHEELS) -> Wheels:
 
 
 def fetch(releases: Iterable[str], folder: Path = WHEELS) -> None:
-    """Fetch the wheels that the folder lacks. Raises `OverlayError` if pip can't."""
+    """Fetch the wheels that are missing in the folder. Raises `OverlayError` if pip fails."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [release for release in releases if not wheel_of(release, folder).is_file()]
     if missing:

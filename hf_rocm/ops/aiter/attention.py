@@ -1,7 +1,7 @@
-"""Dense attention through aiter's `mha_fwd` and `flash_attn_func`: with grouped heads, aligned bottom-right.
+"""Dense attention through aiter's `mha_fwd` and `flash_attn_func`, with grouped heads and bottom-right alignment.
 
-Both run the same kernels: `mha_fwd` is the operator (single queries, sinks, windows), and `flash_attn_func` adds the
-assembly kernels of gfx942 and gfx950 and the backward pass.
+Both run the same kernels. `mha_fwd` is the operator (single queries, sinks, windows); `flash_attn_func` adds the
+backward pass and the assembly kernels for gfx942 and gfx950.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mha_fwd_refuses(spec: AttentionSpec, device: Device) -> str | None:
 
 
 def mha_fwd_lse_refuses(spec: AttentionSpec, device: Device) -> str | None:
-    """Why `mha_fwd` without sinks, which then rescale its output by the log-sum-exp, can't serve this call, or None."""
+    """Why `mha_fwd`, with sinks applied to its output by the log-sum-exp, can't serve this call, or None."""
     reason = _mha_fwd_refuses(spec, device)
     if reason is None and not spec.sinks:
         return "it serves calls with sinks only"
@@ -67,7 +67,7 @@ def flash_attn_func_refuses(spec: AttentionSpec, device: Device) -> str | None:
 
 
 def may_be_assembly(spec: AttentionSpec | VarlenSpec) -> bool:
-    """Whether aiter's Python functions may choose a kernel without windows, softcap and sinks."""
+    """Whether aiter's Python functions may choose a kernel that lacks windows, softcap and sinks."""
     dims = spec.head_dim in (128, 192) and spec.value_dim == 128
     return spec.dtype == torch.bfloat16 and dims and spec.window is None
 
@@ -115,7 +115,7 @@ def flash_attn_func(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[A
     left, right = window_sides(terms["window"], terms["causal"])
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if grad:
-        # traced into by the compiler: it is an autograd.Function
+        # the compiler traces into the function, which is an autograd.Function
         return _flash_attn_func_forward(query, key, value, terms["scale"], terms["causal"], left, right, True), None
     output: Tensor = _traced_flash_attn_func(query, key, value, terms["scale"], terms["causal"], left, right, False)
     return output, None
@@ -139,7 +139,7 @@ def single_query_limits(spec: AttentionSpec | DecodeSpec) -> str | None:
     return None
 
 
-# The arguments that mha_fwd is always called with, and those that some releases also require, with neutral values.
+# The arguments with which mha_fwd is always called, and the neutral values of those that some releases also require.
 _GIVEN = frozenset(
     (
         "q",
@@ -190,7 +190,7 @@ def call_mha_fwd(
 ) -> tuple[Tensor, Tensor]:
     """(output [B, S_q, H, D_v], log-sum-exp [B, H, S_q] if `lse`).
 
-    lengths: the running sum of the rows' numbers of keys, from 0.
+    lengths: the running sum of the number of keys per row, from 0.
     """
     further: dict[str, Any] = {}
     if sinks is not None:

@@ -1,8 +1,8 @@
 """Whether AMD's aiter is installed and can be imported, determined once per process.
 
-`aiter` on PyPI is an unrelated package; AMD's package is `amd-aiter`. Their files distinguish them. Importing AMD's
-package runs executables and may compile, and without ROCm it raises RuntimeError. So it is imported lazily and once,
-and a failure is remembered.
+`aiter` on PyPI is an unrelated package; AMD's package is `amd-aiter`. They are distinguished by their files. Importing
+AMD's package runs executables and may compile, and without ROCm it raises RuntimeError. So it is imported lazily and
+once, and a failure is remembered.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Function(NamedTuple):
 
 @dataclass(eq=False)
 class Release:
-    """The aiter that was imported. operator and function look a name up and return None if it doesn't exist.
+    """The imported aiter. operator and function look up a name and return None if it doesn't exist.
 
     operator: a torch operator (`torch.ops.aiter.…`); function: a plain Python function of the package, or
     `submodule:name`. version: None if the package has no metadata; it then counts as older than every release.
@@ -65,7 +65,7 @@ class Release:
 
     @property
     def unchecked(self) -> bool:
-        """Whether it is newer than those that hf_rocm's calls were checked with; its local part is ignored."""
+        """Whether it is newer than the releases that hf_rocm was checked with. Its local version part is ignored."""
         return self.version is not None and Version(self.version.public) > Version(NEWEST_AITER)
 
     def at_least(self, version: str) -> bool:
@@ -97,7 +97,7 @@ def unavailable(device: Device, *, portable: bool = False) -> str | None:
 
 
 def _named() -> bool:
-    """Whether the user named aiter, for any operation."""
+    """Whether the user named aiter for any operation."""
     current = options.current()
     return "aiter" in current.tiers.values() or options.Switch.REQUIRED in current.aiter.values()
 

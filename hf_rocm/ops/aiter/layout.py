@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS, COLUMNS = 16, 32  # of a tile of preshuffled weights
+ROWS, COLUMNS = 16, 32  # the size of a tile of preshuffled weights
 
 
 def rows_first(x: Tensor) -> Tensor:
-    """[B, H, S, D] as [B, S, H, D] with a dense, aligned last dim; copied only if necessary."""
+    """Return [B, H, S, D] as [B, S, H, D] with a dense, aligned last dim, copied only if necessary."""
     x = x.transpose(1, 2)
     batch, length, head, last = x.stride()
     if last != 1 or (batch | length | head) % 8 or x.data_ptr() % 16:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hf_rocm.ops.moe_torch import ExpertsCall
 
 NAME = "fused_moe:fused_moe"
-ARCHITECTURES = ("gfx942", "gfx950")  # aiter looks its kernels up by these
+ARCHITECTURES = ("gfx942", "gfx950")  # by which aiter looks up its kernels
 STEP = 64  # the smallest tile of its kernels along H and I
 
 
@@ -54,7 +54,7 @@ def shuffled_refuses(spec: ExpertsSpec, device: Device) -> str | None:
 
 
 def shuffled_experts(call: ExpertsCall) -> Tensor:
-    """See `hf_rocm.ops.shuffled_experts`; there are no biases here, and the form is the plain one."""
+    """See `hf_rocm.ops.shuffled_experts`; always without biases, and in the plain form."""
     result: Tensor = _traced(call.x, call.gate_up, call.down, call.ids, call.weights)
     return result
 

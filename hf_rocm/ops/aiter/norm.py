@@ -45,7 +45,7 @@ def _limits(spec: NormSpec) -> str | None:
 
 
 def add_refuses(spec: NormSpec, device: Device) -> str | None:
-    """The residual sum and the norm in one kernel."""
+    """Why aiter can't compute the residual sum and the norm in one kernel, or None."""
     return detect.unavailable(device, portable=True) or _limits(spec) or why_not(_add_norm(spec.one_plus))
 
 
@@ -65,7 +65,7 @@ def _add_norm(one_plus: bool) -> contract.Call | str:
     gives = frozenset(("out", "input", "residual_in", "residual_out", "weight", "epsilon"))
     gives |= {"gemma_norm"} if one_plus else frozenset()
     bound = contract.operator("rmsnorm2d_fwd_with_add", gives)
-    # in some releases it is a plain function that chooses among operators
+    # in some releases this is a plain function that chooses among operators
     return contract.function("rmsnorm2d_fwd_with_add", gives) if isinstance(bound, str) else bound
 
 

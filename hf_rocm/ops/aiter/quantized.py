@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hf_rocm.device import Device
     from hf_rocm.ops.quantized_torch import QuantizedCall, QuantizedSpec
 
-# Its tiles have up to 256 rows, and are not padded. Only a few, rarely used kernels take K below 512.
+# Its tiles have up to 256 rows and are not padded. Only a few rarely used kernels support K below 512.
 TILE, SHORTEST = 256, 512
 
 

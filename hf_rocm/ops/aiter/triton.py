@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 NAME = "ops.triton.attention.mha:flash_attn_func"
 
-# Of these GPUs, aiter has a table of tiles only for gfx1151, and raises without one. Compiled for gfx1151 by Triton
-# 3.6, that table's tile spills 127 registers at head dim 128; this one spills none, and takes 8 KiB of 64 KiB of LDS.
+# Among these GPUs, aiter has a table of tiles only for gfx1151, and raises an error for the others. Compiled for
+# gfx1151 by Triton 3.6, the tile in that table spills 127 registers at head dim 128. This one spills none, and takes 8
+# KiB of the 64 KiB of LDS.
 _TILE = {
     "BLOCK_M": 32,
     "BLOCK_N": 16,
@@ -34,7 +35,7 @@ _TILE = {
     "num_ctas": 1,
     "num_stages": 1,
 }
-_TABLED = ("gfx1151",)  # whose gradients have tiles, too
+_TABLED = ("gfx1151",)  # aiter has tiles for their gradients too
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:

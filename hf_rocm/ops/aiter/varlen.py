@@ -28,7 +28,7 @@ GATES_ASSEMBLY = "0.1.16"
 
 
 def dense_refuses(spec: AttentionSpec, device: Device) -> str | None:
-    """Dense attention with a softcap, as packed sequences of equal length."""
+    """Why dense attention with a softcap, as packed sequences of equal length, can't be served, or None."""
     reason = detect.unavailable(device) or dense_limits(spec)
     if reason is not None:
         return reason

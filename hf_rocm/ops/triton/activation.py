@@ -1,4 +1,4 @@
-"""The gate of a gated MLP through our kernel."""
+"""The gate of a gated MLP through hf_rocm's kernel."""
 
 from __future__ import annotations
 

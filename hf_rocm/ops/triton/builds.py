@@ -16,7 +16,7 @@ from hf_rocm.architectures import BUILT_AHEAD, KNOWN
 # The wave size of every architecture that kernels are compiled for: 64 on CDNA, 32 on RDNA.
 ARCHITECTURES: Mapping[str, int] = {gfx: KNOWN[gfx].wave for gfx in BUILT_AHEAD}
 
-# RDNA 3, which refuses some forms of kernels.
+# RDNA 3, which does not support some variants of the kernels.
 GFX11 = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx11"))
 
 # The local memory (LDS) of a workgroup in bytes, if it is not 64 KiB.
@@ -27,12 +27,12 @@ LOCAL_MEMORY: Mapping[str, int] = {"gfx950": 160 * 1024}
 class Build:
     """One kernel with one set of types and constants.
 
-    kernel: the `@triton.jit` function. signature: the type of every argument that is not a constant: `*bf16`, `i32`,
-    `fp32`, … constants: the value of every other argument, `None` for an absent tensor. threads: instead of num_warps,
-    if the number of threads is fixed and the number of warps depends on the wave size. divisible: integer arguments
-    that are multiples of 16; pointers are assumed to be aligned to 16 bytes. matrix: whether its products must become
-    matrix instructions (MFMA, WMMA). options: other launch options such as `waves_per_eu`. architectures: those that it
-    is built for.
+    kernel: the `@triton.jit` function. signature: the type of every argument that is not a constant, such as `*bf16`,
+    `i32` or `fp32`. constants: the value of every other argument, `None` for an absent tensor. threads: given instead
+    of num_warps if the number of threads is fixed and the number of warps depends on the wave size. divisible: integer
+    arguments that are multiples of 16; pointers are assumed to be aligned to 16 bytes. matrix: whether its products
+    must become matrix instructions (MFMA, WMMA). options: other launch options such as `waves_per_eu`. architectures:
+    the architectures that it is built for.
     """
 
     kernel: Any

@@ -1,4 +1,4 @@
-"""Attention of a few queries over many keys through our split-KV kernel: decoding, and other calls of that shape."""
+"""Attention of a few queries over many keys, as in decoding, through hf_rocm's split-KV kernel."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _forward(
 
 
 class _Work(NamedTuple):
-    """The arguments that both launches share in all calls. room: the size of the partial results in fp32 numbers."""
+    """The arguments that both launches share in all calls. room: the number of fp32 partial results."""
 
     grid: tuple[int, int, int]
     constants: dict[str, Any]
@@ -266,13 +266,13 @@ def _work(
 
 
 def _strides_of_mask(mask: Tensor) -> tuple[int, ...]:
-    """The strides, 0 in the dims that all rows, heads or queries share."""
+    """The strides, which are 0 in the dims that all rows, heads or queries share."""
     *outer, last = zip(mask.shape, mask.stride(), strict=True)
     return (*(0 if size == 1 else stride for size, stride in outer), last[1])
 
 
 def _form_of(strides: tuple[int, ...]) -> Any:
-    """The forms of all strides; usually a single value for all."""
+    """The forms of the strides; usually one value for all of them."""
     union = reduce(or_, strides)
     return (union % 16 == 0 and 0 <= union < 2**31) or tuple(map(form, strides))
 

@@ -1,4 +1,4 @@
-"""One token of the gated delta rule through our two kernels: the convolution, and the step of every value head."""
+"""One token of the gated delta rule through two kernels: the convolution, and the step of every value head."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ def _forward(
         ),
         {**sizes, "BLOCK_KEY": block_key, "BLOCK_VALUE": block_value},
         num_warps=warps(threads(block_key, block_value), query.device),
-        # lanes that hold the same sum would round it differently if each contracted its own product with it
+        # lanes that store the same sum would round it differently if each lane fused its own product with the sum
         contract=False,
     )
     return out
 
 
 def threads(block_key: int, block_value: int) -> int:
-    """Threads of a program: up to 32 elements of the state each, as far as one block has so many threads."""
+    """Threads of a program: enough for at most 32 elements of the state per thread, but 512 at most."""
     return min(512, max(64, block_key * block_value // 32))
 
 

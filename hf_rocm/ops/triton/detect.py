@@ -1,6 +1,6 @@
 """Whether the installed Triton can serve a device, determined once per process.
 
-torch installs its own Triton, which is imported lazily. A process on a CPU never imports it, except to interpret the
+torch installs its own Triton. It is imported lazily. A process on a CPU never imports it, except to interpret the
 kernels (`TRITON_INTERPRET=1`), which tests them without a GPU.
 """
 
@@ -17,7 +17,7 @@ from hf_rocm.device import Device
 from hf_rocm.ops import probe
 from hf_rocm.ops.probe import Probe
 
-# that of torch 2.6; older releases lack language features that the kernels use
+# the release for torch 2.6; older ones lack language features that the kernels use
 OLDEST = Version("3.2")
 
 

@@ -1,7 +1,7 @@
-"""Routed experts for few pairs of a token and an expert, as in decoding, through our kernels.
+"""Routed experts for few pairs of a token and an expert, as in decoding, through hf_rocm's kernels.
 
 They read the chosen experts' weights in place. With more than `PAIRS` pairs, several tokens share an expert, and
-products over all tokens of an expert read less.
+products over all tokens of an expert read less memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDEST = 2**16  # columns: the second size of a grid has 16 bits
 
 
 def refuses(spec: ExpertsSpec, device: Device) -> str | None:
-    """Why the kernels can't serve these experts, or are not known to gain, or None."""
+    """Why the kernels can't serve these experts, or are not known to be faster, or None."""
     return detect.unavailable(device) or _limits(spec) or _gain(spec)
 
 

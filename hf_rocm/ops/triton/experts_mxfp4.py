@@ -1,4 +1,4 @@
-"""Routed experts in MXFP4 through our kernels, which read the checkpoint's own bytes.
+"""Routed experts in MXFP4 through hf_rocm's kernels, which read the bytes as the checkpoint stores them.
 
 For few pairs of a token and an expert the numbers are converted in registers. For more, experts are dequantised into a
 temporary tensor in one pass, together or one at a time. The tiles are estimates.
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 NAME = "chosen_experts"
 
-# The largest T · k for which reading weights of each pair comes before dequantising: four times that of bf16, with a
-# quarter of the bytes.
+# The largest T · k for which kernels that read the weights of each pair come before dequantising: four times that of
+# bf16, because a weight takes a quarter of the bytes.
 PAIRS = 256
 
 ARGUMENTS = (
@@ -160,5 +160,5 @@ def dequantized(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _words(blocks: Tensor) -> Tensor:
-    """The same bytes, 8 numbers to a word. A file's tensor may begin anywhere: then it is copied."""
+    """The same bytes as words of 8 numbers. A tensor from a file may be unaligned; it is then copied."""
     return (blocks if blocks.storage_offset() % 4 == 0 else blocks.clone()).view(torch.int32)

@@ -39,8 +39,8 @@ def launch(
     a product and a sum may be fused into one operation with one rounding. forms: the `form` of the arguments, or any
     other key that distinguishes the same cases, if the caller can compute it faster.
 
-    At each launch Triton looks the compiled kernel up, which takes longer than the kernel runs. Here it is cached under
-    all that it depends on, and later launches run it directly.
+    At each launch Triton looks up the compiled kernel, which can take longer than running it. Here the compiled kernel
+    is cached under everything that it depends on, and later launches run it directly.
     """
     how: dict[str, Any] = {"num_warps": num_warps}
     if num_stages is not None:
@@ -111,13 +111,13 @@ def form(value: Any) -> Any:
 
 @cache
 def _remembers() -> bool:
-    """Whether compiled kernels are cached here: not when interpreted, and only for releases whose rules are known."""
+    """Whether compiled kernels are cached here: if they are not interpreted and the release's rules are known."""
     return not options.triton_interprets() and detect.release().version.release[:2] in READ
 
 
 @cache
 def lanes(device: torch.device) -> int:
-    """Threads of a warp: 64 on CDNA (and GCN before it), 32 elsewhere."""
+    """Threads per warp: 64 on CDNA (and GCN before it), 32 elsewhere."""
     arch = describe(device).arch
     return 64 if arch is not None and arch.startswith("gfx9") else 32
 

@@ -1,6 +1,6 @@
-"""Products of few rows through our kernels, alone or with norm, gate and residual sum.
+"""Products of few rows through hf_rocm's kernels, alone or with norm, gate and residual sum.
 
-`tiles` chooses one of two kernels and its tiles: measured on one NVIDIA GPU, estimated for AMD GPUs.
+`tiles` chooses one of two kernels and its tiles, which were measured on one NVIDIA GPU and estimated for AMD GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NAME = "few_rows"
 
 DTYPES = (torch.bfloat16, torch.float16)
-FEWEST = 16  # columns and K: smaller products don't matter for performance
+FEWEST = 16  # the smallest number of columns, and K; smaller products don't matter for performance
 
 
 def refuses(spec: LinearSpec | FusedLinearSpec, device: Device) -> str | None:

@@ -1,4 +1,4 @@
-"""RMSNorm through our kernel: a program normalises one wide row or several narrow rows."""
+"""RMSNorm through hf_rocm's kernel: a program normalises one wide row or several narrow rows."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def refuses(spec: NormSpec | NormAddSpec, device: Device) -> str | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
-    """See `hf_rocm.ops.rms_norm`. Rounds like transformers' layers: without (1 + w), also before the weight."""
+    """See `hf_rocm.ops.rms_norm`. Rounds like transformers' layers: without (1 + w), also before the product with w."""
     result: Tensor = _traced(x, weight, eps, one_plus)
     return result
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool) -> tuple[Tensor, Tensor]:
-    """See `hf_rocm.ops.add_rms_norm`. The sum is rounded before it is normalised, as two operations would."""
+    """See `hf_rocm.ops.add_rms_norm`. The sum is rounded before it is normalised, as in two separate operations."""
     result: tuple[Tensor, Tensor] = _traced_add(x, residual, weight, eps, one_plus)
     return result
 

@@ -1,7 +1,8 @@
 """Products with weights of 8 or 4 bits; x is not rounded.
 
-For few rows the weight is converted in registers. For more it is dequantised into a temporary tensor in one pass, which
-the BLAS library multiplies. The tiles are estimated from kernels of the same form that were measured on one NVIDIA GPU.
+For few rows, the weight is converted in registers. For more, it is dequantised in one pass into a temporary tensor,
+which the BLAS library multiplies. The tiles are estimated from kernels of the same form that were measured on one
+NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def _dequantize(
 
 
 def _block(scale: Tensor) -> int:
-    """Rows and columns of an 8-bit weight with one scale, or 0 if each row has one."""
+    """The rows and columns of an 8-bit weight that share a scale, or 0 if there is one scale per row."""
     return BLOCK if scale.dim() == 2 else 0
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions through our kernel: queries and keys in one launch, with keys and values written into a cache."""
+"""RoPE through hf_rocm's kernel: queries and keys in one launch, which may also write keys and values into a cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_NORMS = Norms()
 
 
 def refuses(spec: RopeSpec | RopeIntoCacheSpec, device: Device) -> str | None:
-    """Why the kernel can't rotate these, or None; the same into a cache."""
+    """Why the kernel can't serve this call of `rope` or `rope_into_cache`, or None."""
     if spec.grad:
         return "our RoPE kernel has no gradient"
     if spec.dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""The experts of every token through our kernel: one program of one warp for each token."""
+"""The experts of every token through hf_rocm's kernel: one program of one warp per token."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hf_rocm.ops.triton.launch import power_of_two
 
 ROWS = 16  # rows of x in a program with matrix instructions, their minimum
-NARROW = 4096  # up to this many columns, programs must be small, or there are too few of them
+NARROW = 4096  # with up to this many columns, programs must be small so that there are enough of them
 MOST_SPLITS = 128
 LONG = 64  # blocks of keys
 
@@ -35,7 +35,7 @@ class LinearTile(NamedTuple):
 
 
 # On GPUs with so many compute units that tiles of 64 columns leave most of them idle, narrow tiles are used up to this
-# number of columns: computed (docs/kernels.md), not measured.
+# number of columns. The numbers are computed (docs/kernels.md), not measured.
 _NARROW_UP_TO = {"gfx942": 16384, "gfx950": 24576}
 
 
@@ -43,8 +43,8 @@ def linear_tile(rows: int, n: int, k: int, gated: bool, *, rocm: bool = False, a
     """The tile for x [rows, k] and n columns of the result.
 
     Measured on one NVIDIA H200 in bf16, in recorded graphs: for one row with the matrices of seven models (1B to 30B),
-    for more rows with those of Llama-3.1-8B, where it is at least as fast as the vendor's library for up to 16 rows.
-    Nothing was measured on AMD GPUs: they use similar tiles that need less local memory and fewer registers.
+    and for more rows with those of Llama-3.1-8B, for which it is at least as fast as the vendor's library up to 16
+    rows. Nothing was measured on AMD GPUs: they use similar tiles that need less local memory and fewer registers.
     `HF_ROCM_TIER=linear=torch` uses the vendor's library there.
     """
     if rows > 1:
@@ -62,7 +62,7 @@ def linear_tile(rows: int, n: int, k: int, gated: bool, *, rocm: bool = False, a
 
 def _row_tile(n: int, k: int, gated: bool) -> LinearTile:
     """The tile for one row on NVIDIA, the fastest measured one or within 2 % of it."""
-    whole = k % 1024 == 0  # another K leaves a part of the last block of 1024 unused
+    whole = k % 1024 == 0  # otherwise a part of the last block of 1024 is unused
     if gated:
         return LinearTile(False, 2, 1024 if whole else 512, 1, 64, 2)
     if n < NARROW:
@@ -73,10 +73,10 @@ def _row_tile(n: int, k: int, gated: bool) -> LinearTile:
 
 
 def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False) -> LinearTile:
-    """The tile for a weight of 8 bits: twice the numbers in the bytes of `linear_tile`.
+    """The tile for a weight of 8 bits: as many bytes as in `linear_tile`, with twice the numbers.
 
-    Off ROCm: the fastest of `scripts/bench-quantized --tiles` on one NVIDIA H200, fp8, M = 1 and 8. More rows, and all
-    of ROCm, are estimated from kernels of the same form.
+    Without ROCm, these are the fastest tiles of `scripts/bench-quantized --tiles` on one NVIDIA H200, for fp8 and M = 1
+    and 8. Tiles for more rows, and all tiles for ROCm, are estimated from kernels of the same form.
     """
     narrow = n <= NARROW and not gated
     m = row_block(rows, rocm=rocm)
@@ -90,13 +90,14 @@ def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False) -> Lin
 
 
 def row_block(rows: int, *, rocm: bool) -> int:
-    """Rows of x in a program with matrix instructions; on AMD, the number that fits into its local memory."""
+    """Rows of x in a program with matrix instructions; on AMD, the number that fits into local memory."""
     return min(32 if rocm else 64, max(ROWS, power_of_two(rows)))
 
 
 class FourBitTile(NamedTuple):
-    """The tile of a product with a weight of 4 bits. matrix, n, m: as in `LinearTile`. blocks: of eight runs, which a
-    program processes at a time. unrolled: whether all values of a block are requested before the first product."""
+    """The tile of a product with a weight of 4 bits. matrix, n, m: as in `LinearTile`. blocks: the number of blocks of
+    eight runs that a program processes at a time. unrolled: whether all values of a block are requested before the
+    first product."""
 
     matrix: bool
     n: int
@@ -114,7 +115,7 @@ class FourBitTile(NamedTuple):
 
 
 def four_bit_tile(rows: int, n: int, gated: bool, run: int, *, rocm: bool = False) -> FourBitTile:
-    """The tile for a weight of 4 bits in runs of this length. Measured and estimated like that of 8 bits.
+    """The tile for a weight of 4 bits in runs of this length. Measured and estimated like the tile for 8 bits.
 
     Without matrix instructions a thread reads four words and the four values of x of every run at a time.
     """
@@ -123,7 +124,7 @@ def four_bit_tile(rows: int, n: int, gated: bool, run: int, *, rocm: bool = Fals
         columns = (2 if gated else 4) if rocm else 8 if n > NARROW and not gated else 4
         return FourBitTile(False, columns, max(1, 4 * threads // run), threads, 2)
     m = row_block(rows, rocm=rocm)
-    if rocm:  # unrolled, its compiler would keep all values of a block in registers
+    if rocm:  # if unrolled, AMD's compiler would keep all values of a block in registers
         return FourBitTile(True, 16, 2, 128, 2, m)
     if m > ROWS:
         return FourBitTile(True, 32 if gated else 64, 1, 128, 2, m)
@@ -133,7 +134,8 @@ def four_bit_tile(rows: int, n: int, gated: bool, run: int, *, rocm: bool = Fals
 def dequantize_tile(k: int, run: int) -> tuple[int, int]:
     """(size, threads) of a program that dequantises a row of K numbers, or a piece of it.
 
-    size: numbers of 8 bits if run is 0, else blocks of eight runs of this length, in 4 bits. A thread reads 16 bytes.
+    size: the number of 8-bit numbers if run is 0, else the number of blocks of eight runs of 4-bit numbers. A thread
+    reads 16 bytes.
     """
     threads = 128
     size = min(4 * threads // run, power_of_two(k // (8 * run))) if run else min(16 * threads, power_of_two(k))
@@ -142,7 +144,7 @@ def dequantize_tile(k: int, run: int) -> tuple[int, int]:
 
 class ExpertsTile(NamedTuple):
     """The tile of a product. n, k: the block of an expert's weight that a program processes at a time; n columns of the
-    result, which have a gate and an up each in the first product. experts: how many at a time, in the second."""
+    result, each with a gate and an up column in the first product. experts: how many at a time, in the second."""
 
     n: int
     k: int
@@ -158,7 +160,7 @@ class ExpertsTile(NamedTuple):
 
 # Tiles were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B, OLMoE and,
 # transposed, gpt-oss-20b. Nothing was measured on AMD GPUs; `HF_ROCM_TIER=experts=torch` uses PyTorch's products.
-SOME = 4  # up to this many tokens, programs of the second product must be small, or there are too few of them
+SOME = 4  # with up to this many tokens, programs of the second product must be small so that there are enough of them
 
 
 def gate_up_tile(transposed: bool) -> ExpertsTile:
@@ -173,14 +175,14 @@ def down_tile(tokens: int, top: int, transposed: bool, *, rocm: bool = False) ->
         return ExpertsTile(2, 256, 64, 2, experts)
     if rocm:
         return ExpertsTile(16, 64, 128, 2, experts) if tokens <= SOME else ExpertsTile(32, 32, 128, 2, experts)
-    if tokens == 1:  # few programs: each needs many bytes in flight
+    if tokens == 1:  # there are few programs, so each needs many bytes in flight
         return ExpertsTile(16, 64, 512, 2, experts)
     return ExpertsTile(32, 64, 128, 2, experts) if tokens <= SOME else ExpertsTile(64, 32, 256, 2, experts)
 
 
 class Mxfp4Tile(NamedTuple):
-    """The tile of a product of experts in MXFP4. n: columns of the result; blocks: of 32 numbers along K, read at a
-    time; experts: as in `ExpertsTile`. A thread reads one block of every row."""
+    """The tile of a product of experts in MXFP4. n: columns of the result; blocks: how many blocks of 32 numbers along
+    K are read at a time; experts: as in `ExpertsTile`. A thread reads one block of every row."""
 
     n: int
     blocks: int
@@ -195,7 +197,7 @@ class Mxfp4Tile(NamedTuple):
 
 
 def mxfp4_gate_up_tile(blocks: int, *, rocm: bool) -> Mxfp4Tile:
-    """The tile of the first product, for rows of this number of blocks. All of it is estimated."""
+    """The tile of the first product, for rows of this number of blocks. It is an estimate."""
     wave = 64 if rocm else 32
     return Mxfp4Tile(2 if rocm else 4, min(wave, power_of_two(blocks)), wave, 2)
 
@@ -207,8 +209,8 @@ def mxfp4_down_tile(blocks: int, top: int, *, rocm: bool) -> Mxfp4Tile:
 
 
 class Plan(NamedTuple):
-    """The division of attention into programs. rows, keys: of a block; pieces: blocks of rows; splits: programs for
-    each piece."""
+    """The division of attention into programs. rows, keys: the sizes of a block; pieces: blocks of rows; splits:
+    programs per piece."""
 
     rows: int
     keys: int
@@ -234,20 +236,20 @@ def plan(
 
     dim: the larger head dim; size: bytes of an element; units: compute units of the GPU; arch: its gfx name, or None;
     plain: neither a mask nor a window. The plan depends on nothing that changes from step to step, so that a recorded
-    graph stays valid. On NVIDIA, blocks and stages are the fastest measured ones; on AMD, those for which the compiler
-    does not spill registers.
+    graph stays valid. On NVIDIA, blocks and stages are the fastest measured ones; on AMD, the compiler does not spill
+    registers with them.
     """
     block_rows = 32 if rows > 16 and plain and dim <= 128 else 16
     pieces = -(-rows // block_rows)
     radeon = arch is not None and not arch.startswith("gfx9")
     block = max(16, min(64, (8192 if radeon else 16384) // (power_of_two(dim) * size)))
-    room = units if arch is None else 2 * units  # an estimate for AMD: less is in flight in each program
+    room = units if arch is None else 2 * units  # an estimate for AMD: each program has less in flight
     splits = _splits(b * kv_heads * pieces, -(-keys // block), room)
     return Plan(block_rows, block, pieces, splits, 8 if radeon else 4, 3 if arch is None else 2)
 
 
 def _splits(pieces: int, blocks: int, room: int) -> int:
-    """The number of programs for each piece of `blocks` blocks.
+    """The number of programs per piece of `blocks` blocks.
 
     room: the number of programs that keep the GPU busy. Long pieces are always halved, to shorten the tail.
     """
@@ -256,7 +258,7 @@ def _splits(pieces: int, blocks: int, room: int) -> int:
 
 
 class FlashTile(NamedTuple):
-    """The tile of attention with many queries. rows: queries times heads of a group; keys: of a block."""
+    """The tile of attention with many queries. rows: queries times heads of a group; keys: the keys of a block."""
 
     rows: int
     keys: int
@@ -267,8 +269,8 @@ class FlashTile(NamedTuple):
 def flash_tile(dim: int, size: int, arch: str | None) -> FlashTile:
     """The tile for this head dim (the larger one) and this number of bytes of an element.
 
-    arch: the gfx name of an AMD GPU, or None. On AMD, tiles are those for which the compiler does not spill registers
-    and whose blocks fit 64 KiB of local memory; nothing was measured there.
+    arch: the gfx name of an AMD GPU, or None. On AMD, the compiler does not spill registers with these tiles, and their
+    blocks fit into 64 KiB of local memory; nothing was measured there.
     """
     wide = power_of_two(dim) * size  # bytes of a row
     if arch is None:

@@ -23,7 +23,7 @@ def before_import() -> None:
     """
     named = options.tuned_files()
     if "aiter" in sys.modules or any(store.is_merged(path) for path in named):
-        return  # too late, or the parent process has done it
+        return  # aiter is already imported, or the parent process has set the table
     release, gpu = machine.installed(), machine.gpu()
     if release is None or gpu is None or not release.layout.reads_variable:
         return
@@ -67,13 +67,13 @@ def _tuned(gpu: Gpu, release: Release) -> Path | None:
 
 
 def _mend(table: Table) -> None:
-    """Accept a table without the column gfx, whose values are derived from the number of compute units."""
+    """Accept a table without the column gfx, because the number of compute units determines its values."""
     if table.lacks_gfx:
         table.problems = [problem for problem in table.problems if "there is no column gfx" not in problem.text]
 
 
 def _if_right(role: str, path: Path, release: Release) -> list[tuple[str, Table]]:
-    """Read a file that the user did not name: wrong lines are left out, with a warning."""
+    """Read a file that the user did not name. Wrong lines are skipped with a warning."""
     try:
         table = read(path, release.layout, release.version)
     except TuningError as error:

@@ -1,7 +1,7 @@
 """The columns of aiter's tables of tuned products (bf16 and fp16), as its releases have them.
 
 aiter looks a product up by its shape in a CSV file. The columns changed six times from 0.1.5 to 0.1.20, and a file of
-another generation fails at the first product, not when it is read; so each generation is recorded here.
+another generation fails at the first product, not when it is read. So every generation is recorded here.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ GFX_OF_UNITS = {80: "gfx942", 304: "gfx942", 256: "gfx950"}
 class Layout:
     """One generation of tables.
 
-    since: the first release with this layout. tuned, untuned: the columns of the two files. key: the columns that a
-    product is looked up by. table: the file that the package ships, in `aiter/configs`. tuner: the script, relative to
-    the folder of aiter's sources. options: its options besides the two files. reads_variable: whether aiter reads
+    since: the first release with this layout. tuned, untuned: the columns of the two files. key: the columns by which a
+    product is looked up. table: the file that the package ships, in `aiter/configs`. tuner: the script, relative to the
+    folder of aiter's sources. options: its options besides the two files. reads_variable: whether aiter reads
     AITER_CONFIG_GEMM_BF16.
     """
 
@@ -86,7 +86,7 @@ LAYOUTS = (
         untuned=_SHUFFLED,
         key=("gfx", "cu_num", *_SHUFFLED),
         tuner="csrc/gemm_a16w16/gemm_a16w16_tune.py",
-        # it writes its results after each batch of 100 shapes by default: too many to lose when it is stopped
+        # by default it writes results after every 100 shapes, which would be lost if it were stopped earlier
         options=("--batch", "8"),
     ),
 )
@@ -113,7 +113,7 @@ def layouts_with(columns: tuple[str, ...]) -> list[Layout]:
 
 
 def releases_of(layouts: list[Layout]) -> str:
-    """`0.1.7.post3 up to 0.1.12.post2` (which no longer has them), for people. layouts: consecutive ones."""
+    """`0.1.7.post3 up to 0.1.12.post2` (which no longer has them), for messages. layouts: consecutive layouts."""
     after = LAYOUTS[LAYOUTS.index(layouts[-1]) + 1 :]
     return f"{layouts[0].since} up to {after[0].since}" if after else f"{layouts[0].since} and later"
 

@@ -1,4 +1,4 @@
-"""The GPU and the release of aiter: a tuned row is valid for one of each only."""
+"""The GPU and the release of aiter. A tuned row is valid for only one GPU and one release."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Release:
 
     @property
     def tuner(self) -> Path | None:
-        """The tuning script, if the package has its sources: next to it, or in `aiter_meta` (wheels)."""
+        """The tuning script, if the package includes it: next to the package, or in `aiter_meta` (wheels)."""
         for root in self._roots():
             if (root / self.layout.tuner).is_file():
                 return root / self.layout.tuner
@@ -47,7 +47,7 @@ class Release:
 
     @property
     def shipped(self) -> list[Path]:
-        """The tables that the package ships, the general one first."""
+        """The tables that the package ships, with the general one first."""
         if self.folder is None:
             return []
         configs = self.folder / "configs"

@@ -1,7 +1,7 @@
 """Merge several tables into one, before aiter reads them.
 
-With several files, releases from 0.1.12 on rewrite them when they disagree, and older releases drop rows. All releases
-ignore their own table if a file is given. So hf_rocm gives aiter one file with all rows.
+Given several files, releases from 0.1.12 on rewrite them if they disagree, and older releases drop rows. All releases
+ignore their own table if a file is given. So hf_rocm passes one file with all rows to aiter.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Share:
     role: str
     path: Path
     taken: int = 0
-    repeated: int = 0  # an earlier file has the shape
-    elsewhere: int = 0  # of another GPU
+    repeated: int = 0  # an earlier file has this shape
+    elsewhere: int = 0  # rows for another GPU
     failed: int = 0  # the tuner found no kernel
 
     def to_dict(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Share:
 
 @dataclass
 class Merged:
-    """The merged table. rows: by the key that the release looks up."""
+    """The merged table. rows: by the key under which the release looks them up."""
 
     layout: Layout
     rows: dict[Key, Row] = field(default_factory=dict)
@@ -61,10 +61,10 @@ class Merged:
 
 
 def merge(tables: Iterable[tuple[str, Table]], layout: Layout, gpu: Gpu | None) -> Merged:
-    """Merge the tables; only the rows of `gpu`, if it is given. The first file with a shape wins.
+    """Merge the tables; only the rows for `gpu`, if it is given. The first file with a shape wins.
 
-    tables: (role, table) in order of preference. Of the tables that aiter ships, which may repeat each other, the
-    fastest row wins, as in aiter.
+    tables: (role, table) in order of preference. Tables that aiter ships may repeat shapes; among their rows the
+    fastest one wins, as in aiter.
     """
     merged = Merged(layout)
     shipped: list[tuple[Share, Row]] = []
@@ -86,7 +86,7 @@ def merge(tables: Iterable[tuple[str, Table]], layout: Layout, gpu: Gpu | None) 
 
 
 def tuned_of(merged: Merged, keys: Sequence[Key]) -> int:
-    """The number of these products that aiter finds, with their own M or with the M that it pads them to."""
+    """The number of these products that aiter finds in the table, by their own M or by the M to which it pads them."""
     return sum(
         any(key._replace(m=m).looked_up(merged.layout) in merged.rows for m in (key.m, *padded(key.m, key.n)))
         for key in keys

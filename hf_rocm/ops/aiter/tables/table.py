@@ -19,7 +19,7 @@ from typing import NamedTuple
 from hf_rocm.errors import TableError
 from hf_rocm.ops.aiter.tables.columns import GFX_OF_UNITS, RENAMED, Layout, layouts_with, libraries, releases_of
 
-MAX_BYTES = 64 << 20  # all tables that aiter 0.1.20 ships have 0.6 MB
+MAX_BYTES = 64 << 20  # all tables that aiter 0.1.20 ships take 0.6 MB
 MAX_ROWS = 400_000
 MAX_COLUMNS = 100
 MAX_PROBLEMS = 20  # enough to repair a file
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One problem of a file, and its line."""
+    """One problem in a file, and its line."""
 
     line: int
     text: str
@@ -70,7 +70,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class Table:
-    """A file as it was read. problems: why aiter can't use the file as it is; rows: those without a problem."""
+    """The content of a file. problems: why aiter can't use the file as it is; rows: the rows without a problem."""
 
     path: Path
     columns: tuple[str, ...]
@@ -134,7 +134,7 @@ def read(path: Path, layout: Layout, release: str) -> Table:
 
 
 def _check_count(path: Path, rows: int, line: int) -> None:
-    """Limit the number of rows, right, wrong or empty. rows: includes the header."""
+    """Limit the number of rows, whether right, wrong or empty. rows: their number, including the header."""
     if rows > MAX_ROWS + 1:
         raise TableError(f"{path.name} has more than {MAX_ROWS} rows", facts={"file": path, "line": line})
 
@@ -304,7 +304,7 @@ def _short(text: str) -> str:
 
 
 def _repeated(table: Table, layout: Layout) -> None:
-    """aiter fails on a file with two different rows for one shape."""
+    """Report two different rows for one shape: aiter fails on such a file."""
     first: dict[Key, Row] = {}
     rows, table.rows = table.rows, []
     for row in rows:

@@ -40,7 +40,7 @@ HOST = re.compile(
 # The number of cases per module, from different functions, drawn by architecture and name.
 SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "all": None}
 
-# For the smallest share: one function per module, of which one case runs.
+# For the smallest share: one function per module, or the first part of the names of its cases. One case of it runs.
 FEW = {
     "test_activation": "test_act_and_mul",
     "test_decode": "test_single_queries",
@@ -48,7 +48,8 @@ FEW = {
     "test_dequantize": "test_four_bits",
     "test_experts": "test_every_number_of_experts",
     "test_experts_mxfp4": "test_every_number_of_experts",
-    "test_four_bit": "test_every_class_of_rows",
+    "test_four_bit": "test_every_class_of_rows[5]",
+    "test_four_bit_codes": "test_every_class_of_rows[1-",
     "test_flash": "test_packed_sequences",
     "test_linear": "test_every_number_of_rows",
     "test_norm": "test_rms_norm",
@@ -119,7 +120,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     if count is not None:
         drawn = [item for item in chosen if item.path.stem not in LONG and not HOST.search(item.name)]
         if count == 1:
-            drawn = [item for item in drawn if _function(item) == FEW.get(item.path.stem) or item.path.stem == LAST]
+            drawn = [item for item in drawn if _is_few(item) or item.path.stem == LAST]
         chosen = _drawn(drawn, count)
     chosen.sort(key=lambda item: item.path.stem == LAST)
     config.hook.pytest_deselected(items=[item for item in on_triton if item not in chosen])
@@ -153,6 +154,11 @@ def _drawn(items: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
         turns[function] += 1
     chosen = {name for cases in modules.values() for _, _, name in sorted(cases)[:count]}
     return [item for item in items if item.nodeid in chosen or item.path.stem == LAST]
+
+
+def _is_few(item: pytest.Item) -> bool:
+    few = FEW.get(item.path.stem, "-")
+    return item.name.startswith(few) if "[" in few else _function(item) == few
 
 
 def _function(item: pytest.Item) -> str:
